@@ -35,7 +35,7 @@ from typing import Any
 from common import add_out, drop, is_healthy, memory_of, model_path, peer_program, tree_of, write_figure
 from resume_table import medians, table
 
-from edgeinfer.system.machine import read_memory
+from edgeinfer.platform.machine import read_memory
 
 HERE = Path(__file__).parent
 MODELS = {"small": 0, "7b": 32, "14b": 64}

@@ -195,7 +195,7 @@ def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 6
     raise SystemExit("the server did not become healthy")
 
 
-CLI = [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"]
+CLI = [sys.executable, "-c", "import sys; from edgeinfer.cli.main import main; sys.exit(main())"]
 
 
 def our_command(model: Path, port: int, threads: int) -> list[str]:

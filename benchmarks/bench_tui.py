@@ -397,8 +397,8 @@ def main() -> None:
 
 
 def default_model() -> str:
+    from edgeinfer.config.config_file import load_config
     from edgeinfer.models.store import model_files
-    from edgeinfer.settings.config import load_config
 
     return model_files(load_config().default_model).paths[0]
 

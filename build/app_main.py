@@ -5,8 +5,8 @@ or the command line.
 import runpy
 import sys
 
+from edgeinfer.platform.process import MODULE_SWITCH
 from edgeinfer.shipping.shipped import prefer_newer_cxx, restore_environment, trust_certificates
-from edgeinfer.system.process import MODULE_SWITCH
 
 restore_environment()
 prefer_newer_cxx()
@@ -16,7 +16,7 @@ if sys.argv[1:2] == [MODULE_SWITCH]:
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 else:
-    from edgeinfer.cli import main
+    from edgeinfer.cli.main import main
     from edgeinfer.shipping.unpack import tidy
 
     tidy()

@@ -10,9 +10,9 @@ from typing import BinaryIO
 import msgspec
 
 from edgeinfer.models.store import PulledModel
+from edgeinfer.platform.disk import sha256_of_part, whole_file
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.bundle import Bundle, BundledFile, field
-from edgeinfer.system.disk import sha256_of_part, whole_file
 
 
 def with_field(bootloader: bytes, key: bytes, value: str) -> bytes:

@@ -45,7 +45,7 @@ static const char *home_dir(void)
     return user ? user->pw_dir : home;
 }
 
-/* What edgeinfer.system.paths.data_dir() gives; 0 where no home is known. */
+/* What edgeinfer.platform.paths.data_dir() gives; 0 where no home is known. */
 static int data_dir(char *out, size_t size)
 {
     char here[PATH_MAX] = "";

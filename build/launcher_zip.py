@@ -23,14 +23,12 @@ ROOTS = ["edgeinfer.shipping.shipped", "edgeinfer.launcher", *CODECS]
 #: Never reached by the launcher, though something in the graph names them.
 EXCLUDES = [
     "edgeinfer.cli",
-    "edgeinfer.commands",
-    "edgeinfer.arguments",
     "edgeinfer.runtime",
     "edgeinfer.server",
     "edgeinfer.tui",
     "edgeinfer.chat",
     "edgeinfer.models",
-    "edgeinfer.settings.config",
+    "edgeinfer.config.config_file",
     "platformdirs",
     "msgspec",
     "rich",

@@ -34,8 +34,8 @@ import notices  # noqa: E402
 import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
-from edgeinfer.cli import build_parser  # noqa: E402
-from edgeinfer.commands.machine.completion import script  # noqa: E402
+from edgeinfer.cli.main import build_parser  # noqa: E402
+from edgeinfer.cli.verbs.completion import script  # noqa: E402
 from edgeinfer.models import store  # noqa: E402
 
 WORK = ROOT / "work"
@@ -156,7 +156,7 @@ def publish(tree: Path, out: Path) -> None:
 
 def bundle(program: Path, model: str, out: Path) -> None:
     """Pull the model and write `out`: the shipped file `program` with it inside."""
-    code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
+    code = "import sys; from edgeinfer.cli.main import main; sys.exit(main())"
     subprocess.run([sys.executable, "-c", code, "pull", model], check=True, cwd=ROOT)
     record = store.find_pulled(model)
     assert record is not None, f"{model} is not pulled"

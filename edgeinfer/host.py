@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.last_prompt import LastPrompt
+from edgeinfer.platform import paths, process_metadata
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
-from edgeinfer.settings.config import Config, load_config
-from edgeinfer.system import paths, process_notes
 
 if TYPE_CHECKING:
     from edgeinfer.blocks.store import BlockStore
@@ -119,8 +119,8 @@ class Host:
     ) -> None:
         self.start = start or Start(reason="started without the launcher")
         self._config = config
-        self._last_prompt = process_notes.Note(process_notes.LAST_PROMPT)
-        self._replicas = process_notes.Note(process_notes.REPLICAS)
+        self._last_prompt = process_metadata.Note(process_metadata.LAST_PROMPT)
+        self._replicas = process_metadata.Note(process_metadata.REPLICAS)
         # what this process has computed since exec: it has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.config.config_file import Config, LoadConfig
+from edgeinfer.config.load_options import LOAD_OPTIONS
+from edgeinfer.config.sampling_options import TYPED
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema, Sampling, with_options
-from edgeinfer.settings.config import Config, LoadConfig
-from edgeinfer.settings.load_options import LOAD_OPTIONS
-from edgeinfer.settings.sampling_options import TYPED
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:

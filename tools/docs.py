@@ -27,7 +27,7 @@ BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- 
 
 def command_line() -> str:
     """`--help` of every verb."""
-    from edgeinfer.cli import build_parser
+    from edgeinfer.cli.main import build_parser
 
     os.environ["COLUMNS"] = "100"
     parser = build_parser()
@@ -41,7 +41,7 @@ def command_line() -> str:
 
 def configuration() -> str:
     """Every key of config.toml with its default and its sentence."""
-    from edgeinfer.settings.config import Config
+    from edgeinfer.config.config_file import Config
 
     def rows(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
         hints = msgspec.inspect.type_info(struct)

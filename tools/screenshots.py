@@ -32,7 +32,7 @@ async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
     from fixed_chat import NOON, SHELF, make_app
     from scenes import SCENES
 
-    from edgeinfer.settings.config import ChatConfig
+    from edgeinfer.config.config_file import ChatConfig
     from edgeinfer.tui.screens import model_picker
 
     model_picker.shelf = lambda warm=(): list(SHELF)

@@ -111,7 +111,7 @@ criu_works() {  # a version the design needs, and able to run here
 test_models() {
   for model in smollm2-135m-instruct gemma-3-270m; do
     [ -f "$cache/test-home/data/models/$model/model.json" ] && continue
-    EDGEINFER_HOME=$cache/test-home .venv/bin/python -c 'import sys; from edgeinfer import cli; sys.exit(cli.main())' pull $model >&2
+    EDGEINFER_HOME=$cache/test-home .venv/bin/python -c 'import sys; from edgeinfer.cli.main import main; sys.exit(main())' pull $model >&2
   done
 }
 

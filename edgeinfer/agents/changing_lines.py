@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from edgeinfer.config.config_file import SettledLine
 from edgeinfer.runtime.requests import Message
-from edgeinfer.settings.config import SettledLine
 
 #: (what stays, what was found); the second is "" when nothing was.
 Split = tuple[str, str]

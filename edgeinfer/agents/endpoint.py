@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from edgeinfer.errors import ServeError
-from edgeinfer.system import paths, tcp
+from edgeinfer.platform import paths, tcp
 
 #: An endpoint answers its health at once; one that does not is none of ours.
 _HEALTH_S = 5.0

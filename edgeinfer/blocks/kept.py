@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.system.disk import new_file, open_own
+from edgeinfer.platform.disk import new_file, open_own
 
 _FOLDER = "kept"
 #: An agent's name becomes the name of a file, with a digest of the salt: those who give another one

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.blocks.kept import kept_names
-from edgeinfer.system.disk import free_bytes, open_own
+from edgeinfer.platform.disk import free_bytes, open_own
 
 SUFFIX = ".block"
 #: Without a limit of the user's, so much of what the disk has left, the blocks themselves included.

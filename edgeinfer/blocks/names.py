@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.blocks.format import pack_tokens
-from edgeinfer.system.disk import new_file, open_own, stamps
+from edgeinfer.platform.disk import new_file, open_own, stamps
 
 NAME_BYTES = 20
 SECRET_BYTES = 32

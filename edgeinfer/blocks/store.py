@@ -33,8 +33,8 @@ from edgeinfer.blocks.limits import Limits
 from edgeinfer.blocks.names import Names, owner_name, read_secret
 from edgeinfer.blocks.writer import Writer
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
-from edgeinfer.system import paths
-from edgeinfer.system.disk import new_file, open_own
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import new_file, open_own
 
 #: Files are read, and their checksums computed, by so many threads: one gives some 4 GB/s.
 _READERS = 2

@@ -11,7 +11,7 @@ from edgeinfer.chat.shelf import Shelved, size_words
 from edgeinfer.errors import DownloadError, OfflineError
 from edgeinfer.models.fits import FirstRunChoice, first_run_choices
 from edgeinfer.models.progress import PullProgress
-from edgeinfer.system.places import DEFAULT_MODEL
+from edgeinfer.platform.places import DEFAULT_MODEL
 
 
 def choices(launch: Launch, rows: Sequence[Shelved]) -> list[FirstRunChoice]:

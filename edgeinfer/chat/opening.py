@@ -9,9 +9,9 @@ from edgeinfer.chat.engines import Engines
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
+from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.host import HandOver, Host, Start
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.settings.config import ChatConfig
 from edgeinfer.units import format_ms
 
 

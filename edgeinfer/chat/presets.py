@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
+from edgeinfer.config.sampling_options import TYPED, SamplingOption
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.requests import Sampling, with_options
-from edgeinfer.settings.sampling_options import TYPED, SamplingOption
 
 Value = float | int | None
 

@@ -15,8 +15,8 @@ from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import Found
 from edgeinfer.models.fits import header_plan
 from edgeinfer.models.store import PulledModel, list_pulled
+from edgeinfer.platform.machine import Machine, read_machine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.system.machine import Machine, read_machine
 from edgeinfer.units import format_parameters
 
 #: Context that the memory of a model that is not here is judged with.

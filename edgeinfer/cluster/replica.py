@@ -17,7 +17,7 @@ import httpx2
 
 from edgeinfer.cluster.asking import Accepted, Asked, Head, Part, passed_on
 from edgeinfer.cluster.settings import ModelSettings
-from edgeinfer.system import process
+from edgeinfer.platform import process
 
 #: Whoever loads 15 GB from a slow disk; Ray's own limit for a replica's start is longer.
 _READY_S = 600.0

@@ -10,7 +10,7 @@ import os
 import sys
 
 from edgeinfer import launcher
-from edgeinfer.system import process
+from edgeinfer.platform import process
 
 _FIRST_LISTENER = 3
 

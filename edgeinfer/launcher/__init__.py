@@ -17,7 +17,7 @@ import sys
 import time
 
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
-from edgeinfer.system import process
+from edgeinfer.platform import process
 
 _HELP = ("-h", "--help", "--help-all")
 
@@ -39,6 +39,6 @@ def main() -> int:
         import os  # built in
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    from edgeinfer import cli  # 60 ms: not on the way of a launch
+    from edgeinfer.cli.main import main  # 60 ms: not on the way of a launch
 
-    return cli.main(argv)
+    return main(argv)

@@ -12,8 +12,8 @@ import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
 from edgeinfer.launcher import messages, process_env, selection, supervise
+from edgeinfer.platform import process
 from edgeinfer.snapshots import format
-from edgeinfer.system import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import select
 
 from edgeinfer.launcher import messages, process_env
 from edgeinfer.launcher.apps import quietly
-from edgeinfer.system import process
+from edgeinfer.platform import process
 
 
 class Warming:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from edgeinfer.system import process
+from edgeinfer.platform import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

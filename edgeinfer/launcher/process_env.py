@@ -10,7 +10,7 @@ import _socket
 import os
 
 from edgeinfer.launcher import messages, selection, supervise
-from edgeinfer.system import places, process
+from edgeinfer.platform import places, process
 
 #: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
 LIMITS = (

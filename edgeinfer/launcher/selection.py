@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 
+from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.launcher import messages
 from edgeinfer.launcher.argv import options_and_words
-from edgeinfer.settings.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
+from edgeinfer.platform import places
 from edgeinfer.snapshots import fingerprint, format
-from edgeinfer.system import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import os
 import sys
 
+from edgeinfer.platform import process
 from edgeinfer.snapshots import criu, linux
 from edgeinfer.snapshots.format import IMAGES, Manifest
-from edgeinfer.system import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config import load_options
 from edgeinfer.errors import ConversionError, UsageError
 from edgeinfer.models import gguf, names, sources, store
 from edgeinfer.models.catalog import load_catalog
@@ -25,9 +26,8 @@ from edgeinfer.models.pull import PullOptions, first_that_works
 from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.models.quantizing.quantize import publish
 from edgeinfer.models.store import PulledModel, changing
-from edgeinfer.settings import load_options
-from edgeinfer.system import paths
-from edgeinfer.system.disk import sync
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import sync
 
 _HOW = "`edgeinfer pull ADAPTER --base MODEL`"
 

@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from edgeinfer.config.config_file import about, refuse_unknown_keys
+from edgeinfer.config.load_options import LORA
+from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models import sources as places
 from edgeinfer.models.ggml_types import FILE_TYPES, file_type
+from edgeinfer.platform import paths
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.settings.config import about, refuse_unknown_keys
-from edgeinfer.settings.load_options import LORA
-from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
-from edgeinfer.system import paths
 
 FILE_NAME = "models.toml"
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")

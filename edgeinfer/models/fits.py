@@ -10,13 +10,13 @@ import msgspec
 
 from edgeinfer.models.catalog import Catalog, Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
+from edgeinfer.platform.machine import Machine, read_memory
+from edgeinfer.platform.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.platform.places import DEFAULT_MODEL
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.plan import Plan, make_plan
 from edgeinfer.runtime.planning.shape import Shape, make_shape
-from edgeinfer.system.machine import Machine, read_memory
-from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
-from edgeinfer.system.places import DEFAULT_MODEL
 from edgeinfer.units import format_bytes, format_duration
 
 Group = Literal["comfortable", "slow", "too big", "embedding"]

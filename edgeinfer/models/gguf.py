@@ -22,7 +22,7 @@ import msgspec
 
 from edgeinfer.errors import InvalidGgufError
 from edgeinfer.models.ggml_types import FILE_TYPES, TENSOR_TYPES
-from edgeinfer.system.disk import open_regular
+from edgeinfer.platform.disk import open_regular
 
 MAGIC = b"GGUF"
 TOKENS = "tokenizer.ggml.tokens"

@@ -15,7 +15,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models.ggml_types import file_type
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

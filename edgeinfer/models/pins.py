@@ -15,8 +15,8 @@ import msgspec
 from edgeinfer.errors import CatalogError
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched
-from edgeinfer.system import paths
-from edgeinfer.system.disk import write_whole
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import write_whole
 
 SUFFIX = ".lock.json"
 

@@ -23,8 +23,8 @@ from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.plan import Fetched, Plan, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.models.store import PulledModel, changing
-from edgeinfer.system import paths
-from edgeinfer.system.disk import sha256_of
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import sha256_of
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.names import Reference
 from edgeinfer.models.store import model_lock
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):

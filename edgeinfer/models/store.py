@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import (
     CatalogError,
     InvalidGgufError,
@@ -34,11 +35,10 @@ from edgeinfer.models.catalog import Catalog, Model, load_catalog, nearest
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import is_locked, locked, room_errors, sync, write_whole
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.settings.load_options import LORA
-from edgeinfer.system import paths
-from edgeinfer.system.disk import is_locked, locked, room_errors, sync, write_whole
 
 LOCKS = ".locks"
 

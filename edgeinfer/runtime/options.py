@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.config import load_options as table
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.settings import load_options as table
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load; `edgeinfer.settings.load_options` says what each field is and may be.
+    """How to load; `edgeinfer.config.load_options` says what each field is and may be.
 
     0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps. `max_queue` only
     keeps the engine finite, in a snapshot too: what a launch allows to wait is the front's to say.

@@ -46,7 +46,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling options in llama.cpp's terms and order. Neutral values switch a stage off.
 
-    `seed` None draws one from the kernel. `edgeinfer.settings.sampling_options` says what each is.
+    `seed` None draws one from the kernel. `edgeinfer.config.sampling_options` says what each is.
     """
 
     temperature: float = 0.8

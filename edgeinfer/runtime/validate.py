@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.settings.sampling_options import SAMPLING_OPTIONS
 
 _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0

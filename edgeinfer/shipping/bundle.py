@@ -21,9 +21,9 @@ import msgspec
 from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
 from edgeinfer.models import store
 from edgeinfer.models.store import PulledFile, PulledModel, model_lock
+from edgeinfer.platform.disk import need_room, sha256_of_part, share_blocks, sync, whole_file
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
-from edgeinfer.system.disk import need_room, sha256_of_part, share_blocks, sync, whole_file
 
 _CHUNK = 4 << 20
 #: (bytes done, bytes in all)

@@ -3,7 +3,7 @@
 The launcher runs inside the shipped file's own process (build/handover.c), with Python from the
 unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are
 `sys.frozen`, and in both `sys.executable` is `APP/edgeinfer-app`, which is what
-`edgeinfer.system.process` starts.
+`edgeinfer.platform.process` starts.
 """
 
 from __future__ import annotations
@@ -128,6 +128,6 @@ def start() -> None:
     os.environ[FILE_VARIABLE] = sys._edgeinfer_file  # type: ignore[attr-defined]
     model: str = sys._edgeinfer_model  # type: ignore[attr-defined]
     if model:
-        from edgeinfer.system import places  # not before `sys` knows the shipped file
+        from edgeinfer.platform import places  # not before `sys` knows the shipped file
 
         os.environ[places.BUNDLED_MODEL] = model.rpartition("-")[0]  # without the digits of its digest

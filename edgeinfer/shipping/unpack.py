@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from edgeinfer.errors import DiskFullError, EdgeInferError, ShippingError, SnapshotUnsafeError
+from edgeinfer.platform import disk, paths
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import Index, Shipped
 from edgeinfer.shipping.shipped import restore_environment
-from edgeinfer.system import disk, paths
 
 INDEX = "payload.json"
 SOURCE = ".source"

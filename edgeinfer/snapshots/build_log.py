@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10

@@ -15,9 +15,9 @@ import os
 import sys
 
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
+from edgeinfer.platform import places
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.format import Manifest, refuse_unsafe
-from edgeinfer.system import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _tier(criu: str, version: str) -> Probe:
 
 def namespaces_refused(tier: str) -> str:
     """Make a tier's namespaces in a child; why that was refused, or ""."""
-    from edgeinfer.system.process import child_command
+    from edgeinfer.platform.process import child_command
 
     try:
         done = _run(*child_command("edgeinfer.launcher.supervise", "probe", tier))

@@ -18,9 +18,9 @@ from edgeinfer.errors import (
     OutOfMemoryError,
     SnapshotsUnavailableError,
 )
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import write_whole
 from edgeinfer.snapshots import fingerprint, format
-from edgeinfer.system import paths
-from edgeinfer.system.disk import write_whole
 
 _SUFFIX = ".failed"
 #: What may be otherwise the next time although nothing that is stamped has changed.

@@ -10,8 +10,8 @@ import sys
 
 import edgeinfer
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
+from edgeinfer.platform import places
 from edgeinfer.snapshots.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
-from edgeinfer.system import places
 
 #: The folder of our own package.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))

@@ -30,7 +30,7 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
     UsageError,
 )
-from edgeinfer.system import places
+from edgeinfer.platform import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
-from edgeinfer.settings.load_options import NO_ADAPTERS, snapshot_options
 from edgeinfer.snapshots import fingerprint, format
 
 #: Choices that a load makes by what is free at that moment, as far as an option can make them.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from edgeinfer.settings.config import SnapshotsConfig
+from edgeinfer.config.config_file import SnapshotsConfig
+from edgeinfer.platform.disk import free_bytes
 from edgeinfer.snapshots import fingerprint, format, registry
-from edgeinfer.system.disk import free_bytes
 
 _GIB = 1 << 30
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.platform import paths
 from edgeinfer.snapshots import fingerprint, format
-from edgeinfer.system import paths
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,10 +16,10 @@ import msgspec
 
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
+from edgeinfer.platform import places, process_metadata
+from edgeinfer.platform.process_metadata import left_by
 from edgeinfer.runtime.options import ReplicasInfo
 from edgeinfer.snapshots.process_description import Description
-from edgeinfer.system import places, process_notes
-from edgeinfer.system.process_notes import left_by
 
 T = TypeVar("T")
 
@@ -73,8 +73,8 @@ def processes(*, everywhere: bool = False) -> list[Running]:
                 apps=len(apps),
                 private_bytes=sum(private for private, _ in sizes),
                 shared_bytes=max((shared for _, shared in sizes), default=0),
-                last_prompts=_notes(apps, process_notes.LAST_PROMPT, LastPrompt),
-                replicas=_notes(apps, process_notes.REPLICAS, ReplicasInfo),
+                last_prompts=_notes(apps, process_metadata.LAST_PROMPT, LastPrompt),
+                replicas=_notes(apps, process_metadata.REPLICAS, ReplicasInfo),
                 snapshots=tuple(one.snapshot for one in _loaded_by(apps) if one.snapshot),
             )
         )
@@ -91,7 +91,7 @@ def _apps(pids: list[int]) -> list[int]:
 
 
 def _loaded_by(apps: list[int]) -> tuple[Description, ...]:
-    return _notes(apps, process_notes.DESCRIPTION, Description)
+    return _notes(apps, process_metadata.DESCRIPTION, Description)
 
 
 def loaded_below(pid: int) -> tuple[Description, ...]:

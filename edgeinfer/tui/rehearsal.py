@@ -19,12 +19,12 @@ from textual.pilot import Pilot
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
+from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.settings.config import ChatConfig, Config
 from edgeinfer.tui import app as app_module
 from edgeinfer.tui.app import ChatApp
 from edgeinfer.tui.textual_internals import use_parsed

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError
+from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.options import EngineInfo, ReplicaInfo, ReplicasInfo
-from edgeinfer.system.machine import read_memory
 from edgeinfer.units import format_bytes
 from edgeinfer.workers.replicas import Replica, ReplicatedEngine
 

@@ -12,15 +12,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
 import manual
 
-from edgeinfer.cli import build_parser
-from edgeinfer.commands.machine.completion import script, verbs
-from edgeinfer.commands.machine.doctor import doctor
-from edgeinfer.commands.machine.uninstall import uninstall
-from edgeinfer.commands.machine.version import version
+from edgeinfer.cli.main import build_parser
+from edgeinfer.cli.verbs.completion import script, verbs
+from edgeinfer.cli.verbs.doctor import doctor
+from edgeinfer.cli.verbs.uninstall import uninstall
+from edgeinfer.cli.verbs.version import version
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, ShippingError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.platform import paths
 from edgeinfer.shipping import shipped
-from edgeinfer.system import paths
 
 
 def options(**values):

@@ -9,9 +9,9 @@ from edgeinfer.chat.commands import slash
 from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.session import ChatSession
+from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
-from edgeinfer.settings.config import ChatConfig, load_config
 
 
 class Remembering:

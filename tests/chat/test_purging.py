@@ -9,14 +9,14 @@ from fixed_chat import FixedHost, make_launch, words
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer import cli
 from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Conversation, Turn
 from edgeinfer.chat.repl import Repl
+from edgeinfer.cli.main import main
+from edgeinfer.platform import paths
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.system import paths
 
 
 class Deleted:
@@ -58,7 +58,7 @@ def test_the_plain_chat_purges(tmp_path, deleted):
 
 def test_a_run_purges(deleted, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert cli.main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+    assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
     assert deleted.is_gone()
 
 

@@ -14,11 +14,11 @@ from made_gguf import gguf_bytes
 
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
+from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
-from edgeinfer.settings.config import Config, load_config
 
 
 class Tty(io.StringIO):

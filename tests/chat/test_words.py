@@ -9,8 +9,8 @@ from edgeinfer.chat.code import code_blocks
 from edgeinfer.chat.commands import export, settings, slash
 from edgeinfer.chat.commands.complete import complete
 from edgeinfer.chat.history.values import Attachment, Conversation, Turn
+from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import ConfigError, StoreError, UsageError
-from edgeinfer.settings.config import load_config
 
 
 class TestSlash:

@@ -129,10 +129,10 @@ def test_without_its_library_llama_cpps_own_serves(content: bytes | None, tmp_pa
         for level in ("v3", "v4"):
             (tmp_path / f"libedgeinfer-attention-{level}.so.1").write_bytes(content)
     program = (
-        "import sys\nfrom pathlib import Path\nfrom edgeinfer import cli\n"
+        "import sys\nfrom pathlib import Path\nfrom edgeinfer.cli.main import main\n"
         "from edgeinfer.runtime import libedgeinfer\n"
         "libedgeinfer.folder = lambda: Path(sys.argv[1])\n"
-        "sys.exit(cli.main(['doctor']))"
+        "sys.exit(main(['doctor']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, tmp_path],

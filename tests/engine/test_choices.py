@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.errors import OutOfMemoryError
+from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.planning.choices import (
     choose_cells,
     choose_context,
@@ -13,7 +14,6 @@ from edgeinfer.runtime.planning.choices import (
     choose_threads,
     exact_rows,
 )
-from edgeinfer.system.machine import Machine, Memory
 
 GIB = 1 << 30
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from made_decoders import make_qwen2vl
 
-from edgeinfer.cli import main
+from edgeinfer.cli.main import main
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -21,13 +21,13 @@ from edgeinfer.errors import (
     OutOfMemoryError,
     UsageError,
 )
+from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, TokenLogprobs
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Choice, GenerateRequest, JsonSchema, Message, Regex, Sampling
-from edgeinfer.system.machine import Machine, Memory
 
 SMALL = LoadOptions(n_ctx=512, n_parallel=2)
 GREEDY = Sampling(temperature=0)

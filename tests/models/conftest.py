@@ -14,7 +14,7 @@ from fake_hub import Fault, FaultServer, sha
 from made_gguf import gguf_bytes
 
 from edgeinfer.models.progress import Patience
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 #: Waits of microseconds instead of seconds, and a short belief in silence.
 HASTY = Patience(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
@@ -75,7 +75,9 @@ def start_cli() -> Iterator[Start]:
     running: list[subprocess.Popen[bytes]] = []
 
     def start(*argv: str, before: str = "", prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        program = f"import sys\n{before}\nfrom edgeinfer.cli import main\nsys.exit(main(sys.argv[1:]))"
+        program = (
+            f"import sys\n{before}\nfrom edgeinfer.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+        )
         process = subprocess.Popen(
             [*prefix, sys.executable, "-c", program, *argv],
             stdin=subprocess.DEVNULL,

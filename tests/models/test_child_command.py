@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from edgeinfer.system.process import MODULE_SWITCH, child_command
+from edgeinfer.platform.process import MODULE_SWITCH, child_command
 
 
 def test_from_a_checkout() -> None:

@@ -17,8 +17,8 @@ import pytest
 from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture, sha
 from made_gguf import entry, gguf_bytes, model_entries, text
 
-from edgeinfer.cli import main
-from edgeinfer.commands.answering.serve import pulled_models
+from edgeinfer.cli.main import main
+from edgeinfer.cli.verbs.serve import pulled_models
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,
@@ -28,8 +28,8 @@ from edgeinfer.errors import (
 )
 from edgeinfer.models import store
 from edgeinfer.models.external_stores import reader, stores
+from edgeinfer.platform import disk
 from edgeinfer.snapshots.format import part_of, safe_name
-from edgeinfer.system import disk
 
 TINY = gguf_bytes()
 

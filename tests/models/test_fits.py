@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from edgeinfer.cli import main
-from edgeinfer.commands.catalog import list as list_verb
+from edgeinfer.cli.main import main
+from edgeinfer.cli.verbs import list as list_verb
 from edgeinfer.models import fits
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.system.machine import Memory
-from edgeinfer.system.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.platform.machine import Memory
+from edgeinfer.platform.memory_rate import MemoryRate, read_memory_rate
 
 GB = 10**9
 

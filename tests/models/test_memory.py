@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.cli import main
+from edgeinfer.cli.main import main
 from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.gguf import GgufHeader, TensorInfo, check
+from edgeinfer.platform.machine import Machine, Memory, read_machine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.planning.plan import Plan
 from edgeinfer.runtime.planning.shape import Shape, make_buffers
-from edgeinfer.system.machine import Machine, Memory, read_machine
 
 #: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute +
 #: output] per context].
@@ -146,8 +146,8 @@ def test_show_says_how_fast_a_model_larger_than_memory_is(
 ) -> None:
     memory = Memory(total_bytes=1 << 30, available_bytes=80 << 20, reason="made up")
     machine = Machine(physical_cores=2, logical_cpus=2, quota=None, memory=memory)
-    monkeypatch.setattr("edgeinfer.commands.catalog.show.read_machine", lambda: machine)
-    monkeypatch.setattr("edgeinfer.commands.catalog.show.read_rate", lambda path: 0.0)
+    monkeypatch.setattr("edgeinfer.cli.verbs.show.read_machine", lambda: machine)
+    monkeypatch.setattr("edgeinfer.cli.verbs.show.read_rate", lambda path: 0.0)
     assert main(["show", str(smollm2)]) == 0
     out = capsys.readouterr().out
     assert "83.9 MB available: it runs from the disk" in out
@@ -168,7 +168,7 @@ def test_in_a_container_whose_page_cache_holds_the_weights_show_says_it_fits(
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n")
     faked = read_machine(tmp_path)
-    monkeypatch.setattr("edgeinfer.commands.catalog.show.read_machine", lambda: faked)
+    monkeypatch.setattr("edgeinfer.cli.verbs.show.read_machine", lambda: faked)
     assert main(["show", str(smollm2)]) == 0
     assert "of 910.0 MB available: it fits" in capsys.readouterr().out
     assert not header_plan([check(smollm2)], LoadOptions(), faked).refusal

@@ -6,7 +6,7 @@ import pytest
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models import names, sources
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 
 @pytest.mark.parametrize("name", ["a", "qwen3-0.6b", "x_y", "a" * 96])

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.cli import main
+from edgeinfer.cli.main import main
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.platform import places
+from edgeinfer.platform.page_cache import read_in, resident_bytes
 from edgeinfer.snapshots.format import MANIFEST, Manifest, manifest_text
-from edgeinfer.system import places
-from edgeinfer.system.page_cache import read_in, resident_bytes
 
 
 @pytest.fixture

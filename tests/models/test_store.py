@@ -21,7 +21,7 @@ from edgeinfer.models.names import reference
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.remove import remove
 from edgeinfer.models.store import model_lock
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgeinfer import error_text
+from edgeinfer.cli.result import error_envelope
 from edgeinfer.errors import (
     DumpError,
     EdgeInferError,
@@ -22,7 +23,6 @@ from edgeinfer.errors import (
 from edgeinfer.host import Start
 from edgeinfer.launcher.launch import Launcher
 from edgeinfer.launcher.selection import LaunchChoice
-from edgeinfer.result import error_envelope
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.build import builder, jobs
 from edgeinfer.snapshots.restore import watch_build

@@ -103,12 +103,12 @@ def small_disk(person, size: str):
 
 WITHOUT_ASKING_FOR_ROOM = """
 import sys
-from edgeinfer import cli
+from edgeinfer.cli.main import main
 from edgeinfer.snapshots.build import build_order
 from edgeinfer.snapshots import prune
 build_order.refuse_full = lambda *_: None
 prune.make_room = lambda *_, **__: []
-sys.exit(cli.main())
+sys.exit(main())
 """
 
 

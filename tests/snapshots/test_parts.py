@@ -16,8 +16,9 @@ import threading
 
 import pytest
 
-from edgeinfer import cli
-from edgeinfer.commands.snapshots.snapshots import SnapshotResult, SnapshotsResult
+from edgeinfer.cli.main import build_parser, main
+from edgeinfer.cli.verbs.snapshots import SnapshotResult, SnapshotsResult
+from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import (
     EngineClosedError,
     SnapshotCorruptError,
@@ -26,18 +27,17 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
 )
 from edgeinfer.launcher import selection
+from edgeinfer.platform import places
+from edgeinfer.platform.disk import locked
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.loading.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.settings.config import SnapshotsConfig
 from edgeinfer.snapshots import criu, fingerprint, format, prune, registry
 from edgeinfer.snapshots.build import digests, jobs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import loaded_model, prefetch, reinitialize, residency
 from edgeinfer.snapshots.restore.idle import IdleWatch
-from edgeinfer.system import places
-from edgeinfer.system.disk import locked
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_the_model_is_the_first_word_that_has_a_snapshot(root):
 def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, typed):
     publish(root, "m")
     publish(root, "other")
-    parsed = cli.build_parser().parse_args(typed)
+    parsed = build_parser().parse_args(typed)
     assert selection.launch_choice(typed).model == "m"
     assert getattr(parsed, "model_or_prompt", None) or parsed.model == "m"
     assert selection.launch_choice(typed).snapshot == (parsed.snapshot or "")
@@ -153,7 +153,7 @@ def test_a_given_name_is_enough_everywhere(root):
 
 @pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])
 def test_a_name_that_would_be_changed_is_refused_before_any_work(verb, capsys):
-    assert cli.main([*verb, "--name", "bad name/x"]) == 2
+    assert main([*verb, "--name", "bad name/x"]) == 2
     assert "'bad name/x' cannot name a snapshot" in capsys.readouterr().err
 
 
@@ -189,14 +189,14 @@ def test_show_is_a_table_in_the_words_of_the_options():
 @pytest.mark.parametrize("typed", [["rm", "m"], ["prune", "--all"]])
 def test_removing_asks_on_a_terminal(root, typed, answer_no, capsys):
     folder = publish(root, "m")
-    assert cli.main(["snapshots", *typed]) == 130
+    assert main(["snapshots", *typed]) == 130
     assert folder.is_dir()
-    assert cli.main(["snapshots", *typed, "--yes"]) == 0
+    assert main(["snapshots", *typed, "--yes"]) == 0
     assert not folder.exists()
 
 
 def test_trust_remove_without_a_key_is_an_error(capsys):
-    assert cli.main(["snapshots", "trust", "--remove"]) == 2
+    assert main(["snapshots", "trust", "--remove"]) == 2
     assert "name the key to stop trusting" in capsys.readouterr().err
 
 
@@ -223,7 +223,7 @@ def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path
 
 
 def test_the_default_is_the_configurations():
-    from edgeinfer.settings.config import Config
+    from edgeinfer.config.config_file import Config
 
     assert Config().default_model == places.DEFAULT_MODEL
 

@@ -17,8 +17,8 @@ import httpx2
 import pytest
 from other_processes import descendants, engines_below, free_port, wait_until
 
+from edgeinfer.platform.process_metadata import REPLICAS, left_by
 from edgeinfer.runtime.options import ReplicasInfo
-from edgeinfer.system.process_notes import REPLICAS, left_by
 
 #: At most three conversations of so many tokens: an f16 cache of fewer cells gives the same bits in any company.
 _FEW = 16

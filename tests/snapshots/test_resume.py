@@ -115,7 +115,7 @@ def test_what_chat_run_and_serve_need_is_imported_before_the_dump(warm):
         "textual.drivers.linux_driver",
         "uvicorn.server",
         "llama_cpp",
-        "edgeinfer.cli",
+        "edgeinfer.cli.main",
     }
     assert needed <= modules
     assert {

@@ -13,8 +13,8 @@ import pytest
 from made_models import make_adapter
 from other_processes import descendants, has_ended, wait_until
 
+from edgeinfer.platform import process_metadata
 from edgeinfer.snapshots.process_description import Description
-from edgeinfer.system import process_notes
 
 from .conftest import Person
 from .test_by_itself import MODEL, Endpoint
@@ -120,7 +120,7 @@ def test_streams_go_on_and_nothing_of_them_is_in_the_image(somebody):
         assert taken.result["was_built"]
         assert taken.result["pid"] == endpoint.process.pid
         (app,) = endpoint.apps()
-        left = process_notes.left_by(app, process_notes.DESCRIPTION, Description)
+        left = process_metadata.left_by(app, process_metadata.DESCRIPTION, Description)
         assert left is not None
         assert SECRET not in repr(left)
         for path in somebody.snapshot(f"{MODEL},live").rglob("*"):
@@ -251,7 +251,7 @@ def test_what_cannot_be_taken_is_said_with_what_to_do(somebody):
 
 OTHER_CHOICES = """
 import json, msgspec
-from edgeinfer.settings.config import SnapshotsConfig
+from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.build import build_order

@@ -11,12 +11,12 @@ import msgspec
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
 from edgeinfer.chat.shelf import Shelved
+from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, Start
 from edgeinfer.models.fits import FirstRunChoice
 from edgeinfer.runtime.events import Finished, Progress, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.settings.config import ChatConfig, Config
 from edgeinfer.tui.app import ChatApp
 
 MODEL = "smollm2-135m-instruct"

@@ -14,6 +14,7 @@ from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
 from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment, Conversation
+from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -21,11 +22,10 @@ from edgeinfer.errors import (
     ModelNotPulledError,
     OutOfMemoryError,
 )
+from edgeinfer.platform import paths
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.settings.config import load_config
-from edgeinfer.system import paths
 from edgeinfer.tui.conversation.carrying import unpacked
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
@@ -482,7 +482,7 @@ async def test_the_draft_survives(drive):
 
 
 async def test_keys_are_rebound_by_their_ids(drive):
-    from edgeinfer.settings.config import ChatConfig
+    from edgeinfer.config.config_file import ChatConfig
 
     async with drive(
         FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})

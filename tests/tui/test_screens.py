@@ -6,10 +6,10 @@ import pytest
 from fixed_chat import MODEL, SHELF, FixedHost
 
 from edgeinfer.chat import shelf as chat_shelf
+from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.models.progress import PullProgress, progress_text
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.settings.config import load_config
 from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.choice import AskScreen, ChoiceScreen

@@ -7,7 +7,7 @@ import pytest
 from fixed_chat import NOON, OFFERED, make_app
 from scenes import SCENES, Answered
 
-from edgeinfer.settings.config import ChatConfig
+from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.tui.screens import model_picker
 
 LOOKS = [

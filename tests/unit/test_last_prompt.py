@@ -6,11 +6,11 @@ import sys
 import msgspec
 import pytest
 
-from edgeinfer.commands.snapshots.ps import PsResult
+from edgeinfer.cli.verbs.ps import PsResult
 from edgeinfer.last_prompt import LastPrompt
+from edgeinfer.platform.process_metadata import LAST_PROMPT, left_by
 from edgeinfer.runtime.events import Divergence, Usage
 from edgeinfer.snapshots.running import Running
-from edgeinfer.system.process_notes import LAST_PROMPT, left_by
 
 
 def last(cause="text", **fields):
@@ -40,7 +40,7 @@ WRITER = """
 import sys
 import msgspec
 from edgeinfer.last_prompt import LastPrompt
-from edgeinfer.system.process_notes import LAST_PROMPT, Note
+from edgeinfer.platform.process_metadata import LAST_PROMPT, Note
 shared = Note(LAST_PROMPT)
 print(flush=True)
 for line in sys.stdin:

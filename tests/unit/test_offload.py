@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.offload import Offload, Room, fewer, make_offload
 from edgeinfer.runtime.planning.plan import Plan, make_plan
 from edgeinfer.runtime.planning.shape import Shape
-from edgeinfer.system.machine import Machine, Memory
 
 GIB = 1 << 30
 #: An 8B of 32 layers in four bits: 4.6 GiB of weights, 128 KiB of cache a token.

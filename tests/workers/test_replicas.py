@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from edgeinfer.config.config_file import load_config, replica_range
 from edgeinfer.errors import ConfigError, EngineClosedError, ModelLoadError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
@@ -17,7 +18,6 @@ from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.settings.config import load_config, replica_range
 from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.replica_supervisor import Autoscaling, Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, RoutedRequest

@@ -13,10 +13,10 @@ from edgeinfer.chat.commands import export, settings, slash
 from edgeinfer.chat.history import library
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.session import ChatSession
+from edgeinfer.config.config_file import ChatConfig
+from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.options import parse_adapters
-from edgeinfer.settings.config import ChatConfig
-from edgeinfer.settings.load_options import LOAD_OPTIONS, LORA
 
 
 class Front(Protocol):

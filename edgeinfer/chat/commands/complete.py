@@ -11,7 +11,7 @@ import msgspec
 
 from edgeinfer.chat import attachments, presets
 from edgeinfer.chat.commands import slash
-from edgeinfer.system import places
+from edgeinfer.platform import places
 
 _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
 

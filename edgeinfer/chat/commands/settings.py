@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.config.config_file import config_path, load_config
 from edgeinfer.errors import ConfigError
-from edgeinfer.settings.config import config_path, load_config
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:

@@ -22,7 +22,7 @@ from edgeinfer.blocks.store import forget_conversation
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 #: An answer without a new piece for so long was left behind by a process that died.
 STALE_MS = 60_000

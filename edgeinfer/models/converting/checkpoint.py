@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from edgeinfer.errors import ConversionError
 from edgeinfer.models.converting.files import CONFIG, INDEX, weight_files
-from edgeinfer.system.disk import open_regular
+from edgeinfer.platform.disk import open_regular
 
 Array = npt.NDArray[Any]
 

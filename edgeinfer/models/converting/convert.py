@@ -30,7 +30,7 @@ from edgeinfer.models.converting.hyperparameters import Values, lookup, needed
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.gguf import MAX_LAYERS
 from edgeinfer.models.progress import Job
-from edgeinfer.system.disk import need_room, room_errors
+from edgeinfer.platform.disk import need_room, room_errors
 
 if TYPE_CHECKING:
     import gguf

@@ -9,7 +9,7 @@ from pathlib import Path
 from edgeinfer.errors import SourceNotFoundError, UsageError
 from edgeinfer.models.plan import Fetched
 from edgeinfer.models.progress import Job
-from edgeinfer.system.disk import sha256_of
+from edgeinfer.platform.disk import sha256_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -37,7 +37,7 @@ from edgeinfer.models.converting.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from edgeinfer.models.ggml_types import TENSOR_TYPES
 from edgeinfer.models.gguf import GgufHeader, TensorInfo
 from edgeinfer.models.progress import Job
-from edgeinfer.system.disk import need_room, room_errors
+from edgeinfer.platform.disk import need_room, room_errors
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
 _NO_WAY = "merge it where it was trained (`merge_and_unload`), and convert the result"

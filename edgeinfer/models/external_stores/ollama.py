@@ -24,7 +24,7 @@ from edgeinfer.models.external_stores.reader import (
     folders,
     small_file,
 )
-from edgeinfer.system import places
+from edgeinfer.platform import places
 
 STORE = "Ollama"
 PREFIX = places.FOUND[0]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.models.external_stores.reader import MAX_TEXT_BYTES
-from edgeinfer.settings.sampling_options import BY_FIELD
 
 #: Stop strings that a model may bring, and their length in characters.
 _STOPS, _STOP_CHARACTERS = 32, 200

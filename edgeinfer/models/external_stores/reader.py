@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import ChecksumError
-from edgeinfer.system.cache_files import CacheTable
-from edgeinfer.system.disk import sha256_of
+from edgeinfer.platform.cache_files import CacheTable
+from edgeinfer.platform.disk import sha256_of
 
 
 class FoundFile(msgspec.Struct, frozen=True, kw_only=True):

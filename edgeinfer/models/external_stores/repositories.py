@@ -29,7 +29,7 @@ from edgeinfer.models.external_stores.reader import (
     ggufs,
     small_file,
 )
-from edgeinfer.system import places
+from edgeinfer.platform import places
 
 #: (path in its repository, quantization or "") → the model's name
 _Naming = Callable[[str, str], str]

@@ -28,7 +28,7 @@ from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError
 from edgeinfer.models.fetching import http_client
 from edgeinfer.models.fetching.http_client import AgainError, WholeOnlyError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, Patience
-from edgeinfer.system.disk import need_room, room_errors, size_or_zero, write_whole
+from edgeinfer.platform.disk import need_room, room_errors, size_or_zero, write_whole
 from edgeinfer.units import format_bytes
 
 #: Ask for the bytes from one to before another (None: to the last), if a validator still holds.

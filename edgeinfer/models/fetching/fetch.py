@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
 from edgeinfer.models import names, sources
 from edgeinfer.models.plan import Fetched, Plan
 from edgeinfer.models.progress import Job
-from edgeinfer.settings.config import refuse_offline
-from edgeinfer.system.disk import need_room
+from edgeinfer.platform.disk import need_room
 
 if TYPE_CHECKING:
     from edgeinfer.models.fetching.download import Remote
@@ -21,7 +21,7 @@ import stat
 from edgeinfer.errors import InvalidGgufError, SourceNotFoundError
 from edgeinfer.models import gguf
 from edgeinfer.models.converting.files import ADAPTER_CONFIG, CONFIG
-from edgeinfer.system.disk import CHUNK_BYTES, room_errors, share_blocks
+from edgeinfer.platform.disk import CHUNK_BYTES, room_errors, share_blocks
 
 Resolve = Callable[[], "list[Remote]"]
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 
+from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
-from edgeinfer.settings.config import refuse_offline
 
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.models.sources import WheelFile
-from edgeinfer.system.disk import need_room, room_errors
+from edgeinfer.platform.disk import need_room, room_errors
 
 _COPY_BYTES = 1 << 20
 _POLL_S = 0.2

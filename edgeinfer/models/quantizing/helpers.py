@@ -18,9 +18,9 @@ from edgeinfer.models import gguf
 from edgeinfer.models.ggml_types import FILE_TYPES
 from edgeinfer.models.gguf import TensorInfo
 from edgeinfer.models.progress import Job
-from edgeinfer.system import paths
-from edgeinfer.system.disk import free_bytes
-from edgeinfer.system.process import child_command
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import free_bytes
+from edgeinfer.platform.process import child_command
 
 _POLL_S = 0.2
 

@@ -27,8 +27,8 @@ from edgeinfer.models.quantizing.helpers import (
     scored,
 )
 from edgeinfer.models.store import PulledModel, changing
-from edgeinfer.system import paths
-from edgeinfer.system.disk import sha256_of
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import sha256_of
 
 #: Tokens of a user's text that are scored, and so not read for an importance matrix.
 _SCORED_TOKENS = 1024

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from edgeinfer.errors import DecodeError, ModelLoadError, OutOfMemoryError
+from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.backends.devices import Device
 from edgeinfer.runtime.decoding.active import ActiveContext
@@ -20,7 +21,6 @@ from edgeinfer.runtime.loading.placement import Placement
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.offload import Offload, Room, fewer
-from edgeinfer.system.machine import read_machine
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _WARM_UP_TOKENS = 64

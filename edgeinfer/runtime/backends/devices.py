@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from edgeinfer.platform import machine
 from edgeinfer.runtime.backends.files import BackendFile
 from edgeinfer.runtime.planning.offload import Room
-from edgeinfer.system import machine
 from edgeinfer.units import format_bytes
 
 #: "gpu" has memory of its own, "integrated" shares the machine's, "software" is a CPU that plays a GPU.

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 #: Every backend there is a name for, those to prefer first: a vendor's own before Vulkan, which shows
 #: the same devices again.

@@ -7,9 +7,9 @@ import subprocess
 
 import msgspec
 
+from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.backends import files
 from edgeinfer.runtime.backends.devices import Loaded, NotLoaded
-from edgeinfer.system.process import child_command
 
 _HELPER = "edgeinfer.runtime.helpers.devices"
 #: A driver that takes longer is stuck.

@@ -11,8 +11,8 @@ import sys
 
 import msgspec
 
+from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.backends.loading import load
-from edgeinfer.system.process import die_with_parent
 
 
 def main(argv: list[str]) -> int:

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.vocab import Vocab
-from edgeinfer.system.process import die_with_parent
 
 #: A window is decoded in batches: every position's logits are wanted, or llama.cpp computes the last
 #: layer for the last position alone.

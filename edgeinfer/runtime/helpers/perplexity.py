@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.vocab import Vocab
-from edgeinfer.system.process import die_with_parent
 
 SKIPPED_TOKENS = 32
 _WINDOW_TOKENS = 1024

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from edgeinfer.platform.disk import free_bytes
+from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.helpers.child import say
 from edgeinfer.runtime.libllama import L
-from edgeinfer.system.disk import free_bytes
-from edgeinfer.system.process import die_with_parent
 
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
 _SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")

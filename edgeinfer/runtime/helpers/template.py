@@ -11,10 +11,10 @@ import sys
 import msgspec
 
 from edgeinfer.errors import ModelLoadError
+from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.language.message_shapes import TemplateTraits
 from edgeinfer.runtime.language.template_trial import Trial
 from edgeinfer.runtime.language.templates import ChatTemplate
-from edgeinfer.system.process import die_with_parent
 
 
 def main() -> int:

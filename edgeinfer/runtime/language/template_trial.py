@@ -14,10 +14,10 @@ import msgspec
 
 import edgeinfer
 from edgeinfer.errors import ModelLoadError
+from edgeinfer.platform.cache_files import CacheTable
+from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.language.message_shapes import TemplateTraits
 from edgeinfer.runtime.language.templates import CHATML, TRANSCRIPT, ChatTemplate
-from edgeinfer.system.cache_files import CacheTable
-from edgeinfer.system.process import child_command
 
 _HELPER = "edgeinfer.runtime.helpers.template"
 #: Limits of the process: address space, processor time, and time with all that waits.

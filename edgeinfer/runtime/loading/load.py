@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.config import load_options
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
+from edgeinfer.platform.machine import read_machine, read_rate
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.loading.cell_memory import NO_CELLS, CellMemory, cell_memory
 from edgeinfer.runtime.loading.mappings import HugePages
@@ -23,8 +25,6 @@ from edgeinfer.runtime.planning.choices import choose_repack
 from edgeinfer.runtime.planning.plan import Plan, disk_warning, make_plan
 from edgeinfer.runtime.planning.shape import Shape, make_shape
 from edgeinfer.runtime.vocab import Vocab
-from edgeinfer.settings import load_options
-from edgeinfer.system.machine import read_machine, read_rate
 
 Progress = Callable[[str, float | None], None]
 

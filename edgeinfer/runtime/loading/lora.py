@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
+from edgeinfer.platform.disk import stamps
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.decoding.active import ActiveContext
 from edgeinfer.runtime.decoding.cache.kvcache import AdapterKey
 from edgeinfer.runtime.libllama import L
 from edgeinfer.runtime.options import Adapter
-from edgeinfer.system.disk import stamps
 
 #: llama.cpp's adapters of one model, by the stamps of their files.
 Held = dict[str, Any]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 from edgeinfer.errors import OutOfMemoryError
+from edgeinfer.platform.machine import Machine, Processors
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.planning.shape import CELL_STEP, Shape, padded
-from edgeinfer.system.machine import Machine, Processors
 from edgeinfer.units import format_bytes
 
 _MIB = 1 << 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from edgeinfer.errors import OutOfMemoryError
+from edgeinfer.platform.machine import Machine
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.planning.choices import (
     choose_cells,
@@ -17,7 +18,6 @@ from edgeinfer.runtime.planning.choices import (
     choose_threads,
 )
 from edgeinfer.runtime.planning.shape import CELL_STEP, Buffers, Shape, make_buffers
-from edgeinfer.system.machine import Machine
 from edgeinfer.units import format_bytes
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).

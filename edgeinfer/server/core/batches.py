@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from edgeinfer.platform.paths import private_dir
 from edgeinfer.server import offline
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.wire import Reply
-from edgeinfer.system.paths import private_dir
 
 #: Of one key: the sizes of all files together (bytes), and how long each is kept (seconds).
 MOST_BYTES = 1 << 30

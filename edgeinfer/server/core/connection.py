@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from starlette.types import Receive
 
+from edgeinfer.platform.tcp import peer_of
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
-from edgeinfer.system.tcp import peer_of
 
 
 async def disconnected(receive: Receive) -> None:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from edgeinfer.agents import changing_lines
+from edgeinfer.config.config_file import SettledLine
 from edgeinfer.errors import (
     EngineClosedError,
     QueueFullError,
@@ -40,7 +41,6 @@ from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of
 from edgeinfer.server.observe.payload_log import Content, PayloadLog
 from edgeinfer.server.observe.tracing import Tracer
-from edgeinfer.settings.config import SettledLine
 
 #: Ended generations that /slots tells of.
 _SLOTS = 64

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from edgeinfer import errors as e
-from edgeinfer.settings.load_options import LOAD_OPTIONS
+from edgeinfer.config.load_options import LOAD_OPTIONS
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.server.observe.redaction import WORDS
-from edgeinfer.settings.sampling_options import BY_FIELD
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from edgeinfer.errors import ServeError
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 _MIN_LENGTH = 16
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 
 from edgeinfer.errors import ServeError
-from edgeinfer.system.process import activated_descriptors
+from edgeinfer.platform.process import activated_descriptors
 
 _MOST_DESCRIPTORS = 65_536
 

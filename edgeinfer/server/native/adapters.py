@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime.options import Adapter, EngineInfo, parse_adapters
 from edgeinfer.server.core.bodies import decode, decode_list, decode_query
 from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.native import llama_wire as wire
-from edgeinfer.settings.load_options import LORA
 
 #: From the adapters that are loaded to those that are wanted.
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import (
@@ -41,7 +42,6 @@ from edgeinfer.server.core.request_parts import (
 )
 from edgeinfer.server.core.wire import SamplingFields
 from edgeinfer.server.openai import functions, wire
-from edgeinfer.settings.sampling_options import BY_FIELD
 
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:

@@ -14,17 +14,17 @@ import time
 
 import msgspec
 
+from edgeinfer.config import load_options
+from edgeinfer.config.config_file import Config
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.launcher import process_env, selection
 from edgeinfer.models import store
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import locked
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.settings import load_options
-from edgeinfer.settings.config import Config
 from edgeinfer.snapshots import build_log, criu, failures
 from edgeinfer.snapshots.build import jobs
-from edgeinfer.system import paths
-from edgeinfer.system.disk import locked
 from edgeinfer.units import format_bytes
 
 

@@ -34,14 +34,14 @@ from edgeinfer.errors import (
     to_fields,
 )
 from edgeinfer.launcher import messages
+from edgeinfer.platform import process
+from edgeinfer.platform.disk import free_bytes, sync, write_whole
 from edgeinfer.snapshots import criu, failures, fingerprint, format, linux
 from edgeinfer.snapshots.build.bake import Baked, bake
 from edgeinfer.snapshots.build.digests import digest
 from edgeinfer.snapshots.build.park import Parked
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
-from edgeinfer.system import process
-from edgeinfer.system.disk import free_bytes, sync, write_whole
 
 _DUMP_TIMEOUT_S = 600
 #: Asks the init of a build how the process that parks has ended.

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config.config_file import SnapshotsConfig
+from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
 from edgeinfer.launcher import messages
+from edgeinfer.platform import paths, process
+from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
-from edgeinfer.settings.config import SnapshotsConfig
-from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots import criu, failures, fingerprint, format, prune
 from edgeinfer.snapshots.process_description import read_files, stamps_of
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.system import paths, process
-from edgeinfer.system.disk import free_bytes, is_locked, locked
 from edgeinfer.units import format_bytes
 
 #: (stage, fraction 0..1 or None when unknown)

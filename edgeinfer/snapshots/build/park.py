@@ -23,29 +23,29 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import cli
+from edgeinfer.cli.main import build_parser
+from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.launcher import messages
+from edgeinfer.platform import process
 from edgeinfer.runtime.loading.mappings import areas
 from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
-from edgeinfer.settings.config import load_config
 from edgeinfer.snapshots.build import relocate
 from edgeinfer.snapshots.build.spill import Spilled, spill
 from edgeinfer.snapshots.format import BUFFERS, LINK_FD, WAKE_FD
 from edgeinfer.snapshots.process_description import became, describe
 from edgeinfer.snapshots.restore import app_process, reinitialize, residency
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
-from edgeinfer.system import process
 
 #: Our packages whose every module is imported before the dump.
-_ROOMS = "arguments blocks chat commands runtime server snapshots tui workers".split()
+_ROOMS = "cli blocks chat runtime server snapshots tui workers".split()
 OWN_PACKAGES = [f"edgeinfer.{room}" for room in _ROOMS]
 #: What a launch would import. tests/snapshots/test_resume.py keeps it complete.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
     multiprocessing.connection readline sqlite3 tomllib unicodedata uuid zoneinfo
-    edgeinfer.models.catalog edgeinfer.models.store edgeinfer.cli httptools llguidance
+    edgeinfer.models.catalog edgeinfer.models.store edgeinfer.cli.main httptools llguidance
     textual.app textual.drivers.linux_driver textual.widgets uvicorn uvicorn.lifespan.off
     uvicorn.lifespan.on uvicorn.logging uvicorn.loops.asyncio uvicorn.loops.auto
     uvicorn.protocols.http.auto uvicorn.protocols.http.h11_impl
@@ -187,7 +187,7 @@ def _rehearse() -> None:
     """Do once what every launch begins with, so that it makes its tables here."""
     from edgeinfer import tui  # with everything else that is imported here
 
-    cli.build_parser()
+    build_parser()
     load_config(Path(os.devnull))
     reinitialize.reseed(os.urandom(64), [])
     tui.preload()  # the chat without a terminal, styles parsed: its first paint takes half then

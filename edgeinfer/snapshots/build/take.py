@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config.config_file import SnapshotsConfig
+from edgeinfer.config.load_options import differing, snapshot_options
 from edgeinfer.errors import EdgeInferError, SnapshotStaleError
-from edgeinfer.settings.config import SnapshotsConfig
-from edgeinfer.settings.load_options import differing, snapshot_options
+from edgeinfer.platform import paths, process
+from edgeinfer.platform.disk import locked
 from edgeinfer.snapshots import fingerprint, format, registry
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.process_description import Description, stamps_of
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.system import paths, process
-from edgeinfer.system.disk import locked
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.config.config_file import Config, LoadConfig
+from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import (
     EdgeInferError,
     EngineClosedError,
@@ -26,8 +28,6 @@ from edgeinfer.launcher import messages, selection
 from edgeinfer.launcher.handoff import LEAVE, OFFER
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.settings.config import Config, LoadConfig
-from edgeinfer.settings.load_options import snapshot_options
 from edgeinfer.snapshots import build_log, format
 from edgeinfer.snapshots.process_description import Description, describe, stamps_of
 from edgeinfer.snapshots.restore import taking

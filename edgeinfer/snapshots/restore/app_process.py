@@ -22,12 +22,12 @@ import msgspec
 
 from edgeinfer.host import Start
 from edgeinfer.launcher import messages
+from edgeinfer.platform import process, tcp
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.restore import reinitialize
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
-from edgeinfer.system import process, tcp
 
 #: Roles of a launch request.
 VERB = b"verb"
@@ -132,12 +132,12 @@ def _play(
 ) -> int:
     role, exec_ns = fields["role"], int(fields["exec_ns"])
     if role == VERB:
-        from edgeinfer import cli  # 20 ms in a cold process
+        from edgeinfer.cli.main import main  # 20 ms in a cold process
 
         argv = messages.split(fields["argv"])
         long_lived = argv[0] in ("chat", "serve")
         predecessor = sockets.pop() if int(fields.get("channels", b"0")) else None
-        return cli.main(
+        return main(
             argv,
             AppHost(
                 start,

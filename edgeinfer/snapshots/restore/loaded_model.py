@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from edgeinfer.config.load_options import differing, snapshot_options, unmet
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.loading.mappings import Area, Range
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.settings.load_options import differing, snapshot_options, unmet
 from edgeinfer.snapshots.process_description import Description
 from edgeinfer.snapshots.restore import prefetch
 from edgeinfer.snapshots.restore.idle import IdleWatch, give_back
@@ -99,8 +99,8 @@ class LoadedModel:
     def resume(self, entropy: bytes) -> None:
         """After a restore: as many threads as this launch has processors, and randomness of its own."""
         # imported already in a parked process
+        from edgeinfer.platform.machine import read_processors
         from edgeinfer.runtime.planning.choices import choose_threads
-        from edgeinfer.system.machine import read_processors
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_processors()).value, entropy)

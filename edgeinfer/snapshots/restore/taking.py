@@ -10,9 +10,9 @@ import msgspec
 from edgeinfer.errors import SnapshotError, from_fields
 from edgeinfer.host import TakenSnapshot
 from edgeinfer.launcher import messages
+from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.snapshots.process_description import Description
-from edgeinfer.system import process_notes
 
 #: Sends a message to the launcher, with descriptors.
 Tell = Callable[["Mapping[str, messages.Value]", Sequence[int]], None]
@@ -41,7 +41,7 @@ class OwnDescription:
     """This process's description, with what is known of its launch."""
 
     def __init__(self) -> None:
-        self._note = process_notes.Note(process_notes.DESCRIPTION)
+        self._note = process_metadata.Note(process_metadata.DESCRIPTION)
         self._found: Description | None = None
         self._url = ""
 

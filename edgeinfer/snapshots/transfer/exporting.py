@@ -12,6 +12,8 @@ from typing import Protocol
 import msgspec
 
 from edgeinfer.errors import SnapshotCorruptError
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import sha256_of_part
 from edgeinfer.snapshots import fingerprint, format, registry
 from edgeinfer.snapshots.build import verify
 from edgeinfer.snapshots.restore import checks
@@ -30,8 +32,6 @@ from edgeinfer.snapshots.transfer.description import (
 )
 from edgeinfer.snapshots.transfer.inputs import Inputs, gather
 from edgeinfer.snapshots.transfer.packing import Member, Packed
-from edgeinfer.system import paths
-from edgeinfer.system.disk import sha256_of_part
 
 #: Stretches of llama.cpp's buffers from this size on are layers of their own: repacked weights.
 _WEIGHTS_BYTES = 8 << 20

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config.config_file import SnapshotsConfig
+from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import DiskFullError, SnapshotStaleError
 from edgeinfer.host import Host
 from edgeinfer.launcher import messages
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import free_bytes, locked, room_errors
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.settings.config import SnapshotsConfig
-from edgeinfer.settings.load_options import LOAD_OPTIONS
 from edgeinfer.snapshots import criu, failures, fingerprint, format, prune
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.build.relocate import Places
@@ -36,8 +38,6 @@ from edgeinfer.snapshots.transfer.description import (
 )
 from edgeinfer.snapshots.transfer.placing import Placing, as_named_here
 from edgeinfer.snapshots.transfer.relocator import ARRIVED
-from edgeinfer.system import paths
-from edgeinfer.system.disk import free_bytes, locked, room_errors
 from edgeinfer.units import format_bytes
 
 _RELOCATOR = "edgeinfer.snapshots.transfer.relocator"

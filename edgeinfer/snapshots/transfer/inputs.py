@@ -8,15 +8,15 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.models import names, store
+from edgeinfer.platform.disk import sha256_of, stamps
 from edgeinfer.runtime.options import Adapter, parse_adapters
-from edgeinfer.settings.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.transfer import packing
 from edgeinfer.snapshots.transfer.description import AdapterFile, DraftModel, ModelFile
 from edgeinfer.snapshots.transfer.packing import Packed
-from edgeinfer.system.disk import sha256_of, stamps
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):

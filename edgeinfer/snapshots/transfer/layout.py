@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import SnapshotMissingError
+from edgeinfer.platform.disk import CHUNK_BYTES, open_regular, whole_file, write_whole
 from edgeinfer.snapshots.transfer.description import (
     INDEX_TYPE,
     MANIFEST_TYPE,
@@ -27,7 +28,6 @@ from edgeinfer.snapshots.transfer.description import (
     corrupt,
     sha256,
 )
-from edgeinfer.system.disk import CHUNK_BYTES, open_regular, whole_file, write_whole
 
 VERSION = "1.0.0"
 _NAME = "org.opencontainers.image.ref.name"

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from edgeinfer.errors import SnapshotCorruptError
+from edgeinfer.platform.disk import CHUNK_BYTES
 from edgeinfer.snapshots.transfer.description import TAR, TAR_GZIP, Descriptor, Layer, corrupt
-from edgeinfer.system.disk import CHUNK_BYTES
 
 #: Python's heap shrinks to 0.29 of its size at level 1; to 0.26 at level 6, in three times the time.
 _GZIP_LEVEL = 1

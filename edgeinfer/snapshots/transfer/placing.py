@@ -15,13 +15,15 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config.load_options import DRAFT, LORA
 from edgeinfer.errors import SnapshotStaleError
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.names import Reference, reference, tamed_file_name
 from edgeinfer.models.store import model_lock
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import need_room, room_errors, sha256_of, stamps, sync
 from edgeinfer.runtime.options import Adapter
-from edgeinfer.settings.load_options import DRAFT, LORA
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.build.jobs import Progress
 from edgeinfer.snapshots.process_description import adapters_text
@@ -35,8 +37,6 @@ from edgeinfer.snapshots.transfer.description import (
     Source,
     corrupt,
 )
-from edgeinfer.system import paths
-from edgeinfer.system.disk import need_room, room_errors, sha256_of, stamps, sync
 
 _ROLES = ("model", "adapter")
 

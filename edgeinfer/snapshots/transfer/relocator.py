@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.launcher import messages
+from edgeinfer.platform import process
 from edgeinfer.snapshots import criu, format
 from edgeinfer.snapshots.build import builder, relocate
 from edgeinfer.snapshots.build.digests import digest
@@ -22,7 +23,6 @@ from edgeinfer.snapshots.build.park import Parked
 from edgeinfer.snapshots.build.spill import Spilled
 from edgeinfer.snapshots.transfer import rewriting
 from edgeinfer.snapshots.transfer.description import Sleeper
-from edgeinfer.system import process
 
 #: Under the folder that is built: the exporter's images and memory, until they are dumped again.
 ARRIVED = "arrived"

@@ -12,10 +12,10 @@ import msgspec
 
 import edgeinfer
 from edgeinfer.errors import SnapshotStaleError
+from edgeinfer.platform.disk import sha256_of
 from edgeinfer.shipping import shipped
 from edgeinfer.snapshots import fingerprint
 from edgeinfer.snapshots.transfer.description import Folders, Requirements
-from edgeinfer.system.disk import sha256_of
 
 _FEATURE_LINES = ("flags", "Features")
 

@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError, UsageError
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import write_whole
 from edgeinfer.snapshots.format import refuse_unsafe
-from edgeinfer.system import paths
-from edgeinfer.system.disk import write_whole
 
 PRIVATE_KEY = "snapshot-key.pem"
 SIGNERS = "snapshot-signers"

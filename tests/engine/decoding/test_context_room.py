@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Logprob, TextDelta
@@ -18,7 +19,6 @@ from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.planning.plan import Plan, make_plan
 from edgeinfer.runtime.planning.shape import Shape, make_shape
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.system.machine import Machine, Memory
 
 GIB = 1 << 30
 MIB = 1 << 20

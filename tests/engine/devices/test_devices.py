@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from edgeinfer.platform.machine import has_gpu
 from edgeinfer.runtime.backends import files
-from edgeinfer.system.machine import has_gpu
 
 from ...conftest import BUILD_CACHE, ROOT
 from ...made.made_families import make_family

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.agents.changing_lines import NAMES, Reminders, settle
+from edgeinfer.config.config_file import ServeConfig
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.requests import Message
-from edgeinfer.settings.config import ServeConfig
 
 TOOL = {"name": "read", "description": "Read a file.", "input_schema": {"type": "object"}}
 RULES = "Follow the house rules, every one of them, in the order in which they are written here. " * 12

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 from made_models import make_llama
 
-from edgeinfer import cli
 from edgeinfer.agents import endpoint
 from edgeinfer.agents.endpoint import Found
 from edgeinfer.agents.setups import Target
 from edgeinfer.agents.table import AGENTS, agent_of
+from edgeinfer.cli.main import main
 from edgeinfer.errors import ServeError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 
@@ -69,7 +69,7 @@ def test_an_agent_is_told_where_its_model_is(serve, aider, configured, capfd):
 
     here = serve(Recalling(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
     configured(here.port)
-    assert cli.main(["launch", "aider", "--message", "hi", "--json", "--help"]) == 7
+    assert main(["launch", "aider", "--message", "hi", "--json", "--help"]) == 7
     assert recalled.get(timeout=60) == "aider"
     said = json.loads(aider.read_text())
     assert said["argv"] == ["--message", "hi", "--json", "--help"]
@@ -115,26 +115,26 @@ def test_health_is_asked_without_the_key(serve):
 
 def test_a_context_that_is_too_small_is_said_before_the_agent_runs(serve, aider, configured, capfd):
     configured(serve(FakeEngine()).port)
-    assert cli.main(["launch", "aider"]) == 1
+    assert main(["launch", "aider"]) == 1
     said = capfd.readouterr().err
     assert "gives fake 4,096 tokens, and aider needs 4,925 at least (it begins with 829)" in said
     assert "edgeinfer serve fake --ctx 8192" in said
     assert not aider.exists()
-    assert cli.main(["launch", "--anyway", "aider"]) == 7
+    assert main(["launch", "--anyway", "aider"]) == 7
 
 
 def test_what_is_not_here_says_how_to_get_it(monkeypatch, capfd):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert cli.main(["launch", "claude"]) == 2
+    assert main(["launch", "claude"]) == 2
     assert "npm install -g @anthropic-ai/claude-code" in capfd.readouterr().err
-    assert cli.main(["launch", "claud"]) == 2
+    assert main(["launch", "claud"]) == 2
     assert "did you mean claude?" in capfd.readouterr().err
-    assert cli.main(["launch"]) == 2
+    assert main(["launch"]) == 2
     assert "edgeinfer launch --list" in capfd.readouterr().err
 
 
 def test_the_list_says_which_are_here(aider, capfd):
-    assert cli.main(["launch", "--list", "--json"]) == 0
+    assert main(["launch", "--list", "--json"]) == 0
     agents = {a["name"]: a for a in json.loads(capfd.readouterr().out)["result"]["agents"]}
     assert agents.keys() == AGENTS.keys()
     assert agents["aider"]["path"].endswith("/bin/aider")
@@ -146,11 +146,11 @@ def test_an_endpoint_is_started_where_none_runs_and_found_the_next_time(
 ):
     configured(0)  # nothing can be found there: the kernel gives a port
     model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)
-    assert cli.main(["launch", "--model", str(model), "aider", "one"]) == 7
+    assert main(["launch", "--model", str(model), "aider", "one"]) == 7
     assert "it leaves after 10 minutes" in capfd.readouterr().err
     assert json.loads(aider.read_text())["model"] == "openai/chatterer"
     try:
-        assert cli.main(["launch", "aider", "two"]) == 7
+        assert main(["launch", "aider", "two"]) == 7
         assert "started" not in capfd.readouterr().err
         assert json.loads(aider.read_text())["argv"] == ["two"]
     finally:
@@ -162,8 +162,8 @@ def test_a_serve_that_ends_is_quoted(aider, configured, tmp_path, capfd):
     configured(0)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(64))
-    assert cli.main(["launch", "--model", str(broken), "aider"]) == 5
-    assert cli.main(["launch", "--model", "nobody", "aider"]) == 3
+    assert main(["launch", "--model", str(broken), "aider"]) == 5
+    assert main(["launch", "--model", "nobody", "aider"]) == 3
     assert not aider.exists()
 
 
@@ -178,7 +178,7 @@ def test_every_agent_is_given_the_endpoint_and_the_model(name, tmp_path):
 
 
 def test_warm_agent_names_launch_instead(capfd):
-    assert cli.main(["warm", "--agent", "aider"]) == 2
+    assert main(["warm", "--agent", "aider"]) == 2
     assert "edgeinfer launch aider" in capfd.readouterr().err
 
 

@@ -11,15 +11,15 @@ from fake_hub import Fault, FaultServer
 from found_stores import OllamaStore
 from made_models import FIM, make_llama
 
-from edgeinfer.commands.answering.serve import pulled_models
-from edgeinfer.commands.catalog.model_shelf import ModelShelf
+from edgeinfer.cli.model_admin import ModelShelf
+from edgeinfer.cli.verbs.serve import pulled_models
+from edgeinfer.config.config_file import Config
 from edgeinfer.host import Host
 from edgeinfer.models import store
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.server.core.models.values import Loaded
-from edgeinfer.settings.config import Config
 
 REPO = "someone/Tiny-GGUF"
 

@@ -16,7 +16,11 @@ from made_models import make_llama
 
 START = {
     "launcher": [sys.executable, "-m", "edgeinfer"],
-    "alone": [sys.executable, "-c", "import sys; from edgeinfer.cli import main; sys.exit(main())"],
+    "alone": [
+        sys.executable,
+        "-c",
+        "import sys; from edgeinfer.cli.main import main; sys.exit(main())",
+    ],
 }
 
 

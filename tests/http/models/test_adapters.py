@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from made_models import make_adapter, make_llama
 
+from edgeinfer.platform import paths
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.server.core.models.values import Loaded
-from edgeinfer.system import paths
 
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

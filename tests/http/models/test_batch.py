@@ -13,14 +13,14 @@ import sys
 
 import pytest
 
-from edgeinfer.arguments import launch_args
-from edgeinfer.commands.answering.batch import batch
+from edgeinfer.cli import options as launch_args
+from edgeinfer.cli.verbs.batch import batch
+from edgeinfer.config.config_file import Config
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.server import offline
-from edgeinfer.settings.config import Config
 
 
 class FakeHost(Host):
@@ -241,7 +241,7 @@ import sys
 rest_s = float(sys.argv.pop(1))
 sys.path.insert(0, sys.argv.pop(1))
 import test_batch as t
-from edgeinfer.commands.answering import batch
+from edgeinfer.cli.verbs import batch
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.fake import Delay, FakeEngine
 batch._DEFECT_PAUSES_S = ()
@@ -315,7 +315,7 @@ def test_after_a_kill_nothing_is_lost_and_nothing_is_doubled(files, smollm2, unt
         "--quiet",
         "--json",
     ]
-    code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
+    code = "import sys; from edgeinfer.cli.main import main; sys.exit(main())"
 
     def lines() -> int:
         return len(_lines(paths[1]))

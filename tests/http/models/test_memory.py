@@ -17,6 +17,7 @@ from other_processes import engines_below, free_port, wait_until
 
 from edgeinfer.blocks.limits import Limits, list_blocks
 from edgeinfer.blocks.store import BlockStore, forget_conversation
+from edgeinfer.platform.paths import config_dir
 from edgeinfer.runtime.decoding.blocks import block_cache, block_writing
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished, Timings, Usage
@@ -24,7 +25,6 @@ from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.system.paths import config_dir
 
 LAUNCHER = (
     "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"

@@ -138,7 +138,7 @@ def test_sockets_for_another_process_are_not_ours(monkeypatch):
 
 
 def _cli(*words: str, **spawn) -> subprocess.Popen[str]:
-    code = "import sys; from edgeinfer.cli import main; sys.exit(main())"
+    code = "import sys; from edgeinfer.cli.main import main; sys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-c", code, *words],
         stderr=subprocess.PIPE,
@@ -185,7 +185,7 @@ def test_the_command_takes_systemds_socket_and_leaves_when_idle(smollm2):
         code = (
             "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ.update(LISTEN_FDS='1', "
             "LISTEN_PID=str(os.getpid()));"
-            "sys.argv[1:] = sys.argv[2:]; from edgeinfer.cli import main; sys.exit(main())"
+            "sys.argv[1:] = sys.argv[2:]; from edgeinfer.cli.main import main; sys.exit(main())"
         )
         words = [
             "serve",

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.arguments import launch_args
-from edgeinfer.commands.answering.serve import limits as typed_limits
+from edgeinfer.cli import options as launch_args
+from edgeinfer.cli.verbs.serve import limits as typed_limits
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.vocab import Vocab
 from edgeinfer.server.core.bodies import decode_query

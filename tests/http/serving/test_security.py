@@ -12,8 +12,9 @@ import subprocess
 import httpx2
 import pytest
 
-from edgeinfer.arguments import launch_args
-from edgeinfer.commands.answering.serve import limits, make_gate
+from edgeinfer.cli import options
+from edgeinfer.cli.verbs.serve import limits, make_gate
+from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.server.core.problems import Problem
@@ -22,7 +23,6 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, OPEN_ROUTES, Gate, host_name
 from edgeinfer.server.operations import OPERATIONS
 from edgeinfer.server.server import RunOptions
-from edgeinfer.settings.config import Config, ServeConfig
 
 KEY = "test-key-0123456789abcdef"
 PAGE = "https://page.example"
@@ -30,7 +30,7 @@ PAGE = "https://page.example"
 
 def _options(*typed: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    launch_args.add_endpoint_options(parser)
+    options.add_endpoint_options(parser)
     return parser.parse_args(typed)
 
 

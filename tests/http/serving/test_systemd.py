@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.cli import build_parser
-from edgeinfer.system import paths
+from edgeinfer.cli.main import build_parser
+from edgeinfer.platform import paths
 
 UNITS = Path(__file__).parents[3] / "docs/systemd"
 

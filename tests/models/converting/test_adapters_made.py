@@ -11,6 +11,7 @@ from made_checkpoints import golden, make_checkpoint, safetensors, token_ids, we
 from made_peft import ALPHA, RANK, make_peft, pairs
 from raw_logits import read
 
+from edgeinfer.config.load_options import LORA, adapters_of
 from edgeinfer.errors import ConfigError, ConversionError, UsageError
 from edgeinfer.models import adapters, store
 from edgeinfer.models.adapters import merge_model, pull_adapter
@@ -18,7 +19,6 @@ from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.remove import remove
 from edgeinfer.runtime.options import Adapter, LoadOptions
-from edgeinfer.settings.load_options import LORA, adapters_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BASES = {

@@ -23,7 +23,7 @@ from edgeinfer.models import pins, store
 from edgeinfer.models.names import reference
 from edgeinfer.models.progress import Patience, PullProgress
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 from ..conftest import part
 

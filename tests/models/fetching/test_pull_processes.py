@@ -20,7 +20,7 @@ import pytest
 from edgeinfer.errors import DownloadError, SourceNotFoundError
 from edgeinfer.models import store
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 from ..conftest import part
 
@@ -67,7 +67,7 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, f
 #: Kill this process at the n-th call of one of the steps that change the disk at the end of a pull.
 _KILL_AT = """
 import os, signal, pathlib
-from edgeinfer.system import disk
+from edgeinfer.platform import disk
 from edgeinfer.models import store, pull as pull_module
 from edgeinfer.models.fetching import download
 left = {n}

@@ -30,7 +30,7 @@ from edgeinfer.models import names, sources, store
 from edgeinfer.models.fetching import download, s3
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 from ...conftest import BUILD_CACHE
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from made_models import make_llama
 
-from edgeinfer.cli import main
+from edgeinfer.cli.main import main
 from edgeinfer.errors import (
     DiskFullError,
     InterruptedByUser,
@@ -30,7 +30,7 @@ from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import helpers
 from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, scored
 from edgeinfer.models.quantizing.quantize import quantize
-from edgeinfer.system import paths
+from edgeinfer.platform import paths
 
 pytestmark = pytest.mark.model
 
@@ -208,7 +208,7 @@ def test_no_room(smol: str, monkeypatch) -> None:
 def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
     program = (
         "import sys, runpy\n"
-        "from edgeinfer.system import disk\n"
+        "from edgeinfer.platform import disk\n"
         "disk.free_bytes = lambda _: 0\n"
         f"sys.argv = [{module!r}, *{list(args)!r}]\n"
         f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"

@@ -13,8 +13,8 @@ import threading
 import pytest
 from other_processes import descendants, has_ended, private_bytes, wait_until
 
+from edgeinfer.config.config_file import Config, SnapshotsConfig
 from edgeinfer.host import Start
-from edgeinfer.settings.config import Config, SnapshotsConfig
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.restore.app_host import AppHost
 

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 from stores_here import docker_registry, registry_program
 
+from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
-from edgeinfer.settings.config import SnapshotsConfig
+from edgeinfer.platform import paths
 from edgeinfer.snapshots.build.relocate import Places
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import importing, packing, signing
 from edgeinfer.snapshots.transfer.description import offered
 from edgeinfer.snapshots.transfer.layout import Layout
-from edgeinfer.system import paths
 
 from ...conftest import BUILD_CACHE
 

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from made_models import make_adapter
 
+from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import SnapshotError
 from edgeinfer.models import adapters, pull
 from edgeinfer.models.catalog import user_path
-from edgeinfer.settings.load_options import LORA
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import stamps
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.transfer import description as described
 from edgeinfer.snapshots.transfer import inputs, signing
 from edgeinfer.snapshots.transfer.layout import Layout
-from edgeinfer.system import paths
-from edgeinfer.system.disk import stamps
 
 from ..test_by_itself import Endpoint
 from .test_transfer import copied, flipped, link, refused, replaced, requiring, resigned

@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from edgeinfer.models.progress import OnProgress
+from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import ReplicasInfo
 from edgeinfer.server.core.wire import Reply
-from edgeinfer.system.machine import read_memory
 
 Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]

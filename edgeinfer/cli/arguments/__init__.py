@@ -1,0 +1,1 @@
+"""The arguments of verbs, one family of verbs a file."""

@@ -1,0 +1,166 @@
+"""The command line: builds the parser, runs one verb, and prints its outcome.
+
+stdout is data, stderr is talk. Only here results are printed, errors formatted, exit codes chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from edgeinfer import __version__, error_text
+from edgeinfer.cli import options as launch_args
+from edgeinfer.cli.arguments import catalog, machine, snapshots
+from edgeinfer.cli.parser import EXAMPLES, Parser, nearest, refuse_unknown, verbs_of, wants_json
+from edgeinfer.cli.result import Result, envelope, error_envelope
+from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailableError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.launcher.argv import with_verb
+from edgeinfer.safe_text import without_controls
+
+FAMILIES = (launch_args, catalog, snapshots, machine)
+#: Verbs and actions of the release before this one, and what takes their place.
+MOVED = {
+    "bundle": "build a file with a model inside from the source: `make binary MODEL=NAME`",
+    "self-check": "type `edgeinfer doctor --verify`",
+    "licenses": "type `edgeinfer version --licenses`",
+    "preload": "type `edgeinfer warm --preload MODEL`",
+    "backend add": "put the library and its JSON file where `edgeinfer backend` says",
+    "backend remove": "delete the library and its JSON file where `edgeinfer backend` says",
+}
+#: What every verb is: one function below `commands/`.
+Command = Callable[[argparse.Namespace, Host], Result]
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@cache
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line, made once: a parked process has it, and a launch pays for none of it.
+
+    `verb` is empty when none was typed: that means `chat`.
+    """
+    parser = Parser(
+        prog="edgeinfer",
+        description="Local language models that feel already loaded.",
+        epilog=f"""{EXAMPLES}:
+  edgeinfer                       chat with the default model
+  edgeinfer run "Name a colour."  answer one prompt
+  edgeinfer help run              what a verb does, and its options""",
+    )
+    parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for family in FAMILIES:
+        family.add(verbs)
+    parser.set_defaults(parser=parser, json=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
+    """Run one command line, print its outcome and return its exit code.
+
+    Raises nothing but SystemExit, from `--help` and `--version`.
+    """
+    typed = with_verb(list(sys.argv[1:] if argv is None else argv))
+    as_json = wants_json(typed)
+    host = host or Host()
+    try:
+        parser = build_parser()
+        if typed[0] == "help":
+            typed = [*typed[1:], "--help"]
+        _refuse_unknown_verb(typed, parser, host)
+        options, unknown = parser.parse_known_args(typed)
+        refuse_unknown(parser, options, unknown)
+        as_json = options.json
+        result = _run(options, host)
+        _print_result(result, as_json=as_json)
+        return result.exit_code
+    except EdgeInferError as error:
+        _print_error(error, as_json=as_json)
+        return error_text.exit_code(error)
+    except BrokenPipeError:
+        # the reader went away: nothing more to flush at exit
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001  a person never sees a traceback unasked
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            full = DiskFullError(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+            _print_error(full, as_json=as_json)
+            _drop_output()
+            return error_text.exit_code(full)
+        _print_unexpected(error, as_json=as_json)
+        return 70
+
+
+def _refuse_unknown_verb(typed: Sequence[str], parser: argparse.ArgumentParser, host: Host) -> None:
+    """Raise UsageError that says what was probably meant."""
+    for old, new in MOVED.items():
+        if list(typed[: len(old.split())]) == old.split():
+            raise UsageError(f"`edgeinfer {old}` is gone", hint=new)
+    word, known = typed[0], verbs_of(parser)
+    if word.startswith("-") or word in known:
+        return
+    if " " in word:
+        meant = shlex.join(["edgeinfer", "run", word])
+    elif near := nearest(word, list(known)):
+        meant = f"edgeinfer {near}"
+    elif host.is_model(word):
+        meant = f"edgeinfer chat {word}"
+    else:
+        raise UsageError(f"{word!r} is not a verb", hint="`edgeinfer --help` lists the verbs")
+    raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{meant}`?")
+
+
+def _run(options: argparse.Namespace, host: Host) -> Result:
+    """Import the verb's function and call it. Raises what it raises."""
+    if options.linux_only and sys.platform != "linux":
+        raise SnapshotsUnavailableError(
+            f"`{options.verb}` needs Linux; every launch here is a cold start", hint=""
+        )
+    module, _, name = options.run.partition(":")
+    command: Command = getattr(importlib.import_module(module), name)
+    return command(options, host)
+
+
+def _print_result(result: Result, *, as_json: bool) -> None:
+    text = envelope(result).decode() if as_json else result.human()
+    if sys.stdout.isatty():
+        text = without_controls(text)  # it may quote a file or a name
+    if text:
+        print(text, flush=True)  # noqa: T201
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from flushing at its end what cannot be written."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _print_error(error: EdgeInferError, *, as_json: bool) -> None:
+    if os.environ.get("EDGEINFER_DEBUG") == "1":
+        traceback.print_exception(error)
+    if as_json:
+        try:
+            print(error_envelope(error).decode(), flush=True)  # noqa: T201
+            return
+        except OSError:
+            _drop_output()
+    print(error_text.describe_error(error), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _print_unexpected(error: Exception, *, as_json: bool) -> None:
+    wrapped = EdgeInferError(
+        f"unexpected {type(error).__name__}: {error}",
+        hint="set EDGEINFER_DEBUG=1 and run it again to see where, and report it",
+    )
+    _print_error(wrapped, as_json=as_json)
+    if os.environ.get("EDGEINFER_DEBUG") == "1":
+        traceback.print_exception(error)

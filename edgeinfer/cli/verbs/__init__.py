@@ -1,0 +1,1 @@
+"""One module per verb: functions that return a `Result`. Nothing here prints or exits."""

@@ -1,0 +1,71 @@
+"""`edgeinfer backend`: list libraries that let llama.cpp use a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, ClassVar
+
+import msgspec
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.table import table
+from edgeinfer.host import Host
+from edgeinfer.runtime.backends import files
+from edgeinfer.runtime.backends.devices import Device, Loaded
+from edgeinfer.runtime.backends.survey import ask
+from edgeinfer.units import format_bytes
+
+
+class ListedBackend(msgspec.Struct, frozen=True, kw_only=True):
+    """One backend: its library and what loading it gives here. `path` "" where there is none."""
+
+    name: str
+    path: str = ""
+    added: bool = False
+    size_bytes: int = 0
+    devices: tuple[Device, ...] = ()
+    reason: str = ""
+    fix: str = ""
+
+
+class BackendsResult(Result, frozen=True, kw_only=True):
+    """Every backend there is a name for, those to prefer first. `folder` is for a user's own files."""
+
+    kind: ClassVar[str] = "backends"
+
+    folder: str
+    backends: tuple[ListedBackend, ...]
+
+    def human(self) -> str:
+        rows = [("NAME", "LIBRARY", "SIZE", "HERE"), *map(_row, self.backends)]
+        fixes = [f"{one.name}: {one.fix}" for one in self.backends if one.fix and one.path]
+        own = f"to add one, put libggml-NAME.so and libggml-NAME.json into {self.folder}"
+        return "\n".join([table(rows, right=frozenset({2})), *fixes, own])
+
+
+def _row(one: ListedBackend) -> tuple[str, ...]:
+    if not one.path:
+        return (one.name, "-", "-", "not here")
+    found = ", ".join(f"{d.description} ({format_bytes(d.total_bytes)})" for d in one.devices)
+    where = "added" if one.added else "the program's"
+    return (one.name, where, format_bytes(one.size_bytes), found or one.reason)
+
+
+def backend(_options: argparse.Namespace, _host: Host) -> BackendsResult:
+    """Load each library in a process of its own and ask it for its devices."""
+    return BackendsResult(folder=str(files.added_dir()), backends=tuple(map(_listed, files.NAMES)))
+
+
+def _listed(name: str) -> ListedBackend:
+    file = files.find(name)
+    if file is None:
+        return ListedBackend(name=name)
+    answer = ask(name)
+    if isinstance(answer, Loaded):
+        return _of(answer.file, devices=answer.devices, fix=answer.warning)
+    return _of(file, reason=answer.reason, fix=answer.fix)
+
+
+def _of(file: files.BackendFile, **found: Any) -> ListedBackend:
+    size = file.facts.size_bytes if file.facts else 0
+    return ListedBackend(name=file.name, path=file.path, added=file.added, size_bytes=size, **found)

@@ -1,0 +1,134 @@
+"""`edgeinfer chat`: from the command line to one of the two fronts, and from how it ended to words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, ClassVar
+
+from edgeinfer import requesting
+from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
+from edgeinfer.chat.history.values import Attachment, Conversation
+from edgeinfer.chat.opening import Launch
+from edgeinfer.cli.result import Result
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.host import HandOver, Host
+from edgeinfer.platform import process
+
+if TYPE_CHECKING:
+    from edgeinfer.tui.app import ChatApp
+    from edgeinfer.tui.conversation.relay import Taking
+
+
+class ChatResult(Result, frozen=True, kw_only=True):
+    """The chat is over; everything is stored. Nothing is printed."""
+
+    kind: ClassVar[str] = "chat"
+
+    model: str
+    conversation: int = 0
+
+
+def chat(options: argparse.Namespace, host: Host) -> ChatResult:
+    """Run the chat on this process's terminal; line by line with `--plain` or where none can draw.
+
+    Raises EdgeInferError when the app broke; the conversation is stored then too.
+    """
+    hand_over = host.hand_over()
+    if hand_over is not None and hand_over.predecessor is not None:
+        return _go_on(options, host, hand_over, hand_over.predecessor)
+    launch = _launch(options, host)
+    piped = _piped(plain=options.plain)
+    if piped is not None:
+        launch.attachments.append(piped)
+    if options.plain or os.environ.get("TERM") == "dumb":
+        return _plain(launch)
+    launch.hand_over = hand_over
+    return _on_screen(launch)
+
+
+def _go_on(
+    options: argparse.Namespace, host: Host, hand_over: HandOver, channel: socket.socket
+) -> ChatResult:
+    """Go on with the chat of a process that started cold; SystemExit where that one keeps it."""
+    from edgeinfer.tui.conversation.relay import Taking
+
+    taking = Taking(hand_over, channel)
+    if not taking.chat:
+        raise SystemExit(0)
+    try:
+        launch = _launch(options, host)
+    except EdgeInferError:
+        raise SystemExit(1) from None
+    return _on_screen(launch, taking)
+
+
+def _on_screen(launch: Launch, taking: Taking | None = None) -> ChatResult:
+    from edgeinfer.tui.app import ChatApp  # 0.3 s: Textual; a parked process has it
+
+    driver = None
+    if sys.platform != "win32":
+        from edgeinfer.tui.driver import TerminalDriver, claim_terminal
+
+        driver, TerminalDriver.out = TerminalDriver, claim_terminal()
+        TerminalDriver.waits = taking is not None
+        if TerminalDriver.out is None:
+            return _plain(launch)
+    app = ChatApp(launch, driver, taking)
+    app.run(mouse=launch.config.mouse)
+    if taking is not None and not taking.has_terminal:
+        raise SystemExit(1 if app.crash else app.return_code)
+    if app.is_succeeded:
+        process.silence()  # the terminal is another's now
+    return _ended(app)
+
+
+def _ended(app: ChatApp) -> ChatResult:
+    if app.crash is not None:
+        if os.environ.get("EDGEINFER_DEBUG") == "1":
+            raise app.crash
+        raise EdgeInferError(
+            f"the chat broke: {type(app.crash).__name__}: {app.crash}",
+            hint="`edgeinfer chat --continue` brings everything back; EDGEINFER_DEBUG=1 shows where "
+            "it broke",
+        )
+    return ChatResult(
+        model=app.chat.session.conversation.model, conversation=app.chat.session.conversation.id
+    )
+
+
+def _plain(launch: Launch) -> ChatResult:
+    from edgeinfer.chat.repl import Repl
+
+    repl = Repl(launch, sys.stdin, sys.stdout)
+    repl.run()
+    return ChatResult(model=repl.session.conversation.model, conversation=repl.session.conversation.id)
+
+
+def _launch(options: argparse.Namespace, host: Host) -> Launch:
+    sampling = requesting.typed_sampling(options)
+    if options.max_tokens:
+        sampling["max_tokens"] = options.max_tokens
+    config = host.config
+    return Launch(
+        host=host,
+        model=options.model or config.default_model,
+        options=requesting.load_options(options, config.load),
+        config=config.chat,
+        continue_last=options.continue_last,
+        conversation=Conversation(
+            system_prompt=requesting.system_prompt(options.system or "", config), sampling=sampling
+        ),
+    )
+
+
+def _piped(*, plain: bool) -> Attachment | None:
+    """Attach piped stdin, unless `--plain` without a terminal reads it as typed."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    if (plain or os.environ.get("TERM") == "dumb") or not any(os.isatty(fd) for fd in (1, 2)):
+        return None
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    return from_bytes("stdin", data) if data.strip() else None

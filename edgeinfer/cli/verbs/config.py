@@ -1,0 +1,34 @@
+"""`edgeinfer config`: the configuration as it is in force, and where it comes from."""
+
+from __future__ import annotations
+
+import argparse
+from typing import ClassVar
+
+from edgeinfer.cli.result import Result
+from edgeinfer.config.config_file import Config, config_path, load_config
+from edgeinfer.host import Host
+
+
+class ConfigResult(Result, frozen=True, kw_only=True):
+    """Every key with its value in force."""
+
+    kind: ClassVar[str] = "config"
+
+    path: str
+    exists: bool
+    config: Config
+
+    def human(self) -> str:
+        import msgspec
+        import tomlkit  # 20 ms, for this verb alone
+
+        values = msgspec.to_builtins(self.config)
+        origin = self.path if self.exists else f"{self.path} (no such file: these are the defaults)"
+        return f"# {origin}\n{tomlkit.dumps(values)}".rstrip()
+
+
+def show_config(_options: argparse.Namespace, _host: Host) -> ConfigResult:
+    """Raises ConfigError when the file has a mistake."""
+    path = config_path()
+    return ConfigResult(path=str(path), exists=path.is_file(), config=load_config(path))

@@ -1,0 +1,242 @@
+"""`edgeinfer doctor`: what works on this machine, and what to type for what doesn't.
+
+Each check is a function that returns a `Check`, or one for each thing it looked at; `CHECKS` is their
+order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+
+from edgeinfer import __version__, error_text
+from edgeinfer.cli.result import Result
+from edgeinfer.config.config_file import Config, config_path, load_config, offline
+from edgeinfer.errors import EdgeInferError, ModelNotPulledError
+from edgeinfer.host import Host
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import free_bytes
+from edgeinfer.runtime.backends.devices import Loaded, NotLoaded, device_line
+
+Status = Literal["ok", "todo", "warn", "fail"]
+#: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
+CPU_FEATURES = """
+    sse4_2 avx f16c fma avx2 bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8
+""".split()
+GIB = 1 << 30
+_MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One finding. "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the
+    main job. `fix` is what to type.
+    """
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+class DoctorResult(Result, frozen=True, kw_only=True):
+    """Every check; exit 0 only when none failed."""
+
+    kind: ClassVar[str] = "doctor"
+
+    version: str
+    checks: tuple[Check, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if any(check.status == "fail" for check in self.checks) else 0
+
+    def human(self) -> str:
+        width = max(len(check.name) for check in self.checks)
+        lines = [f"edgeinfer {self.version}"]
+        for check in self.checks:
+            lines.append(f"  {_MARKS[check.status]}  {check.name:<{width}}  {check.found}")
+            if check.fix:
+                lines.append(f"  {'':{width + 6}}  → {check.fix}")
+        return "\n".join(lines)
+
+
+def doctor(options: argparse.Namespace, _host: Host) -> Result:
+    """Look at everything; nothing is changed. Raises ShippingError for `--verify` without its file."""
+    if options.verify:
+        from edgeinfer.cli.verbs.doctor_verify import self_check  # compression: 10 ms
+
+        return self_check()
+    found = (_guarded(check) for check in CHECKS)
+    return DoctorResult(version=__version__, checks=tuple(one for many in found for one in many))
+
+
+def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
+    """A check that fails is a finding, not the end of the examination."""
+    name = (check.__doc__ or check.__name__).split(":")[0].lower()
+    try:
+        found = check()
+    except EdgeInferError as error:
+        return [Check(name, "fail", error.message, error_text.hint(error))]
+    except Exception as error:  # noqa: BLE001  # who examines must not end of what is ill
+        return [Check(name, "fail", f"could not be looked at: {error!r}")]
+    return found if isinstance(found, list) else [found]
+
+
+def _python() -> Check:
+    """Python: the interpreter and the system."""
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return Check("python", "ok", f"{platform.python_version()}, {system}")
+
+
+def _cpu() -> Check:
+    """CPU: threads we may use and instruction sets."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        ).split()
+    except (OSError, StopIteration):
+        return Check("cpu", "ok", f"{allowed} threads")
+    found = [feature for feature in CPU_FEATURES if feature in flags]
+    text = f"{allowed} threads; {' '.join(found) or 'no vector extensions'}"
+    if "avx2" not in found:
+        return Check("cpu", "warn", text, "decoding is slow without AVX2: prefer a model under 1 GB")
+    return Check("cpu", "ok", text)
+
+
+def _memory() -> Check:
+    """Memory: what a model may take."""
+    from edgeinfer.platform.machine import read_memory
+
+    memory = read_memory()
+    text = f"{memory.available_bytes / GIB:.1f} GiB available of {memory.total_bytes / GIB:.1f} GiB"
+    if memory.available_bytes < GIB:
+        return Check("memory", "warn", text, "close something, or give a small context: --ctx 1024")
+    return Check("memory", "ok", text)
+
+
+def _llama() -> Check:
+    """Llama.cpp: the library loads and has a CPU backend for this machine."""
+    from edgeinfer.runtime.libllama import build_info
+
+    build = build_info()
+    variant = f"{build.cpu_variant} variant, " if build.cpu_variant else ""
+    attention = f"attention of our own ({build.attention})" if build.attention else "its own attention"
+    version = f"{build.llama_version} ({build.ggml_commit})"
+    return Check("llama.cpp", "ok", f"{version}; {variant}{attention}: {' '.join(build.flags)}")
+
+
+def _gpu() -> list[Check]:
+    """GPU: what the backend libraries find, each in a process of its own."""
+    from edgeinfer.platform.machine import read_gpus
+    from edgeinfer.runtime.backends.survey import survey
+
+    cards, answers = read_gpus(), survey()
+    checks = [_backend(answer, cards) for answer in answers]
+    if not answers and cards:
+        text = f"{' and '.join(cards)} on the bus, but no library for it"
+        return [Check("gpu", "warn", text, "`edgeinfer backend` says where a library for it goes")]
+    return checks or [Check("gpu", "ok", "none on the bus, and no library for one")]
+
+
+def _backend(answer: Loaded | NotLoaded, cards: tuple[str, ...]) -> Check:
+    """One backend library: its devices, or why it has none. `cards` are on the PCI bus."""
+    if isinstance(answer, NotLoaded):
+        bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
+        found = f"{answer.name}: {answer.reason}; {bus}"
+        missed = bool(cards) or not answer.absent
+        return Check("gpu", "warn", found, answer.fix) if missed else Check("gpu", "ok", found)
+    found = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
+    if all(device.kind == "software" for device in answer.devices):
+        fix = "a software device is slower than the CPU: --gpu-layers none"
+        return Check("gpu", "warn", found, fix)
+    return Check("gpu", "warn" if answer.warning else "ok", found, answer.warning)
+
+
+def _snapshots() -> Check:
+    """Snapshots: whether warmed processes can be dumped and resumed here."""
+    if sys.platform != "linux":
+        return Check("snapshots", "warn", "they need Linux; launches are cold")
+    from edgeinfer.snapshots.criu import probe
+
+    found = probe()
+    if found.tier is None:
+        return Check("snapshots", "warn", f"launches are cold: {found.reason}", found.fix)
+    from edgeinfer.snapshots import failures
+
+    failed = failures.listed()
+    if failed:
+        named = "; ".join(f"{one.name} could not be built: {one.message}" for one in failed)
+        fix = f"edgeinfer warm {failed[0].model}"
+        return Check("snapshots", "warn", f"{found.tier}: {found.reason}; {named}", fix)
+    return Check("snapshots", "ok", f"{found.tier}: {found.reason}")
+
+
+def _directories() -> Check:
+    """Directories: ours exist or can be made, and have room."""
+    places = {
+        "config": paths.config_dir(),
+        "data": paths.data_dir(),
+        "cache": paths.cache_dir(),
+        "run": paths.runtime_dir(),
+    }
+    for path in places.values():
+        above = next(p for p in (path, *path.parents) if p.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            fix = "set EDGEINFER_HOME to a folder of yours"
+            return Check("directories", "fail", f"{path} cannot be written", fix)
+    free = free_bytes(places["data"])
+    text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
+    if free > 2 * GIB:
+        return Check("directories", "ok", text)
+    return Check("directories", "warn", text, "free some room: edgeinfer rm")
+
+
+def _configuration() -> Check:
+    """Configuration: config.toml reads."""
+    config = load_config()
+    path = config_path()
+    network = "offline" if offline(config) else "network allowed"
+    source = path if path.is_file() else "defaults (no file)"
+    return Check("configuration", "ok", f"{source}; {network}")
+
+
+def _catalogue() -> Check:
+    """Catalogue: models.toml reads, the default model is here."""
+    from edgeinfer.models.catalog import load_catalog
+    from edgeinfer.models.external_stores import stores
+    from edgeinfer.models.store import list_pulled, model_files
+
+    config: Config = load_config()
+    known, pulled = len(load_catalog().models), len(list_pulled())
+    found = len(stores.usable())
+    others = f", {found} of other programs here" if found else ""
+    text = f"{known} models known, {pulled} pulled{others}; default {config.default_model}"
+    try:
+        model_files(config.default_model)
+    except ModelNotPulledError:
+        text = f"{text}, not pulled yet"
+        return Check("catalogue", "todo", text, f"edgeinfer pull {config.default_model}")
+    except EdgeInferError as error:
+        return Check("catalogue", "fail", f"{text}: {error.message}", error_text.hint(error))
+    return Check("catalogue", "ok", text)
+
+
+CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
+    _python,
+    _cpu,
+    _memory,
+    _llama,
+    _gpu,
+    _snapshots,
+    _directories,
+    _configuration,
+    _catalogue,
+)

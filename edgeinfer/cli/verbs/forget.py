@@ -1,0 +1,54 @@
+"""`edgeinfer forget`: delete what models have read, which is kept as computed blocks."""
+
+from __future__ import annotations
+
+import argparse
+from typing import ClassVar
+
+from edgeinfer.blocks.names import model_key
+from edgeinfer.blocks.store import forget_all, forget_conversation, forget_model
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import confirm
+from edgeinfer.errors import UsageError
+from edgeinfer.host import Host
+from edgeinfer.platform import paths
+from edgeinfer.units import format_bytes
+
+ALL = "all"
+
+
+class ForgetResult(Result, frozen=True, kw_only=True):
+    """What was deleted."""
+
+    kind: ClassVar[str] = "forget"
+
+    forgotten: tuple[str, ...]
+    freed_bytes: int
+
+    def human(self) -> str:
+        return f"forgotten: {', '.join(self.forgotten)}; {format_bytes(self.freed_bytes)} freed"
+
+
+def forget(options: argparse.Namespace, host: Host) -> ForgetResult:
+    """Delete cached prefixes. Raises UsageError for none, InterruptedByUser for a no."""
+    if not options.models and not options.conversation:
+        raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")
+    root = paths.blocks_dir()
+    freed = 0
+    named = ", ".join((*options.models, *options.conversation))
+    confirm(f"forget the cached prefixes of {named}?", yes=options.yes)
+    for name in options.models:
+        if name == ALL:
+            freed += forget_all(root)
+            continue
+        files = host.files(name)
+        freed += forget_model(root, model_key(files.sha256, files.paths))
+    for conversation in options.conversation:
+        freed_of_it = forget_conversation(root, conversation)
+        if not freed_of_it:
+            raise UsageError(
+                f"nothing is cached that conversation {conversation!r} alone has",
+                hint="it is chat-NUMBER of a chat here, or the prompt_cache_key of requests",
+            )
+        freed += freed_of_it
+    return ForgetResult(forgotten=(*options.models, *options.conversation), freed_bytes=freed)

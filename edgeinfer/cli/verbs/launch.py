@@ -1,0 +1,240 @@
+"""`edgeinfer launch`: run somebody's agent against a model of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from edgeinfer.agents import endpoint, running
+from edgeinfer.agents.endpoint import Found
+from edgeinfer.agents.setups import Target
+from edgeinfer.agents.table import AGENTS, Agent
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.table import table
+from edgeinfer.config.config_file import Config
+from edgeinfer.errors import ServeError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.server.guards import keys
+from edgeinfer.shipping.shipped import program_file
+from edgeinfer.snapshots.running import processes
+
+#: An endpoint that was started for an agent leaves after so many seconds without a request: what it
+#: has read is on the disk, and the next one finds it.
+IDLE_EXIT_S = 600
+
+
+class LaunchResult(Result, frozen=True, kw_only=True):
+    """An agent that has ended, with its exit code."""
+
+    kind: ClassVar[str] = "launch"
+
+    agent: str
+    model: str
+    status: int
+
+    @property
+    def exit_code(self) -> int:
+        return self.status
+
+
+class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the list."""
+
+    name: str
+    title: str
+    path: str
+    install: str
+    first_tokens: int
+
+
+class AgentsResult(Result, frozen=True, kw_only=True):
+    """The agents that can be launched."""
+
+    kind: ClassVar[str] = "agents"
+
+    agents: tuple[KnownAgent, ...]
+
+    def human(self) -> str:
+        return table([("AGENT", "HERE", "FIRST REQUEST", "INSTALL"), *map(_row, self.agents)])
+
+
+def _row(agent: KnownAgent) -> tuple[str, ...]:
+    here = "yes" if agent.path else "-"
+    return agent.name, here, f"{agent.first_tokens:,} tokens", agent.install
+
+
+def launch(options: argparse.Namespace, host: Host) -> Result:
+    """Raises UsageError, ServeError, and as naming a model does."""
+    if options.list:
+        return AgentsResult(agents=tuple(map(_known, AGENTS.values())))
+    if not options.agent:
+        raise UsageError("name an agent", hint="`edgeinfer launch --list` shows them")
+    agent = AGENTS[options.agent]
+    running.find_program(agent)  # before a model is loaded for it
+    target = find_target(agent, options, host)
+    print(f"{agent.title} asks {target.model} at {target.url}", file=sys.stderr)  # noqa: T201
+    recalling = threading.Thread(target=_recall, args=(agent, target), daemon=True)
+    recalling.start()
+    status = running.run(agent, target, options.arguments)
+    return LaunchResult(agent=agent.name, model=target.model, status=status)
+
+
+def _recall(agent: Agent, target: Target) -> None:
+    """Have what the agent begins with in memory by the time that it asks; it asks without that too."""
+    here = Path.cwd()
+    body = {
+        "agent": agent.name,
+        "folder": str(here),
+        "is_repository": any((folder / ".git").exists() for folder in (here, *here.parents)),
+    }
+    with contextlib.suppress(ServeError):
+        asked(target).ask("POST", f"/v1/models/{target.model}/recall", body)
+
+
+def _known(agent: Agent) -> KnownAgent:
+    path = shutil.which(agent.program) or ""
+    return KnownAgent(
+        name=agent.name,
+        title=agent.title,
+        path=path,
+        install=agent.install,
+        first_tokens=agent.first_tokens,
+    )
+
+
+def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> Target:
+    """An endpoint with the model loaded and a context that is large enough, started if need be."""
+    key = keys.own_key()
+    found = endpoint.find(_urls(host.config), key)
+    if found is not None:
+        model = host.files(options.model).name if options.model else found.model
+        n_ctx = found.n_ctx(model)
+        if n_ctx < agent.needs_tokens and not options.anyway:
+            raise _too_small(agent, found, model, n_ctx)
+        return Target(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
+    typed = options.model or host.config.default_model
+    model = host.files(typed).name
+    if not options.anyway:
+        _refuse_small_model(agent, model)
+    found, pid = endpoint.start(_serve_command(typed, options, host.config), key)
+    n_ctx = found.n_ctx(model)
+    if n_ctx < agent.needs_tokens and not options.anyway:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        raise ServeError(
+            f"{model} got a context of {n_ctx:,} tokens here, and {agent.title} needs {_needs(agent)}",
+            hint='free some memory, or make the context smaller in it: `kv-type = "q8_0"` under [load]',
+        )
+    minutes = IDLE_EXIT_S // 60
+    print(  # noqa: T201
+        f"started `serve` for it: it leaves after {minutes} minutes without a request, or with "
+        f"`edgeinfer stop {pid}`",
+        file=sys.stderr,
+    )
+    return Target(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
+
+
+def asked(target: Target) -> Found:
+    """The endpoint that an agent is told of."""
+    return Found(url=target.url, model=target.model, key="" if target.key == "none" else target.key)
+
+
+def _urls(config: Config) -> Iterator[str]:
+    host = config.serve.host
+    yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, str(config.serve.port))
+    for launched in processes():
+        words = dict(zip(launched.arguments, launched.arguments[1:], strict=False))
+        if launched.verb == "serve" and "--port" in words:
+            yield _url("127.0.0.1", words["--port"])
+
+
+def _url(host: str, port: str) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _serve_command(typed: str, options: argparse.Namespace, config: Config) -> list[str]:
+    """A port of its own where something else has the configured one."""
+    arguments = [*_own_command(), "serve", typed, "--log", "json"]
+    arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
+    arguments += ["--port", str(_free_port(config.serve.port))]
+    return arguments + (["--ctx", str(options.n_ctx)] if options.n_ctx else [])
+
+
+def _own_command() -> list[str]:
+    """The command of this program that `edgeinfer ps` and `stop` know."""
+    shipped = program_file()
+    if shipped is not None:
+        return [str(shipped)]
+    script = Path(sys.executable).with_name("edgeinfer")
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "edgeinfer"]
+
+
+def _free_port(wanted: int) -> int:
+    import socket
+
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", wanted))
+        except OSError:
+            trial.bind(("127.0.0.1", 0))
+        return trial.getsockname()[1]  # type: ignore[no-any-return]
+
+
+def _refuse_small_model(agent: Agent, model: str) -> None:
+    from edgeinfer.models.store import find_pulled
+
+    pulled = find_pulled(model)
+    if pulled is None or not 0 < pulled.n_ctx_train < agent.needs_tokens:
+        return
+    trained = f"{model} was trained on {pulled.n_ctx_train:,} tokens"
+    raise UsageError(f"{trained}, and {agent.title} needs {_needs(agent)}", hint=_larger_models(agent))
+
+
+def _too_small(agent: Agent, found: Found, model: str, n_ctx: int) -> ServeError:
+    _refuse_small_model(agent, model)
+    return ServeError(
+        f"the endpoint at {found.url} gives {model} {n_ctx:,} tokens, and {agent.title} needs "
+        f"{_needs(agent)}",
+        hint=f"end it (`edgeinfer stop`) and start it with more: `edgeinfer serve {model} --ctx "
+        f"{_rounded(agent.needs_tokens)}`",
+    )
+
+
+def _needs(agent: Agent) -> str:
+    return f"{agent.needs_tokens:,} at least (it begins with {agent.first_tokens:,})"
+
+
+def _larger_models(agent: Agent) -> str:
+    from edgeinfer.models.catalog import load_catalog
+    from edgeinfer.models.store import list_pulled
+
+    here = [m.name for m in list_pulled() if m.n_ctx_train >= agent.needs_tokens]
+    if here:
+        return f"take one that was trained on more: `edgeinfer launch --model {here[0]} {agent.name}`"
+    known = [
+        m
+        for m in load_catalog().models.values()
+        if m.context_length >= agent.needs_tokens and m.size_bytes
+    ]
+    smallest = min(known, key=lambda m: m.size_bytes, default=None)
+    if smallest is None:
+        return "`edgeinfer list` shows what each model was trained on"
+    return (
+        f"pull one that was trained on more, for instance `edgeinfer pull {smallest.name}`; "
+        "--anyway tries it all the same"
+    )
+
+
+def _rounded(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length()

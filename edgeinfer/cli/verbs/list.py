@@ -1,0 +1,272 @@
+"""`edgeinfer list`: models that are here, and models that can be pulled."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.table import table
+from edgeinfer.error_text import hint
+from edgeinfer.errors import CatalogError, ConfigError
+from edgeinfer.host import Host
+from edgeinfer.models import fits
+from edgeinfer.models.adapters import PulledAdapter, list_adapters
+from edgeinfer.models.catalog import Catalog, Model, load_catalog
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.external_stores.reader import Found
+from edgeinfer.models.fits import Fit
+from edgeinfer.models.store import PulledModel, list_pulled, unfinished
+from edgeinfer.platform.machine import read_memory
+from edgeinfer.platform.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.platform.places import DEFAULT_MODEL
+from edgeinfer.snapshots.format import generations, model_part, part_of
+from edgeinfer.units import format_bytes, format_parameters
+
+#: What `--fits` says over each group.
+_GROUPS = {
+    "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
+    "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",
+    "too big": "too big for the memory that is available",
+    "embedding": "embedding and reranking",
+}
+
+
+class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One line. `size_bytes` 0: size unknown. `snapshots` counts warmed ones.
+
+    `store` is the program whose file it is, "" for a model of ours.
+    """
+
+    name: str
+    title: str
+    purpose: str
+    parameters: str
+    quantization: str
+    licence: str
+    context_length: int
+    pulled: bool
+    in_place: bool = False
+    store: str = ""
+    size_bytes: int = 0
+    size_is_estimate: bool = False
+    snapshots: int = 0
+    fit: Fit | None = None
+
+
+class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of another program that can't be used: why, and what to do about it."""
+
+    name: str
+    store: str
+    problem: str
+    fix: str
+
+
+class ListResult(Result, frozen=True, kw_only=True):
+    """Pulled models first, then other programs', then the rest of the catalogue, each by name.
+
+    With `fits` by group instead; `busy` says that the estimates are of a busy machine.
+    """
+
+    kind: ClassVar[str] = "list"
+
+    models: tuple[ListedModel, ...]
+    fits: bool = False
+    busy: bool = False
+    nothing_pulled: bool = False
+    unfinished: dict[str, int] = msgspec.field(default_factory=dict)
+    unusable: tuple[UnusableModel, ...] = ()
+    adapters: tuple[PulledAdapter, ...] = ()
+
+    def human(self) -> str:
+        lines = [f"{one.name} can't be used: {one.problem} ({one.fix})" for one in self.unusable]
+        lines += [
+            f"adapter {one.name}{f' for {one.base}' if one.base else ''}: `--lora {one.name}`, "
+            f"{format_bytes(one.size_bytes)}"
+            for one in self.adapters
+        ]
+        lines += [
+            f"{name}: {format_bytes(size)} of an unfinished pull; the same pull goes on, "
+            f"`edgeinfer rm {name}` removes it"
+            for name, size in self.unfinished.items()
+        ]
+        return "\n".join([self._table(), *lines] if self.models or not lines else lines)
+
+    def _table(self) -> str:
+        if not self.models:
+            nothing = f"nothing is here yet: `edgeinfer pull {DEFAULT_MODEL}`"
+            return nothing if self.nothing_pulled else "no model matches"
+        if self.fits:
+            note = "\n\nthe machine was busy: it is faster when nothing else runs" if self.busy else ""
+            return _fits_table(self.models) + note
+        head = ("NAME", "HERE", "SIZE", "PARAMETERS", "QUANT", "CONTEXT", "SNAPSHOTS", "LICENCE", "FOR")
+        return table([head, *map(_row, self.models)], right=frozenset({2, 3, 5, 6}))
+
+
+def _row(model: ListedModel) -> tuple[str, ...]:
+    return (
+        model.name,
+        _here(model),
+        _size(model),
+        model.parameters or "?",
+        model.quantization or "?",
+        str(model.context_length) if model.context_length else "?",
+        str(model.snapshots) if model.snapshots else "-",
+        model.licence or "?",
+        model.purpose,
+    )
+
+
+def _fits_table(models: Sequence[ListedModel]) -> str:
+    head = ("NAME", "HERE", "QUANT", "SIZE", "~TOKENS/S", "FOR", "WHY")
+    grouped = [(model.fit.group, _fit_row(model, model.fit)) for model in models if model.fit]
+    top, *lines = table([head, *(row for _, row in grouped)], right=frozenset({3, 4})).splitlines()
+    text = [top]
+    for group, title in _GROUPS.items():
+        rows = [line for (own, _), line in zip(grouped, lines, strict=True) if own == group]
+        text += ["", title, *rows] if rows else []
+    return "\n".join(text)
+
+
+def _fit_row(model: ListedModel, fit: Fit) -> tuple[str, ...]:
+    speed = "-" if fit.group == "embedding" else f"{fit.tokens_per_s:.1f}"
+    return model.name, _here(model), model.quantization, _size(model), speed, model.purpose, fit.why
+
+
+def _size(model: ListedModel) -> str:
+    about = "~" if model.size_is_estimate else ""
+    return about + format_bytes(model.size_bytes) if model.size_bytes else "?"
+
+
+def _here(model: ListedModel) -> str:
+    if model.store:
+        return f"from {model.store}"
+    if model.in_place:
+        return "in place"
+    return "yes" if model.pulled else "-"
+
+
+def list_models(options: argparse.Namespace, host: Host) -> ListResult:
+    """Raises ConfigError when models.toml is wrong; a wrong config.toml is warned of."""
+    try:
+        host.config  # noqa: B018  it is read here
+    except ConfigError as error:
+        sys.stderr.write(f"warning: {error.message}\n")
+    catalog = load_catalog()
+    counts = Counter(model_part(name) for name in generations())
+    pulled = list_pulled()
+    here = [_pulled(model, catalog, counts) for model in pulled]
+    names = {model.name for model in here}
+    others = [_found(m, counts) for m in stores.search() if m.name not in {p.source for p in pulled}]
+    here += [model for model in others if isinstance(model, ListedModel)]
+    broken = [model for model in others if isinstance(model, UnusableModel)]
+    rest = (
+        []
+        if options.pulled
+        else [_available(m) for m in catalog.models.values() if m.name not in names]
+    )
+    wanted = [word.lower() for word in options.words]
+    models = tuple(m for m in (*here, *rest) if _matches(m, wanted))
+    rate = read_memory_rate() if options.fits else None
+    return ListResult(
+        models=_grouped(models, catalog, rate) if rate else models,
+        fits=options.fits,
+        busy=bool(rate and rate.busy),
+        nothing_pulled=options.pulled and not here,
+        unfinished=unfinished(),
+        adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
+        unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
+    )
+
+
+def _matches(model: ListedModel, wanted: list[str]) -> bool:
+    text = f"{model.name} {model.title} {model.purpose} {model.quantization} {model.store}".lower()
+    return all(word in text for word in wanted)
+
+
+def _found(model: Found, counts: dict[str, int]) -> ListedModel | UnusableModel:
+    try:
+        parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
+    except CatalogError as error:
+        return UnusableModel(
+            name=model.name,
+            store=model.store,
+            problem=model.problem or error.message,
+            fix=model.fix or hint(error),
+        )
+    first = parts[0]
+    return ListedModel(
+        name=model.name,
+        title=first.text("general.name") or model.name,
+        purpose=first.purpose,
+        parameters=format_parameters(sum(part.n_params for part in parts)),
+        quantization=first.quantization,
+        licence=first.text("general.license"),
+        context_length=first.n_ctx_train,
+        pulled=True,
+        in_place=True,
+        store=model.store,
+        size_bytes=model.size_bytes,
+        snapshots=counts.get(part_of(model.name), 0),
+    )
+
+
+def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> ListedModel:
+    entry = catalog.get(model.base)
+    return ListedModel(
+        name=model.name,
+        title=entry.title if entry else model.name,
+        purpose=entry.purpose if entry else model.purpose,
+        parameters=entry.parameters
+        if entry and entry.parameters
+        else format_parameters(model.n_params),
+        quantization=model.quantization,
+        licence=entry.licence if entry else "",
+        context_length=model.n_ctx_train,
+        pulled=True,
+        in_place=model.in_place,
+        size_bytes=model.size_bytes,
+        snapshots=counts.get(part_of(model.name), 0),
+    )
+
+
+def _available(entry: Model) -> ListedModel:
+    return ListedModel(
+        name=entry.name,
+        title=entry.title,
+        purpose=entry.purpose,
+        parameters=entry.parameters,
+        quantization=entry.final_quantization,
+        licence=entry.licence,
+        context_length=entry.context_length,
+        pulled=False,
+        size_bytes=entry.stored_bytes,
+        size_is_estimate=entry.stored_is_estimate,
+    )
+
+
+def _grouped(
+    models: Sequence[ListedModel], catalog: Catalog, rate: MemoryRate
+) -> tuple[ListedModel, ...]:
+    available = read_memory().available_bytes
+    found = []
+    for model in models:
+        if model.size_bytes:
+            share = fits.active_share(catalog.get(model.name), model.name, model.parameters)
+            figures = fits.fit(model.size_bytes, model.purpose, share, rate, available)
+            found.append(msgspec.structs.replace(model, fit=figures))
+    return tuple(sorted(found, key=_rank))
+
+
+def _rank(model: ListedModel) -> tuple[int, float]:
+    """The comfortable first, the largest on top; then the quickest of the slow; then by size."""
+    assert model.fit
+    group = model.fit.group
+    within = {"comfortable": -model.size_bytes, "slow": -model.fit.tokens_per_s}
+    return [*_GROUPS].index(group), within.get(group, model.size_bytes)

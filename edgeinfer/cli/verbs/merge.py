@@ -1,0 +1,51 @@
+"""`edgeinfer merge`: a model with adapters in its weights."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import ClassVar
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import stoppable
+from edgeinfer.host import Host
+from edgeinfer.models.adapters import merge_model
+from edgeinfer.models.progress import progress_on
+from edgeinfer.units import format_bytes
+
+
+class MergeResult(Result, frozen=True, kw_only=True):
+    """The model that was made."""
+
+    kind: ClassVar[str] = "merge"
+
+    name: str
+    source: str
+    type: str
+    size_bytes: int
+    sha256: str
+    path: str
+    wall_s: float
+
+    def human(self) -> str:
+        return (
+            f"{self.name} is here: {self.source}, {self.type}, {format_bytes(self.size_bytes)}\n"
+            f'try it: edgeinfer run {self.name} "Name three colours."'
+        )
+
+
+def merge(options: argparse.Namespace, _host: Host) -> MergeResult:
+    """Raises what `catalog.adapters.merge_model` raises; Ctrl-C becomes InterruptedByUser."""
+    began = time.monotonic()
+    with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
+        adapters = ",".join(options.adapters)
+        made = merge_model(options.model, adapters, options.name, options.quantize, report)
+    return MergeResult(
+        name=made.name,
+        source=made.source,
+        type=made.quantization,
+        size_bytes=made.size_bytes,
+        sha256=made.sha256,
+        path=str(made.paths[0]),
+        wall_s=round(time.monotonic() - began, 3),
+    )

@@ -1,0 +1,50 @@
+"""`edgeinfer ps`: what runs, its replicas of a model, and what it remembered of its latest prompt."""
+
+from __future__ import annotations
+
+import argparse
+from typing import ClassVar
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.table import table
+from edgeinfer.host import Host
+from edgeinfer.snapshots.running import Running, processes
+from edgeinfer.units import format_bytes, format_duration
+
+
+class PsResult(Result, frozen=True, kw_only=True):
+    """This user's running launches that keep their data here, or all with `--everywhere`."""
+
+    kind: ClassVar[str] = "ps"
+
+    running: tuple[Running, ...]
+
+    def human(self) -> str:
+        if not self.running:
+            return "nothing is running"
+        rows = [("PID", "AGE", "PRIVATE", "SHARED", "SNAPSHOT", "COMMAND"), *map(_row, self.running)]
+        remembered = [
+            f"{process.pid} {said}" for process in self.running for said in _remembered(process)
+        ]
+        return "\n\n".join([table(rows), *(["\n".join(remembered)] if remembered else [])])
+
+
+def _remembered(process: Running) -> list[str]:
+    replicas = [f"{found.model}: {found.words}" for found in process.replicas]
+    return replicas + [f"{last.model}: {last.words}" for last in process.last_prompts]
+
+
+def _row(process: Running) -> tuple[str, ...]:
+    return (
+        str(process.pid),
+        format_duration(process.age_s),
+        format_bytes(process.private_bytes),
+        format_bytes(process.shared_bytes),
+        ", ".join(process.snapshots) or "-",
+        process.command[:80],
+    )
+
+
+def ps(options: argparse.Namespace, _host: Host) -> PsResult:
+    """Return what runs; nothing is changed."""
+    return PsResult(running=tuple(processes(everywhere=options.everywhere)))

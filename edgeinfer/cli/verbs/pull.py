@@ -1,0 +1,171 @@
+"""`edgeinfer pull`: fetch, verify and store a model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import ClassVar
+from urllib.parse import quote
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import stoppable
+from edgeinfer.errors import ChecksumError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.models import gguf, names, store
+from edgeinfer.models import pull as catalog_pull
+from edgeinfer.models.adapters import PulledAdapter, is_adapter, pull_adapter
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.fetching import fetch
+from edgeinfer.models.progress import FETCHED_IS_KEPT, Patience, PullProgress, progress_on
+from edgeinfer.models.pull import PullOptions
+from edgeinfer.units import format_bytes
+
+#: What to type next, by what a model is for.
+_TRIES = {
+    "chat": 'edgeinfer run {} "Name three colours."',
+    "base": 'edgeinfer run {} "The sea is"',
+    "code": 'edgeinfer run {} "Write a Python function that reverses a string."',
+    "embedding": "edgeinfer serve {}",
+    "reranker": "edgeinfer serve {}",
+}
+
+
+class PullResult(Result, frozen=True, kw_only=True):
+    """A model that is here now. `sha256` of a split model is that of its files' digests."""
+
+    kind: ClassVar[str] = "pull"
+
+    name: str
+    title: str
+    files: tuple[str, ...]
+    size_bytes: int
+    sha256: str
+    quantization: str
+    purpose: str
+    licence: str
+    source: str
+    was_here: bool
+    wall_s: float
+
+    def human(self) -> str:
+        state = "was already here" if self.was_here else "is here"
+        digest = f", sha256 {self.sha256[:12]}…" if self.sha256 else ""
+        licence = f"; licence {self.licence}" if self.licence else ""
+        facts = f"{format_bytes(self.size_bytes)}, {self.quantization}{digest}{licence}"
+        return (
+            f"{self.name} {state}: {facts}\n"
+            f"try it: {_TRIES.get(self.purpose, _TRIES['chat']).format(self.name)}"
+        )
+
+
+class PullAdapterResult(Result, frozen=True, kw_only=True):
+    """An adapter that is here now."""
+
+    kind: ClassVar[str] = "pull-adapter"
+
+    adapter: PulledAdapter
+
+    def human(self) -> str:
+        one = self.adapter
+        return (
+            f"{one.name} is here: an adapter of {one.n_tensors} tensors for {one.base}, "
+            f"{format_bytes(one.size_bytes)}\n"
+            f'try it: edgeinfer run {one.base} "Name three colours." --lora {one.name}'
+        )
+
+
+def _pull_adapter(wanted: str, options: argparse.Namespace) -> PullAdapterResult:
+    if not options.base:
+        raise UsageError(
+            f"{wanted} is an adapter, which is made for one model",
+            hint=f"say which it is here: `edgeinfer pull {wanted} --base MODEL`",
+        )
+    wish = PullOptions(name=options.name)
+    with progress_on(quiet=options.quiet) as report:
+        return PullAdapterResult(adapter=pull_adapter(wanted, options.base, report, wish))
+
+
+def pull(options: argparse.Namespace, host: Host) -> Result:
+    """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched.
+
+    A model that another program has here is checked instead of fetched; with --name it becomes one of
+    ours. --again or --name fetches one from Hugging Face nevertheless.
+    """
+    began = time.monotonic()
+    wanted: str = options.model or host.config.default_model
+    if options.base or is_adapter(wanted):
+        return _pull_adapter(wanted, options)
+    anew = options.again or options.name or options.sha256
+    if stores.is_name(wanted) or not (anew or names.is_path(wanted)):
+        found = _found(wanted, began)
+        if found is not None and not options.name:
+            if options.sha256 and names.digest(options.sha256) != found.sha256:
+                raise ChecksumError(f"{wanted} has SHA-256 {found.sha256}, not {options.sha256}")
+            return found
+        if found is not None:
+            wanted = f"file:{quote(found.files[0])}"
+    if options.connections < 1:
+        raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
+    wish = PullOptions(
+        name=options.name,
+        quantize=options.quantize,
+        sha256=options.sha256,
+        in_place=options.in_place,
+        again=options.again,
+        patience=Patience(connections=options.connections),
+    )
+    fetched = False
+
+    def heard(now: PullProgress) -> None:
+        nonlocal fetched
+        fetched |= now.stage == "done"
+        report(now)
+
+    hint = "type the same command again: it goes on where it stopped"
+    with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
+        record = catalog_pull.pull(wanted, heard, options=wish)
+    entry = load_catalog().get(record.base)
+    if record.in_place and any(map(fetch.writable_by_others, record.paths)):
+        sys.stderr.write(
+            f"warning: others may change {record.paths[0]} while it is used; a copy is safe from that: "
+            f"`edgeinfer pull {wanted}` without --in-place\n"
+        )
+    return PullResult(
+        name=record.name,
+        title=entry.title if entry else record.name,
+        files=tuple(map(str, record.paths)),
+        size_bytes=record.size_bytes,
+        sha256=record.sha256,
+        quantization=record.quantization,
+        purpose=entry.purpose if entry else record.purpose,
+        licence=entry.licence if entry else "",
+        source=record.source,
+        was_here=not fetched,
+        wall_s=round(time.monotonic() - began, 3),
+    )
+
+
+def _found(wanted: str, began: float) -> PullResult | None:
+    """Check a model of another program as using it does; None if none has it, or it is ours."""
+    here = stores.find(wanted)
+    theirs = stores.is_name(wanted)
+    if not theirs and (here is None or here.problem or store.find_pulled(wanted)):
+        return None
+    files = store.model_files(wanted)
+    header = gguf.check(files.paths[0])
+    return PullResult(
+        name=files.name,
+        title=header.text("general.name") or files.name,
+        files=files.paths,
+        size_bytes=sum(os.path.getsize(path) for path in files.paths),
+        sha256=files.sha256,
+        quantization=header.quantization,
+        purpose=header.purpose,
+        licence=header.text("general.license"),
+        source=here.store if here else "",
+        was_here=True,
+        wall_s=round(time.monotonic() - began, 3),
+    )

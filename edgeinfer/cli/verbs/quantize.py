@@ -1,0 +1,107 @@
+"""`edgeinfer quantize`: make a smaller copy of a model, and measure what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import ClassVar
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.table import table
+from edgeinfer.cli.terminal import stoppable
+from edgeinfer.host import Host
+from edgeinfer.models.progress import progress_on
+from edgeinfer.models.quantizing.helpers import QuantizeOptions
+from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.units import format_bytes
+
+
+class QuantizeResult(Result, frozen=True, kw_only=True):
+    """Before and after. Perplexities are over `n_scored_tokens` of a text, None: unknown.
+
+    `divergence` is in nats a token, `same_top` a share of 1; both are of the result beside the source.
+    """
+
+    kind: ClassVar[str] = "quantize"
+
+    source: str
+    source_type: str
+    source_bytes: int
+    name: str
+    type: str
+    size_bytes: int
+    sha256: str
+    path: str
+    source_perplexity: float | None
+    perplexity: float | None
+    divergence: float | None
+    same_top: float | None
+    n_scored_tokens: int
+    text: str
+    quantized_twice: bool
+    wall_s: float
+
+    def human(self) -> str:
+        rows = [
+            ("", "TYPE", "SIZE", "PERPLEXITY"),
+            (
+                self.source,
+                self.source_type,
+                format_bytes(self.source_bytes),
+                _figure(self.source_perplexity),
+            ),
+            (self.name, self.type, format_bytes(self.size_bytes), _figure(self.perplexity)),
+        ]
+        text = table(rows, right=frozenset({2, 3}))
+        if self.n_scored_tokens:
+            whose = self.text or "the text shipped with edgeinfer"
+            text += f"\n\nperplexity over {self.n_scored_tokens} tokens of {whose}; lower is better"
+        if self.divergence is not None and self.same_top is not None:
+            text += (
+                f"\nbeside {self.source}: KL divergence {self.divergence:.4f} nats a token, the same "
+                f"likeliest token {self.same_top:.1%} of the time"
+            )
+        if self.quantized_twice:
+            text += (
+                f"\nnote: {self.source} was quantized already ({self.source_type}); "
+                "a copy made from an F16 or BF16 file would be better"
+            )
+        return text
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
+    """Raises what `catalog.quantize.quantize` raises; Ctrl-C becomes InterruptedByUser."""
+    began = time.monotonic()
+    wish = QuantizeOptions(
+        name=options.name,
+        pure=options.pure,
+        keep_output=options.keep_output,
+        threads=options.threads,
+        imatrix=options.imatrix,
+        perplexity=not options.no_perplexity,
+        text=options.text,
+    )
+    with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
+        done = quantize(options.model, options.type, report, options=wish)
+    return QuantizeResult(
+        source=options.model,
+        source_type=done.before_type,
+        source_bytes=done.before_bytes,
+        name=done.model.name,
+        type=done.model.quantization,
+        size_bytes=done.model.size_bytes,
+        sha256=done.model.sha256,
+        path=str(done.model.paths[0]),
+        source_perplexity=done.before_perplexity,
+        perplexity=done.after_perplexity,
+        divergence=done.divergence,
+        same_top=done.same_top,
+        n_scored_tokens=done.n_scored_tokens,
+        text=options.text,
+        quantized_twice=done.twice,
+        wall_s=round(time.monotonic() - began, 3),
+    )

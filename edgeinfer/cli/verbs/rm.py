@@ -1,0 +1,87 @@
+"""`edgeinfer rm`: remove models, finished or half fetched, their snapshots and what they have read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import ClassVar
+
+from edgeinfer.blocks.names import model_key
+from edgeinfer.blocks.store import forget_model
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import confirm
+from edgeinfer.errors import CatalogError
+from edgeinfer.host import Host
+from edgeinfer.models.remove import Removed, remove
+from edgeinfer.platform import paths
+from edgeinfer.snapshots import failures
+from edgeinfer.snapshots.format import generations, model_part, part_of
+from edgeinfer.snapshots.prune import remove as remove_snapshot
+from edgeinfer.units import format_bytes
+
+
+class RmResult(Result, frozen=True, kw_only=True):
+    """What is gone."""
+
+    kind: ClassVar[str] = "rm"
+
+    removed: tuple[Removed, ...]
+    snapshots: tuple[str, ...] = ()
+
+    def human(self) -> str:
+        lines = [_line(one) for one in self.removed]
+        lines += [f"its snapshot {name} is removed" for name in self.snapshots]
+        return "\n".join(lines)
+
+
+def _line(one: Removed) -> str:
+    if one.left_in_place:
+        return (
+            f"{one.name} is removed; {', '.join(one.left_in_place)} was used in place and is left alone"
+        )
+    return f"{one.name} is removed: {format_bytes(one.freed_bytes)} freed"
+
+
+def rm(options: argparse.Namespace, host: Host) -> RmResult:
+    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError (others are gone then), and
+    InterruptedByUser for a no.
+    """
+    confirm(f"remove {', '.join(options.models)} and its snapshots?", yes=options.yes)
+    removed, snapshots = [], []
+    for text in options.models:
+        one, gone = remove_model(text, host, forget=options.forget)
+        removed.append(one)
+        snapshots += gone
+    return RmResult(removed=tuple(removed), snapshots=tuple(snapshots))
+
+
+def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[Removed, list[str]]:
+    """Remove one model with what it has read and its snapshots, whose names are returned.
+
+    Raises UnknownModelError, ModelNotPulledError, ModelBusyError.
+    """
+    key = _blocks_of(text, host)
+    one = remove(text, forget=forget)
+    if key:
+        forget_model(paths.blocks_dir(), key)
+    return one, _without_model(one.name)
+
+
+def _blocks_of(text: str, host: Host) -> str:
+    try:
+        files = host.files(text)
+    except CatalogError:
+        return ""
+    return model_key(files.sha256, files.paths)
+
+
+def _without_model(name: str) -> list[str]:
+    """Remove the snapshots of a model that is gone: they could not be resumed. Returns their names."""
+    failures.forget_model(name)
+    gone = []
+    for snapshot, folders in generations().items():
+        if model_part(snapshot) == part_of(name):
+            for folder in folders:
+                remove_snapshot(Path(folder))
+            gone.append(snapshot)
+    return gone

@@ -1,0 +1,196 @@
+"""`edgeinfer run`: answer one prompt on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, TextIO
+
+import msgspec
+
+from edgeinfer import requesting
+from edgeinfer.chat.attachments import read, with_attachments
+from edgeinfer.chat.history.store import purge_deleted
+from edgeinfer.cli.result import Result
+from edgeinfer.errors import UnknownModelError, UsageError
+from edgeinfer.host import Host, Start
+from edgeinfer.runtime.collected import Collected
+from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.repetition import RepetitionWatch
+from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.safe_text import without_controls
+from edgeinfer.units import format_ms
+
+
+class Startup(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds from exec until the model could compute, its two parts, and the prefill."""
+
+    ready_ms: float
+    start_ms: float
+    load_ms: float
+    prefill_ms: float
+
+
+class RunResult(Result, frozen=True, kw_only=True):
+    """The whole answer. `human` is empty: the text was streamed already."""
+
+    kind: ClassVar[str] = "run"
+
+    model: str
+    text: str
+    reasoning: str = ""
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    start: Start
+    startup: Startup
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self.finish_reason == "cancelled" else 0
+
+
+def run(options: argparse.Namespace, host: Host) -> RunResult:
+    """Resolve model and prompt and generate: the text streams to stdout, timings go to stderr.
+
+    Raises UsageError when there is no prompt, and whatever resolving, loading and generating raise.
+    """
+    model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
+    prompt = _with_stdin(prompt)
+    if not prompt.strip() and not options.file:
+        raise UsageError(
+            "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
+        )
+    if options.image:
+        raise UsageError("edgeinfer cannot read images yet", hint="text goes in with `--file FILE`")
+    prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
+    asked = requesting.answer_fields(options)
+    system = options.system and requesting.system_prompt(options.system, host.config)
+    try:
+        engine = host.engine(model, requesting.load_options(options, host.config.load))
+    except UnknownModelError as error:
+        quoted = 'put a prompt in quotes: `edgeinfer run "Name three colours."`'
+        raise UnknownModelError(
+            error.message, hint=error.hint or (quoted if options.prompt else None)
+        ) from error
+    for warning in engine.info.warnings:
+        sys.stderr.write(without_controls(f"warning: {warning}\n"))
+    system = engine.info.system_prompt if system is None else system
+    request = GenerateRequest(
+        prompt=prompt if options.raw else None,
+        messages=() if options.raw else _turns(system, prompt),
+        sampling=requesting.sampling(options, engine.info.sampling),
+        max_tokens=options.max_tokens,
+        **asked,
+    )
+    with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
+        result = _consume(generation, model, host.start, None if options.json else sys.stdout)
+    purge_deleted()
+    if options.timings:
+        sys.stderr.write(f"{timings_line(result)}\n")
+    return result
+
+
+def _turns(system: str, prompt: str) -> tuple[Message, ...]:
+    return (
+        *([Message(role="system", content=system)] if system else []),
+        Message(role="user", content=prompt),
+    )
+
+
+def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:
+    """Tell (model, prompt) from `run`'s words; the prompt is "" when it is only piped.
+
+    A first word that names no model is the prompt, unless a second follows.
+    """
+    if first is None:
+        return host.config.default_model, ""
+    if second is not None or host.is_model(first):
+        return first, second or ""
+    return host.config.default_model, first
+
+
+def _with_stdin(prompt: str) -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        return prompt
+    piped = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    return f"{prompt}\n\n{piped}" if prompt and piped.strip() else prompt or piped
+
+
+@contextlib.contextmanager
+def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[Generation]:
+    """Ctrl-C and SIGTERM end the generation cleanly, once; a second Ctrl-C is the ordinary one."""
+
+    def stop(number: int, _frame: object) -> None:
+        generation.cancel()
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield generation
+    finally:
+        generation.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO | None) -> RunResult:
+    answer = Collected()
+    watch, repeats = RepetitionWatch(), False
+    is_terminal = stream_to is not None and stream_to.isatty()
+    for event in generation:
+        answer.add(event)
+        if isinstance(event, TextDelta | ReasoningDelta) and not repeats and watch.add(event.text):
+            repeats = True
+            generation.cancel()
+        if stream_to is not None and isinstance(event, TextDelta):
+            stream_to.write(without_controls(event.text) if is_terminal else event.text)
+            stream_to.flush()
+    if stream_to is not None:
+        stream_to.write("\n")
+        stream_to.flush()
+    end = answer.finished
+    repeats = repeats and end.reason == "cancelled"
+    if repeats:
+        sys.stderr.write("edgeinfer: the answer repeated itself; stopped\n")
+    return RunResult(
+        model=model,
+        text=answer.text,
+        reasoning=answer.reasoning,
+        finish_reason="repetition" if repeats else end.reason,
+        usage=end.usage,
+        timings=end.timings,
+        start=start,
+        startup=_startup(start, end.timings),
+    )
+
+
+def _startup(start: Start, timings: Timings) -> Startup:
+    ready_ms = start.ready_ms
+    start_ms = start.stages_ms.get("load", ready_ms)
+    return Startup(
+        ready_ms=ready_ms,
+        start_ms=start_ms,
+        load_ms=round(ready_ms - start_ms, 1),
+        prefill_ms=timings.prefill_ms,
+    )
+
+
+def timings_line(result: RunResult) -> str:
+    """Write one line: how it started, when it could compute, prompt, tokens and rate."""
+    usage, timings = result.usage, result.timings
+    rate = timings.decode_tokens_per_s(usage.completion_tokens)
+    took = result.startup
+    parts = f"start {format_ms(took.start_ms)}, load {format_ms(took.load_ms)}"
+    return (
+        f"{result.model}: {result.start.how} in {format_ms(took.ready_ms)} ({parts}); "
+        f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
+        f"prefill {format_ms(took.prefill_ms)}; "
+        f"first token {timings.ttft_ms:.0f} ms; {usage.completion_tokens} tokens at {rate:.1f}/s; "
+        f"{result.finish_reason}"
+    )

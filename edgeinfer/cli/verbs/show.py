@@ -1,0 +1,354 @@
+"""`edgeinfer show`: describe a model, and its memory needs against this machine's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from edgeinfer import requesting
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.verbs.show_devices import DevicesShown, planned_devices
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.host import Host
+from edgeinfer.models import gguf, names, store
+from edgeinfer.models.catalog import Model, SamplingDefaults, load_catalog
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.external_stores.reader import Found, FoundFile
+from edgeinfer.models.fits import header_plan, header_shape
+from edgeinfer.models.store import PulledModel
+from edgeinfer.platform.machine import Memory, read_machine, read_rate
+from edgeinfer.runtime.planning.plan import Plan, disk_warning
+from edgeinfer.runtime.planning.shape import Buffers
+from edgeinfer.units import format_bytes, format_parameters
+
+
+class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the GGUF itself says."""
+
+    architecture: str
+    name: str
+    quantization: str
+    n_params: int
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    has_chat_template: bool
+    licence: str
+    tensor_types: dict[str, int]
+
+
+class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes, for the context the engine would take (or the one asked for), and why it would.
+
+    `from_disk` says that the weights do not stay in memory, and `warning` how fast that is. `devices`
+    is None where there is none to use.
+    """
+
+    estimate: Buffers
+    n_parallel: int
+    n_ctx: int
+    n_ctx_reason: str
+    kv_type_reason: str
+    machine: Memory
+    fits: bool
+    repack: str = "on"
+    repack_reason: str = ""
+    from_disk: bool = False
+    warning: str = ""
+    devices: DevicesShown | None = None
+
+
+class ShowResult(Result, frozen=True, kw_only=True):
+    """`header`, `files` and `memory` are empty if the model is not here. `notes` say what is wrong."""
+
+    kind: ClassVar[str] = "show"
+
+    name: str
+    title: str
+    pulled: bool
+    licence: str
+    purpose: str
+    parameters: str
+    context_length: int
+    quantization: str
+    sources: tuple[str, ...]
+    pulled_from: str = ""
+    pulled_at: str = ""
+    requantized_from: str = ""
+    chat_template: str = ""
+    system_prompt: str = ""
+    stop: tuple[str, ...] = ()
+    sampling: dict[str, float] = msgspec.field(default_factory=dict)
+    files: tuple[FoundFile, ...] = ()
+    header: HeaderShown | None = None
+    memory: MemoryShown | None = None
+    notes: tuple[str, ...] = ()
+    template_only: bool = False
+
+    def human(self) -> str:
+        if self.template_only:
+            return self.chat_template
+        rows = [
+            *_about(self),
+            *_header_rows(self.header),
+            *_file_rows(self),
+            *_memory_rows(self.memory),
+        ]
+        width = max(len(label) for label, _ in rows)
+        lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
+        lines += [f"note: {note}" for note in self.notes]
+        if not self.pulled:
+            lines.append(f"\nnot here yet: edgeinfer pull {self.name}")
+        return "\n".join(lines)
+
+
+Rows = list[tuple[str, str]]
+
+
+def _about(shown: ShowResult) -> Rows:
+    rows = [
+        ("name", shown.name),
+        ("title", shown.title),
+        ("for", shown.purpose),
+        ("licence", shown.licence or "unknown"),
+    ]
+    rows += [("source", _short(source)) for source in shown.sources]
+    if shown.pulled_from:
+        pulled = f"{shown.pulled_at} from {_short(shown.pulled_from)}"
+        rows.append(("pulled", pulled) if shown.pulled_at else ("here", f"from {shown.pulled_from}"))
+    if shown.requantized_from:
+        rows.append(("made from", shown.requantized_from))
+    if shown.system_prompt:
+        rows.append(("system prompt", shown.system_prompt))
+    if shown.stop:
+        rows.append(("stop strings", " ".join(map(repr, shown.stop))))
+    if shown.sampling:
+        rows.append(
+            ("sampling", ", ".join(f"{key} {value:g}" for key, value in shown.sampling.items()))
+        )
+    if shown.header is None:
+        rows += [
+            ("parameters", shown.parameters or "unknown"),
+            ("quantization", shown.quantization or "unknown"),
+        ]
+        rows.append(
+            ("trained context", f"{shown.context_length} tokens" if shown.context_length else "unknown")
+        )
+    return rows
+
+
+def _short(source: str) -> str:
+    first, *more = source.split(" + ")
+    return f"{first} and {len(more)} more parts" if more else first
+
+
+def _header_rows(header: HeaderShown | None) -> Rows:
+    if header is None:
+        return []
+    types = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in header.tensor_types.items())
+    return [
+        ("architecture", f"{header.architecture}, {header.n_layer} layers, embedding {header.n_embd}"),
+        ("parameters", f"{format_parameters(header.n_params)} ({header.n_params:,})"),
+        ("quantization", f"{header.quantization} ({types})"),
+        ("vocabulary", f"{header.n_vocab:,} tokens"),
+        ("trained context", f"{header.n_ctx_train} tokens"),
+        ("chat template", "yes" if header.has_chat_template else "none: a base model, or an encoder"),
+    ]
+
+
+def _file_rows(shown: ShowResult) -> Rows:
+    rows = []
+    for file in shown.files:
+        rows.append(("file", f"{file.path} ({format_bytes(file.size_bytes)})"))
+        if file.sha256:
+            rows.append(("sha256", file.sha256))
+    return rows
+
+
+def _memory_rows(memory: MemoryShown | None) -> Rows:
+    if memory is None:
+        return []
+    need, machine = memory.estimate, memory.machine
+    verdict = "it fits" if memory.fits else "it does not fit"
+    if memory.from_disk:
+        verdict = "it runs from the disk"
+    at_once = f"{memory.n_parallel} sequences at once"
+    available = f"{format_bytes(machine.available_bytes)} available"
+    rows = [
+        ("memory, weights", format_bytes(need.weights_bytes)),
+        (
+            "memory, KV cache",
+            f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens"
+            f" ({need.kv_type}: {memory.kv_type_reason})",
+        ),
+        ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
+        ("memory, context", f"{format_bytes(need.kv_bytes)} for {need.n_ctx} cells, {at_once}"),
+        ("memory, compute", format_bytes(need.compute_bytes)),
+        ("memory, together", f"{format_bytes(need.total_bytes)} of {available}: {verdict}"),
+    ]
+    return rows + _device_rows(memory.devices)
+
+
+def _device_rows(devices: DevicesShown | None) -> Rows:
+    if devices is None:
+        return []
+    because = f": {devices.reason}" if devices.parts else ""
+    rows = [("layers on GPUs", f"{devices.summary}{because}")]
+    for part in devices.parts:
+        sizes = (part.weights_bytes, part.kv_bytes, part.compute_bytes)
+        names = ("weights", "KV cache", "compute")
+        split = ", ".join(f"{n} {format_bytes(s)}" for n, s in zip(names, sizes, strict=True))
+        rows.append((f"memory, {part.device}", f"{format_bytes(part.total_bytes)}: {split}"))
+    return rows
+
+
+def show(options: argparse.Namespace, host: Host) -> ShowResult:
+    """Raises UnknownModelError, InvalidGgufError, CatalogError for an unreadable record."""
+    text = options.model or host.config.default_model
+    if names.is_path(text):
+        path = Path(text).expanduser().absolute()
+        parts = names.split_parts(path)
+        return _shown(path.stem, None, None, parts, options, host)
+    catalog = load_catalog()
+    pulled = store.find_pulled(text)
+    if pulled is not None:
+        return _shown(pulled.name, pulled, catalog.get(pulled.base), list(pulled.paths), options, host)
+    found = stores.find(text)
+    if found is not None:
+        return _shown_found(found, options, host)
+    if stores.is_name(text):
+        raise stores.not_found(text)
+    entry = catalog.get(names.reference(text).name) if "/" not in text else None
+    if entry is None:
+        raise store.missing(text, catalog)
+    return _shown(str(names.reference(text)), None, entry, [], options, host)
+
+
+def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowResult:
+    said = stores.words(found, stores.headers(found)[0])
+    entry = Model(
+        title="",
+        sources=(),
+        chat_template=said.chat_template or "",
+        stop=said.stop,
+        system_prompt=said.system_prompt,
+        sampling=SamplingDefaults(**said.sampling),
+    )
+    shown = _shown(found.name, None, entry, [Path(path) for path in found.paths], options, host)
+    notes = [f"used where it is, from {found.store}; nothing there is ever written"]
+    notes += [f"from {found.store}: {', '.join(said.used)}"] * bool(said.used)
+    notes += [f"not used: {what}" for what in said.unused]
+    return msgspec.structs.replace(
+        shown,
+        title=shown.header.name if shown.header and shown.header.name else found.name,
+        pulled_from=found.store,
+        files=found.files,
+        notes=(*shown.notes, *notes),
+    )
+
+
+def _shown(
+    name: str,
+    pulled: PulledModel | None,
+    entry: Model | None,
+    parts: list[Path],
+    options: argparse.Namespace,
+    host: Host,
+) -> ShowResult:
+    headers = [gguf.check(part) for part in parts]
+    first = headers[0] if headers else None
+    header = _header(headers) if headers else None
+    memory = _memory(headers, options, host) if headers else None
+    notes = _notes(pulled)
+    if memory is not None and memory.warning:
+        notes += (memory.warning,)
+    entry = entry or Model(title=(header.name if header else "") or name, sources=())
+    return ShowResult(
+        name=name,
+        title=entry.title,
+        pulled=bool(parts),
+        licence=entry.licence or (header.licence if header else ""),
+        purpose=entry.purpose,
+        parameters=entry.parameters,
+        context_length=header.n_ctx_train if header else entry.context_length,
+        quantization=header.quantization if header else entry.final_quantization,
+        sources=tuple(" + ".join(map(str, parts)) for parts in entry.parsed_sources()),
+        pulled_from=pulled.source if pulled else "",
+        pulled_at=pulled.pulled_at if pulled else "",
+        requantized_from=pulled.requantized_from if pulled else "",
+        chat_template=entry.chat_template or (first.chat_template if first else ""),
+        system_prompt=entry.system_prompt,
+        stop=entry.stop,
+        sampling=entry.sampling.given(),
+        files=_files(pulled, parts),
+        header=header,
+        memory=memory,
+        notes=notes,
+        template_only=options.template,
+    )
+
+
+def _notes(pulled: PulledModel | None) -> tuple[str, ...]:
+    if pulled is None:
+        return ()
+    try:
+        store.model_files(pulled.name)
+    except EdgeInferError as error:
+        return (error.message,)
+    return ()
+
+
+def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[FoundFile, ...]:
+    digests = [file.sha256 for file in pulled.files] if pulled else [""] * len(parts)
+    return tuple(
+        FoundFile(path=str(part), size_bytes=part.stat().st_size, sha256=digest)
+        for part, digest in zip(parts, digests, strict=True)
+    )
+
+
+def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
+    first = headers[0]
+    types: dict[str, int] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            types[tensor.type] = types.get(tensor.type, 0) + tensor.size_bytes
+    return HeaderShown(
+        architecture=first.architecture,
+        name=first.text("general.name"),
+        quantization=first.quantization,
+        n_params=sum(header.n_params for header in headers),
+        n_layer=first.n_layer,
+        n_embd=first.n_embd,
+        n_vocab=first.n_vocab,
+        n_ctx_train=first.n_ctx_train,
+        has_chat_template=bool(first.chat_template),
+        licence=first.text("general.license"),
+        tensor_types=dict(sorted(types.items(), key=lambda item: -item[1])),
+    )
+
+
+def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
+    machine = read_machine()
+    wanted = requesting.load_options(options, host.config.load)
+    plan: Plan = header_plan(headers, wanted, machine)
+    warning = ""
+    if plan.from_disk and not plan.refusal:
+        warning = disk_warning(header_shape(headers), machine, read_rate(headers[-1].path))
+    return MemoryShown(
+        estimate=plan.buffers,
+        n_parallel=plan.n_parallel.value,
+        n_ctx=plan.n_ctx.value,
+        n_ctx_reason=plan.n_ctx.reason,
+        kv_type_reason=plan.kv_type.reason,
+        machine=machine.memory,
+        fits=plan.fits,
+        repack=plan.repack.value,
+        repack_reason=plan.repack.reason,
+        from_disk=plan.from_disk and not plan.refusal,
+        warning=warning,
+        devices=planned_devices(header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),
+    )

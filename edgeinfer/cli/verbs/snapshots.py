@@ -1,0 +1,223 @@
+"""`edgeinfer snapshots list|show|verify|rm|prune`; `take` and `transfer` have the others."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.table import table
+from edgeinfer.cli.terminal import confirm
+from edgeinfer.config.load_options import LOAD_OPTIONS
+from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.host import Host
+from edgeinfer.platform import paths
+from edgeinfer.snapshots import failures, format, prune, registry
+from edgeinfer.snapshots.build import jobs, verify
+from edgeinfer.snapshots.failures import Failure
+from edgeinfer.snapshots.registry import Details, Listed
+from edgeinfer.units import format_bytes, format_duration
+
+
+class SnapshotsResult(Result, frozen=True, kw_only=True):
+    """Every snapshot, with its state on this machine now."""
+
+    kind: ClassVar[str] = "snapshots"
+
+    snapshots: tuple[Listed, ...]
+    disk_bytes: int
+    limit_bytes: int
+    building: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    def human(self) -> str:
+        building = (f"{name} is being built" for name in self.building)
+        return "\n".join([*self._table(), *building, *map(_failure_line, self.failures)])
+
+    def _table(self) -> list[str]:
+        if not self.snapshots:
+            return [] if self.building else ["no snapshots; `edgeinfer warm MODEL` builds one"]
+        rows = [("NAME", "ON DISK", "CONTEXT", "LAST USED", "STATE"), *map(_row, self.snapshots)]
+        total = f"{format_bytes(self.disk_bytes)} of at most {format_bytes(self.limit_bytes)}"
+        return [table(rows), total]
+
+
+def _row(snapshot: Listed) -> tuple[str, ...]:
+    details = snapshot.details
+    return (
+        details.name,
+        format_bytes(snapshot.disk_bytes),
+        details.actual.get("n_ctx", ""),
+        format_duration(max(0.0, time.time() - snapshot.last_used_s)) + " ago",
+        snapshot.state,
+    )
+
+
+def _failure_line(failure: Failure) -> str:
+    ago = format_duration(max(0.0, time.time() - failure.at_s))
+    return (
+        f"{failure.name} could not be built {ago} ago: {failure.message} "
+        f"(tried again when something changes; now: `edgeinfer warm {failure.model}`)"
+    )
+
+
+class SnapshotResult(Result, frozen=True, kw_only=True):
+    """One snapshot."""
+
+    kind: ClassVar[str] = "snapshot"
+
+    snapshot: Details
+    state: str
+    disk_bytes: int
+
+    def human(self) -> str:
+        d = self.snapshot
+        built = time.strftime("%Y-%m-%d %H:%M", time.localtime(d.created_s))
+        took_s = sum(d.stages_ms.values()) / 1000
+        size = f"{format_bytes(self.disk_bytes)} on disk, {format_bytes(d.memory_bytes)} of memory"
+        rows = [
+            ("name", d.name),
+            ("model", d.model),
+            ("state", self.state),
+            ("built", f"{built}, in {took_s:.1f} s"),
+            ("size", size),
+            ("start", f"edgeinfer chat --snapshot {d.name}"),
+            ("system prompt", " ".join(d.system.split())[:200] or "none"),
+            ("made by", f"CRIU {d.criu}, {d.tier} tier"),
+            ("folder", d.folder),
+        ]
+        options = [
+            ("OPTION", "VALUE", "WHY"),
+            *((_flag(name), value, d.reasons.get(name, "")) for name, value in d.actual.items()),
+        ]
+        return f"{table(rows)}\n\n{table(options)}"
+
+
+def _flag(field: str) -> str:
+    named = (row.flag for row in LOAD_OPTIONS if row.field == field and row.flag)
+    return next(named, field.replace("_", " "))
+
+
+class VerifyResult(Result, frozen=True, kw_only=True):
+    """Every byte was read and compared."""
+
+    kind: ClassVar[str] = "snapshots-verify"
+
+    name: str
+    files: int
+    read_bytes: int
+
+    def human(self) -> str:
+        read = f"{self.files} files, {format_bytes(self.read_bytes)}"
+        return f"{self.name}: {read}, all as they were built; resumed twice"
+
+
+class RemovedResult(Result, frozen=True, kw_only=True):
+    """Snapshots that are gone now."""
+
+    kind: ClassVar[str] = "snapshots-removed"
+
+    removed: tuple[str, ...]
+    freed_bytes: int
+
+    def human(self) -> str:
+        if not self.removed:
+            return "nothing to remove"
+        return f"removed {', '.join(self.removed)}; {format_bytes(self.freed_bytes)} freed"
+
+
+def snapshots(options: argparse.Namespace, host: Host) -> Result:
+    """Raises SnapshotMissingError, SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError; what
+    `take` and `transfer` raise.
+    """
+    action = options.action or "list"
+    if action in ("export", "import", "trust"):
+        return _transfer(action, options, host)
+    if action == "show":
+        return _show(options.name)
+    if action == "take":
+        from edgeinfer.cli.verbs.snapshots_take import take  # a file of its own
+
+        return take(options, host)
+    if action == "verify":
+        return _verify(options.name)
+    if action == "rm":
+        found = [registry.find(name) for name in options.name]
+        names = ", ".join(format.name_of(folder.name) for folder in found)
+        confirm(f"remove {names}?", yes=options.yes)
+        return _remove(found)
+    if action == "prune":
+        return _prune(options, host)
+    return _list(host)
+
+
+def _transfer(action: str, options: argparse.Namespace, host: Host) -> Result:
+    from edgeinfer.cli.verbs import snapshots_transfer  # archives and signatures: 20 ms
+
+    verbs = {
+        "export": snapshots_transfer.export,
+        "import": snapshots_transfer.import_,
+        "trust": snapshots_transfer.trusted,
+    }
+    return verbs[action](options, host)
+
+
+def _list(host: Host) -> SnapshotsResult:
+    found = registry.listed()
+    return SnapshotsResult(
+        snapshots=tuple(found),
+        disk_bytes=sum(s.disk_bytes for s in found),
+        limit_bytes=int(host.config.snapshots.max_total_gib * (1 << 30)),
+        building=tuple(jobs.being_built()),
+        failures=tuple(failures.listed()),
+    )
+
+
+def _show(name: str) -> SnapshotResult:
+    folder = registry.find(name)
+    return SnapshotResult(
+        snapshot=registry.read_details(folder),
+        state=registry.state_of(folder)[1],
+        disk_bytes=registry.disk_bytes(folder),
+    )
+
+
+def _verify(name: str) -> VerifyResult:
+    folder = registry.find(name)
+    wrong = verify.wrong_files(folder)
+    if wrong:
+        raise SnapshotCorruptError(
+            f"{', '.join(wrong)} of {folder.name} is not what was built",
+            hint=f"build it again: `edgeinfer warm {name}`",
+        )
+    repeated = verify.repeated_randomness(folder)
+    if repeated:
+        raise SnapshotCorruptError(
+            f"two processes resumed from {folder.name} draw the same from {', '.join(repeated)}"
+        )
+    manifest = format.read_manifest(str(folder))
+    return VerifyResult(
+        name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values())
+    )
+
+
+def _remove(folders: list[Path]) -> RemovedResult:
+    freed = sum(registry.disk_bytes(folder) for folder in folders)
+    for folder in folders:
+        prune.remove(folder)
+    return RemovedResult(removed=tuple(format.name_of(f.name) for f in folders), freed_bytes=freed)
+
+
+def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
+    root = paths.snapshots_dir()
+    if not root.is_dir():
+        raise SnapshotMissingError("there are no snapshots", hint="")
+    if options.all:
+        confirm("remove every snapshot?", yes=options.yes)
+        return _remove(prune.by_last_use(root))
+    sizes = {folder: registry.disk_bytes(folder) for folder in prune.by_last_use(root)}
+    removed = [*prune.stale(root), *prune.to_limit(root, host.config.snapshots)]
+    freed = sum(size for folder, size in sizes.items() if not folder.exists())
+    return RemovedResult(removed=tuple(removed), freed_bytes=freed)

@@ -1,0 +1,264 @@
+"""`edgeinfer snapshots export|import|trust`: snapshots that travel."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.verbs.warm import StageTalk
+from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options
+from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.models import sources
+from edgeinfer.models.progress import Job
+from edgeinfer.platform import paths
+from edgeinfer.runtime.options import parse_adapters
+from edgeinfer.snapshots import build_log, format
+from edgeinfer.snapshots import registry as records
+from edgeinfer.snapshots.build import background, jobs
+from edgeinfer.snapshots.registry import Details
+from edgeinfer.snapshots.transfer import exporting, importing, signing
+from edgeinfer.snapshots.transfer.description import Source, offered
+from edgeinfer.snapshots.transfer.layout import Layout
+from edgeinfer.units import format_bytes
+
+
+class ExportResult(Result, frozen=True, kw_only=True):
+    """A snapshot that was exported. `written_bytes` are those of layers that were not there before."""
+
+    kind: ClassVar[str] = "snapshots-export"
+
+    name: str
+    tag: str
+    destination: str
+    digest: str
+    signer: str
+    layers_bytes: int
+    written_bytes: int
+    wall_s: float
+
+    def human(self) -> str:
+        there = self.layers_bytes - self.written_bytes
+        kept = f"; {format_bytes(there)} were there already" if there else ""
+        words = ["edgeinfer", "snapshots", "import", self.destination]
+        words += [] if self.destination.startswith("oci:") else ["--name", self.tag]
+        return (
+            f"{self.name} is in {self.destination}: {format_bytes(self.written_bytes)} written{kept}; "
+            f"{self.wall_s:.1f} s\n"
+            f"signed by {self.signer}: tell it to who imports\n"
+            f"to import it: {shlex.join([*words, '--trust', self.signer])}"
+        )
+
+
+class ImportResult(Result, frozen=True, kw_only=True):
+    """A snapshot that was imported, or built here from its description."""
+
+    kind: ClassVar[str] = "snapshots-import"
+
+    snapshot: Details
+    signer: str
+    rebuilt: bool
+    wall_s: float
+
+    def human(self) -> str:
+        d = self.snapshot
+        how = (
+            "was built here from its description"
+            if self.rebuilt
+            else "computes here what it computed there"
+        )
+        return (
+            f"{d.name} {how}: {format_bytes(d.disk_bytes)} on disk; {self.wall_s:.1f} s\n"
+            f"signed by {self.signer}\n"
+            f"try it: {_launch(d.name, d.model, d.requested)}"
+        )
+
+
+class RebuildResult(Result, frozen=True, kw_only=True):
+    """A snapshot that is being built here in the background; `log` says how that ended."""
+
+    kind: ClassVar[str] = "snapshots-rebuild"
+
+    name: str
+    model: str
+    requested: dict[str, str]
+    signer: str
+    log: str
+
+    def human(self) -> str:
+        return (
+            f"{self.name} is being built here in the background, with what it was made of there\n"
+            f"signed by {self.signer}\n"
+            f"`edgeinfer snapshots` lists it once it is built; {self.log} says how it went\n"
+            f"then: {_launch(self.name, self.model, self.requested)}"
+        )
+
+
+def _launch(name: str, model: str, requested: dict[str, str]) -> str:
+    if format.is_given(name, model, requested):
+        return f"edgeinfer chat --snapshot {name}"
+    adapters = [
+        one.name if one.scale == 1 else f"{one.name}:{one.scale:g}"
+        for one in parse_adapters(requested.get(LORA.field, NO_ADAPTERS))
+    ]
+    lora = ("--lora", ",".join(adapters)) if adapters else ()
+    draft = ("--draft", requested[DRAFT.field]) if DRAFT.field in requested else ()
+    return " ".join(["edgeinfer chat", model, *lora, *draft])
+
+
+class TrustResult(Result, frozen=True, kw_only=True):
+    """Whose snapshots are imported: this user's own key, "" before the first export, and others'."""
+
+    kind: ClassVar[str] = "snapshots-trust"
+
+    own: str
+    trusted: dict[str, str]
+
+    def human(self) -> str:
+        own = f"your key: {self.own}" if self.own else "you have no key yet: the first export makes it"
+        return "\n".join([own, *(f"{who} since {day}" for who, day in self.trusted.items())])
+
+
+def export(options: argparse.Namespace, _host: Host) -> ExportResult:
+    """Raises what `exporting.export` raises, UsageError for no address of a registry."""
+    began = time.monotonic()
+    folder = records.find(options.name)
+    talk = StageTalk(sys.stderr, quiet=options.quiet)
+    name = records.read_details(folder).name
+    with _destination(options.destination) as (where, tag):
+        done = exporting.export(folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), talk.say)
+    return ExportResult(
+        name=name,
+        tag=done.name,
+        destination=options.destination,
+        digest=done.digest,
+        signer=done.signer,
+        layers_bytes=done.layers_bytes,
+        written_bytes=done.written_bytes,
+        wall_s=round(time.monotonic() - began, 2),
+    )
+
+
+@contextmanager
+def _destination(text: str) -> Iterator[tuple[exporting.Store, str]]:
+    artifact = _artifact(text)
+    if artifact is None:
+        yield Layout(_folder_to_fill(text)), ""
+        return
+    if artifact.reference.startswith("sha256:"):
+        raise UsageError(f"{text} names a digest", hint="name a tag: oci://REGISTRY/NAME:TAG")
+    from edgeinfer.snapshots.transfer import registry  # 100 ms: httpx2
+
+    with registry.opened(artifact) as store:
+        yield store, artifact.reference
+
+
+def _folder_to_fill(text: str) -> Path:
+    folder = Path(text).expanduser()
+    if not text or (folder.exists() and not (folder.is_dir() and _may_fill(folder))):
+        raise UsageError(
+            f"{text or 'nothing'} is no folder to export to: it holds something else",
+            hint="name a new folder, one of an earlier export, or oci://REGISTRY/NAME:TAG",
+        )
+    return folder
+
+
+def _may_fill(folder: Path) -> bool:
+    return (folder / "oci-layout").is_file() or not any(folder.iterdir())
+
+
+def import_(options: argparse.Namespace, host: Host) -> ImportResult | RebuildResult:
+    """Raises what `importing` raises, UsageError for no address of a registry or no fingerprint."""
+    began = time.monotonic()
+    if options.wait and not options.rebuild:
+        raise UsageError(
+            "--wait goes with --rebuild", hint="leave it out: an import ends when it is done"
+        )
+    if options.trust:
+        signing.trust(options.trust)
+    talk = StageTalk(sys.stderr, quiet=options.quiet)
+    config = host.config.snapshots
+    try:
+        with _source(options.source, talk) as source:
+            offer = offered(source, options.name)
+            work = importing.Importing(source, offer, config, talk.say)
+            ordered = work.order(host) if options.rebuild else None
+            details = None if ordered else work.run()
+        if ordered and not options.wait:
+            return _ordered(ordered, offer.signer)
+        if ordered:
+            details = jobs.build(ordered, config, talk.say)
+    except SnapshotStaleError as error:
+        hint = error.hint or f"build the same here: `{_again(options)} --rebuild`"
+        raise SnapshotStaleError(error.message, key=error.key, hint=hint) from error
+    except KeyboardInterrupt as error:
+        raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
+    assert details is not None
+    return ImportResult(
+        snapshot=details,
+        signer=offer.signer,
+        rebuilt=options.rebuild,
+        wall_s=round(time.monotonic() - began, 2),
+    )
+
+
+def _ordered(order: jobs.Order, signer: str) -> RebuildResult:
+    background.order(order)
+    return RebuildResult(
+        name=order.name,
+        model=order.model,
+        requested=snapshot_options(order.options),
+        signer=signer,
+        log=str(paths.state_dir() / build_log.LOG),
+    )
+
+
+def _again(options: argparse.Namespace) -> str:
+    words = ["edgeinfer", "snapshots", "import", options.source]
+    return shlex.join([*words, "--name", options.name] if options.name else words)
+
+
+@contextmanager
+def _source(text: str, talk: StageTalk) -> Iterator[Source]:
+    artifact = _artifact(text)
+    if artifact is None:
+        yield Layout(Path(text).expanduser())
+        return
+    from edgeinfer.snapshots.transfer import registry  # 100 ms: httpx2
+
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=paths.cache_dir(), prefix="import-") as folder,
+        registry.opened(artifact) as store,
+    ):
+        job = Job(
+            lambda at: talk.say("download", at.done_bytes / at.total_bytes if at.total_bytes else None)
+        )
+        yield registry.FetchedSnapshot(store, artifact.reference, Path(folder), job)
+
+
+def _artifact(text: str) -> sources.OciArtifact | None:
+    found = sources.parse(text) if text.startswith("oci:") else None
+    return found if isinstance(found, sources.OciArtifact) else None
+
+
+def trusted(options: argparse.Namespace, _host: Host) -> TrustResult:
+    """Raises UsageError for no fingerprint, or for one that was not trusted."""
+    if options.remove and not options.fingerprint:
+        raise UsageError(
+            "name the key to stop trusting",
+            hint="`edgeinfer snapshots trust` lists them; then `… trust --remove SHA256:…`",
+        )
+    if options.fingerprint:
+        (signing.distrust if options.remove else signing.trust)(options.fingerprint)
+    own = signing.own_key(make=False)
+    return TrustResult(own=own.fingerprint if own else "", trusted=signing.trusted())

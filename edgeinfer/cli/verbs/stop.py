@@ -1,0 +1,77 @@
+"""`edgeinfer stop`: end running launches as Ctrl-C would, and wait until they have ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+from typing import ClassVar
+
+from edgeinfer.cli.result import Result
+from edgeinfer.errors import UsageError
+from edgeinfer.host import Host
+from edgeinfer.snapshots.running import Running, processes
+
+#: Seconds for running requests to end (`serve` drains) before the process is killed.
+GRACE_S = 35.0
+
+
+class StopResult(Result, frozen=True, kw_only=True):
+    """What was asked to end and has; `killed` had to be forced."""
+
+    kind: ClassVar[str] = "stop"
+
+    stopped: tuple[int, ...]
+    killed: tuple[int, ...]
+
+    def human(self) -> str:
+        words = [f"stopped {', '.join(map(str, self.stopped))}"] if self.stopped else []
+        words += [f"killed {', '.join(map(str, self.killed))}"] if self.killed else []
+        return "; ".join(words) or "nothing was running"
+
+
+def stop(options: argparse.Namespace, _host: Host) -> StopResult:
+    """Raises UsageError when nothing was named, or what was named does not run."""
+    running = processes(everywhere=options.everywhere)
+    if not options.which and not options.all:
+        raise UsageError(
+            "name what to stop",
+            hint="`edgeinfer ps` shows what runs; `edgeinfer stop --all` ends all of it",
+        )
+    chosen = running if options.all else [r for name in options.which for r in _named(name, running)]
+    stopped: list[int] = []
+    killed: list[int] = []
+    for one in chosen:
+        (stopped if _end(one.pid) else killed).append(one.pid)
+    return StopResult(stopped=tuple(stopped), killed=tuple(killed))
+
+
+def _named(name: str, running: list[Running]) -> list[Running]:
+    found = [r for r in running if name == str(r.pid) or name in r.arguments]
+    if not found:
+        raise UsageError(
+            f"nothing running here is called {name}",
+            hint="`edgeinfer ps --everywhere` shows what runs, here and in other homes",
+        )
+    return found
+
+
+def _end(pid: int) -> bool:
+    """SIGTERM, then wait; SIGKILL after the grace. Whether the first was enough."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return True  # it ended while we looked
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        if select.select([handle], [], [], GRACE_S)[0]:
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        select.select([handle], [], [], GRACE_S)
+        return False
+    finally:
+        os.close(handle)

@@ -1,0 +1,150 @@
+"""`edgeinfer uninstall`: lists everything edgeinfer has here for this user, asks, removes it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import confirm
+from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.platform import paths
+from edgeinfer.runtime.backends.files import added_dir
+from edgeinfer.shipping import shipped, unpack
+from edgeinfer.snapshots.running import processes, shares_folders
+from edgeinfer.units import format_bytes
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A folder or the shipped file to remove. `mine`: made by a user, who may keep it."""
+
+    what: str
+    path: str
+    size_bytes: int
+    mine: bool = False
+
+
+class UninstallResult(Result, frozen=True, kw_only=True):
+    """What was removed, and what was kept."""
+
+    kind: ClassVar[str] = "uninstall"
+
+    removed: tuple[Part, ...]
+    kept: tuple[Part, ...]
+
+    def human(self) -> str:
+        freed = sum(part.size_bytes for part in self.removed)
+        text = f"removed: {format_bytes(freed)}" if self.removed else "there was nothing to remove"
+        return text + "".join(f"\nkept {part.what}: {part.path}" for part in self.kept)
+
+
+def uninstall(options: argparse.Namespace, _host: Host) -> UninstallResult:
+    """List what is here, ask, and remove it.
+
+    Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while a launch
+    uses it.
+    """
+    every = parts()
+    kept = tuple(part for part in every if options.keep_data and part.mine)
+    doomed = tuple(part for part in every if part not in kept)
+    if not doomed:
+        return UninstallResult(removed=(), kept=kept)
+    _refuse_while_running()
+    if not options.yes and (sys.stdin is None or not sys.stdin.isatty()):
+        raise UsageError(
+            "not a terminal, so nobody can be asked",
+            hint="`edgeinfer uninstall --yes` removes without asking",
+        )
+    confirm(f"{_listing(doomed, kept)}\n\nRemove it?", yes=options.yes)
+    for part in doomed:
+        _remove(Path(part.path))
+    return UninstallResult(removed=doomed, kept=kept)
+
+
+def parts() -> list[Part]:
+    """Everything that is there, the program last: it is what is running."""
+    wanted = [
+        ("snapshots", paths.snapshots_dir(), False),
+        ("cache", paths.cache_dir(), False),
+        ("sockets and records of running processes", paths.runtime_dir(), False),
+        ("logs and histories", paths.state_dir(), True),
+        ("configuration", paths.config_dir(), True),
+        ("models", paths.models_dir(), True),
+        ("GPU backends", added_dir(), True),
+        *((f"{p.name}, a file of yours", p, True) for p in _data_files()),
+        ("unpacked application", unpack.app_root(), False),
+    ]
+    found = [
+        Part(what=what, path=str(p), size_bytes=_size(p), mine=mine)
+        for what, p, mine in wanted
+        if os.path.lexists(p)
+    ]
+    program = shipped.program_file()
+    if program and os.access(program.parent, os.W_OK):
+        found.append(Part(what="the program", path=str(program), size_bytes=program.stat().st_size))
+    return found
+
+
+def _data_files() -> list[Path]:
+    data = paths.data_dir()
+    ours = {paths.models_dir(), unpack.app_root(), added_dir()}
+    return sorted(p for p in data.iterdir() if p not in ours) if data.is_dir() else []
+
+
+def _size(path: Path) -> int:
+    """Bytes on disk under `path`, holes left out; the cache without its snapshots."""
+    if path == paths.cache_dir():
+        return sum(_size(p) for p in path.iterdir() if p != paths.snapshots_dir())
+    files = (
+        [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        if path.is_dir()
+        else [path]
+    )
+    return sum(os.lstat(f).st_blocks * 512 for f in files if os.path.lexists(f))
+
+
+def _refuse_while_running() -> None:
+    family = {os.getpid(), os.getppid()}  # this process, and the launcher that waits for it
+    unpacked = {pid for folder in unpack.versions() for pid in unpack.users(folder)} - family
+    launches = [
+        one
+        for one in processes(everywhere=True)
+        if one.pid in unpacked or (shares_folders(one.pid) and one.pid not in family)
+    ]
+    named = [f"{one.pid} ({one.command[:40]})" for one in launches] or sorted(map(str, unpacked))
+    if named:
+        raise EdgeInferError(
+            f"edgeinfer is running: {', '.join(named)}",
+            hint="close the chats and endpoints first, or type `edgeinfer stop --all`",
+        )
+
+
+def _listing(doomed: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
+    lines = [f"  {format_bytes(part.size_bytes):>9}  {part.what}: {part.path}" for part in doomed]
+    lines += [f"       kept  {part.what}: {part.path}" for part in kept]
+    return "\n".join(["This is everything edgeinfer has here, and it would be removed:", *lines])
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        for parent in (paths.cache_dir(), paths.data_dir()):
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise EdgeInferError(
+            f"cannot remove {path}: {error.strerror}",
+            hint="remove it by hand, then type the command again",
+        ) from error

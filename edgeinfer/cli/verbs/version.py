@@ -1,0 +1,88 @@
+"""`edgeinfer version`: of this program and of what it is built on."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from typing import Any, ClassVar
+
+import msgspec
+
+from edgeinfer import __version__
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.table import table
+from edgeinfer.errors import ShippingError
+from edgeinfer.host import Host
+from edgeinfer.shipping import shipped
+
+
+class VersionResult(Result, frozen=True, kw_only=True):
+    """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports.
+
+    `attention` is the level of our own in use ("v3", "v4"), "" for llama.cpp's.
+    """
+
+    kind: ClassVar[str] = "version"
+
+    edgeinfer: str
+    python: str
+    llama_cpp_python: str
+    llama_cpp: str
+    llama_cpp_commit: str
+    llama_cpp_flags: tuple[str, ...]
+    cpu_variant: str
+    attention: str
+
+    def human(self) -> str:
+        return (
+            f"edgeinfer {self.edgeinfer}\npython {self.python}\nllama-cpp-python "
+            f"{self.llama_cpp_python}\n"
+            f"llama.cpp {self.llama_cpp}, commit {self.llama_cpp_commit}, {self.cpu_variant or 'one'} "
+            f"variant, attention {self.attention or 'its own'}\n"
+            f"flags {' '.join(self.llama_cpp_flags)}"
+        )
+
+
+class LicensesResult(Result, frozen=True, kw_only=True):
+    """The parts of the shipped file, as `share/licences.json` has them. `folder` has their licences."""
+
+    kind: ClassVar[str] = "licenses"
+
+    folder: str
+    components: tuple[dict[str, Any], ...]
+
+    def human(self) -> str:
+        rows = [(f"{c['name']} {c['version']}", c["licence"]) for c in self.components]
+        source = "CRIU is a separate program under GPL-2.0; criu/SOURCE-OFFER.txt offers its source"
+        return f"{table(rows)}\n\ntheir texts: {self.folder}\n{source}"
+
+
+def version(options: argparse.Namespace, _host: Host) -> Result:
+    """Ask the loaded library itself. Raises ShippingError for `--licenses` outside the shipped file."""
+    if options.licenses:
+        return _licenses()
+    from edgeinfer.runtime.libllama import build_info  # 160–290 ms: llama_cpp
+
+    build = build_info()
+    return VersionResult(
+        edgeinfer=__version__,
+        python=platform.python_version(),
+        llama_cpp_python=build.binding_version,
+        llama_cpp=build.llama_version,
+        llama_cpp_commit=build.ggml_commit,  # one repository: ggml's build stamp is llama.cpp's
+        llama_cpp_flags=build.flags,
+        cpu_variant=build.cpu_variant,
+        attention=build.attention,
+    )
+
+
+def _licenses() -> LicensesResult:
+    app = shipped.app_dir()
+    if app is None:
+        raise ShippingError(
+            "this is not the shipped file, which lists its parts",
+            hint="Python's packages name their own: `pip show --verbose NAME`",
+        )
+    listed = (app / "share/licences.json").read_bytes()
+    components = msgspec.json.decode(listed, type=tuple[dict[str, Any], ...])
+    return LicensesResult(folder=str(app / "share/licences"), components=components)

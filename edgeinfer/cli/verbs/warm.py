@@ -1,0 +1,148 @@
+"""`edgeinfer warm`: build a snapshot."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from typing import ClassVar, TextIO
+
+from edgeinfer import requesting
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import stoppable
+from edgeinfer.config.load_options import snapshot_options
+from edgeinfer.errors import UsageError
+from edgeinfer.host import Host
+from edgeinfer.models import store
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.snapshots import format
+from edgeinfer.snapshots.build import jobs as snapshots_warm
+from edgeinfer.snapshots.registry import Details
+from edgeinfer.units import format_bytes
+
+_REDRAWN_EVERY_S = 0.5
+
+
+class WarmResult(Result, frozen=True, kw_only=True):
+    """A published snapshot. `repack_reason` says why the weights are repacked in it or not."""
+
+    kind: ClassVar[str] = "warm"
+
+    snapshot: Details
+    repack_reason: str
+    wall_s: float
+
+    def human(self) -> str:
+        d = self.snapshot
+        stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
+        prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
+        given = format.is_given(d.name, d.model, d.requested)
+        start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if given else ""
+        return (
+            f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "
+            f"{format_bytes(d.memory_bytes)} of memory{prefilled}\n"
+            f"{stages}; {self.wall_s:.1f} s in all\n"
+            f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
+            f"{d.tier} tier; "
+            f"weights {self.repack_reason}{start}"
+        )
+
+
+def warm(options: argparse.Namespace, host: Host) -> Result:
+    """Raises what `build_order.build` raises, UsageError for a bad system prompt; else as `launch`."""
+    if options.preload:
+        from edgeinfer.cli.verbs.preload import preload  # builds nothing
+
+        return preload(options, host)
+    if options.agent:
+        raise UsageError(
+            "`warm --agent` is gone: the second session of an agent caches its system preamble",
+            hint=f"edgeinfer launch {options.agent}",
+        )
+    format.refuse_bad_name(options.name)
+    began = time.monotonic()
+    model = store.full_name(options.model or host.config.default_model)
+    config = host.config.snapshots
+    asked = requesting.load_options(options, host.config.load)
+    files = host.files(model, asked.draft)
+    for path in asked.adapter_paths(files):
+        if not os.path.isfile(path):
+            raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
+    wanted, reason = snapshots_warm.repack_choice(asked, files, config)
+    order = snapshots_warm.Order(
+        model=model,
+        files=files,
+        options=wanted,
+        system=requesting.system_prompt(options.system, host.config) or files.system_prompt,
+        given_name=options.name or _own_name(options.system, wanted),
+    )
+    talk = StageTalk(sys.stderr, quiet=options.quiet)
+    with stoppable("stopped; nothing of the snapshot is kept"), talk:
+        details = snapshots_warm.build(order, config, talk.say)
+    return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
+
+
+def _own_name(system: str, options: LoadOptions) -> str:
+    """A name for a snapshot with a system prompt of its own: it does not replace the plain one."""
+    what = f"{system}{snapshot_options(options)}"
+    return f"system-{format.short_hash(what)}" if system else ""
+
+
+class StageTalk:
+    """Progress on stderr: one line a stage, with the elapsed seconds on a terminal.
+
+    `note` says what a stage may wait for. Lines are redrawn while this is entered (`with`).
+    """
+
+    def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
+        self._out, self._quiet = out, quiet
+        self._note = f" ({note})" if note else ""
+        self._drawn = out.isatty() and not quiet
+        self._stage = ""
+        self._fraction: float | None = None
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> StageTalk:
+        if self._drawn:
+            threading.Thread(target=self._keep_drawing, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._ended.set()
+            self._finish()
+
+    def say(self, stage: str, fraction: float | None) -> None:
+        """Begin a stage, or tell how far it is."""
+        with self._lock:
+            self._fraction = fraction
+            if stage == self._stage or self._quiet:
+                return
+            self._finish()
+            self._stage, self._began = stage, time.monotonic()
+            if self._drawn:
+                self._draw()
+            else:
+                self._out.write(f"{stage} …{self._note}\n")
+                self._out.flush()
+
+    def _keep_drawing(self) -> None:
+        while not self._ended.wait(_REDRAWN_EVERY_S):
+            with self._lock:
+                if self._stage and not self._ended.is_set():
+                    self._draw()
+
+    def _draw(self) -> None:
+        done = "" if self._fraction is None else f" {self._fraction:.0%}"
+        elapsed = f" {time.monotonic() - self._began:.0f} s"
+        self._out.write(f"\r\x1b[K{self._stage} …{done}{elapsed}{self._note}")
+        self._out.flush()
+
+    def _finish(self) -> None:
+        if self._stage and self._drawn:
+            self._out.write(f"\r\x1b[K{self._stage} {time.monotonic() - self._began:.1f} s\n")
+            self._out.flush()

@@ -1,1 +1,0 @@
-"""One file a verb: functions that return a `Result`. Nothing here prints or exits."""

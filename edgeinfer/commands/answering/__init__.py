@@ -1,1 +1,0 @@
-"""Verbs by which a model answers."""

@@ -1,1 +1,0 @@
-"""Verbs about models: fetching, listing, describing, converting, removing."""

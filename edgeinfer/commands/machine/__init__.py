@@ -1,1 +1,0 @@
-"""Verbs about this machine and this program."""

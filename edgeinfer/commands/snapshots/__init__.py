@@ -1,1 +1,0 @@
-"""Verbs about snapshots and the processes that run."""

@@ -1,0 +1,287 @@
+"""config.toml: every key has a type, a default and a sentence; unknown keys are refused by name.
+
+`EDGEINFER_CONFIG` names another file. A section belongs to the room that reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
+from edgeinfer.errors import ConfigError, OfflineError
+from edgeinfer.platform import places
+
+
+def about(sentence: str, **limits: Any) -> msgspec.Meta:
+    """Describe a key of a table, and what it may be."""
+    return msgspec.Meta(description=sentence, **limits)
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    """A table of config.toml."""
+
+
+def _key(option: LoadOption) -> tuple[str, Any, Any]:
+    kind: Any = Literal[option.words] if option.words else int
+    if option.words and option.high:
+        kind = int | str
+    sentence = f"{option.help[0].upper()}{option.help[1:]}."
+    return option.key.replace("-", "_"), Annotated[kind, about(sentence)], option.default
+
+
+_LoadKeys = msgspec.defstruct(
+    "_LoadKeys",
+    [_key(option) for option in LOAD_OPTIONS if option.key],
+    bases=(_Section,),
+    frozen=True,
+    kw_only=True,
+)
+
+
+class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
+    """How a model is loaded by default; the rows of `load_options` with a key."""
+
+    def __post_init__(self) -> None:
+        for option in LOAD_OPTIONS:
+            if option.key:
+                self.value(option)
+
+    def value(self, option: LoadOption) -> int | str:
+        """What is configured. Raises ValueError for what the option cannot be."""
+        return option.parse(str(getattr(self, option.key.replace("-", "_"))))
+
+
+class SnapshotsConfig(_Section, frozen=True, kw_only=True):
+    """Snapshots of warmed processes."""
+
+    auto_warm: Annotated[bool, about("Build a snapshot in the background after a cold launch.")] = True
+    resume: Annotated[
+        Literal["auto", "always", "never"],
+        about('Resume when possible ("auto"), fail otherwise ("always"), or never.'),
+    ] = "auto"
+    max_total_gib: Annotated[
+        float, about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
+    ] = 40.0
+    disk_margin_gib: Annotated[
+        float, about("Disk space, GiB, that building a snapshot leaves free.", ge=0)
+    ] = 4.0
+    idle_release_s: Annotated[
+        float, about("Seconds without work after which memory is given back; 0 never.", ge=0)
+    ] = 30.0
+    hand_over: Annotated[
+        bool,
+        about("Let a cold `serve` or `chat` go on in a resumed process once its snapshot is built."),
+    ] = True
+
+
+class BlocksConfig(_Section, frozen=True, kw_only=True):
+    """Computed blocks: what models have read, kept on disk so that it is not computed again."""
+
+    enabled: Annotated[bool, about("Keep what models have read; off writes and reads nothing.")] = True
+    max_total_gib: Annotated[
+        float,
+        about(
+            "Limit for all KV blocks, GiB on disk; 0: a quarter of free space and blocks, at most 64.",
+            ge=0,
+        ),
+    ] = 0.0
+
+
+class GpuConfig(_Section, frozen=True, kw_only=True):
+    """GPUs."""
+
+    devices: Annotated[
+        tuple[str, ...],
+        about('Names of the devices to use, e.g. `["Vulkan0"]`; none: all that are no software.'),
+    ] = ()
+    max_memory_gib: Annotated[
+        float, about("Memory, GiB, to take of each device at most; 0 takes what is free.", ge=0)
+    ] = 0.0
+
+
+#: Replicas of a model that one endpoint may have.
+_MOST_REPLICAS = 64
+
+
+def replica_range(text: str) -> tuple[int, int]:
+    """Parse how many replicas may run: `N`, or `MIN..MAX`. Raises ValueError saying what is allowed."""
+    least, dots, most = text.partition("..")
+    words = (least, most) if dots else (least, least)
+    if all(word.isascii() and word.isdecimal() for word in words):
+        found = int(words[0]), int(words[1])
+        if 1 <= found[0] <= found[1] <= _MOST_REPLICAS:
+            return found
+    raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_REPLICAS}")
+
+
+#: The rules of `agents.changing_lines`.
+SettledLine = Literal["standing", "billing-header", "day", "environment", "clock", "note", "reminder"]
+
+
+class ServeConfig(_Section, frozen=True, kw_only=True):
+    """The HTTP endpoint."""
+
+    host: Annotated[str, about("Address to bind.")] = "127.0.0.1"
+    port: Annotated[int, about("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
+    keep_alive_s: Annotated[
+        float, about("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)
+    ] = 300.0
+    max_queue: Annotated[
+        int, about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
+    ] = 64
+    replicas: Annotated[
+        str, about("Replicas of the default model, `N` or `MIN..MAX`, each in its own process.")
+    ] = "1"
+    replicas_wait_s: Annotated[
+        float, about("One replica more if a request has waited for longer (s).", gt=0)
+    ] = 5.0
+    replicas_idle_s: Annotated[
+        float, about("One replica less if fewer were enough for this long (s).", gt=0)
+    ] = 60.0
+    ollama: Annotated[
+        bool, about("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
+    ] = False
+    allowed_origins: Annotated[
+        tuple[str, ...], about("Origins of web pages that may call the endpoint.")
+    ] = ()
+    any_user: Annotated[
+        bool, about("Without an API key: answer every user of this machine, not the own one alone.")
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...], about("Host names accepted besides loopback's own; `.NAME` is a suffix.")
+    ] = ()
+    aliases: Annotated[
+        dict[str, str],
+        about(
+            'Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`. '
+            'A lone model answers to any name, unless `"*"` is here.'
+        ),
+    ] = {}
+    store_responses: Annotated[
+        bool,
+        about("Keep answers of /v1/responses in memory for an hour, to go on from and read again."),
+    ] = False
+    settled_lines: Annotated[
+        tuple[SettledLine, ...],
+        about("Lines that agents change, which are cut or moved behind what their requests share."),
+    ] = get_args(SettledLine)
+    unknown_fields: Annotated[
+        Literal["ignore", "refuse"],
+        about("What becomes of a request's fields that nothing here knows; ignored ones are named."),
+    ] = "ignore"
+
+    def __post_init__(self) -> None:
+        replica_range(self.replicas)
+
+
+class ChatConfig(_Section, frozen=True, kw_only=True):
+    """The terminal chat."""
+
+    theme: Annotated[str, about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
+        "edgeinfer-dark"
+    )
+    keys: Annotated[dict[str, str], about('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
+    system_prompts: Annotated[dict[str, str], about("System prompts by name, for `/system NAME`.")] = {}
+    presets: Annotated[
+        dict[str, dict[str, float | int]],
+        about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
+    ] = {}
+    read_ahead: Annotated[
+        bool, about("Have the model read what is typed, attached or opened before it is asked.")
+    ] = True
+    mouse: Annotated[bool, about("Take the mouse; off leaves it to the terminal.")] = True
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """The whole file."""
+
+    default_model: Annotated[str, about("The model when none is named.")] = places.DEFAULT_MODEL
+    offline: Annotated[
+        bool, about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
+    ] = False
+    load: LoadConfig = LoadConfig()
+    snapshots: SnapshotsConfig = SnapshotsConfig()
+    blocks: BlocksConfig = BlocksConfig()
+    gpu: GpuConfig = GpuConfig()
+    serve: ServeConfig = ServeConfig()
+    chat: ChatConfig = ChatConfig()
+
+
+#: Old keys by section, which stand for new ones for one release.
+_RENAMED = {
+    "serve": {
+        "copies": "replicas",
+        "copies-wait-s": "replicas-wait-s",
+        "copies-idle-s": "replicas-idle-s",
+    }
+}
+
+
+def config_path() -> Path:
+    """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
+    return Path(places.config_file())
+
+
+def load_config(path: Path | None = None) -> Config:
+    """Read the configuration. Raises ConfigError naming file, key and the nearest valid key."""
+    import tomllib  # 5 ms, and not needed where the file is absent
+
+    source = path or config_path()
+    try:
+        text = source.read_text("utf-8")
+    except FileNotFoundError:
+        text = ""
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}") from error
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    _rename_keys(document)
+    refuse_unknown_keys(document, Config, str(source))
+    bundled = os.environ.get(places.BUNDLED_MODEL)
+    if bundled:
+        document.setdefault("default-model", bundled)
+    try:
+        return msgspec.convert(document, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _rename_keys(document: dict[str, Any]) -> None:
+    for section, keys in _RENAMED.items():
+        table = document.get(section)
+        if isinstance(table, dict):
+            for old, new in keys.items():
+                if old in table:
+                    table.setdefault(new, table.pop(old))
+
+
+def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
+    """Raise ConfigError for the first key that `struct` does not have, with the nearest that it has."""
+    fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
+    for key, value in document.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            meant = f'; did you mean "{near[0]}"?' if near else f"; valid keys: {', '.join(fields)}"
+            raise ConfigError(f'{where}: unknown key "{key}"{meant}')
+        kind = fields[key]
+        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            refuse_unknown_keys(value, kind, f"{where}: [{key}]")
+
+
+def offline(config: Config) -> bool:
+    """Whether the network is off, by configuration or environment."""
+    switches = (os.environ.get("EDGEINFER_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
+    return config.offline or any(s not in (None, "", "0", "false", "no") for s in switches)
+
+
+def refuse_offline(target: str) -> None:
+    """Raise OfflineError when the network is off. Whatever leaves this machine asks this first."""
+    if offline(load_config()):
+        raise OfflineError(f"{target} needs the network, and the offline switch is on")

@@ -1,0 +1,275 @@
+"""The options of load time, a row each: flag, key of config.toml, field, default, values, help.
+
+Whoever names them reads this table: the parser (`arguments.launch_args`), the configuration
+(`config.LoadConfig`), the engine (`runtime.options.LoadOptions`, `runtime.loading.load`), and the
+launcher, which compares them with a snapshot's (`launcher.selection`).
+
+Standard library only, and of that only what is cheap: the launcher imports it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from edgeinfer.platform import places
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Value = int | str
+
+
+class LoadOption:
+    """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
+
+    `flag` and `key` are "" where the option cannot be typed or configured. `of_snapshot` says whether
+    another value needs another snapshot, `exact` that not wanting the option is a wish too.
+    """
+
+    #: Whether values that are typed one after the other are joined with commas.
+    many = False
+
+    def __init__(
+        self,
+        field: str,
+        default: Any,
+        help: str,
+        *,
+        flag: str = "",
+        key: str = "",
+        words: tuple[str, ...] = (),
+        low: int = 0,
+        high: int = 0,
+        metavar: str | None = None,
+        of_snapshot: bool = True,
+        exact: bool = False,
+    ) -> None:
+        self.field = field
+        self.default = default
+        self.help = help
+        self.flag, self.key = flag, key
+        self.words = words
+        self.low = low
+        self.high = high
+        self.metavar = metavar
+        self.of_snapshot, self.exact = of_snapshot, exact
+
+    def parse(self, text: str) -> Value:
+        """Parse a typed or configured text. Raises ValueError saying what is allowed."""
+        if text in self.words:
+            return text
+        if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
+            return int(text)
+        raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
+
+    def allowed(self) -> str:
+        """The values in words: `"auto", "none" or between 0 and 99`."""
+        parts = [f'"{word}"' for word in self.words]
+        if self.high:
+            parts.append(f"between {self.low} and {self.high}")
+        return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+
+
+class AdaptersOption(LoadOption):
+    """Adapters of different names between commas: absolute paths, each with `:SCALE` unless that is 1.
+
+    `NAME` is the adapter that was pulled by that name.
+    """
+
+    many = True
+
+    def parse(self, text: str) -> Value:
+        if text == NO_ADAPTERS:
+            return text
+        found = [_adapter(entry) for entry in text.split(",") if entry]
+        if len({name_of_file(path) for path, _ in found}) < len(found):
+            raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
+        return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in found)
+
+    def allowed(self) -> str:
+        return "adapters of different names, NAME or FILE, each with :SCALE or without, or none"
+
+
+class ModelOption(LoadOption):
+    """An option whose value is a model's name, the absolute path of its file, or one of `words`."""
+
+    def parse(self, text: str) -> Value:
+        is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")
+        return os.path.abspath(os.path.expanduser(text)) if is_path else text
+
+
+#: Wanted instead of the adapters that the catalogue names.
+NO_ADAPTERS = "none"
+
+
+def _adapter(entry: str) -> tuple[str, float]:
+    """An adapter's absolute path and scale. Raises ValueError for a scale out of range."""
+    head, colon, tail = entry.rpartition(":")
+    scale = 1.0
+    if colon and not os.path.exists(os.path.expanduser(entry)):
+        entry, scale = head, float(tail)
+    if not -100 <= scale <= 100:  # also what is no number
+        raise ValueError(f"the scale {tail} is not between -100 and 100")
+    if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
+        return os.path.abspath(os.path.expanduser(entry)), scale
+    return os.path.join(places.adapters(), entry + ".gguf"), scale
+
+
+def adapters_of(text: str) -> dict[str, tuple[str, float]]:
+    """Each adapter's name → path and scale, of a parsed value of `LORA`."""
+    if text == NO_ADAPTERS:
+        return {}
+    found = [_adapter(entry) for entry in text.split(",") if entry]
+    return {name_of_file(path): (path, scale) for path, scale in found}
+
+
+def name_of_file(path: str) -> str:
+    """The last part of a path without its extension."""
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+#: Values that let the engine choose: any snapshot has one.
+ENGINE_CHOOSES = (0, "auto")
+_SWITCH = ("auto", "on", "off")
+
+N_CTX = LoadOption(
+    "n_ctx",
+    0,
+    "context in tokens; 0 fits it to memory",
+    flag="--ctx",
+    key="ctx",
+    high=1 << 24,
+    metavar="TOKENS",
+)
+N_PARALLEL = LoadOption(
+    "n_parallel",
+    0,
+    "sequences decoded at once; 0 decides from cores and memory",
+    flag="--parallel",
+    key="parallel",
+    high=240,  # llama.cpp has 256 sequence ids, of which finished conversations keep some
+    metavar="N",
+)
+N_THREADS = LoadOption(
+    "n_threads",
+    0,
+    "decode threads; 0 takes the physical cores we may use",
+    flag="--threads",
+    key="threads",
+    high=1024,
+    metavar="N",
+    of_snapshot=False,  # set on resume
+)
+N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16)
+REPACK = LoadOption(
+    "repack",
+    "auto",
+    "rearrange weights for this CPU's fast paths",
+    flag="--repack",
+    key="repack",
+    words=_SWITCH,
+)
+KV_TYPE = LoadOption(
+    "kv_type",
+    "auto",
+    "type of the KV cache; auto is f16, or q8_0 where that is what makes a long context fit",
+    flag="--kv-type",
+    key="kv-type",
+    words=("auto", "f16", "q8_0", "q4_0"),
+)
+FLASH_ATTENTION = LoadOption(
+    "flash_attention",
+    "auto",
+    "llama.cpp's flash attention; a quantized KV cache needs it",
+    flag="--flash-attention",
+    key="flash-attention",
+    words=_SWITCH,
+)
+GPU_LAYERS = LoadOption(
+    "gpu_layers",
+    "auto",
+    'layers on GPUs: "auto" takes what fits and pays, "none", "all" or a number',
+    flag="--gpu-layers",
+    key="gpu-layers",
+    words=("auto", "none", "all"),
+    high=1 << 16,
+    metavar="auto|none|all|N",
+    of_snapshot=False,  # devices are attached after the resume
+)
+CONTENT_TOKENS = LoadOption(
+    "special_tokens_in_content",
+    "off",
+    "read <|im_end|> and its like in messages as control tokens",
+    flag="--special-tokens-in-content",
+    key="special-tokens-in-content",
+    words=("on", "off"),
+)
+
+LORA = AdaptersOption(
+    "lora",
+    "",
+    "LoRA adapters, applied to every request that names none; may be repeated; none loads without the "
+    "catalogue's",
+    flag="--lora",
+    metavar="ADAPTER|FILE[:SCALE]",
+    exact=True,
+)
+
+DRAFT = ModelOption(
+    "draft",
+    "",
+    "a smaller model of the same vocabulary that drafts; none loads without the catalogue's",
+    flag="--draft",
+    metavar="MODEL|none",
+    exact=True,
+)
+
+LOAD_OPTIONS = (
+    N_CTX,
+    N_PARALLEL,
+    N_THREADS,
+    N_BATCH,
+    REPACK,
+    KV_TYPE,
+    FLASH_ATTENTION,
+    GPU_LAYERS,
+    CONTENT_TOKENS,
+    LORA,
+    DRAFT,
+)
+
+
+def snapshot_options(options: object) -> dict[str, str]:
+    """Pick the values of `options` that need a snapshot of their own: those not default."""
+    return {
+        option.field: str(getattr(options, option.field))
+        for option in LOAD_OPTIONS
+        if option.of_snapshot and getattr(options, option.field) != option.default
+    }
+
+
+def differing(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
+    """Find the first option wanted that was neither `requested` nor `became` so, or ""."""
+    for name, value in wanted.items():
+        if value not in (requested.get(name), became.get(name)):
+            return name
+    return ""
+
+
+def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
+    """`differing`, or the first `exact` option that is not wanted and was requested."""
+    if found := differing(wanted, requested, became):
+        return found
+    others = (
+        option.field
+        for option in LOAD_OPTIONS
+        if option.exact and wanted.get(option.field) != requested.get(option.field)
+    )
+    return next(others, "")
+
+
+def check(options: object) -> None:
+    """Check every field of `options`. Raises ValueError naming the first that is not allowed."""
+    for option in LOAD_OPTIONS:
+        option.parse(str(getattr(options, option.field)))

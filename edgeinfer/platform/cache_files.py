@@ -1,0 +1,58 @@
+"""JSON files of the cache folder: what was found out once, kept for later processes.
+
+Nothing here raises: what cannot be read is not known, what cannot be written is found out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Generic, TypeVar
+
+import msgspec
+
+from edgeinfer.errors import DiskFullError
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import write_whole
+
+T = TypeVar("T")
+#: Entries of a table beyond so many are forgotten, the oldest first.
+MOST_ENTRIES = 1000
+
+
+class CacheFile(Generic[T]):
+    """One value of the type `kind` in the file `name` of the cache folder."""
+
+    def __init__(self, name: str, kind: type[T]) -> None:
+        self._name = name
+        self._kind = kind
+
+    def read(self) -> T | None:
+        """The value that was written last; None where there is none of this type."""
+        try:
+            return msgspec.json.decode((paths.cache_dir() / self._name).read_bytes(), type=self._kind)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def write(self, value: T) -> None:
+        """Replace the value, atomically."""
+        with contextlib.suppress(OSError, DiskFullError):
+            paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(paths.cache_dir() / self._name, msgspec.json.encode(value))
+
+
+class CacheTable(Generic[T]):
+    """Values by key in the file `name` of the cache folder; `kind` is the type of the whole."""
+
+    def __init__(self, name: str, kind: type[dict[str, T]]) -> None:
+        self._file = CacheFile(name, kind)
+
+    def read(self) -> dict[str, T]:
+        """Every value by its key, the oldest first."""
+        return self._file.read() or {}
+
+    def put(self, key: str, value: T) -> None:
+        """Add a value, or replace what was under its key."""
+        known = self.read()
+        known.pop(key, None)
+        known[key] = value
+        self._file.write(dict(list(known.items())[-MOST_ENTRIES:]))

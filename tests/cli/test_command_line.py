@@ -1,0 +1,273 @@
+"""Every verb is one function of one signature, and `--json` means the same after each of them."""
+
+import argparse
+import importlib
+import inspect
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import typing
+
+import pytest
+
+from edgeinfer.cli.main import build_parser, main
+from edgeinfer.cli.parser import EXAMPLES, wants_json
+from edgeinfer.cli.result import Result
+from edgeinfer.host import Host
+from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    parser = build_parser()
+    actions = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return actions.choices
+
+
+@pytest.mark.parametrize("verb", sorted(verbs()))
+def test_a_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
+    module, _, name = verbs()[verb].get_default("run").partition(":")
+    function = getattr(importlib.import_module(module), name)
+    hints = typing.get_type_hints(function)
+    needed = [
+        hints[parameter.name]
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+    ]
+    assert needed == [argparse.Namespace, Host]
+    assert issubclass(hints["return"], Result)
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        (("list", "--json"), True),
+        (("list",), False),
+        (("snapshots", "--json", "list"), True),
+        (("snapshots", "list", "--json"), True),
+        (("run", "m", "--", "--json"), False),
+        (("run", "--json", "--", "x"), True),
+        (("chat",), False),
+    ],
+)
+def test_json_is_an_option_and_never_a_word(typed, wanted):
+    assert build_parser().parse_args(typed).json is wanted
+    assert wants_json(typed) is wanted
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [("show", "--json", "--ctx", "many"), ("show", "--ctx", "many", "--json"), ("pul", "--json")],
+)
+def test_a_command_line_with_a_mistake_still_answers_in_json(typed, capsys):
+    assert main(typed) == 2
+    out = capsys.readouterr()
+    assert json.loads(out.out)["error"]["code"] == "usage"
+    assert out.err == ""
+
+
+def test_a_prompt_that_looks_like_an_option_does_not_change_the_output(capsys):
+    assert main(["show", "--", "--json"]) != 0
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.startswith("error: ")
+
+
+def test_a_verb_of_snapshots_is_refused_off_linux(capsys, monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert main(["ps", "--json"]) == 7
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "snapshots-unavailable"
+    assert "Linux" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "time", "place"),
+    [
+        (("warm", "m", "--temperature", "0.5"), "request", "`edgeinfer chat` or `edgeinfer run`"),
+        (("serve", "--top-k=5"), "request", 'put "top_k" into the body of a request'),
+        (("batch", "a", "b", "--temp", "0"), "request", 'put "temperature" into the body'),
+        (("warm", "m", "--port", "8000"), "launch", "`edgeinfer serve`; any snapshot serves it"),
+        (("warm", "--resume", "never"), "launch", "`edgeinfer chat`"),
+        (("run", "m", "x", "--port", "8000"), "launch", "`edgeinfer serve`"),
+        (("pull", "m", "--ctx", "512"), "load", "`edgeinfer warm`"),
+        (("ps", "--kv-type=q8_0"), "load", "`edgeinfer chat`"),
+    ],
+)
+def test_an_option_of_another_time_is_refused_with_its_place(typed, time, place, capsys):
+    assert main([*typed, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "wrong-time"
+    assert f"is an option of {time} time: `{typed[0]}` does not take it" in error["message"]
+    assert place in error["hint"]
+
+
+def test_an_option_of_no_time_is_just_unknown(capsys):
+    assert main(["warm", "m", "--colour", "red", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "usage"
+    assert error["hint"] == "run `edgeinfer warm --help`"
+
+
+def every_parser():
+    """Each verb and each action of a verb, by its words."""
+    for name, parser in verbs().items():
+        yield name, parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((f"{name} {inner}", one) for inner, one in action.choices.items())
+
+
+# --- options anywhere
+
+
+def test_options_may_stand_anywhere_among_the_words():
+    pieces = (["m"], ["hi there"], ["--max-tokens", "4"], ["--raw"], ["--seed=1"])
+    for order in itertools.permutations(pieces):
+        if order.index(["m"]) < order.index(["hi there"]):
+            options = build_parser().parse_args(["run", *itertools.chain(*order)])
+            assert (options.model_or_prompt, options.prompt) == ("m", "hi there")
+            assert (options.max_tokens, options.raw, options.seed) == (4, True, 1)
+
+
+def test_a_prompt_may_begin_with_a_dash():
+    for typed in (["run", "-5"], ["run", "- what is this?"], ["run", "--", "--raw"], ["run", "-"]):
+        options = build_parser().parse_args(typed)
+        assert (options.model_or_prompt, options.raw) == (typed[-1], False)
+
+
+def test_the_launcher_knows_every_option_without_a_value():
+    known = {
+        flag
+        for verb in LAUNCH_VERBS
+        for action in verbs()[verb]._actions
+        for flag in action.option_strings
+        if action.nargs == 0
+    }
+    assert known == SWITCHES
+    assert all(
+        action.nargs in (None, 0)
+        for verb in LAUNCH_VERBS
+        for action in verbs()[verb]._actions
+        if action.option_strings
+    )
+
+
+def test_an_agents_arguments_are_left_as_they_are():
+    options = build_parser().parse_args(["launch", "--ctx", "8192", "codex", "--ctx", "1", "x"])
+    assert (options.n_ctx, options.arguments) == (8192, ["--ctx", "1", "x"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ([], ["chat"]),
+        (["--continue"], ["chat", "--continue"]),
+        (["--version"], ["--version"]),
+        (["run", "x"], ["run", "x"]),
+    ],
+)
+def test_the_chat_is_meant_where_no_verb_is_typed(typed, meant):
+    assert with_verb(typed) == meant
+
+
+# --- suggestions
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("lst", "did you mean `edgeinfer list`?"),
+        ("smollm2-135m-instruct", "did you mean `edgeinfer chat smollm2-135m-instruct`?"),
+        ("'hello there'", "did you mean `edgeinfer run 'hello there'`?"),
+        ("xyzzy", "`edgeinfer --help` lists the verbs"),
+        ("help lst", "did you mean `edgeinfer list`?"),
+        ("launch codx", "did you mean codex? `edgeinfer launch --help` lists them"),
+        ("launch vim", "`edgeinfer launch --help` lists them"),
+        ("quantize m q4ks", "did you mean Q4_K_S? `edgeinfer quantize --help` lists them"),
+        ("run --max-token 4 x", "did you mean --max-tokens?"),
+        ("run what is two", 'put the prompt in quotes: `edgeinfer run "Name three colours."`'),
+        ("bundle m -o f", "build a file with a model inside from the source: `make binary MODEL=NAME`"),
+        ("self-check", "type `edgeinfer doctor --verify`"),
+        ("licenses", "type `edgeinfer version --licenses`"),
+        ("preload m", "type `edgeinfer warm --preload MODEL`"),
+        ("backend add cuda", "put the library and its JSON file where `edgeinfer backend` says"),
+    ],
+)
+def test_what_was_probably_meant_is_the_hint(typed, hint, capsys):
+    assert main([*shlex.split(typed), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["hint"] == hint
+
+
+def test_a_long_list_of_choices_is_not_quoted(capsys):
+    assert main(["quantize", "m", "banana"]) == 2
+    assert len(capsys.readouterr().err) < 200
+
+
+def test_a_letter_is_near_no_model(capsys):
+    assert main(["show", "x", "--json"]) == 3
+    assert "did you mean" not in json.loads(capsys.readouterr().out)["error"]["hint"]
+
+
+# --- help
+
+
+def test_every_verb_shows_examples_that_parse():
+    for name, parser in every_parser():
+        heading, *examples = (parser.epilog or "").splitlines()
+        assert heading == f"{EXAMPLES}:"
+        for example in examples:
+            program, *typed = shlex.split(example.partition(" < ")[0].partition(" > ")[0])
+            assert program == "edgeinfer"
+            assert example.split()[1] == name.split()[0]
+            build_parser().parse_args(typed)
+
+
+def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for typed in (["run", "--help"], ["help", "run"]):
+        with pytest.raises(SystemExit):
+            main(typed)
+        shown = capsys.readouterr().out
+        assert len(shown.splitlines()) <= 24
+        assert "--ctx" not in shown
+    with pytest.raises(SystemExit):
+        main(["run", "--help-all"])
+    assert "--ctx" in capsys.readouterr().out
+
+
+# --- streams
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+@pytest.mark.parametrize(
+    ("words", "code"), [(("list",), 6), (("list", "--json"), 6), (("show", "nosuch", "--json"), 3)]
+)
+def test_full_disk_under_stdout_is_one_error_and_no_traceback(words, code, tmp_path):
+    with open("/dev/full", "wb") as full:
+        done = _typed(*words, home=tmp_path, stdout=full)
+    assert (done.returncode, done.stderr.count("error: ")) == (code, 1), done.stderr
+    assert ("cannot write the output: No space left on device" in done.stderr) == (code == 6)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher starts nothing elsewhere")
+@pytest.mark.parametrize("words", [("run", "nosuch", "hi"), ("run", "nosuch", "hi", "--resume=never")])
+def test_closed_stdin_is_an_empty_one(words, tmp_path):
+    done = _typed(*words, home=tmp_path, preexec_fn=lambda: os.close(0))
+    assert done.returncode == 3, done.stderr
+    assert "nosuch" in done.stderr
+
+
+def _typed(*words, home, **streams):
+    return subprocess.run(
+        [sys.executable, "-m", "edgeinfer", *words],
+        env={**os.environ, "EDGEINFER_HOME": str(home)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        **streams,
+    )

@@ -1,0 +1,56 @@
+"""Errors have stable codes, words and exit codes, whichever leaf is raised."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgeinfer import error_text, errors
+from edgeinfer.cli.result import SCHEMA, error_envelope
+
+
+def leaves(cls=errors.EdgeInferError):
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from leaves(sub)
+
+
+def test_every_code_has_a_row_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs/errors.md").read_text()
+    assert [cls.code for cls in leaves() if f"| `{cls.code}` |" not in page] == []
+    assert set(errors.every_class()) == set(leaves())
+
+
+def test_codes_are_unique_and_kebab_case():
+    codes = [cls.code for cls in leaves()]
+    assert len(codes) == len(set(codes))
+    assert all(code == code.lower() and " " not in code and "_" not in code for code in codes)
+    assert errors.ModelNotPulledError.code == "model-not-pulled"
+
+
+@pytest.mark.parametrize("cls", list(leaves()), ids=lambda c: c.__name__)
+def test_every_error_has_words_and_an_exit_code(cls):
+    error = cls("it broke")
+    assert error_text.describe_error(error).startswith("error: it broke")
+    assert 1 <= error_text.exit_code(error) <= 130
+    body = json.loads(error_envelope(error))
+    assert body["schema"] == SCHEMA
+    assert body["ok"] is False
+    assert body["error"] == {"code": cls.code, "message": "it broke", "hint": error_text.hint(error)}
+
+
+def test_a_hint_of_its_own_replaces_the_table_s():
+    error = errors.ModelNotPulledError("no", hint="edgeinfer pull x")
+    assert error_text.describe_error(error) == "error: no\n\nhint: edgeinfer pull x"
+
+
+def test_a_leaf_without_a_row_takes_its_parent_s():
+    assert errors.UnsupportedConstraintError not in error_text.TABLE
+    assert error_text.exit_code(errors.UnsupportedConstraintError("x")) == error_text.exit_code(
+        errors.InvalidRequestError("x")
+    )
+
+
+def test_the_tree_in_the_docstring_is_the_tree():
+    drawn = errors.__doc__ or ""
+    assert all(cls.__name__ in drawn for cls in leaves())

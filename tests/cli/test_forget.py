@@ -1,0 +1,65 @@
+"""`edgeinfer forget`: blocks on disk go, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
+from edgeinfer.blocks.limits import Limits, list_blocks
+from edgeinfer.blocks.names import model_key
+from edgeinfer.blocks.store import BlockStore
+from edgeinfer.cli.main import main
+from edgeinfer.platform import paths
+from edgeinfer.runtime.options import ModelFiles
+
+
+def keep(model: str) -> None:
+    """Put one block of `model` into the user's store."""
+    blocks = BlockStore(paths.blocks_dir(), Limits(max_bytes=1 << 20, margin_bytes=0)).model(model, {})
+    parent = blocks.names.root()
+    name = blocks.names.full(parent, [1])
+    header = Header("full", name, parent, blocks.names.identity, pack_tokens([1]), ())
+    blocks.write(Block(header, (whole(memoryview(b"text")),)))
+    blocks.own("talk", [name])
+    assert blocks.close()
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    path = tmp_path / "some.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def test_a_model_s_blocks_go_and_the_others_stay(
+    gguf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(model_key("", [str(gguf)]))
+    keep("another")
+    monkeypatch.setattr(
+        "edgeinfer.host.Host.files", lambda self, name: ModelFiles(name=name, paths=(str(gguf),))
+    )
+    assert main(["forget", str(gguf)]) == 0
+    assert "freed" in capsys.readouterr().out
+    assert len(list_blocks(paths.blocks_dir())) == 1
+
+
+def test_a_conversation_s_blocks_go(capsys: pytest.CaptureFixture[str]) -> None:
+    keep("one")
+    assert main(["forget", "--conversation", "other"]) == 2
+    assert "nothing is cached that conversation 'other' alone has" in capsys.readouterr().err
+    assert len(list_blocks(paths.blocks_dir())) == 1
+    assert main(["forget", "--conversation", "talk"]) == 0
+    assert list_blocks(paths.blocks_dir()) == []
+    capsys.readouterr()
+
+
+def test_all_goes_and_nothing_named_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    keep("one")
+    assert main(["forget"]) == 2
+    assert main(["forget", "all"]) == 0
+    assert list_blocks(paths.blocks_dir()) == []
+    assert main(["forget", "all"]) == 0
+    capsys.readouterr()

@@ -1,0 +1,56 @@
+"""Who imports what, read from sys.modules of a fresh interpreter: import-linter reads text, this reads
+the truth.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = (
+    "llama_cpp",
+    "textual",
+    "starlette",
+    "uvicorn",
+    "numpy",
+    "jinja2",
+    "huggingface_hub",
+    "httpx2",
+    "rich",
+    "llguidance",
+)
+
+
+def modules_after(statement):
+    code = f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    return set(json.loads(out.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("statement", "forbidden"),
+    [
+        ("import edgeinfer.launcher", (*HEAVY, "msgspec", "argparse", "asyncio", "platformdirs")),
+        ("from edgeinfer.cli.main import build_parser; build_parser()", HEAVY),
+        ("import edgeinfer.runtime.interface, edgeinfer.runtime.fake", HEAVY),
+        ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
+        ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),
+        # it clones into namespaces, where a lock that another thread holds is never released
+        ("import edgeinfer.snapshots.build.builder", HEAVY),
+        ("import edgeinfer.snapshots.restore.app_process", HEAVY),
+        ("import edgeinfer.cli.verbs.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
+    ],
+)
+def test_importing_stays_light(statement, forbidden):
+    loaded = modules_after(statement)
+    assert sorted(name for name in forbidden if name in loaded) == []
+
+
+def test_the_launcher_imports_the_standard_library_and_ours_alone():
+    loaded = modules_after("import edgeinfer.launcher")
+    bare = modules_after("pass")
+    foreign = {m.split(".")[0] for m in loaded - bare} - set(sys.stdlib_module_names) - {"edgeinfer"}
+    assert foreign == set()

@@ -1,0 +1,158 @@
+"""`EDGEINFER_OFFLINE=1` is silent on the network: every verb, as the kernel sees it (`sockets_seen`)."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from sockets_seen import run_seen
+
+from edgeinfer.cli.main import build_parser
+
+pytestmark = pytest.mark.model
+MODEL = "small"
+LAUNCH = ("--resume", "never", "--ctx", "512")
+#: Every verb with its words, and the exit code that it ends with.
+COMMANDS = {
+    "chat": ((MODEL, "--plain", *LAUNCH), 0),
+    "run": ((MODEL, "Hello", "--max-tokens", "2", *LAUNCH), 0),
+    "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
+    "launch": (("--list",), 0),  # what it launches is somebody else's
+    "pull": (("qwen3-4b",), 4),
+    "list": ((), 0),
+    "show": ((MODEL,), 0),
+    "rm": (("other", "--forget"), 0),
+    "quantize": ((MODEL, "q8_0", "--name", "eight", "--no-perplexity"), None),
+    "merge": ((MODEL, "red", "--name", "merged"), 2),
+    "backend": ((), 0),
+    "warm": ((MODEL,), None),  # as far as CRIU, which cannot dump what a seccomp filter watches
+    "snapshots": (("list",), 0),
+    "forget": ((), None),
+    "ps": ((), 0),
+    "stop": (("nobody",), 2),
+    "doctor": ((), None),
+    "version": ((), 0),
+    "config": ((), 0),
+    "completion": (("models",), 0),
+    "uninstall": (("--yes",), None),
+}
+#: What only some words of a verb would ask the network for. Addresses are of TEST-NET-1.
+ASKING = {
+    "pull oci://192.0.2.1/library/tiny:1b": 4,
+    "pull s3://bucket/tiny.gguf": 4,
+    "pull https://192.0.2.1/tiny.gguf": 4,
+    "pull owner/repo:Q8_0": 4,
+    "pull wheel:tiny==1.0/tiny/tiny.gguf": 4,
+    "pull owner/adapter --base small": 4,
+    "snapshots import oci://192.0.2.1/people/small:a": 4,
+    "list --fits": 0,
+}
+BATCH = {
+    "custom_id": "1",
+    "method": "POST",
+    "url": "/v1/completions",
+    "body": {"prompt": "Hi", "max_tokens": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def home(smollm2, tmp_path_factory) -> Path:
+    """A home with the small model in it under two names, and nothing built in the background."""
+    home = tmp_path_factory.mktemp("offline")
+    (home / "ei/config").mkdir(parents=True)
+    (home / "ei/config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
+    (home / "in.jsonl").write_text(json.dumps(BATCH) + "\n")
+    for name in (MODEL, "other"):
+        pull = ["pull", str(smollm2), "--name", name, "--in-place", "--quiet"]
+        subprocess.run([*_program(), *pull], env=_environment(home), cwd=home, check=True)
+    return home
+
+
+def _program() -> list[str]:
+    return [str(Path(sys.executable).with_name("edgeinfer"))]
+
+
+def _environment(home: Path) -> dict[str, str]:
+    return {
+        "HOME": str(home),
+        "PATH": os.environ["PATH"],
+        "EDGEINFER_HOME": str(home / "ei"),
+        "EDGEINFER_OFFLINE": "1",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://192.0.2.1:4318",
+        "EDGEINFER_CRIU": "/bin/false",
+        "LANG": "C.UTF-8",
+    }
+
+
+def _seen(home: Path, *words: str, stdin: int = subprocess.DEVNULL):
+    return run_seen(
+        lambda: subprocess.Popen(
+            [*_program(), *words],
+            env=_environment(home),
+            cwd=home,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    )
+
+
+def test_every_verb_is_here():
+    actions = build_parser()._actions
+    verbs = next(a for a in actions if isinstance(a, argparse._SubParsersAction))
+    assert set(verbs.choices) == {*COMMANDS, "serve"}
+
+
+def test_an_endpoint_only_listens(home):
+    process, watch = _seen(home, "serve", MODEL, "--port", "0", *LAUNCH)
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            break
+    else:
+        raise AssertionError("".join(said))
+    body = json.dumps({"prompt": "Hi", "max_tokens": 2}).encode()
+    url = f"http://127.0.0.1:{found[1]}/v1/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert answer.status == 200
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    watch.join()
+    assert set(watch.seen) == {"socket 2 1"}
+
+
+@pytest.mark.parametrize("command", ASKING)
+def test_silent_where_the_network_is_asked_for(home, command):
+    process, watch = _seen(home, *command.split())
+    out, err = process.communicate(timeout=250)
+    watch.join()
+    assert watch.seen == []
+    assert process.returncode == ASKING[command], (out, err)
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_silent(home, verb):
+    words, code = COMMANDS[verb]
+    process, watch = _seen(home, verb, *words)
+    out, err = process.communicate(timeout=250)
+    watch.join()
+    assert watch.seen == []
+    assert code is None or process.returncode == code, (out, err)
+    assert "Traceback" not in err
+
+
+def test_what_is_not_silent_is_seen():
+    code = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('192.0.2.1', 9))"
+    process, watch = run_seen(lambda: subprocess.Popen([sys.executable, "-c", code], text=True))
+    process.wait()
+    watch.join()
+    assert watch.seen == ["socket 2 2", "connect 2 192.0.2.1"]

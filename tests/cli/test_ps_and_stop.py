@@ -1,0 +1,73 @@
+"""`ps`, `stop` and `uninstall` and the processes of this home and of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgeinfer.cli.main import main
+
+PROGRAM = "import sys\nprint('up', flush=True)\nsys.stdin.read()\n"
+
+
+@pytest.fixture
+def launched(tmp_path: Path):
+    """Start what looks like a launch of ours, in this home or another."""
+    script = tmp_path / "edgeinfer"
+    script.write_text(PROGRAM)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*typed: str, home: str = "") -> subprocess.Popen[str]:
+        environment = {**os.environ, **({"EDGEINFER_HOME": home} if home else {})}
+        process = subprocess.Popen(
+            [sys.executable, str(script), *typed],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def pids(capsys, *typed: str) -> list[int]:
+    assert main([*typed, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["result"]
+    return [one["pid"] for one in found["running"]] if "running" in found else found["stopped"]
+
+
+def test_another_home_is_left_alone_unless_everywhere_is_asked(launched, tmp_path, capsys):
+    mine = launched("serve", "m")
+    other = launched("serve", "m", home=str(tmp_path / "other"))
+    assert mine.pid in pids(capsys, "ps")
+    assert other.pid not in pids(capsys, "ps")
+    assert {mine.pid, other.pid} <= set(pids(capsys, "ps", "--everywhere"))
+    assert main(["stop", str(other.pid)]) == 2
+    assert "`edgeinfer ps --everywhere`" in capsys.readouterr().err
+    assert pids(capsys, "stop", "--all") == [mine.pid]
+    assert other.poll() is None
+    assert pids(capsys, "stop", "--everywhere", str(other.pid)) == [other.pid]
+
+
+def test_a_chat_without_its_verb_is_listed(launched, capsys):
+    process = launched("--continue")
+    assert process.pid in pids(capsys, "ps")
+
+
+def test_uninstall_names_the_launches_that_run(launched, capsys):
+    Path(os.environ["EDGEINFER_HOME"], "config").mkdir(parents=True)
+    process = launched("chat", "m")
+    assert main(["uninstall", "--yes"]) == 1
+    assert f"edgeinfer is running: {process.pid} (chat m)" in capsys.readouterr().err

@@ -1,0 +1,328 @@
+"""`edgeinfer run` around a scripted engine: what is the model, what the prompt, what is printed, what
+exits how.
+"""
+
+import io
+import json
+import sys
+
+import pytest
+
+from edgeinfer import requesting
+from edgeinfer.chat.opening import started
+from edgeinfer.cli.main import build_parser, main
+from edgeinfer.config.config_file import ChatConfig, Config
+from edgeinfer.errors import QueueFullError, UnknownModelError
+from edgeinfer.host import Host, Start
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.options import EngineInfo, ModelFiles
+from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
+
+END = Finished(
+    reason="stop",
+    usage=Usage(prompt_tokens=5, completion_tokens=2),
+    timings=Timings(ttft_ms=9.0, decode_ms=10.0),
+)
+
+
+class Scripted:
+    """An engine that answers every request with the same events."""
+
+    def use_blocks(self, store):
+        pass
+
+    def leave_blocks(self):
+        pass
+
+    def use_devices(self, wishes):
+        pass
+
+    def __init__(self, events):
+        self.events = events
+        self.asked = []
+        self.cancelled = 0
+        self.info = EngineInfo(model="m", system_prompt="You are brief.")
+
+    def submit(self, request):
+        self.asked.append(request)
+        return self
+
+    def __iter__(self):
+        for event in self.events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+class ScriptedHost(Host):
+    def __init__(self, engine):
+        super().__init__(Start(how="resumed", stages_ms={"restore": 80.0}))
+        self.scripted, self.opened = engine, []
+
+    def is_model(self, name):
+        return name in ("tiny", "small")
+
+    def engine(self, model, options, progress=None):
+        self.opened.append((model, options))
+        return self.scripted
+
+
+@pytest.fixture
+def engine():
+    return Scripted([ReasoningDelta("hm"), TextDelta("Red, "), TextDelta("green."), END])
+
+
+@pytest.fixture(autouse=True)
+def _no_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+
+
+def test_the_answer_is_streamed_to_stdout(engine, capsys):
+    assert main(["run", "tiny", "Name colours"], ScriptedHost(engine)) == 0
+    out = capsys.readouterr()
+    assert out.out == "Red, green.\n"
+    assert out.err == ""
+    turns = engine.asked[0].messages
+    assert [(t.role, t.content) for t in turns] == [
+        ("system", "You are brief."),
+        ("user", "Name colours"),
+    ]
+
+
+def test_raw_goes_on_with_the_prompt_itself(engine, capsys):
+    assert main(["run", "tiny", "Once upon", "--raw"], ScriptedHost(engine)) == 0
+    assert (engine.asked[0].prompt, engine.asked[0].messages) == ("Once upon", ())
+    assert main(["run", "tiny", "x", "--raw", "--system", "s"], ScriptedHost(engine)) == 2
+    assert "--system" in capsys.readouterr().err
+
+
+def test_json_is_one_envelope(engine, capsys):
+    assert main(["run", "tiny", "x", "--json"], ScriptedHost(engine)) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["kind"] == "run"
+    assert body["ok"] is True
+    result = body["result"]
+    assert (result["text"], result["reasoning"], result["finish_reason"]) == (
+        "Red, green.",
+        "hm",
+        "stop",
+    )
+    assert result["usage"]["prompt_tokens"] == 5
+    assert result["start"]["how"] == "resumed"
+
+
+@pytest.mark.parametrize(
+    ("typed", "model", "prompt"),
+    [
+        (["tiny", "hello"], "tiny", "hello"),
+        (["hello there"], "smollm2-135m-instruct", "hello there"),
+        (["tiny"], "tiny", None),
+        (["unknown", "hello"], "unknown", "hello"),
+        ([], "smollm2-135m-instruct", None),
+    ],
+)
+def test_what_is_the_model_and_what_the_prompt(engine, monkeypatch, typed, model, prompt):
+    host = ScriptedHost(engine)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"" if prompt else b"piped")))
+    assert main(["run", *typed], host) == 0
+    assert host.opened[0][0] == model
+    assert engine.asked[0].messages[-1].content == (prompt or "piped")
+
+
+def test_a_pipe_follows_the_prompt(engine, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("añ\n".encode())))
+    assert main(["run", "tiny", "Summarise:"], ScriptedHost(engine)) == 0
+    assert engine.asked[0].messages[-1].content == "Summarise:\n\nañ\n"
+
+
+def test_no_prompt_says_what_to_type(engine, capsys):
+    assert main(["run", "tiny"], ScriptedHost(engine)) == 2
+    assert "hint: give one" in capsys.readouterr().err
+    assert engine.asked == []
+
+
+def test_options_reach_the_request(engine):
+    host = ScriptedHost(engine)
+    argv = [
+        "run",
+        "tiny",
+        "x",
+        "--temperature",
+        "0",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "3",
+        "--system",
+        "",
+        "--ctx",
+        "512",
+    ]
+    assert main(argv, host) == 0
+    request = engine.asked[0]
+    assert (request.sampling.temperature, request.sampling.seed, request.max_tokens) == (0.0, 7, 3)
+    assert [turn.role for turn in request.messages] == ["user"]
+    assert host.opened[0][1].n_ctx == 512
+
+
+def test_timings_go_to_stderr(engine, capsys):
+    assert main(["run", "tiny", "x", "--timings"], ScriptedHost(engine)) == 0
+    line = capsys.readouterr().err
+    assert "resumed in 80 ms" in line
+    assert "2 tokens at 100.0/s" in line
+
+
+def test_a_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatch):
+    """On a clock of its own: 0.5 s until an engine is asked for, 7 s of loading."""
+    clock, said = [500_000_000], ""
+
+    def load(_files, _options, _progress=None):
+        clock[0] += 7_000_000_000
+        return engine
+
+    monkeypatch.setattr("edgeinfer.host.time.monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr("edgeinfer.runtime.engine.load_engine", load)
+    for more in (["--timings"], ["--json"]):
+        clock[0] = 500_000_000
+        host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
+        monkeypatch.setattr(host, "files", lambda model, *_: ModelFiles(name=model, paths=()))
+        monkeypatch.setattr(host, "is_model", lambda name: name == "tiny")
+        assert main(["run", "tiny", "x", *more], host) == 0
+        out = capsys.readouterr()
+        said = out.err.partition(";")[0] or said
+    startup = json.loads(out.out)["result"]["startup"]
+    assert startup == {"ready_ms": 7500.0, "start_ms": 500.0, "load_ms": 7000.0, "prefill_ms": 0.0}
+    assert started(host.start) == "cold start in 7.5 s: no snapshot yet"
+    assert said == "tiny: cold in 7.5 s (start 500 ms, load 7.0 s)"
+
+
+def test_a_stopped_answer_keeps_its_text_and_exits_130(capsys):
+    stopped = Finished(reason="cancelled", usage=Usage(), timings=Timings())
+    assert main(["run", "tiny", "x"], ScriptedHost(Scripted([TextDelta("so f"), stopped]))) == 130
+    assert capsys.readouterr().out == "so f\n"
+
+
+def test_an_engine_error_is_words_and_an_exit_code(capsys):
+    assert main(["run", "tiny", "x", "--json"], ScriptedHost(Scripted([QueueFullError("full")]))) == 8
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "queue-full"
+
+
+def test_an_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
+    broken = ScriptedHost(Scripted([ZeroDivisionError("oops")]))
+    assert main(["run", "tiny", "x"], broken) == 70
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setenv("EDGEINFER_DEBUG", "1")
+    assert main(["run", "tiny", "x"], broken) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [["runn"], ["run", "--nope"], ["run", "tiny", "x", "--gpu-layers", "some"]]
+)
+def test_a_mistyped_command_line_is_exit_2(argv, engine, capsys):
+    assert main(argv, ScriptedHost(engine)) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_an_answer_that_repeats_itself_is_ended_and_said(capsys):
+    class Looping(Scripted):
+        def __iter__(self):
+            while not self.cancelled:
+                yield TextDelta("Avaid, ")
+            yield Finished(reason="cancelled", usage=Usage(), timings=Timings())
+
+    assert main(["run", "tiny", "x"], ScriptedHost(Looping([]))) == 0
+    said = capsys.readouterr()
+    assert said.err == "edgeinfer: the answer repeated itself; stopped\n"
+    assert len(said.out) < 1000
+    assert main(["run", "tiny", "x", "--json"], ScriptedHost(Looping([]))) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["finish_reason"] == "repetition"
+
+
+@pytest.mark.parametrize(
+    ("typed", "dry"), [([], 0.4), (["--temperature", "0"], 0), (["--top-p", "1"], 0.4)]
+)
+def test_greedy_output_is_without_the_penalty_of_the_defaults(engine, typed, dry):
+    engine.info = EngineInfo(model="m", sampling=Sampling(dry_multiplier=0.4))
+    assert main(["run", "tiny", "x", *typed], ScriptedHost(engine)) == 0
+    assert engine.asked[0].sampling.dry_multiplier == dry
+
+
+# --- what the endpoint can, too
+
+
+def test_what_shapes_an_answer_reaches_the_request(engine, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    typed = ["run", "tiny", "x", "--stop", "END", "--stop", ".", "--think", "off"]
+    assert main([*typed, "--schema", str(tmp_path / "schema.json")], ScriptedHost(engine)) == 0
+    request = engine.asked[-1]
+    assert request.stop == ("END", ".")
+    assert request.constraint == JsonSchema({"type": "object"})
+    assert (request.template_options, request.reasoning_budget) == ({"enable_thinking": False}, 0)
+    assert main(["run", "x", "--schema", '{"type": "array"}'], ScriptedHost(engine)) == 0
+    assert engine.asked[-1].constraint == JsonSchema({"type": "array"})
+    assert main(["run", "x", "--grammar", 'root ::= "a"'], ScriptedHost(engine)) == 0
+    assert engine.asked[-1].constraint == Grammar('root ::= "a"')
+
+
+def test_a_file_stands_before_the_prompt(engine, tmp_path):
+    (tmp_path / "notes.txt").write_text("be there at nine")
+    assert (
+        main(["run", "tiny", "When?", "--file", str(tmp_path / "notes.txt")], ScriptedHost(engine)) == 0
+    )
+    content = engine.asked[0].messages[-1].content
+    assert content.startswith("File `notes.txt`:")
+    assert content.index("be there at nine") < content.index("When?")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--image", "cat.png"], "edgeinfer cannot read images yet"),
+        (["--schema", "{not json"], "--schema: "),
+        (["--schema", "/nosuch"], "--schema cannot be read"),
+        (["--grammar", "/nosuch"], "--grammar cannot be read"),
+        (["--system", "@/nosuch"], "--system cannot be read"),
+        (["--file", "/nosuch"], "/nosuch: No such file or directory"),
+        (["--schema", "{}", "--grammar", "x ::= y"], "not allowed with argument"),
+        (["--max-tokens", "-5"], "'-5' is not a number between 1 and 1,000,000"),
+        (["--temperature", "abc"], "'abc' is not a number between 0 and 10"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(engine, capsys, typed, said):
+    host = ScriptedHost(engine)
+    assert main(["run", "tiny", "x", *typed], host) == 2
+    assert said in capsys.readouterr().err
+    assert host.opened == []
+
+
+@pytest.mark.parametrize("verb", ["run", "chat", "warm"])
+def test_system_means_the_same_in_every_verb(verb, tmp_path):
+    (tmp_path / "pirate.txt").write_text("You are a pirate.")
+    config = Config(chat=ChatConfig(system_prompts={"pirate": "Arr."}))
+    for typed, meant in (
+        (f"@{tmp_path}/pirate.txt", "You are a pirate."),
+        ("pirate", "Arr."),
+        ("Be brief.", "Be brief."),
+    ):
+        options = build_parser().parse_args([verb, "--system", typed])
+        assert requesting.system_prompt(options.system, config) == meant
+
+
+def test_a_saved_system_prompt_is_sent(engine, monkeypatch):
+    host = ScriptedHost(engine)
+    host._config = Config(chat=ChatConfig(system_prompts={"pirate": "Arr."}))
+    assert main(["run", "tiny", "x", "--system", "pirate"], host) == 0
+    assert engine.asked[0].messages[0].content == "Arr."
+
+
+def test_a_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
+    class Unknown(ScriptedHost):
+        def engine(self, model, options, progress=None):
+            raise UnknownModelError(f"no model is called {model!r}")
+
+    assert main(["run", "name", "three"], Unknown(None)) == 3
+    assert "put a prompt in quotes" in capsys.readouterr().err

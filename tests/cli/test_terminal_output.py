@@ -1,0 +1,70 @@
+"""What a terminal is given: no escape of a file or a name, questions before something is deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+from made_gguf import entry, gguf_bytes, model_entries, text
+
+from edgeinfer.cli.main import main
+from edgeinfer.cli.verbs.warm import StageTalk
+
+ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J"
+
+
+def shown_by(*typed: str) -> tuple[int, str]:
+    """Run a command line with stdout and stderr on a terminal; return its exit code and the screen."""
+    ours, theirs = os.openpty()
+    with (
+        open(theirs, "w", encoding="utf-8") as screen,
+        contextlib.redirect_stdout(screen),
+        contextlib.redirect_stderr(screen),
+    ):
+        code = main(typed)
+        screen.flush()
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    return code, shown
+
+
+def test_escapes_of_a_file_are_not_shown(tmp_path: Path):
+    path = tmp_path / "hostile.gguf"
+    licence = entry("general.license", 8, text(f"a{ESCAPES}b"))
+    path.write_bytes(gguf_bytes([*model_entries(), licence]))
+    code, shown = shown_by("show", str(path))
+    assert code == 0
+    assert "owned" in shown
+    assert not {"\x1b", "\x07", "\x9b"} & set(shown)
+
+
+def test_escapes_in_an_error_are_not_shown():
+    code, shown = shown_by("batch", f"/nosuch{ESCAPES}", "out.jsonl")
+    assert code == 2
+    assert "owned" in shown
+    assert not {"\x1b", "\x07", "\x9b"} & set(shown)
+
+
+def test_forget_and_rm_ask_on_a_terminal(answer_no, capsys):
+    assert main(["forget", "all"]) == 130
+    assert "forget the cached prefixes of all? [y/N]" in capsys.readouterr().err
+
+
+def test_rm_asks_on_a_terminal(answer_no, capsys):
+    assert main(["rm", "m"]) == 130
+    assert "remove m and its snapshots? [y/N]" in capsys.readouterr().err
+
+
+def test_a_stage_shows_its_elapsed_time_and_what_it_waits_for():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with StageTalk(out, quiet=False, note="idle cores only") as talk:
+        talk.say("load", None)
+    shown = out.getvalue()
+    assert "load … 0 s (idle cores only)" in shown
+    assert shown.endswith("load 0.0 s\n")

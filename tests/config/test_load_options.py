@@ -1,0 +1,116 @@
+"""The table of load options: every way in reads it, and no way drops a row."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+import pytest
+
+from edgeinfer import requesting
+from edgeinfer.cli import options
+from edgeinfer.cli.main import build_parser, main
+from edgeinfer.config.config_file import Config, LoadConfig, load_config
+from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
+from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.launcher import selection
+from edgeinfer.runtime.loading.load import check_options
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.restore import watch_build
+
+TYPED = [option for option in LOAD_OPTIONS if option.flag]
+CONFIGURED = [option for option in LOAD_OPTIONS if option.key]
+
+
+def other(option: LoadOption) -> Any:
+    """A value of the option that is not its default."""
+    words = [word for word in option.words if word != option.default]
+    return words[-1] if words else option.high or "/folder/other.gguf"
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    return build_parser().parse_args(argv)
+
+
+def test_the_table_is_the_engines_options() -> None:
+    fields = set(LoadOptions.__struct_fields__) - {"max_queue"}
+    assert {option.field for option in LOAD_OPTIONS} == fields
+    for option in LOAD_OPTIONS:
+        assert getattr(LoadOptions(), option.field) == option.default
+    check_options(LoadOptions())
+
+
+@pytest.mark.parametrize("option", TYPED, ids=lambda option: option.flag)
+def test_what_is_typed_reaches_the_engine_and_the_launcher(option: LoadOption) -> None:
+    value = other(option)
+    argv = ["run", "m", "hello", option.flag, str(value)]
+    assert getattr(requesting.load_options(parsed(*argv), LoadConfig()), option.field) == value
+    chosen = selection.launch_choice(argv).options
+    assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
+
+
+@pytest.mark.parametrize("option", CONFIGURED, ids=lambda option: option.key)
+def test_what_is_configured_reaches_the_engine_and_the_launcher(option, tmp_path, monkeypatch) -> None:
+    value = other(option)
+    path = tmp_path / "config.toml"
+    path.write_text(f"[load]\n{option.key} = {msgspec.json.encode(value).decode()}\n")
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
+    loaded = requesting.load_options(parsed("run", "m"), load_config().load)
+    assert getattr(loaded, option.field) == value
+    chosen = selection.launch_choice(["run", "m"]).options
+    assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
+
+
+NUMBERS = [option for option in TYPED if option.high]
+
+
+@pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.flag)
+def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None:
+    beyond = option.high + 1
+    assert main(["run", "m", "hello", option.flag, str(beyond)], Host(config=Config())) == 2
+    assert f"between {option.low} and {option.high}" in capsys.readouterr().err
+    path = tmp_path / "config.toml"
+    path.write_text(f"[load]\n{option.key} = {beyond}\n")
+    with pytest.raises(ConfigError, match=f"between {option.low} and {option.high}"):
+        load_config(path)
+    with pytest.raises(UsageError, match=f"between {option.low} and {option.high}"):
+        check_options(LoadOptions(**{option.field: beyond}))
+    path.write_text(f"[load]\n{option.key} = {option.high}\n")
+    assert load_config(path).load.value(option) == option.high
+    check_options(LoadOptions(**{option.field: option.high}))
+
+
+def test_240_sequences_are_the_most_everywhere() -> None:
+    check_options(LoadOptions(n_parallel=240))
+    with pytest.raises(EdgeInferError, match="240"):
+        check_options(LoadOptions(n_parallel=256))
+
+
+@pytest.mark.parametrize("option", LOAD_OPTIONS, ids=lambda option: option.field)
+def test_the_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
+    """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
+    wanted = LoadOptions(**{option.field: other(option)})
+    typed = parsed("warm", *watch_build.warm_argv("m", wanted))
+    built = requesting.load_options(typed, LoadConfig())
+    assert built == wanted
+    order = jobs.Order(model="m", files=ModelFiles(name="m", paths=()), options=built)
+    assert order.name == ("m" if not option.of_snapshot else order.name)
+    assert snapshot_options(built) == snapshot_options(wanted)
+    assert (option.field in snapshot_options(built)) == option.of_snapshot
+
+
+def test_the_help_is_the_tables() -> None:
+    parser = argparse.ArgumentParser()
+    options.add_load_options(parser)
+    text = " ".join(parser.format_help().split())
+    for option in TYPED:
+        if option.of_snapshot:
+            assert " ".join(option.help.split()) in text
+
+
+def test_what_fits_one_model_is_not_taken_to_another() -> None:
+    mine = LoadOptions(n_ctx=512, lora="/a.gguf", draft="small")
+    assert mine.for_another_model() == LoadOptions(n_ctx=512)

@@ -1,0 +1,88 @@
+"""The table of sampling options: one range each, on every way in."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from edgeinfer import requesting
+from edgeinfer.chat import presets
+from edgeinfer.cli.main import build_parser, main
+from edgeinfer.config.config_file import Config
+from edgeinfer.config.sampling_options import SAMPLING_OPTIONS, TYPED, SamplingOption
+from edgeinfer.errors import InvalidRequestError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.models.catalog import SamplingDefaults
+from edgeinfer.runtime.requests import Sampling
+from edgeinfer.runtime.validate import check_sampling
+from edgeinfer.server.core.wire import SamplingFields
+from edgeinfer.server.openai.wire import ChatRequest
+
+every = pytest.mark.parametrize("option", SAMPLING_OPTIONS, ids=lambda option: option.field)
+
+
+def beyond(option: SamplingOption) -> list[float]:
+    return [option.kind(option.high + 1), option.kind(math.floor(option.low) - 1)]
+
+
+def test_the_table_is_the_engines_sampling() -> None:
+    numbers = set(Sampling.__struct_fields__) - {"dry_sequence_breakers", "logit_bias"}
+    assert {option.field for option in SAMPLING_OPTIONS} == numbers
+    check_sampling(Sampling(), n_vocab=10)
+
+
+@every
+def test_the_engine_takes_the_range_and_no_more(option: SamplingOption) -> None:
+    for value in (option.low, option.high):
+        check_sampling(Sampling(**{option.field: option.kind(value)}), n_vocab=10)
+    for value in (*beyond(option), math.nan):
+        with pytest.raises(InvalidRequestError) as refused:
+            check_sampling(Sampling(**{option.field: value}), n_vocab=10)
+        assert refused.value.param == option.field
+
+
+@every
+def test_so_do_command_line_chat_catalogue_and_endpoint(option: SamplingOption, capsys) -> None:
+    for value in beyond(option):
+        if option.flag:
+            argv = ["run", "m", "hello", f"{option.flag}={value}"]
+            assert main(argv, Host(config=Config())) == 2
+            assert option.allowed() in capsys.readouterr().err
+            with pytest.raises(UsageError, match=option.allowed()):
+                presets.value(option.field, str(value))
+        if option.field != "seed":  # OpenAI's has 64 bits
+            for struct in (SamplingDefaults, SamplingFields, ChatRequest):
+                if (name := _key(struct, option.field)) is None:
+                    continue
+                with pytest.raises(msgspec.ValidationError, match=r"Expected `(int|float)`"):
+                    msgspec.convert({name: value}, struct)
+
+
+def _key(struct: type[msgspec.Struct], field: str) -> str | None:
+    names = {one.name: one.encode_name for one in msgspec.structs.fields(struct)}
+    return names.get(field)
+
+
+@pytest.mark.parametrize("option", TYPED, ids=lambda option: option.field)
+def test_what_is_typed_reaches_the_request(option: SamplingOption) -> None:
+    options = build_parser().parse_args(["run", "m", "hello", f"{option.flag}={option.high}"])
+    assert getattr(requesting.sampling(options, Sampling()), option.field) == option.high
+
+
+def test_a_model_may_set_every_option_but_the_seed() -> None:
+    table = {option.label: option.high for option in SAMPLING_OPTIONS if option.field != "seed"}
+    sampling = msgspec.convert(table, SamplingDefaults).over(Sampling())
+    assert all(
+        getattr(sampling, option.field) == option.high
+        for option in SAMPLING_OPTIONS
+        if option.field != "seed"
+    )
+
+
+def test_openai_says_less_of_the_temperature() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    msgspec.convert(body | {"temperature": 2.0}, ChatRequest)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(body | {"temperature": 2.1}, ChatRequest)

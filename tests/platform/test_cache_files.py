@@ -1,0 +1,44 @@
+"""What was found out once: kept, forgotten when it is old, and no error where it cannot be."""
+
+import os
+
+import pytest
+
+from edgeinfer.platform import cache_files, paths
+from edgeinfer.platform.cache_files import CacheFile, CacheTable
+
+
+def test_a_value_is_kept_where_others_may_list_the_cache():
+    file = CacheFile("one.json", int)
+    assert file.read() is None
+    paths.cache_dir().mkdir(parents=True)
+    paths.cache_dir().chmod(0o755)
+    file.write(3)
+    assert file.read() == 3
+    assert CacheFile("one.json", str).read() is None
+
+
+def test_the_oldest_entries_are_forgotten(monkeypatch):
+    monkeypatch.setattr(cache_files, "MOST_ENTRIES", 2)
+    table = CacheTable("table.json", dict[str, int])
+    assert table.read() == {}
+    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        table.put(key, value)
+    assert list(table.read().items()) == [("a", 3), ("c", 4)]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": "text"}', b"\xff"])
+def test_what_cannot_be_read_is_not_known_and_is_replaced(content):
+    table = CacheTable("table.json", dict[str, int])
+    table.put("a", 1)
+    (paths.cache_dir() / "table.json").write_bytes(content)
+    assert table.read() == {}
+    table.put("b", 2)
+    assert table.read() == {"b": 2}
+
+
+def test_what_cannot_be_written_is_no_error():
+    paths.cache_dir().parent.mkdir(parents=True, exist_ok=True)
+    paths.cache_dir().write_text("a file where the folder should be")
+    CacheFile("one.json", int).write(3)
+    assert os.path.isfile(paths.cache_dir())

@@ -1,0 +1,89 @@
+"""Files that are whole or not there, locks, digests of parts."""
+
+import hashlib
+import os
+import stat
+import threading
+
+import pytest
+
+from edgeinfer.errors import DiskFullError
+from edgeinfer.platform import disk
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    disk.write_whole(path, b"first", 0o600)
+    with pytest.raises(ValueError, match="closed"), disk.whole_file(path) as file:
+        file.close()  # so that what is written cannot be flushed
+    assert path.read_bytes() == b"first"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_two_writers_of_one_pid_have_two_temporary_files(tmp_path):
+    path = tmp_path / "file"
+    with disk.new_file(path) as first, disk.new_file(path) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert path.read_bytes() == b"first"  # which ended last
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_does_not_replace_leaves_the_first(tmp_path):
+    path = tmp_path / "file"
+    for content in (b"first", b"second"):
+        with disk.new_file(path, 0o600, replaces=False) as file:
+            file.write(content)
+    assert path.read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_fifo_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(PermissionError, match="not a regular file"):
+        disk.open_own(tmp_path / "fifo")
+
+
+def test_no_room_is_said_with_the_place(tmp_path):
+    with (
+        pytest.raises(DiskFullError, match=r"full; all is well"),
+        disk.room_errors(tmp_path / "full", "all is well"),
+    ):
+        raise OSError(28, "full")
+    with pytest.raises(DiskFullError, match="thing needs"):
+        disk.need_room(tmp_path, 1 << 62, "thing")
+    assert disk.free_bytes(tmp_path / "not/there/yet") == disk.free_bytes(tmp_path)
+
+
+def test_a_lock_is_held_until_its_block_ends(tmp_path):
+    path = tmp_path / "lock"
+    held = threading.Event()
+    let_go = threading.Event()
+
+    def hold():
+        with disk.locked(path):
+            held.set()
+            let_go.wait(30)
+
+    assert not disk.is_locked(path)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    assert disk.is_locked(path)
+    with disk.locked(path, busy=let_go.set):  # what the waiting one is told lets the first go
+        assert disk.is_locked(path)
+    holder.join()
+    assert not disk.is_locked(path)
+
+
+def test_a_digest_is_of_the_part_that_is_asked_for(tmp_path):
+    path = tmp_path / "file"
+    content = os.urandom(10_000)
+    path.write_bytes(content)
+    seen = []
+    with open(path, "rb") as file:
+        found = disk.sha256_of_part(file.fileno(), 1000, 5000, lambda piece, _done: seen.append(piece))
+    assert found == hashlib.sha256(content[1000:6000]).hexdigest()
+    assert b"".join(seen) == content[1000:6000]
+    assert disk.sha256_of(path, lambda _done: None) == hashlib.sha256(content).hexdigest()

@@ -1,0 +1,123 @@
+"""What this process may use of the machine, read from trees of /proc and /sys that are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgeinfer.platform import machine
+
+GB = 10**9
+
+
+def tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    """A machine of 16 GB, 12 of them available, in the control group `cgroup`."""
+    files = {
+        "proc/meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n",
+        "proc/self/cgroup": cgroup,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_without_limits_the_kernels_estimate_counts(tmp_path: Path) -> None:
+    found = machine.read_memory(tree(tmp_path, "0::/user\n", {"user/memory.max": "max\n"}))
+    assert (found.total_bytes, found.available_bytes) == (16_000_000 * 1024, 12_000_000 * 1024)
+    assert "MemAvailable" in found.reason
+
+
+def test_a_container_whose_page_cache_holds_the_weights(tmp_path: Path) -> None:
+    """The root of the tree is the container's own group: its name is not seen from inside."""
+    files = {
+        "memory.max": f"{8 * GB}\n",
+        "memory.current": f"{7 * GB}\n",
+        "memory.stat": f"anon {GB}\ninactive_file {2 * GB}\nactive_file {4 * GB}\nshmem 5\n",
+    }
+    found = machine.read_memory(tree(tmp_path, "0::/\n", files))
+    assert (found.total_bytes, found.available_bytes) == (8 * GB, 7 * GB)
+
+
+def test_limit_and_usage_come_from_the_same_group_wherever_the_limit_is(tmp_path: Path) -> None:
+    files = {
+        "a/b/memory.max": "max\n",
+        "a/b/memory.current": f"{GB}\n",
+        "a/memory.max": f"{4 * GB}\n",
+        "a/memory.current": f"{3 * GB}\n",
+        "a/memory.stat": f"inactive_file {GB // 2}\n",
+    }
+    found = machine.read_memory(tree(tmp_path, "0::/a/b\n", files))
+    assert (found.total_bytes, found.available_bytes) == (4 * GB, 3 * GB // 2)
+    assert found.reason.endswith("a/memory.max")
+
+
+def test_the_group_that_leaves_least_counts_not_the_first(tmp_path: Path) -> None:
+    files = {
+        "a/b/memory.max": f"{6 * GB}\n",
+        "a/b/memory.current": "0\n",
+        "a/memory.max": f"{8 * GB}\n",
+        "a/memory.current": f"{7 * GB}\n",
+    }
+    assert machine.read_memory(tree(tmp_path, "0::/a/b\n", files)).available_bytes == GB
+
+
+def test_a_group_that_uses_more_than_it_may_leaves_nothing(tmp_path: Path) -> None:
+    files = {"memory.max": f"{GB}\n", "memory.current": f"{2 * GB}\n"}
+    assert machine.read_memory(tree(tmp_path, "0::/\n", files)).available_bytes == 0
+
+
+def test_version_1_groups(tmp_path: Path) -> None:
+    files = {
+        "memory/c/memory.limit_in_bytes": f"{2 * GB}\n",
+        "memory/c/memory.usage_in_bytes": f"{GB}\n",
+        "memory/c/memory.stat": f"inactive_file 7\ntotal_inactive_file {GB // 2}\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.usage_in_bytes": f"{GB}\n",
+        "cpu,cpuacct/c/cpu.cfs_quota_us": "1\n",
+        "cpu/c/cpu.cfs_quota_us": "150000\n",
+        "cpu/c/cpu.cfs_period_us": "100000\n",
+        "cpu/cpu.cfs_quota_us": "-1\n",
+        "cpu/cpu.cfs_period_us": "100000\n",
+    }
+    root = tree(tmp_path, "4:memory:/c\n3:cpu,cpuacct:/c\n0::/\n", files)
+    assert machine.read_memory(root).available_bytes == 3 * GB // 2
+    assert machine.read_machine(root).quota == 1.5
+
+
+def test_the_least_processor_time_of_all_groups_counts(tmp_path: Path) -> None:
+    files = {
+        "a/b/cpu.max": "400000 100000\n",
+        "a/cpu.max": "250000 100000\n",
+        "cpu.max": "max 100000\n",
+    }
+    assert machine.read_machine(tree(tmp_path, "0::/a/b\n", files)).quota == 2.5
+    assert machine.read_machine(tmp_path / "nothing").quota is None
+
+
+def test_where_nobody_says_memory_has_no_end(tmp_path: Path) -> None:
+    found = machine.read_memory(tmp_path)
+    assert (found.total_bytes, found.available_bytes) == (0, 1 << 62)
+
+
+def test_this_machine() -> None:
+    here = machine.read_machine()
+    assert 1 <= here.physical_cores <= here.logical_cpus
+    assert 0 < here.memory.available_bytes <= here.memory.total_bytes
+    assert machine.resident_bytes() > 1 << 20
+
+
+def test_the_rate_of_a_disk_is_measured_or_unknown(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(5_000_001))
+    assert machine.read_rate(tmp_path / "file") >= 0
+    assert machine.read_rate(tmp_path / "none") == 0.0
+
+
+def test_a_gpu_is_where_there_is_a_device_file(tmp_path: Path) -> None:
+    assert not machine.has_gpu(tmp_path)
+    (tmp_path / "dev/dri").mkdir(parents=True)
+    (tmp_path / "dev/dri/card0").touch()
+    assert not machine.has_gpu(tmp_path), "a screen alone computes nothing"
+    (tmp_path / "dev/dri/renderD128").touch()
+    assert machine.has_gpu(tmp_path)

@@ -1,0 +1,67 @@
+"""docs/processes.md names every program that this project starts as a process of its own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE = (ROOT / "docs/processes.md").read_text()
+
+
+def modules_with_a_main():
+    for path in sorted((ROOT / "edgeinfer").rglob("*.py")):
+        if '__name__ == "__main__"' in path.read_text():
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_every_module_that_runs_as_a_process_is_in_the_table():
+    missing = [
+        name
+        for name in modules_with_a_main()
+        if name != "edgeinfer.__main__" and name not in TABLE and name.split(".")[-1] not in TABLE
+    ]
+    assert missing == []
+
+
+def test_every_module_of_the_table_is_there():
+    named = re.findall(r"`(edgeinfer(?:\.[a-z_]+)+)", TABLE)
+    assert len(named) >= 8
+    for name in named:
+        assert (ROOT / name.replace(".", "/")).with_suffix(".py").exists(), name
+
+
+def test_every_log_of_the_table_is_written_by_the_code():
+    code = "\n".join(path.read_text() for path in (ROOT / "edgeinfer").rglob("*.py"))
+    logs = set(re.findall(r"`([a-z-]+\.log)`", TABLE))
+    assert logs == {"auto-warm.log", "builder.log", "park.log", "dump.log"}
+    assert all(f'"{log}"' in code for log in logs)
+
+
+SESSION = Path("/proc/self/autogroup")
+STEP_BACK = """
+import os
+from edgeinfer.platform import process
+process.step_back()
+try:
+    session = open("/proc/self/autogroup").read()
+except OSError:
+    session = ""
+print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
+"""
+
+
+@pytest.mark.skipif(
+    not SESSION.exists(), reason="this kernel shares the processor among processes alone"
+)
+def test_what_runs_in_the_background_steps_back_with_its_session_and_with_no_other():
+    def found(leads):
+        command = [sys.executable, "-c", STEP_BACK]
+        run = subprocess.run(command, start_new_session=leads, capture_output=True, text=True)
+        return run.stdout.split()
+
+    own = SESSION.read_text().partition("nice")[2].split()  # none where a session has no such group
+    assert found(leads=True) == ["19", "10"]
+    assert found(leads=False) == ["19", *own]
