@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from common import NAMES, add_out, model_path, peer_program, write_figure
 
-from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 

@@ -21,7 +21,7 @@ from typing import Any
 from common import add_out, model_path, spread, write_figure
 from memory_restart import model_of
 
-from edgeinfer.runtime import libedgeinfer, libllama
+from edgeinfer.runtime.llama import libedgeinfer, libllama
 
 SIDES = ("llama.cpp", "ours")
 _BATCH = 512

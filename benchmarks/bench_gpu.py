@@ -31,9 +31,8 @@ from peer_server import Server
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
 
-from edgeinfer.runtime.backends import files
-from edgeinfer.runtime.backends.devices import Device, Loaded, device_line
-from edgeinfer.runtime.backends.survey import survey
+from edgeinfer.runtime.llama.backends import files
+from edgeinfer.runtime.llama.backends.devices import Device, Loaded, device_line, survey
 
 PORT = 18420
 #: Attaching is waited for so long (seconds): a software device compiles its kernels at the first step.

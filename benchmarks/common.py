@@ -158,7 +158,9 @@ def _machine() -> str:
 
 
 def _llama() -> str:
-    from edgeinfer.runtime import libllama  # a benchmark of the chat's drawing has no need of it before
+    from edgeinfer.runtime.llama import (
+        libllama,  # a benchmark of the chat's drawing has no need of it before
+    )
 
     info = libllama.build_info()
     variant = f"CPU variant {info.cpu_variant}, attention {info.attention or 'its own'}"

@@ -253,7 +253,7 @@ def _fixed(name: str, version: str, licence: str, texts: Path, text: Path) -> Co
 
 
 def _llama_commit() -> str:
-    code = "from edgeinfer.runtime.libllama import build_info; print(build_info().ggml_commit)"
+    code = "from edgeinfer.runtime.llama.libllama import build_info; print(build_info().ggml_commit)"
     return (
         _run(os.path.join(os.path.dirname(sys.executable), "python"), "-c", code).strip() or "unknown"
     )

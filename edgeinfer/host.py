@@ -25,9 +25,9 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
 
 if TYPE_CHECKING:
-    from edgeinfer.blocks.store import BlockStore
-    from edgeinfer.runtime.backends.devices import Wishes
     from edgeinfer.runtime.engine import LlamaEngine
+    from edgeinfer.runtime.llama.backends.devices import Wishes
+    from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 _log = logging.getLogger("edgeinfer.blocks")
 #: A stage that takes longer is told to whoever waits for a verb that shows no progress.
@@ -176,7 +176,7 @@ class Host:
 
     def attach_devices(self, engine: OwnEngine, options: LoadOptions) -> None:
         """Have `engine` put layers on devices as this launch wants, while the CPU begins."""
-        from edgeinfer.runtime.backends.devices import Wishes  # imported with the engine
+        from edgeinfer.runtime.llama.backends.devices import Wishes  # imported with the engine
 
         gpu = self.config.gpu
         engine.use_devices(Wishes.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))
@@ -188,8 +188,8 @@ class Host:
         """
         if not self.config.blocks.enabled:
             return
-        from edgeinfer.blocks.limits import Limits  # imported with the engine
-        from edgeinfer.blocks.store import BlockStore
+        from edgeinfer.runtime.prefix_cache.retention import Limits  # imported with the engine
+        from edgeinfer.runtime.prefix_cache.store import BlockStore
 
         limits = Limits(max_bytes=int(self.config.blocks.max_total_gib * (1 << 30)))
         try:

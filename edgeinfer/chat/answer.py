@@ -14,8 +14,8 @@ from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.last_prompt import LastPrompt
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Progress
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.repetition import RepetitionWatch
 

@@ -26,8 +26,8 @@ from edgeinfer.chat.shelf import shelf, size_words
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
 from edgeinfer.models.progress import PlainLines
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Progress, TextDelta
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.safe_text import without_controls
 
 

@@ -1,7 +1,7 @@
 """The options of load time, a row each: flag, key of config.toml, field, default, values, help.
 
 Whoever names them reads this table: the parser (`arguments.launch_args`), the configuration
-(`config.LoadConfig`), the engine (`runtime.options.LoadOptions`, `runtime.loading.load`), and the
+(`config.LoadConfig`), the engine (`runtime.options.LoadOptions`, `runtime.llama.model`), and the
 launcher, which compares them with a snapshot's (`launcher.selection`).
 
 Standard library only, and of that only what is cheap: the launcher imports it.

@@ -13,10 +13,9 @@ from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.platform.machine import Machine, read_memory
 from edgeinfer.platform.memory_rate import MemoryRate, read_memory_rate
 from edgeinfer.platform.places import DEFAULT_MODEL
+from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, make_plan
+from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.planning.choices import choose_repack
-from edgeinfer.runtime.planning.plan import Plan, make_plan
-from edgeinfer.runtime.planning.shape import Shape, make_shape
 from edgeinfer.units import format_bytes, format_duration
 
 Group = Literal["comfortable", "slow", "too big", "embedding"]
@@ -141,7 +140,7 @@ def header_shape(headers: Sequence[GgufHeader]) -> Shape:
 
 
 def header_plan(headers: Sequence[GgufHeader], options: LoadOptions, machine: Machine) -> Plan:
-    """The plan by which `runtime.loading.load` would load these files."""
+    """The plan by which `runtime.llama.model` would load these files."""
     file_bytes = sum(header.file_bytes for header in headers)
     repack = choose_repack(options.repack, file_bytes, machine)
     return make_plan(header_shape(headers), options, machine, repack)

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
-from edgeinfer.runtime.decoding.active import ActiveContext
-from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.language.control_tokens import ControlTokens
-from edgeinfer.runtime.libllama import L
-from edgeinfer.runtime.loading.load import Loaded, context_params, make_context
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.model import Loaded, context_params, make_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
-from edgeinfer.runtime.validate import check_length
+from edgeinfer.runtime.requests import check_length
 
 Call = Callable[[Callable[[], Any]], Any]
 

@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from edgeinfer.blocks.store import BlockStore, Traffic
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
-from edgeinfer.runtime import libllama
-from edgeinfer.runtime.attaching.attachment import FLUSH_S, Attachment, EngineBlocks
-from edgeinfer.runtime.backends.devices import Wishes
-from edgeinfer.runtime.deadline import preparing
-from edgeinfer.runtime.decoding.active import ActiveContext
-from edgeinfer.runtime.decoding.batch import Batch
-from edgeinfer.runtime.decoding.blocks.block_cache import BlockCache
-from edgeinfer.runtime.decoding.blocks.block_opening import (
+from edgeinfer.runtime.embeddings import Embedder
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.gpu_offload import FLUSH_S, Attachment, EngineBlocks
+from edgeinfer.runtime.kv_cache.cache import KvCache
+from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Points
+from edgeinfer.runtime.language.constraints import Constraints
+from edgeinfer.runtime.language.control_tokens import unmarked
+from edgeinfer.runtime.language.dialogue import Conversations, load_conversations
+from edgeinfer.runtime.language.prepared import TemplateFacts
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.backends.devices import Wishes
+from edgeinfer.runtime.llama.context import ActiveContext, Batch, LlamaMemory
+from edgeinfer.runtime.llama.lora import LoraAdapters
+from edgeinfer.runtime.llama.model import Loaded, load_model
+from edgeinfer.runtime.loop import DecodeLoop
+from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT, exact_rows
+from edgeinfer.runtime.options import (
+    Adapter,
+    Chosen,
+    EngineInfo,
+    EngineMetrics,
+    LoadOptions,
+    ModelFiles,
+)
+from edgeinfer.runtime.prefix_cache.lookup import BlockCache
+from edgeinfer.runtime.prefix_cache.opening import (
     can_cut,
     make_states,
     run_check,
     scratch_id,
     sliding_window,
 )
-from edgeinfer.runtime.decoding.cache.kvcache import KvCache, LlamaMemory
-from edgeinfer.runtime.decoding.cache.points import Points
-from edgeinfer.runtime.decoding.drafting.draft import DraftModel
-from edgeinfer.runtime.decoding.loop import DecodeLoop
-from edgeinfer.runtime.decoding.prepare import Preparer
-from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
-from edgeinfer.runtime.decoding.scheduling.scheduler import Scheduler
-from edgeinfer.runtime.embeddings import Embedder
-from edgeinfer.runtime.engine_info import make_info, template_facts
-from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.language.constraints import Constraints
-from edgeinfer.runtime.language.control_tokens import unmarked
-from edgeinfer.runtime.language.dialogue import load_conversations
-from edgeinfer.runtime.loading.load import Loaded, load_model
-from edgeinfer.runtime.loading.lora import LoraAdapters
-from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
-from edgeinfer.runtime.planning.choices import exact_rows
-from edgeinfer.runtime.planning.plan import MAX_DRAFT
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
-from edgeinfer.runtime.validate import check_length
+from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_length, preparing
+from edgeinfer.runtime.sampling.draft_model import DraftModel
+from edgeinfer.runtime.scheduler.prefill_policy import Exactness
+from edgeinfer.runtime.scheduler.preparation import Preparer
+from edgeinfer.runtime.scheduler.scheduler import Scheduler
 
 #: Before any was computed, a token of prefill is taken for so many seconds for each byte of weights
 #: that it uses: half of what a 4B in Q4_0 takes on two cores.
@@ -389,3 +393,93 @@ def _exactness(loaded: Loaded) -> Exactness:
     if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
         return Exactness(rows, cells=None)
     return Exactness(min(rows, _LLAMA_EXACTNESS.rows), _LLAMA_EXACTNESS.cells)
+
+
+def make_info(
+    files: ModelFiles,
+    loaded: Loaded,
+    lora: LoraAdapters,
+    conversations: Conversations,
+    embedder: Embedder,
+) -> EngineInfo:
+    """Describe a loaded model and the choices made for it."""
+    llama = libllama.lib()
+    meta = loaded.meta
+    draft = Chosen(files.draft or "none", "as asked, or as the catalogue says")
+    return EngineInfo(
+        model=files.name,
+        sha256=files.sha256,
+        description=_description(loaded),
+        architecture=meta.get("general.architecture", ""),
+        n_params=int(llama.llama_model_n_params(loaded.model)),
+        n_vocab=loaded.vocab.n_vocab,
+        n_ctx=loaded.n_ctx,
+        n_ctx_train=int(llama.llama_model_n_ctx_train(loaded.model)),
+        n_parallel=loaded.n_parallel,
+        n_embd=int(llama.llama_model_n_embd_out(loaded.model)),
+        n_ctx_embed=embedder.max_tokens,
+        weights_bytes=loaded.shape.weights_bytes,
+        kv_bytes=loaded.kv_bytes,
+        compute_bytes=loaded.compute_bytes,
+        least_kv_bytes=loaded.least_kv_bytes,
+        chat_template=chat_template(files, loaded),
+        bos_token=_piece(loaded, loaded.vocab.bos),
+        eos_token=_piece(loaded, loaded.vocab.eos),
+        can_generate=loaded.can_generate,
+        can_embed=embedder.can_embed,
+        can_rerank=embedder.can_rerank,
+        can_infill=loaded.can_generate and loaded.vocab.fim is not None,
+        can_think=conversations.can_think,
+        can_shift=bool(loaded.memory and libllama.L.llama_memory_can_shift(loaded.memory)),
+        tool_format=conversations.tool_format,
+        system_prompt=files.system_prompt,
+        sampling=files.sampling,
+        lora=lora.loaded,
+        choices={
+            **loaded.choices,
+            **conversations.choices,
+            "pooling": embedder.pooling,
+            "draft": draft,
+        },
+        load_ms=loaded.load_ms,
+        warnings=loaded.warnings,
+    )
+
+
+def _piece(loaded: Loaded, token: int) -> str:
+    return loaded.vocab.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+
+def _description(loaded: Loaded) -> str:
+    buffer = ctypes.create_string_buffer(256)
+    libllama.lib().llama_model_desc(loaded.model, buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace")
+
+
+def chat_template(files: ModelFiles, loaded: Loaded) -> str:
+    """The template that the catalogue names, else the file's own; "" where there is none."""
+    if files.chat_template:
+        return files.chat_template
+    text = libllama.lib().llama_model_chat_template(loaded.model, None)
+    return text.decode("utf-8", "replace") if text else ""
+
+
+def template_facts(files: ModelFiles, options: LoadOptions, loaded: Loaded) -> TemplateFacts:
+    """What is known of a model's way of talking before its template is read."""
+    vocab, meta = loaded.vocab, loaded.meta
+    named = {
+        k.removeprefix("tokenizer.chat_template."): v
+        for k, v in meta.items()
+        if k.startswith("tokenizer.chat_template.")
+    }
+    return TemplateFacts(
+        template=chat_template(files, loaded),
+        named_templates=named,
+        architecture=meta.get("general.architecture", ""),
+        name=files.name,
+        bos_text=vocab.text(vocab.bos),
+        eos_text=vocab.text(vocab.eos),
+        vocab=vocab,
+        add_bos=vocab.adds_bos,
+        guard_content=options.special_tokens_in_content == "off",
+    )

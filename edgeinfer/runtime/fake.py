@@ -34,8 +34,7 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
-from edgeinfer.runtime.validate import check_request
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_request
 
 _N_VOCAB = 256
 _N_EMBD = 8

@@ -18,7 +18,7 @@ import bootloader
 import floor
 import pack
 
-from edgeinfer.runtime import libedgeinfer
+from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import open_shipped
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from edgeinfer.blocks import kept, limits
-from edgeinfer.blocks.limits import Limits
+from edgeinfer.runtime.prefix_cache import retention
+from edgeinfer.runtime.prefix_cache.retention import Limits
 
 
 def _names(*words: str) -> list[str]:
@@ -23,81 +23,81 @@ def folder(tmp_path):
 
 
 def test_one_session_keeps_nothing_and_two_keep_what_they_share(tmp_path, folder):
-    kept.note_session(folder, "codex", _names("a", "b", "c", "person"))
-    assert kept.kept_names(tmp_path) == set()
-    kept.note_session(folder, "codex", _names("a", "b", "c", "another", "more"))
-    assert kept.kept_names(tmp_path) == set(_names("a", "b", "c"))
-    kept.note_session(folder, "codex", _names("a", "b", "third"))
-    assert kept.kept_names(tmp_path) == set(_names("a", "b"))
+    retention.note_session(folder, "codex", _names("a", "b", "c", "person"))
+    assert retention.kept_names(tmp_path) == set()
+    retention.note_session(folder, "codex", _names("a", "b", "c", "another", "more"))
+    assert retention.kept_names(tmp_path) == set(_names("a", "b", "c"))
+    retention.note_session(folder, "codex", _names("a", "b", "third"))
+    assert retention.kept_names(tmp_path) == set(_names("a", "b"))
 
 
 def test_where_sessions_part_is_known_by_the_block_before(folder):
-    kept.note_session(folder, "codex", _names("a", "b", "person"))
-    kept.note_session(folder, "codex", _names("a", "b", "another"))
-    assert kept.straddling(folder, *_names("b")) == tuple(_names("person"))
-    assert kept.straddling(folder, *_names("a")) == ()
+    retention.note_session(folder, "codex", _names("a", "b", "person"))
+    retention.note_session(folder, "codex", _names("a", "b", "another"))
+    assert retention.straddling(folder, *_names("b")) == tuple(_names("person"))
+    assert retention.straddling(folder, *_names("a")) == ()
 
 
 def test_the_latest_blocks_in_which_sessions_part_are_known(folder):
     for names in (_names("a", "b"), _names("a", "b")):
-        kept.note_session(folder, "codex", names)
+        retention.note_session(folder, "codex", names)
     for number in range(10):
-        kept.note_parting(folder, *_names("b", f"folder {number}"))
-    kept.note_parting(folder, *_names("b", "folder 5"))
-    kept.note_parting(folder, *_names("a", "elsewhere"))
-    assert kept.straddling(folder, *_names("b")) == tuple(
+        retention.note_parting(folder, *_names("b", f"folder {number}"))
+    retention.note_parting(folder, *_names("b", "folder 5"))
+    retention.note_parting(folder, *_names("a", "elsewhere"))
+    assert retention.straddling(folder, *_names("b")) == tuple(
         _names(*(f"folder {number}" for number in (5, 9, 8, 7, 6, 4, 3, 2)))
     )
-    kept.note_session(folder, "codex", _names("a", "b", "more"))
-    assert len(kept.straddling(folder, *_names("b"))) == 8
+    retention.note_session(folder, "codex", _names("a", "b", "more"))
+    assert len(retention.straddling(folder, *_names("b"))) == 8
 
 
 def test_a_tail_behind_the_last_block_in_which_sessions_part_is_known_too(folder):
     for names in (_names("a", "b"), _names("a", "b")):
-        kept.note_session(folder, "codex", names)
-    kept.note_parting(folder, *_names("b", "folder"))
-    kept.note_parting(folder, *_names("folder", "whole"))
-    kept.note_parting(folder, *_names("folder", "words"), is_tail=True)
-    assert kept.begun_with(folder, "codex") == tuple(_names("a", "b", "words", "folder"))
-    assert kept.begun_with(folder, "../codex") == ()
+        retention.note_session(folder, "codex", names)
+    retention.note_parting(folder, *_names("b", "folder"))
+    retention.note_parting(folder, *_names("folder", "whole"))
+    retention.note_parting(folder, *_names("folder", "words"), is_tail=True)
+    assert retention.begun_with(folder, "codex") == tuple(_names("a", "b", "words", "folder"))
+    assert retention.begun_with(folder, "../codex") == ()
 
 
 def test_an_agent_that_was_changed_begins_anew(tmp_path, folder):
     for names in (_names("a", "b", "c"), _names("a", "b", "c"), _names("new", "b", "c")):
-        kept.note_session(folder, "codex", names)
-    assert kept.kept_names(tmp_path) == set()
-    kept.note_session(folder, "codex", _names("new", "b", "c"))
-    assert kept.kept_names(tmp_path) == set(_names("new", "b", "c"))
+        retention.note_session(folder, "codex", names)
+    assert retention.kept_names(tmp_path) == set()
+    retention.note_session(folder, "codex", _names("new", "b", "c"))
+    assert retention.kept_names(tmp_path) == set(_names("new", "b", "c"))
 
 
 def test_a_name_that_is_no_agents_and_a_file_that_is_not_ours_count_for_nothing(tmp_path, folder):
-    kept.note_session(folder, "../outside", _names("a"))
+    retention.note_session(folder, "../outside", _names("a"))
     assert list(tmp_path.rglob("outside")) == []
-    kept.note_session(folder, "codex", _names("a"))
+    retention.note_session(folder, "codex", _names("a"))
     for damaged in ("", "two\nabc", "2\nnothex\n\n", "2\nabc\n\nxyz", "\xff"):
         (folder / "kept/codex").write_text(damaged, "utf-8")
-        assert kept.kept_names(tmp_path) == set()
-        assert kept.straddling(folder, "abc") == ()
-    kept.note_session(folder, "codex", _names("a"))
+        assert retention.kept_names(tmp_path) == set()
+        assert retention.straddling(folder, "abc") == ()
+    retention.note_session(folder, "codex", _names("a"))
 
 
 def test_sessions_of_two_keys_do_not_disturb_each_other(tmp_path, folder):
     for salt in ("mine", "theirs", "mine", "theirs", ""):
-        kept.note_session(folder, "codex", _names(f"{salt} a", f"{salt} b"), salt)
-    assert kept.kept_names(tmp_path) == set(_names("mine a", "mine b", "theirs a", "theirs b"))
-    assert kept.begun_with(folder, "codex", "mine") == tuple(_names("mine a", "mine b"))
-    assert kept.begun_with(folder, "codex", "another") == ()
+        retention.note_session(folder, "codex", _names(f"{salt} a", f"{salt} b"), salt)
+    assert retention.kept_names(tmp_path) == set(_names("mine a", "mine b", "theirs a", "theirs b"))
+    assert retention.begun_with(folder, "codex", "mine") == tuple(_names("mine a", "mine b"))
+    assert retention.begun_with(folder, "codex", "another") == ()
 
 
 def test_what_agents_begin_with_is_pruned_last(tmp_path, folder):
     names = _names("first", "second", "third")
     for age, name in enumerate(names):  # the agent's is the oldest
-        path = folder / f"{name}{limits.SUFFIX}"
+        path = folder / f"{name}{retention.SUFFIX}"
         path.write_bytes(bytes(1 << 20))
         os.utime(path, ns=(age + 1, age + 1))
     for _ in range(2):
-        kept.note_session(folder, "codex", names[:1])
-    removed, _ = limits.prune(tmp_path, Limits(max_bytes=2 << 20, margin_bytes=0))
+        retention.note_session(folder, "codex", names[:1])
+    removed, _ = retention.prune(tmp_path, Limits(max_bytes=2 << 20, margin_bytes=0))
     assert removed >= 1
-    assert (folder / f"{names[0]}{limits.SUFFIX}").exists()
-    assert not (folder / f"{names[1]}{limits.SUFFIX}").exists()
+    assert (folder / f"{names[0]}{retention.SUFFIX}").exists()
+    assert not (folder / f"{names[1]}{retention.SUFFIX}").exists()

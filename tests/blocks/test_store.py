@@ -15,13 +15,14 @@ import msgspec
 import pytest
 import xxhash
 
-from edgeinfer.blocks import limits
-from edgeinfer.blocks import store as stores
-from edgeinfer.blocks.format import ANYWHERE, Block, Header, State, decode, encode, pack_tokens, whole
-from edgeinfer.blocks.limits import Limits
-from edgeinfer.blocks.names import owner_name
-from edgeinfer.blocks.store import BlockStore, ModelBlocks
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
+from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, State, whole
+from edgeinfer.runtime.prefix_cache import retention
+from edgeinfer.runtime.prefix_cache import store as stores
+from edgeinfer.runtime.prefix_cache.format import Block, Header, decode, encode, pack_tokens
+from edgeinfer.runtime.prefix_cache.keys import owner_name
+from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks
 
 TOKENS = list(range(256))
 ROOMY = Limits(max_bytes=1 << 30, margin_bytes=0)
@@ -219,7 +220,7 @@ def test_a_clock_that_was_set_back_keeps_nothing_for_ever(tmp_path: Path) -> Non
     os.utime(blocks.path(name), (future_s, future_s))
     for n in range(4):
         put(blocks, make_block(blocks, [n] * 256, n_bytes=40_000))
-        assert sum(b.n_bytes for b in limits.list_blocks(store.root)) <= 100_000
+        assert sum(b.n_bytes for b in retention.list_blocks(store.root)) <= 100_000
     assert not blocks.has(name)
 
 
@@ -229,7 +230,7 @@ def test_no_room_stops_writing_and_says_so_once(tmp_path: Path) -> None:
     blocks = store.model("sha", {})
     for n in range(3):
         put(blocks, make_block(blocks, [n] * 256))
-    assert limits.list_blocks(store.root) == []
+    assert retention.list_blocks(store.root) == []
     assert len(said) == 1
     assert "again" in said[0]
 
@@ -276,7 +277,9 @@ def writing(root: Path, rounds: int) -> subprocess.Popen[bytes]:
 
 def whole_and_unfinished(root: Path) -> tuple[int, int]:
     blocks = BlockStore(root, ROOMY).model("sha", {})
-    names = [bytes.fromhex(b.path.name.removesuffix(limits.SUFFIX)) for b in limits.list_blocks(root)]
+    names = [
+        bytes.fromhex(b.path.name.removesuffix(retention.SUFFIX)) for b in retention.list_blocks(root)
+    ]
     assert all(blocks.read(name) is not None for name in names)
     return len(names), sum(f.endswith(".new") for _, _, files in os.walk(root) for f in files)
 
@@ -296,7 +299,7 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     for folder, _, files in os.walk(root):
         for name in files:
             os.utime(Path(folder, name), (long_ago, long_ago))
-    limits.list_blocks(root)
+    retention.list_blocks(root)
     assert whole_and_unfinished(root) == (n_whole, 0)
 
 
@@ -326,7 +329,7 @@ def test_forget_a_conversation_leaves_what_others_share(store: BlockStore, block
     assert stores.forget_conversation(store.root, "mine") > 0
     assert [blocks.has(name) for name in (shared, mine, theirs)] == [True, False, True]
     assert stores.forget_conversation(store.root, "theirs") > 0
-    assert limits.list_blocks(store.root) == []
+    assert retention.list_blocks(store.root) == []
 
 
 @pytest.mark.parametrize("place", ["secret", "owners/talk"])
@@ -405,7 +408,7 @@ def test_a_process_whose_folder_is_another_s_now_writes_nothing(tmp_path: Path) 
     shutil.rmtree(store.root)
     BlockStore(store.root, ROOMY)
     put(blocks, make_block(blocks, TOKENS))
-    assert limits.list_blocks(store.root) == []
+    assert retention.list_blocks(store.root) == []
     assert "another process" in said[0]
 
 

@@ -9,14 +9,15 @@ from fixed_chat import FixedHost, make_launch, words
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
-from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Conversation, Turn
 from edgeinfer.chat.repl import Repl
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
 from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.kv_cache.sequence_state import whole
+from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 
 class Deleted:

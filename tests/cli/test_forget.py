@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
-from edgeinfer.blocks.limits import Limits, list_blocks
-from edgeinfer.blocks.names import model_key
-from edgeinfer.blocks.store import BlockStore
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
+from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
+from edgeinfer.runtime.prefix_cache.keys import model_key
+from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 
 def keep(model: str) -> None:

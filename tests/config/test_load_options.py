@@ -16,7 +16,7 @@ from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_opt
 from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launcher import selection
-from edgeinfer.runtime.loading.load import check_options
+from edgeinfer.runtime.llama.model import check_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.restore import watch_build

@@ -15,8 +15,7 @@ from edgeinfer.config.sampling_options import SAMPLING_OPTIONS, TYPED, SamplingO
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.models.catalog import SamplingDefaults
-from edgeinfer.runtime.requests import Sampling
-from edgeinfer.runtime.validate import check_sampling
+from edgeinfer.runtime.requests import Sampling, check_sampling
 from edgeinfer.server.core.wire import SamplingFields
 from edgeinfer.server.openai.wire import ChatRequest
 

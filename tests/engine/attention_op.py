@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime import libedgeinfer, libllama
+from edgeinfer.runtime.llama import libedgeinfer, libllama
 
 Floats = NDArray[np.float32]
 

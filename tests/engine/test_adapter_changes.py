@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from made_models import make_adapter
 
-from edgeinfer.blocks.limits import Limits
-from edgeinfer.blocks.store import BlockStore
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.runtime.decoding.blocks import block_cache
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.options import Adapter
+from edgeinfer.runtime.prefix_cache import lookup
+from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 from .conftest import load
@@ -117,7 +117,7 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
     engine: LlamaEngine, red: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed blocks on the disk are found by who has the same adapter, and by nobody else."""
-    monkeypatch.setattr(block_cache, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
     engine.use_blocks(BlockStore(tmp_path / "blocks", Limits(max_bytes=1 << 30, margin_bytes=0)))
     engine.use_adapters([red])
     coloured, first = ask(engine, prompt=PROMPT * 20)

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgeinfer.runtime import libedgeinfer, libllama
-from edgeinfer.runtime.decoding.blocks import block_opening
 from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.llama import libedgeinfer, libllama
+from edgeinfer.runtime.prefix_cache import opening
 
 from ..conftest import ROOT
 from .attention_op import LEFT, OURS, Case
@@ -149,7 +149,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
     assert pin in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     program = (
         "import llama_cpp\nllama_cpp.__version__ = '9.9.9'\n"
-        "from edgeinfer.runtime import libllama\nfrom edgeinfer.runtime.loading import cell_copies\n"
+        "from edgeinfer.runtime.llama import libllama\nfrom edgeinfer.runtime.llama import cells as cell_copies\n"
         "libllama.guard_decode()\n"
         "print(repr(libllama.build_info().attention), cell_copies._find(), 'decode' in libllama._state)"
     )
@@ -170,5 +170,5 @@ def test_what_was_computed_with_another_attention_is_another_block(
     for level, version in (("", ""), ("v3", "a"), ("v4", "a"), ("v4", "b")):
         other = msgspec.structs.replace(build, attention=level, attention_version=version)
         monkeypatch.setattr(libllama, "build_info", lambda other=other: other)
-        found.add(tuple(block_opening.identity(smol._loaded, 256).items()))
+        found.add(tuple(opening.identity(smol._loaded, 256).items()))
     assert len(found) == 4

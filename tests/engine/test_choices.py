@@ -6,7 +6,7 @@ import pytest
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.platform.machine import Machine, Memory
-from edgeinfer.runtime.planning.choices import (
+from edgeinfer.runtime.memory_plan.plan import (
     choose_cells,
     choose_context,
     choose_parallel,

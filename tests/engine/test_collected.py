@@ -1,6 +1,5 @@
 """The parts of an answer, put together from the events of a generation."""
 
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import (
     Finished,
     Logprob,
@@ -12,6 +11,7 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
+from edgeinfer.runtime.generation import Collected
 
 
 def test_every_kind_of_event_has_its_part() -> None:

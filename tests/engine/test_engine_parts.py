@@ -22,10 +22,10 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.platform.machine import Machine, Memory
-from edgeinfer.runtime import libllama
-from edgeinfer.runtime.decoding.batch import Batch
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, TokenLogprobs
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.context import Batch
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Choice, GenerateRequest, JsonSchema, Message, Regex, Sampling
 
@@ -111,7 +111,9 @@ def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
 
 
 def test_the_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.runtime.planning.plan.choose_cells", lambda n_ctx, *_: _cells(256))
+    monkeypatch.setattr(
+        "edgeinfer.runtime.memory_plan.plan.choose_cells", lambda n_ctx, *_: _cells(256)
+    )
     engine = load_engine(files(smollm2), LoadOptions(n_ctx=200, n_parallel=1))
     try:
         last = ask(engine, "word " * 190, max_tokens=100)[-1]
@@ -125,8 +127,8 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 80 MiB for weights of 92 MiB, its disk at 48.3 MB/s."""
     memory = Memory(total_bytes=1 << 30, available_bytes=80 << 20, reason="made up")
     machine = Machine(physical_cores=2, logical_cpus=2, quota=None, memory=memory)
-    monkeypatch.setattr("edgeinfer.runtime.loading.load.read_machine", lambda: machine)
-    monkeypatch.setattr("edgeinfer.runtime.loading.load.read_rate", lambda path: 48.3e6)
+    monkeypatch.setattr("edgeinfer.runtime.llama.model.read_machine", lambda: machine)
+    monkeypatch.setattr("edgeinfer.runtime.llama.model.read_rate", lambda path: 48.3e6)
 
 
 def test_weights_larger_than_memory_answer_from_the_disk(

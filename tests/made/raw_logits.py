@@ -9,7 +9,7 @@ from pathlib import Path
 import llama_cpp as L
 import numpy as np
 
-from edgeinfer.runtime import libllama
+from edgeinfer.runtime.llama import libllama
 
 
 @contextlib.contextmanager

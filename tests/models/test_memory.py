@@ -14,9 +14,9 @@ from edgeinfer.cli.main import main
 from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.gguf import GgufHeader, TensorInfo, check
 from edgeinfer.platform.machine import Machine, Memory, read_machine
+from edgeinfer.runtime.memory_plan.plan import Plan
+from edgeinfer.runtime.memory_plan.shape import Shape, make_buffers
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.planning.plan import Plan
-from edgeinfer.runtime.planning.shape import Shape, make_buffers
 
 #: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute +
 #: output] per context].
@@ -87,7 +87,7 @@ def test_the_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureR
 _SHAPE = """
 import sys
 import msgspec
-from edgeinfer.runtime.loading.load import model_shape, open_model, read_meta
+from edgeinfer.runtime.llama.model import model_shape, open_model, read_meta
 from edgeinfer.runtime.options import LoadOptions
 model = open_model((sys.argv[1],), LoadOptions(repack="off"))
 print(msgspec.json.encode(model_shape(model, read_meta(model))).decode())

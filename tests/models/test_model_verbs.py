@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from made_gguf import entry, gguf_bytes, model_entries, text
 
-from edgeinfer.blocks.store import BlockStore
 from edgeinfer.cli.main import main
 from edgeinfer.models.names import reference
 from edgeinfer.models.progress import Job, PlainLines, PullProgress, progress_on, progress_text
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.snapshots.format import MANIFEST
 
 

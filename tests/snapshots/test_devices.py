@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from other_processes import wait_until
 
-from edgeinfer.runtime.backends import files
+from edgeinfer.runtime.llama.backends import files
 
 from ..conftest import BUILD_CACHE
 from .conftest import MODEL, Person, _everybody_can_enter

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.loading import mappings
+from edgeinfer.runtime.llama import mappings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
 MIB = 1 << 20

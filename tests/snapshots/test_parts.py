@@ -30,7 +30,7 @@ from edgeinfer.launcher import selection
 from edgeinfer.platform import places
 from edgeinfer.platform.disk import locked
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.runtime.loading.mappings import LARGE_BYTES
+from edgeinfer.runtime.llama.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.snapshots import criu, fingerprint, format, prune, registry

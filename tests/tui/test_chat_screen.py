@@ -10,8 +10,6 @@ from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from textual.widgets import Static
 
-from edgeinfer.blocks.format import Block, Header, pack_tokens, whole
-from edgeinfer.blocks.store import BlockStore
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.config.config_file import load_config
@@ -25,7 +23,10 @@ from edgeinfer.errors import (
 from edgeinfer.platform import paths
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import Chosen
+from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.tui.conversation.carrying import unpacked
 from edgeinfer.tui.screens.choice import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen

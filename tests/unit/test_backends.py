@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends import files
-from edgeinfer.runtime.backends.files import Build, Facts
+from edgeinfer.runtime.llama.backends import files
+from edgeinfer.runtime.llama.backends.files import Build, Facts
 
 BUILD = Build(binding="0.3.36", ggml="0.25.3", commit="abc1234", machine="linux-x86_64")
 

@@ -6,11 +6,10 @@ import msgspec
 import pytest
 
 from edgeinfer.platform.machine import Machine, Memory
+from edgeinfer.runtime.memory_plan.offload import Offload, Room, fewer, make_offload
+from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, make_plan
+from edgeinfer.runtime.memory_plan.shape import Shape
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.planning.choices import choose_repack
-from edgeinfer.runtime.planning.offload import Offload, Room, fewer, make_offload
-from edgeinfer.runtime.planning.plan import Plan, make_plan
-from edgeinfer.runtime.planning.shape import Shape
 
 GIB = 1 << 30
 #: An 8B of 32 layers in four bits: 4.6 GiB of weights, 128 KiB of cache a token.

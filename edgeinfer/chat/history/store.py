@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.blocks.store import forget_conversation
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform import paths
+from edgeinfer.runtime.prefix_cache.store import forget_conversation
 
 #: An answer without a new piece for so long was left behind by a process that died.
 STALE_MS = 60_000

@@ -10,9 +10,8 @@ import msgspec
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.table import table
 from edgeinfer.host import Host
-from edgeinfer.runtime.backends import files
-from edgeinfer.runtime.backends.devices import Device, Loaded
-from edgeinfer.runtime.backends.survey import ask
+from edgeinfer.runtime.llama.backends import files
+from edgeinfer.runtime.llama.backends.devices import Device, Loaded, ask
 from edgeinfer.units import format_bytes
 
 

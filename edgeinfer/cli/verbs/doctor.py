@@ -23,7 +23,7 @@ from edgeinfer.errors import EdgeInferError, ModelNotPulledError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
-from edgeinfer.runtime.backends.devices import Loaded, NotLoaded, device_line
+from edgeinfer.runtime.llama.backends.devices import Loaded, NotLoaded, device_line
 
 Status = Literal["ok", "todo", "warn", "fail"]
 #: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
@@ -124,7 +124,7 @@ def _memory() -> Check:
 
 def _llama() -> Check:
     """Llama.cpp: the library loads and has a CPU backend for this machine."""
-    from edgeinfer.runtime.libllama import build_info
+    from edgeinfer.runtime.llama.libllama import build_info
 
     build = build_info()
     variant = f"{build.cpu_variant} variant, " if build.cpu_variant else ""
@@ -136,7 +136,7 @@ def _llama() -> Check:
 def _gpu() -> list[Check]:
     """GPU: what the backend libraries find, each in a process of its own."""
     from edgeinfer.platform.machine import read_gpus
-    from edgeinfer.runtime.backends.survey import survey
+    from edgeinfer.runtime.llama.backends.devices import survey
 
     cards, answers = read_gpus(), survey()
     checks = [_backend(answer, cards) for answer in answers]

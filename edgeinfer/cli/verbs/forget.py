@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import ClassVar
 
-from edgeinfer.blocks.names import model_key
-from edgeinfer.blocks.store import forget_all, forget_conversation, forget_model
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
+from edgeinfer.runtime.prefix_cache.keys import model_key
+from edgeinfer.runtime.prefix_cache.store import forget_all, forget_conversation, forget_model
 from edgeinfer.units import format_bytes
 
 ALL = "all"

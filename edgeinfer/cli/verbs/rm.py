@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer.blocks.names import model_key
-from edgeinfer.blocks.store import forget_model
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
 from edgeinfer.models.remove import Removed, remove
 from edgeinfer.platform import paths
+from edgeinfer.runtime.prefix_cache.keys import model_key
+from edgeinfer.runtime.prefix_cache.store import forget_model
 from edgeinfer.snapshots import failures
 from edgeinfer.snapshots.format import generations, model_part, part_of
 from edgeinfer.snapshots.prune import remove as remove_snapshot

@@ -18,8 +18,8 @@ from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message

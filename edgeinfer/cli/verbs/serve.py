@@ -23,8 +23,8 @@ from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.platform import paths, places
 from edgeinfer.platform.machine import read_processors
+from edgeinfer.runtime.memory_plan.plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.runtime.planning.choices import choose_threads
 from edgeinfer.server.core.batches import Batches
 from edgeinfer.server.core.exchange import Endpoint
 from edgeinfer.server.core.kept import KeptAnswers

@@ -20,8 +20,8 @@ from edgeinfer.models.external_stores.reader import Found, FoundFile
 from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
-from edgeinfer.runtime.planning.plan import Plan, disk_warning
-from edgeinfer.runtime.planning.shape import Buffers
+from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning
+from edgeinfer.runtime.memory_plan.shape import Buffers
 from edgeinfer.units import format_bytes, format_parameters
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from edgeinfer.config.config_file import GpuConfig
-from edgeinfer.runtime.backends.devices import Loaded, Wishes
-from edgeinfer.runtime.backends.survey import survey
-from edgeinfer.runtime.planning.offload import Part, make_offload
-from edgeinfer.runtime.planning.plan import Plan
-from edgeinfer.runtime.planning.shape import Shape
+from edgeinfer.runtime.llama.backends.devices import Loaded, Wishes, survey
+from edgeinfer.runtime.memory_plan.offload import Part, make_offload
+from edgeinfer.runtime.memory_plan.plan import Plan
+from edgeinfer.runtime.memory_plan.shape import Shape
 
 
 class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):

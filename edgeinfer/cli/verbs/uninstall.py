@@ -16,7 +16,7 @@ from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.runtime.backends.files import added_dir
+from edgeinfer.runtime.llama.backends.files import added_dir
 from edgeinfer.shipping import shipped, unpack
 from edgeinfer.snapshots.running import processes, shares_folders
 from edgeinfer.units import format_bytes

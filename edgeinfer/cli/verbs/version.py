@@ -61,7 +61,7 @@ def version(options: argparse.Namespace, _host: Host) -> Result:
     """Ask the loaded library itself. Raises ShippingError for `--licenses` outside the shipped file."""
     if options.licenses:
         return _licenses()
-    from edgeinfer.runtime.libllama import build_info  # 160–290 ms: llama_cpp
+    from edgeinfer.runtime.llama.libllama import build_info  # 160–290 ms: llama_cpp
 
     build = build_info()
     return VersionResult(

@@ -133,7 +133,7 @@ def make_imatrix(model: Path, text: Path, target: Path, job: Job, skipped_tokens
     """
     job.begin("weighing", model.name)
     arguments = (str(model), str(text), str(target), str(skipped_tokens))
-    said = follow("edgeinfer.runtime.helpers.importance", *arguments, job=job)
+    said = follow("edgeinfer.runtime.llama.helpers.importance", *arguments, job=job)
     if said["event"] == "error":
         raise QuantizeError(f"no importance matrix of {model.name} can be made: {said['message']}")
     return int(said["n_tokens"])
@@ -188,7 +188,7 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
     said: dict[str, object] = {}
     try:
         work = events(
-            "edgeinfer.runtime.helpers.quantizer", msgspec.json.encode(wish).decode(), job=job
+            "edgeinfer.runtime.llama.helpers.quantizer", msgspec.json.encode(wish).decode(), job=job
         )
         with closing(work):  # the process is gone before the target is, also when the report raises
             for said in work:
@@ -224,7 +224,7 @@ def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -
     text = checked_text(options.text) if options.text else paths.shipped_file("perplexity.txt")
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
-    child = "edgeinfer.runtime.helpers.perplexity"
+    child = "edgeinfer.runtime.llama.helpers.perplexity"
     said = follow(child, model, str(text), limit, compared, job=job)
     if said["event"] == "error":
         raise QuantizeError(

@@ -21,15 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import UnsupportedConstraintError
-from edgeinfer.runtime.deadline import check_deadline
 from edgeinfer.runtime.language.gbnf import to_lark
 from edgeinfer.runtime.language.prepared import Lark
 from edgeinfer.runtime.language.schema_check import locate, normalise, with_places
-from edgeinfer.runtime.libllama import L
-from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.vocab import Vocab
+    from edgeinfer.runtime.llama.vocab import Vocab
 
 #: Compiled constraints kept. One takes about 20 KiB.
 CACHE_SIZE = 128

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.deadline import check_deadline
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall, check_deadline
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.vocab import Vocab
+    from edgeinfer.runtime.llama.vocab import Vocab
 
 #: Stands behind the first character of a guarded spelling. A noncharacter: no text has it.
 MARK = "\ufdd0"

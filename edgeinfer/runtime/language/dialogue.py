@@ -41,7 +41,7 @@ from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.vocab import Vocab
+    from edgeinfer.runtime.llama.vocab import Vocab
 
 _KEPT = 32
 _MAX_TOOLS = 128

@@ -13,7 +13,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.requests import Infill, InfillFile
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.vocab import FimTokens, Vocab
+    from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
 
 _REPO = "repository\n"
 _FILE = "file\n"

@@ -15,7 +15,7 @@ from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.requests import Constraint
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.vocab import Vocab
+    from edgeinfer.runtime.llama.vocab import Vocab
 
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 

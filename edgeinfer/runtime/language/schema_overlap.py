@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from edgeinfer.runtime.deadline import check_deadline
+from edgeinfer.runtime.requests import check_deadline
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEPTH = 64

@@ -32,7 +32,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from edgeinfer.runtime.deadline import check_deadline
+from edgeinfer.runtime.requests import check_deadline
 
 #: Units of work of one render: a character made; a loop round is 16, a container's element 256.
 FUEL = 64 * 1024 * 1024

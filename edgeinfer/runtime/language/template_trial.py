@@ -19,7 +19,7 @@ from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.language.message_shapes import TemplateTraits
 from edgeinfer.runtime.language.templates import CHATML, TRANSCRIPT, ChatTemplate
 
-_HELPER = "edgeinfer.runtime.helpers.template"
+_HELPER = "edgeinfer.runtime.language.template_trial_process"
 #: Limits of the process: address space, processor time, and time with all that waits.
 MEMORY_BYTES = 1 << 30
 CPU_S = 8

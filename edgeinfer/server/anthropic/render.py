@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgeinfer.runtime.collected import Collected, CollectedCall
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -19,6 +18,7 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
+from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.renderer import sse_comment, wire_timings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Timings, Usage
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.wire import WireTimings
 

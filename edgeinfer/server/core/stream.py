@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Progress, Timings, Usage
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.core.begin import Begun, Job, begin, events_of
 from edgeinfer.server.core.connection import Connection, ShortCut, disconnected

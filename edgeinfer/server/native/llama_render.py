@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.renderer import sse_comment, wire_timings

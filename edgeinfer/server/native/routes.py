@@ -15,7 +15,7 @@ from starlette.responses import Response
 from edgeinfer import __version__
 from edgeinfer.agents.elsewhere import begin_elsewhere
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
-from edgeinfer.runtime.collected import Collected
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message

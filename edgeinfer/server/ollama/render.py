@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.collected import Collected, CollectedCall
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -18,6 +17,7 @@ from edgeinfer.runtime.events import (
     TokenLogprobs,
     ToolCallDelta,
 )
+from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.ollama import wire_replies as wire
 from edgeinfer.server.openai.render import wire_logprobs

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, Finished, ToolCallDelta
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.openai import wire
 from edgeinfer.server.openai import wire_replies as replies
 from edgeinfer.server.openai.render import ChatRenderer, chunk_end

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -23,6 +22,7 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.renderer import sse_comment, total, wire_timings
 from edgeinfer.server.openai import wire_replies as wire

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.collected import Collected
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.core.renderer import sse_comment, wire_timings
 from edgeinfer.server.openai.errors import sentence

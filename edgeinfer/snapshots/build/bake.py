@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgeinfer.errors import DumpError
-from edgeinfer.runtime.loading.mappings import Range
+from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.snapshots.build import images
 from edgeinfer.snapshots.build.images import Message
 

@@ -28,7 +28,7 @@ from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.launcher import messages
 from edgeinfer.platform import process
-from edgeinfer.runtime.loading.mappings import areas
+from edgeinfer.runtime.llama.mappings import areas
 from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.build import relocate
 from edgeinfer.snapshots.build.spill import Spilled, spill

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import DumpError
-from edgeinfer.runtime.loading.mappings import areas
+from edgeinfer.runtime.llama.mappings import areas
 from edgeinfer.snapshots import linux
 
 #: What a launch request of this kind calls itself.

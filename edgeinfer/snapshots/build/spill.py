@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from edgeinfer.runtime.loading.mappings import Range, Untouched
+from edgeinfer.runtime.llama.mappings import Range, Untouched
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.build.digests import Hashing
 

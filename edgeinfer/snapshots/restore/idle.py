@@ -13,7 +13,7 @@ from typing import Any
 
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.loading.mappings import Range
+from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.snapshots.restore import residency
 
 

@@ -11,7 +11,7 @@ from edgeinfer.config.load_options import differing, snapshot_options, unmet
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.loading.mappings import Area, Range
+from edgeinfer.runtime.llama.mappings import Area, Range
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.process_description import Description
@@ -19,8 +19,10 @@ from edgeinfer.snapshots.restore import prefetch
 from edgeinfer.snapshots.restore.idle import IdleWatch, give_back
 
 if TYPE_CHECKING:
-    from edgeinfer.blocks.store import BlockStore  # numpy, whose threads the builder cannot clone with
-    from edgeinfer.runtime.backends.devices import Wishes
+    from edgeinfer.runtime.llama.backends.devices import Wishes
+    from edgeinfer.runtime.prefix_cache.store import (
+        BlockStore,  # numpy, whose threads the builder cannot clone with
+    )
 
 CANARY_TOKENS = 4
 _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
@@ -100,7 +102,7 @@ class LoadedModel:
         """After a restore: as many threads as this launch has processors, and randomness of its own."""
         # imported already in a parked process
         from edgeinfer.platform.machine import read_processors
-        from edgeinfer.runtime.planning.choices import choose_threads
+        from edgeinfer.runtime.memory_plan.plan import choose_threads
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_processors()).value, entropy)

@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 
-from edgeinfer.runtime.loading.mappings import Area
+from edgeinfer.runtime.llama.mappings import Area
 from edgeinfer.snapshots.restore import residency
 
 _PROBES = 64

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 from edgeinfer.launcher import messages
 from edgeinfer.launcher.process_env import LIMITS
-from edgeinfer.runtime.loading.mappings import Range
+from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.snapshots import linux
 
 

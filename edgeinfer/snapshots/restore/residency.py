@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from io import FileIO
 
-from edgeinfer.runtime.loading.mappings import (
+from edgeinfer.runtime.llama.mappings import (
     DONTNEED,
     HUGEPAGE,
     LARGE_BYTES,

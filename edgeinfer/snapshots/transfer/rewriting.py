@@ -10,7 +10,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from edgeinfer.runtime.loading.mappings import Range
+from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.snapshots.build import images
 from edgeinfer.snapshots.build.images import Message
 

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, QueueFullError
-from edgeinfer.runtime import libllama
-from edgeinfer.runtime.decoding.scheduling.chunks import Exactness
-from edgeinfer.runtime.decoding.scheduling.execution import Execution
-from edgeinfer.runtime.decoding.sequences.sequence import Part
 from edgeinfer.runtime.engine import LlamaEngine, _exactness, load_engine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.memory_plan import plan
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.planning import plan
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+from edgeinfer.runtime.scheduler.executor import Execution
+from edgeinfer.runtime.scheduler.prefill_policy import Exactness
+from edgeinfer.runtime.scheduler.sequence import Part
 
 GREEDY = Sampling(temperature=0)
 SUBJECTS = (

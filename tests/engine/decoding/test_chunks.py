@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.runtime.decoding.scheduling.chunks import Chunks, Exactness
-from edgeinfer.runtime.decoding.scheduling.prefill import lendable_s
+from edgeinfer.runtime.scheduler.prefill_policy import Chunks, Exactness, lendable_s
 
 
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from edgeinfer.platform.machine import Machine, Memory
-from edgeinfer.runtime import libllama
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Logprob, TextDelta
-from edgeinfer.runtime.loading import load as loading
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama import model as loading
+from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
+from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.planning.plan import Plan, make_plan
-from edgeinfer.runtime.planning.shape import Shape, make_shape
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 GIB = 1 << 30

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.decoding.active import ActiveContext
-from edgeinfer.runtime.decoding.batch import Batch
-from edgeinfer.runtime.decoding.scheduling.interruptions import Interruptions
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.scheduler.executor import Interruptions
 
 from ..remembering.conftest import ask, heard, load, text
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.decoding.sequences.output import Output, ReasoningBudget
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.language.reasoning import THINK, ReasoningParser
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sampling
+from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
 
 OPENS_A_SPAN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

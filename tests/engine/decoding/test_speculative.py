@@ -7,13 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgeinfer.runtime.decoding.drafting.speculative import (
-    Acceptance,
-    Drafting,
-    NgramDrafter,
-    Price,
-    StepCosts,
-)
+from edgeinfer.runtime.sampling.speculative import Acceptance, Drafting, NgramDrafter, Price, StepCosts
 
 FREE = Price(token_s=0.010, row_s=0.0)
 CHEAP = Price(token_s=0.010, row_s=0.002)

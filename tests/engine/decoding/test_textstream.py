@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgeinfer.runtime.decoding.sequences.output import TextStream
+from edgeinfer.runtime.sampling.output import TextStream
 
 TEXT = "Grüße 世界 🌍🏳️‍🌈 end of the STOPline"
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgeinfer.runtime.backends.devices import Wishes
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.llama.backends.devices import Wishes
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.runtime.backends import files
-from edgeinfer.runtime.backends.files import Facts
+from edgeinfer.runtime.llama.backends import files
+from edgeinfer.runtime.llama.backends.files import Facts
 
 from ...conftest import ROOT
 
@@ -27,7 +27,7 @@ DRIVER = """
 LOAD = """
 import json, sys
 from edgeinfer.runtime import libllama
-from edgeinfer.runtime.backends import loading, vulkan
+from edgeinfer.runtime.llama.backends import registration as loading, vulkan
 import msgspec
 libllama.lib()
 mapped = lambda: [w for w in ("libggml-", "libvulkan") if w in open("/proc/self/maps").read().replace("libggml-base", "").replace("libggml-cpu", "")]
@@ -133,7 +133,7 @@ def test_a_library_of_another_build_is_never_opened() -> None:
 
 
 def test_a_driver_that_crashes_ends_the_process_that_asks_alone() -> None:
-    from edgeinfer.runtime.backends.survey import ask
+    from edgeinfer.runtime.llama.backends.devices import ask
 
     library(files.added_dir(), "rocm", "libc.so.6", "void ggml_backend_init(void) { *(int *)0 = 1; }")
     assert ask("rocm").reason == "the process that loaded it died of SIGSEGV"

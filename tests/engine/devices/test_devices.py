@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.platform.machine import has_gpu
-from edgeinfer.runtime.backends import files
+from edgeinfer.runtime.llama.backends import files
 
 from ...conftest import BUILD_CACHE, ROOT
 from ...made.made_families import make_family

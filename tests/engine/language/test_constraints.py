@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
-from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.language.constraints import Constraints, whole
 from edgeinfer.runtime.language.gbnf import to_lark
@@ -26,6 +25,7 @@ from edgeinfer.runtime.requests import (
     Message,
     Regex,
     Sampling,
+    preparing,
 )
 
 from .conftest import draw_text

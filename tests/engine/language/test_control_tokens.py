@@ -10,8 +10,8 @@ import pytest
 from edgeinfer.runtime.language.control_tokens import MARK, ControlTokens, unmarked
 from edgeinfer.runtime.language.dialogue import Conversations, load_conversations
 from edgeinfer.runtime.language.prepared import TemplateFacts
+from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall
-from edgeinfer.runtime.vocab import Vocab
 
 FOLDER = Path(__file__).with_name("templates")
 CHATML = ("smollm2", "smollm3", "qwen25", "qwen3", "hermes3")

@@ -21,8 +21,8 @@ from edgeinfer.runtime.requests import (
     Tool,
     ToolCall,
     ToolChoice,
+    check_request,
 )
-from edgeinfer.runtime.validate import check_request
 
 from .conftest import draw_text
 

@@ -7,11 +7,10 @@ import resource
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.runtime.deadline import preparing
 from edgeinfer.runtime.language import template_trial
 from edgeinfer.runtime.language.template_trial import load_untrusted
 from edgeinfer.runtime.language.templates import ChatTemplate
-from edgeinfer.runtime.requests import Message
+from edgeinfer.runtime.requests import Message, preparing
 
 _S = "{% set s='aaaaaaaaaaaaaaaa' %}"
 _M = "{% set s='a'*1000000 %}"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.blocks.limits import Limits
-from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import block_cache
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache import lookup
+from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 ROOMY = Limits(max_bytes=4 << 30, margin_bytes=0)
@@ -57,7 +57,7 @@ def heard(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[object], 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may read slower than it computes: what is tested here is what comes back."""
-    monkeypatch.setattr(block_cache, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
 
 
 @pytest.fixture

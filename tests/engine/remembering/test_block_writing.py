@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.blocks.format import State, unpack_tokens, whole
-from edgeinfer.blocks.limits import Limits, list_blocks
-from edgeinfer.blocks.names import Names
-from edgeinfer.blocks.store import BlockStore, ModelBlocks, forget_conversation
-from edgeinfer.runtime.decoding.blocks.block_check import Proof
-from edgeinfer.runtime.decoding.blocks.block_names import BlockNames
-from edgeinfer.runtime.decoding.blocks.block_writing import BlockWriting
-from edgeinfer.runtime.decoding.cache.kvcache import KvCache
+from edgeinfer.runtime.kv_cache.cache import KvCache
+from edgeinfer.runtime.kv_cache.sequence_state import State, whole
+from edgeinfer.runtime.prefix_cache.format import unpack_tokens
+from edgeinfer.runtime.prefix_cache.keys import BlockNames, Names
+from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks
+from edgeinfer.runtime.prefix_cache.roundtrip_check import Proof
+from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks, forget_conversation
+from edgeinfer.runtime.prefix_cache.writer import BlockWriting
 
 from .test_kvcache import CountingMemory, claim, fill, make
 

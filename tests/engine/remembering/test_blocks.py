@@ -12,16 +12,15 @@ from typing import NamedTuple, cast
 import msgspec
 import pytest
 
-from edgeinfer.blocks.format import Block
-from edgeinfer.blocks.kept import kept_names
-from edgeinfer.blocks.limits import Limits, list_blocks
-from edgeinfer.blocks.store import BlockStore, forget_all, forget_conversation
-from edgeinfer.runtime.decoding.blocks.block_cache import BLOCK_TOKENS, Restore
-from edgeinfer.runtime.decoding.cache.kvcache import common_prefix
-from edgeinfer.runtime.decoding.scheduling.prefixes import restoring
-from edgeinfer.runtime.decoding.sequences.sequence import Sequence
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished, TokenLogprobs
+from edgeinfer.runtime.kv_cache.cache import common_prefix
+from edgeinfer.runtime.prefix_cache.format import Block
+from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
+from edgeinfer.runtime.prefix_cache.retention import Limits, kept_names, list_blocks
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_all, forget_conversation
+from edgeinfer.runtime.scheduler.prefixes import restoring
+from edgeinfer.runtime.scheduler.sequence import Sequence
 
 from .conftest import ask, heard, load, text
 

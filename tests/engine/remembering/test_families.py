@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from made_families import FAMILIES, N_CTX, make_family, make_t5
 
-from edgeinfer.blocks.store import BlockStore
 from edgeinfer.errors import EdgeInferError, ModelLoadError
 from edgeinfer.models import gguf
 from edgeinfer.models.fits import header_shape
-from edgeinfer.runtime.decoding.blocks import block_writing
 from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.prefix_cache import writer
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 from .conftest import ROOMY, ask, heard, load
 from .test_kinds import tokens_of
@@ -34,7 +34,7 @@ EDIT = PROMPT[:200] + "A clock stops. "
 @pytest.fixture(autouse=True)
 def _writes_and_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast these small models compute."""
-    monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from made_decoders import make_lfm2
 
-from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.scheduling import idle_cells
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.loading.cell_memory import cell_memory
-from edgeinfer.runtime.loading.mappings import Range, Untouched
-from edgeinfer.runtime.loading.sparse_buffers import Buffer
+from edgeinfer.runtime.llama.cells import cell_memory
+from edgeinfer.runtime.llama.mappings import Range, Untouched
+from edgeinfer.runtime.llama.sparse_buffers import Buffer
+from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.scheduler import idle_cells
 from edgeinfer.snapshots.build.spill import spill
 
 from .conftest import ROOMY, ask, heard, load, text

@@ -13,9 +13,9 @@ import pytest
 from made_decoders import make_deepseek2, make_lfm2, make_mamba, make_qwen2vl
 from made_models import make_adapter, make_llama
 
-from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import block_writing
 from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.prefix_cache import writer
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 from .conftest import ROOMY, ask, heard, load, text
 
@@ -34,7 +34,7 @@ REAL = {"attention": "smollm2", "window": "gemma3"}
 @pytest.fixture(autouse=True)
 def _writes_and_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast these small models compute."""
-    monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
 
 
 @pytest.fixture(scope="module", params=[*REAL, *MADE])

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from edgeinfer.runtime.decoding.cache.divergence import Closest, closest
-from edgeinfer.runtime.decoding.cache.kvcache import KvCache, Resident, common_prefix
+from edgeinfer.runtime.kv_cache.cache import Closest, KvCache, Resident, closest, common_prefix
 
 
 class CountingMemory:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.blocks.limits import list_blocks
-from edgeinfer.blocks.store import BlockStore, forget_all
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.loading import cell_copies
-from edgeinfer.runtime.loading.mappings import areas
+from edgeinfer.runtime.llama import cells
+from edgeinfer.runtime.llama.mappings import areas
+from edgeinfer.runtime.prefix_cache.retention import list_blocks
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_all
 
 from .conftest import ask, heard, load, text
 
@@ -154,10 +154,10 @@ def test_what_cannot_be_mapped_is_copied(
     """The library is missing; the kernel allows no more mappings; the cells lie otherwise than before."""
     tokens, answer = read
     if without == "the library":
-        monkeypatch.setattr(cell_copies, "_found", [None])
+        monkeypatch.setattr(cells, "_found", [None])
     if without == "mappings":
-        monkeypatch.setattr(cell_copies, "_most_mappings", lambda: 0)
-        copies = cell_copies.find_copies()
+        monkeypatch.setattr(cells, "_most_mappings", lambda: 0)
+        copies = cells.find_copies()
         assert copies is not None
         monkeypatch.setattr(copies, "_n_free", 0)
         monkeypatch.setattr(copies, "_counted_at", float("-inf"))
@@ -187,7 +187,7 @@ def test_a_state_passes_between_contexts_that_copy_otherwise(
     assert state is not None
     assert len(state.pieces) == 2 * N_TENSORS + 1
     assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(one._loaded.cells.rows)
-    monkeypatch.setattr(cell_copies, "_found", [None])
+    monkeypatch.setattr(cells, "_found", [None])
     other = load(smollm2, None)
     states = other._scheduler._idle_cells._states
     assert states is not None

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from made_decoders import make_lfm2
 
-from edgeinfer.blocks.store import BlockStore
-from edgeinfer.runtime.decoding.blocks import block_writing
-from edgeinfer.runtime.decoding.cache.points import Points, tokens_to_next
 from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Points, tokens_to_next
+from edgeinfer.runtime.prefix_cache import writer
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 from .conftest import ROOMY, ask, heard, load, text
 
@@ -67,7 +67,7 @@ def test_a_running_conversation_shares_its_points(engine: LlamaEngine) -> None:
 def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
     hybrid: Path, tmp_path: Path, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
     store = BlockStore(tmp_path / "blocks", ROOMY)
     engine = load(hybrid, store, kv_type=kv_type)
     question = tuple(engine.tokenize(text(600)))

@@ -15,14 +15,14 @@ from made_decoders import make_reader
 from made_models import make_llama
 from other_processes import engines_below, free_port, wait_until
 
-from edgeinfer.blocks.limits import Limits, list_blocks
-from edgeinfer.blocks.store import BlockStore, forget_conversation
 from edgeinfer.platform.paths import config_dir
-from edgeinfer.runtime.decoding.blocks import block_cache, block_writing
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache import lookup, writer
+from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 
@@ -49,8 +49,8 @@ STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
-    monkeypatch.setattr(block_cache, "_PATIENCE_S", 600.0)
-    monkeypatch.setattr(block_writing, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from edgeinfer.cli import options as launch_args
 from edgeinfer.cli.verbs.serve import limits as typed_limits
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.runtime.vocab import Vocab
+from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.server.core.bodies import decode_query
 from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.core.problems import Problem

@@ -35,7 +35,7 @@ from edgeinfer.models.converting.convert import convert
 from edgeinfer.models.converting.families import FAMILIES
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.runtime.vocab import Vocab
+from edgeinfer.runtime.llama.vocab import Vocab
 
 MADE = sorted(path.stem for path in GOLDEN.glob("*.json"))
 TOKENIZERS = json.loads(gzip.decompress((GOLDEN / "tokenizers.json.gz").read_bytes()))

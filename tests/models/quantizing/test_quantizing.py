@@ -228,7 +228,7 @@ def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> Non
     wish = {"source": str(gemma3), "target": str(tmp_path / "x.gguf"), "ftype": 7, "threads": 1}
     program = (
         "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'edgeinfer.runtime.helpers.quantizer', "
+        f"child = subprocess.Popen([sys.executable, '-m', 'edgeinfer.runtime.llama.helpers.quantizer', "
         f"{json.dumps(wish)!r}],"
         " stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"

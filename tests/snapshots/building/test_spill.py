@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.loading import mappings
+from edgeinfer.runtime.llama import mappings
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.build.digests import digest
 from edgeinfer.snapshots.build.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, spill

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.runtime.deadline import check_deadline
 from edgeinfer.runtime.language.schema_check import MAX_DEPTH, resolve
-from edgeinfer.runtime.requests import Tool
+from edgeinfer.runtime.requests import Tool, check_deadline
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 #: Keywords beside which an object's own properties are not all that it may have.

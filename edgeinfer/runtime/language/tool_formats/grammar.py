@@ -24,7 +24,7 @@ from edgeinfer.runtime.language.tool_formats.families import (
 from edgeinfer.runtime.requests import Tool
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.vocab import Vocab
+    from edgeinfer.runtime.llama.vocab import Vocab
 
 MAX_CALLS = 8
 _ANY = "/(?s:.*)/"

@@ -1,1 +1,0 @@
-"""Devices for a model that runs on the CPU: attached while it computes, left when they fail."""

@@ -1,1 +1,0 @@
-"""The decode loop: its step, the requests, what is remembered, and the guesses."""

@@ -1,1 +1,0 @@
-"""Guesses at the next tokens, from the text itself or from a small model."""

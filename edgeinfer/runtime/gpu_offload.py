@@ -1,0 +1,346 @@
+"""Move layers to GPUs while the CPU serves requests, and go back to the CPU if a device fails.
+
+The model stays loaded for the CPU: its weights are mapped from files and take no memory that others
+need. A thread loads it once more with layers on devices. Between two steps the engine switches the
+context: the computed state moves along, and the pages of the CPU's KV cache are returned. After a
+failed step the CPU's context is used again; the running requests restore or recompute their prefixes,
+and their streams do not end."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgeinfer.errors import (
+    DecodeError,
+    EngineClosedError,
+    EngineError,
+    ModelLoadError,
+    OutOfMemoryError,
+)
+from edgeinfer.platform.machine import read_machine
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.backends import files as backend_files
+from edgeinfer.runtime.llama.backends import registration
+from edgeinfer.runtime.llama.backends.devices import Device, Wishes
+from edgeinfer.runtime.llama.backends.devices import Loaded as LoadedBackend
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.lora import Held, LoraAdapters
+from edgeinfer.runtime.llama.model import Loaded, Placement, open_model, with_another_context
+from edgeinfer.runtime.memory_plan.offload import Offload, Room, fewer, make_offload
+from edgeinfer.runtime.memory_plan.plan import choose_repack
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache.lookup import BlockCache
+from edgeinfer.runtime.prefix_cache.opening import open_blocks
+from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.scheduler.scheduler import Scheduler
+
+_log = logging.getLogger("edgeinfer.gpu")
+#: The end of an engine waits so long (seconds) for what was computed to be on the disk.
+FLUSH_S = 30.0
+
+
+class Attachment:
+    """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
+
+    `call` runs work between two steps, `blocks` are the engine's, and `loaded` what it computes with.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        options: LoadOptions,
+        cpu: Loaded,
+        active: ActiveContext,
+        lora: LoraAdapters,
+        scheduler: Scheduler,
+        call: Callable[[Callable[[], Any]], Any],
+        blocks: EngineBlocks,
+    ) -> None:
+        self._files, self._options = files, options
+        self._cpu = cpu
+        self._active = active
+        self._lora = lora
+        self._scheduler = scheduler
+        self._call, self._blocks = call, blocks
+        self._target: Target | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self.loaded = cpu
+
+    def begin(self, wishes: Wishes) -> None:
+        """Attach what `wishes` say, in the background. What keeps it from working is logged once.
+
+        Nothing is opened where nobody asked for layers and there is no GPU.
+        """
+        if self._thread is None and wishes.is_worth_asking():
+            self._thread = threading.Thread(
+                target=self._main, args=(wishes,), name="edgeinfer-attach", daemon=True
+            )
+            self._thread.start()
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until devices are attached, or none will be; False when it takes longer."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def close(self) -> None:
+        """End attaching, and free what is attached. When nothing decodes any more."""
+        self._is_closing = True
+        self.settle()
+        if self._target is not None:
+            self._target.loaded.free()
+            self._target = None
+
+    def _main(self, wishes: Wishes) -> None:
+        try:
+            self._attach(wishes)
+        except NoTarget as error:
+            self._cpu.choices["gpu_layers"] = Chosen("none", str(error))
+            if wishes.is_explicit:
+                _log.warning("no layers on a GPU: %s", error)
+        except EngineError as error:
+            if not self._is_closing:
+                _log.warning("no layers on a GPU: %s", error.message)
+
+    def _attach(self, wishes: Wishes) -> None:
+        devices = find_devices(wishes)
+        rooms = tuple(wishes.room(device) for device in devices)
+        planned = make_offload(self._cpu.shape, self._cpu.plan, rooms, wishes.layers)
+        target = load_target(
+            self._files.paths, self._options, self._cpu, self._lora, devices, rooms, planned
+        )
+        try:
+            target.warm_up()  # here, and not while somebody waits for the next token
+            self._call(lambda: self._go_over(target))
+        except BaseException:
+            if self._target is None:
+                target.loaded.free()
+            raise
+        if target.failed:
+            _log.warning("the devices had room for %s: %s", target.offload, target.failed)
+
+    def _go_over(self, target: Target) -> None:
+        """Between two steps: decode with `target` from now on."""
+        if self._is_closing:
+            raise EngineClosedError("the engine is closed")
+        self._lora.enter(target.loaded.model, target.active.adapters)
+        self._blocks.leave()
+        knows = move_state(self._active, target.active)
+        self._scheduler.go_over(target.active, knows=knows, on_device=True)
+        self._mark_cells()
+        self._scheduler.on_failed_step = self._failed
+        self._target = target
+        libllama.L.llama_memory_clear(self._cpu.memory, False)
+        self._cpu.cells.give_back()
+        self._enter(target.loaded)
+
+    def _mark_cells(self) -> None:
+        """What is in the cells was computed elsewhere, or otherwise: no block of what comes now."""
+        for resident in self._scheduler.kv.residents:
+            resident.is_shifted = True
+
+    def _note_failure(self, target: Target, failure: str) -> str:
+        names = " and ".join(part.device for part in target.offload.parts)
+        self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {failure}")
+        return names
+
+    def _failed(self, error: DecodeError) -> bool:
+        """The CPU goes on; what is on the device is left: a lost one may never answer."""
+        target, self._target = self._target, None
+        if target is None:
+            return False
+        names = self._note_failure(target, error.message)
+        _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
+        self._blocks.leave()
+        active = ActiveContext(self._cpu.context, self._cpu.memory, self._cpu.cells)
+        active.adapters = self._lora.leave()
+        self._scheduler.go_over(active, knows=False, on_device=False)
+        self._enter(self._cpu)
+        return True
+
+    def _enter(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+        libllama.L.llama_set_n_threads(loaded.context, self._cpu.n_threads, self._cpu.n_threads)
+        self._blocks.enter(loaded)
+
+
+def find_devices(wishes: Wishes) -> tuple[Device, ...]:
+    """Load backends and choose devices; this process cannot be dumped then. Raises NoTarget."""
+    reasons = []
+    for file in backend_files.available():
+        libllama.guard_decode()
+        answer = registration.load(file.name)
+        if isinstance(answer, LoadedBackend):
+            if chosen := wishes.chosen(answer.devices):
+                return chosen
+            reasons.append(f"{file.name} has no such device")
+        else:
+            reasons.append(f"{answer.name}: {answer.reason}")
+    raise NoTarget(
+        "; ".join(reasons) or "there is no library for one: `edgeinfer backend` says where it goes"
+    )
+
+
+class EngineBlocks:
+    """Opens and closes the blocks of what `scheduler` decodes with."""
+
+    def __init__(
+        self, files: ModelFiles, options: LoadOptions, active: ActiveContext, scheduler: Scheduler
+    ) -> None:
+        self._files, self._options = files, options
+        self._active = active
+        self._prefixes, self._roster = scheduler.prefixes, scheduler.roster
+        self._kv = scheduler.kv
+        self._store: BlockStore | None = None
+        self._left: list[threading.Thread] = []
+
+    @property
+    def cache(self) -> BlockCache | None:
+        """What is open."""
+        return self._prefixes.blocks
+
+    def open(self, store: BlockStore, loaded: Loaded, checked: str) -> None:
+        """Use `store`. `checked` is what the check of this model has found. Raises OSError."""
+        self._store = store
+        self._prefixes.blocks = open_blocks(
+            store, self._files, self._options, loaded, self._active, self._kv, checked
+        )
+
+    def leave(self) -> None:
+        """Use no blocks until `enter`. Between two steps; what is written goes on being written."""
+        blocks = self._prefixes.leave_store(self._roster.running)
+        if blocks is not None:
+            thread = threading.Thread(target=blocks.blocks.close, args=(FLUSH_S,), daemon=True)
+            thread.start()
+            self._left.append(thread)
+
+    def enter(self, loaded: Loaded) -> None:
+        """Use the blocks of what `loaded` computes, where a store is used at all. Between two steps."""
+        if self._store is not None:
+            self.open(self._store, loaded, "")
+
+    def close(self) -> None:
+        """Write what waits, and use no store any more."""
+        blocks, self._prefixes.blocks = self.cache, None
+        self._store = None
+        if blocks is not None:
+            blocks.close(FLUSH_S)
+        while self._left:
+            self._left.pop().join(FLUSH_S)
+
+
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+_WARM_UP_TOKENS = 64
+
+
+@dataclass(slots=True)
+class Target:
+    """What an engine can go over to. llama.cpp may look into `placement` while the model is there.
+
+    `failed` says what happened to more layers than these, "" when they are those that were planned.
+    """
+
+    loaded: Loaded
+    active: ActiveContext
+    offload: Offload
+    placement: Placement
+    failed: str = ""
+
+    def warm_up(self) -> None:
+        """Have the devices compile what a prompt and an answer need. Raises DecodeError."""
+        n_tokens = min(_WARM_UP_TOKENS, self.loaded.n_batch)
+        batch = Batch(
+            capacity=n_tokens,
+            max_outputs=1,
+            n_vocab=self.loaded.vocab.n_vocab,
+            n_seq_max=1,
+            n_cells=self.loaded.n_cells,
+        )
+        for at, tokens in ((0, list(range(1, 1 + n_tokens))), (n_tokens, [1])):
+            batch.clear()
+            batch.add(tokens, at, 0, outputs=1)
+            if code := batch.decode(self.active):
+                raise DecodeError(f"llama_decode returned {code} for {len(tokens)} tokens")
+        libllama.L.llama_memory_seq_rm(self.active.memory, 0, -1, -1)
+
+
+class NoTarget(Exception):
+    """Layers cannot lie on devices; the reason in words."""
+
+
+def load_target(
+    paths: tuple[str, ...],
+    options: LoadOptions,
+    cpu: Loaded,
+    lora: LoraAdapters,
+    devices: Sequence[Device],
+    rooms: tuple[Room, ...],
+    planned: Offload,
+) -> Target:
+    """Load `cpu`'s model again as `planned`, with fewer layers if they do not fit. Raises NoTarget."""
+    offload, failed = planned, ""
+    while offload.parts:
+        try:
+            found = _load(paths, options, cpu, devices, offload)
+            found.active.adapters = _adapters(lora, found)
+        except (ModelLoadError, OutOfMemoryError) as error:
+            failed = failed or error.message
+            offload = fewer(cpu.shape, cpu.plan, rooms, offload)
+            continue
+        found.failed = failed
+        return found
+    raise NoTarget(failed or offload.reason)
+
+
+def _adapters(lora: LoraAdapters, target: Target) -> Held:
+    try:
+        return lora.open(target.loaded.model)
+    except BaseException:
+        target.loaded.free()
+        raise
+
+
+def _load(
+    paths: tuple[str, ...],
+    options: LoadOptions,
+    cpu: Loaded,
+    devices: Sequence[Device],
+    offload: Offload,
+) -> Target:
+    pointers = {device.name: device.pointer for device in devices}
+    placement = Placement([pointers[part.device] for part in offload.parts], offload)
+    on_devices = sum(part.weights_bytes for part in offload.parts)
+    rest = max(0, cpu.shape.weights_bytes - on_devices)
+    repack = choose_repack(options.repack, rest, read_machine())
+    options = msgspec.structs.replace(options, repack=repack.value)
+    model = open_model(paths, options, placement=placement)
+    try:
+        loaded = with_another_context(cpu, model, options)
+    except BaseException:
+        libllama.L.llama_model_free(model)
+        raise
+    layers = Chosen(str(offload), offload.reason)
+    loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
+    return Target(
+        loaded, ActiveContext(loaded.context, loaded.memory, loaded.cells), offload, placement
+    )
+
+
+def move_state(source: ActiveContext, target: ActiveContext) -> bool:
+    """Give one context everything that another has computed. False when it does not take it."""
+    llama = libllama.L
+    size = int(llama.llama_state_get_size(source.context))
+    state = np.empty(size, np.uint8)
+    pointer = state.ctypes.data_as(_BYTES)
+    n = int(llama.llama_state_get_data(source.context, pointer, size))
+    return bool(n and llama.llama_state_set_data(target.context, pointer, n) == n)

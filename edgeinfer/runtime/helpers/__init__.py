@@ -1,1 +1,0 @@
-"""Programs that run in processes of their own: the quantizer, perplexity, the devices."""

@@ -1,0 +1,140 @@
+"""The devices a backend library gives, or the reason for none, and what a launch wants of them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from edgeinfer.platform import machine
+from edgeinfer.platform.process import child_command
+from edgeinfer.runtime.llama.backends import files
+from edgeinfer.runtime.llama.backends.files import BackendFile
+from edgeinfer.runtime.memory_plan.offload import Room
+from edgeinfer.units import format_bytes
+
+#: "gpu" has memory of its own, "integrated" shares the machine's, "software" is a CPU that plays a GPU.
+Kind = Literal["gpu", "integrated", "software", "accelerator"]
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of a loaded backend, as it was when it was asked.
+
+    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, of use in this process alone.
+    `driver` is name and version in one line, "" where nobody says. `id` is the PCI address, "" for
+    none. Memory in bytes, of the whole device; a driver that does not tell says all of it is free.
+    """
+
+    name: str
+    description: str
+    kind: Kind
+    backend: str
+    driver: str = ""
+    id: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    pointer: int = 0
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """A backend library that is registered in this process, which can't be dumped from now on.
+
+    `devices` has at least one. `warning` says what it will lack, "" for nothing.
+    """
+
+    file: BackendFile
+    devices: tuple[Device, ...]
+    warning: str = ""
+
+
+class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
+    """Why a backend gives no device, in one line, and what to type; `fix` "" where nothing helps.
+
+    `absent` is true where nothing is wrong: the machine has no such device, or no such library was
+    added.
+    """
+
+    name: str
+    reason: str
+    fix: str = ""
+    absent: bool = False
+
+
+def device_line(device: Device) -> str:
+    """One device on one line: name, kind, memory, driver."""
+    kind = {"gpu": "", "integrated": ", integrated", "software": ", in software"}.get(device.kind, "")
+    memory = f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"
+    driver = f"; {device.driver}" if device.driver else ""
+    return f"{device.name}: {device.description}{kind}, {memory}{driver}"
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """`layers` is `--gpu-layers`; the rest is `[gpu]` of the configuration.
+
+    `devices` are llama.cpp's names of those to use, none for every one that is no software.
+    `memory_bytes` is the most that is taken of each, 0 for what is free.
+    """
+
+    layers: int | str = "auto"
+    devices: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+    @classmethod
+    def of(cls, layers: int | str, devices: tuple[str, ...], max_memory_gib: float) -> Wishes:
+        """From the configuration's units."""
+        return cls(layers=layers, devices=devices, memory_bytes=int(max_memory_gib * (1 << 30)))
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether somebody asked for layers on a device, and wants to hear when there are none."""
+        return self.layers not in ("auto", "none", 0)
+
+    def is_worth_asking(self) -> bool:
+        """Whether backends are to be opened at all: by themselves only where there may be a GPU."""
+        named = self.is_explicit or bool(self.devices)
+        return self.layers not in ("none", 0) and (named or machine.has_gpu())
+
+    def chosen(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Those to use, in order: the named, else GPUs, else software where layers were asked for."""
+        if self.devices:
+            return tuple(device for device in devices if device.name in self.devices)
+        real = tuple(device for device in devices if device.kind in ("gpu", "integrated"))
+        return real if real or not self.is_explicit else tuple(devices)
+
+    def room(self, device: Device) -> Room:
+        """The memory that may be taken of a device."""
+        free = device.free_bytes
+        return Room(name=device.name, free_bytes=min(free, self.memory_bytes or free))
+
+
+_HELPER = "edgeinfer.runtime.llama.helpers.devices"
+#: A driver that takes longer is stuck.
+_PATIENCE_S = 30.0
+
+
+def survey() -> tuple[Loaded | NotLoaded, ...]:
+    """What each backend library that is here gives, by a process for each: 0.2 s and more."""
+    return tuple(ask(file.name) for file in files.available())
+
+
+def ask(name: str) -> Loaded | NotLoaded:
+    """What one backend library gives, or how the process ended that loaded it."""
+    command = child_command(_HELPER, name)
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_PATIENCE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return NotLoaded(name=name, reason=f"its driver did not answer within {_PATIENCE_S:.0f} s")
+    try:
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Loaded | NotLoaded)
+    except (IndexError, msgspec.MsgspecError):
+        return NotLoaded(name=name, reason=f"the process that loaded it {_ended(done)}")
+
+
+def _ended(done: subprocess.CompletedProcess[bytes]) -> str:
+    if done.returncode < 0:
+        return f"died of {signal.Signals(-done.returncode).name}"
+    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return f"ended with {done.returncode}: {said[-1] if said else 'without a word'}"

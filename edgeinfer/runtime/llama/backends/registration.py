@@ -1,0 +1,205 @@
+"""Load a backend library into this process, and say in words why there is no device.
+
+Loading opens the drivers of the machine. Most of them keep their device open from then on and nothing
+closes it, so that CRIU refuses the process: whoever parks or bakes must not have called `load`."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Iterator
+
+import msgspec
+
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.backends import files, vulkan
+from edgeinfer.runtime.llama.backends.devices import Device, Kind, Loaded, NotLoaded
+from edgeinfer.runtime.llama.backends.files import BackendFile, Build
+
+#: ggml_backend_dev_type.
+_KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
+_NVIDIA = "install NVIDIA's driver, 580 or newer"
+#: The library that the first words of a failure name → what is missing and what to type.
+_MISSING = {
+    "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", _NVIDIA),
+    "libvulkan.so.1": ("there is no Vulkan loader (libvulkan.so.1)", "apt-get install libvulkan1"),
+    "libamdhip64.so": ("there is no ROCm runtime (libamdhip64.so)", "install AMD's ROCm"),
+    "libsycl.so": ("there is no SYCL runtime (libsycl.so)", "install Intel's oneAPI runtime"),
+}
+
+_lock = threading.Lock()
+_loaded: dict[str, tuple[int, Loaded]] = {}
+
+
+class _Props(ctypes.Structure):
+    """ggml_backend_dev_props."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("free", ctypes.c_size_t),
+        ("total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("id", ctypes.c_char_p),
+        ("caps", ctypes.c_bool * 8),  # 5 in this version; room for more
+    )
+
+
+def this_build() -> Build:
+    """The llama.cpp that this process uses. Raises EngineError as `libllama.lib` does."""
+    build = libllama.build_info()
+    return Build(
+        binding=build.binding_version,
+        ggml=build.ggml_version,
+        commit=build.ggml_commit,
+        machine=files.this_machine(),
+    )
+
+
+def load(name: str) -> Loaded | NotLoaded:
+    """Load a backend once; a second call gives the same devices, measured anew.
+
+    Takes 50 to 200 ms the first time. From several threads the first loads and the others wait. Raises
+    UsageError for a name that no backend has, EngineError without a CPU backend.
+    """
+    with _lock:
+        if name in _loaded:
+            return _measured(*_loaded[name])
+        build = this_build()
+        file = files.find(name, build)
+        if file is None:
+            fix = "`edgeinfer backend` says where its library goes"
+            return NotLoaded(name=name, reason="no library of it is here", fix=fix, absent=True)
+        misfit = files.misfit(file, build)
+        if misfit:
+            fix = "`edgeinfer backend` says where its library goes" if file.added else ""
+            return NotLoaded(name=name, reason=misfit, fix=fix)
+        return _load(file)
+
+
+def _load(file: BackendFile) -> Loaded | NotLoaded:
+    probe = vulkan.probe(os.path.dirname(file.path)) if file.name == "vulkan" else vulkan.Probe()
+    if probe.problem:
+        return NotLoaded(name=file.name, reason=probe.problem, fix=probe.fix, absent=True)
+    warning = find_cublas(file.path) if file.name == "cuda" else ""
+    handle, lines = libllama.load_backend(file.path)
+    if not handle:
+        return _why_not(file.name, lines)
+    devices = _devices(file.name, handle, probe)
+    loaded = Loaded(file=file, devices=devices, warning=warning)
+    if not loaded.devices:
+        return _no_device(file.name, lines, probe)
+    _loaded[file.name] = handle, loaded
+    return loaded
+
+
+def _measured(handle: int, loaded: Loaded) -> Loaded:
+    drivers = {device.name: device for device in loaded.devices}
+    devices = tuple(
+        msgspec.structs.replace(
+            drivers[now.name], free_bytes=now.free_bytes, total_bytes=now.total_bytes
+        )
+        for now in _devices(loaded.file.name, handle, vulkan.Probe())
+    )
+    return msgspec.structs.replace(loaded, devices=devices)
+
+
+def _devices(backend: str, handle: int, probe: vulkan.Probe) -> tuple[Device, ...]:
+    base = libllama.base_library()
+    described = {device.name: device for device in probe.devices}
+    found = []
+    for index in range(base.ggml_backend_reg_dev_count(handle)):
+        pointer = base.ggml_backend_reg_dev_get(handle, index)
+        props = _Props()
+        base.ggml_backend_dev_get_props(pointer, ctypes.addressof(props))
+        description = props.description.decode("utf-8", "replace")
+        same = described.get(description)
+        kind = _KINDS.get(props.type, "accelerator")
+        found.append(
+            Device(
+                name=props.name.decode(),
+                description=description,
+                kind="software" if same and same.kind == "software" else kind,
+                backend=backend,
+                driver=same.driver if same else _driver(backend),
+                id=(props.id or b"").decode(),
+                total_bytes=props.total,
+                free_bytes=props.free,
+                pointer=pointer,
+            )
+        )
+    return tuple(found)
+
+
+def _driver(backend: str) -> str:
+    """The driver's version as the kernel's module tells it, "" where it doesn't."""
+    module = {"cuda": "nvidia", "rocm": "amdgpu"}.get(backend, "")
+    try:
+        with open(f"/sys/module/{module}/version") as file:
+            return f"{module} {file.read().strip()}"
+    except OSError:
+        return ""
+
+
+def _why_not(name: str, lines: list[str]) -> NotLoaded:
+    text = " ".join(lines)
+    missing = re.search(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file", text)
+    if missing:
+        library = missing.group(1)
+        for known, (reason, fix) in _MISSING.items():
+            if library.startswith(known):
+                return NotLoaded(name=name, reason=reason, fix=fix, absent=True)
+        return NotLoaded(name=name, reason=f"{library}, which it needs, is not on this machine")
+    if "returned NULL" in text:
+        return NotLoaded(name=name, reason="its driver could not start")
+    said = re.sub(r"^.*?failed to \w+ \S+: ", "", text)
+    return NotLoaded(name=name, reason=said or "llama.cpp gave no reason")
+
+
+def _no_device(name: str, lines: list[str], probe: vulkan.Probe) -> NotLoaded:
+    software = [device.name for device in probe.devices if device.kind == "software"]
+    if software and len(software) == len(probe.devices):
+        reason = f"the only Vulkan device is a software one ({software[0]}), slower than the CPU itself"
+        return NotLoaded(name=name, reason=reason, absent=True)
+    if "driver version is insufficient" in " ".join(lines):
+        reason = "the NVIDIA driver is too old for this library"
+        return NotLoaded(name=name, reason=reason, fix=_NVIDIA)
+    return NotLoaded(name=name, reason="no device that it can use", absent=True)
+
+
+#: The variable that names the library to the CUDA backend.
+VARIABLE = "EDGEINFER_CUBLAS"
+LIBRARY = "libcublas.so.13"
+_SYSTEM = (
+    "/usr/local/cuda/lib64",
+    "/usr/local/cuda-13/lib64",
+    "/opt/cuda/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib64",
+)
+
+
+def find_cublas(backend: str) -> str:
+    """Name cuBLAS to the backend library of that path; returns a warning where it is nowhere."""
+    found = next((path for path in _candidates(backend) if os.path.isfile(path)), None)
+    if found is None:
+        return (
+            f"cuBLAS 13 is not here ({LIBRARY}): models with F16, BF16 or F32 weights may stop at it; "
+            "pip install nvidia-cublas, or NVIDIA's package"
+        )
+    os.environ[VARIABLE] = found
+    return ""
+
+
+def _candidates(backend: str) -> Iterator[str]:
+    if os.environ.get(VARIABLE):
+        yield os.environ[VARIABLE]
+    folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
+    wheels = importlib.util.find_spec("nvidia")  # a namespace that NVIDIA's wheels share
+    folders += [f"{place}/cu13/lib" for place in (wheels and wheels.submodule_search_locations) or ()]
+    for folder in (*folders, *_SYSTEM):
+        if folder:
+            yield os.path.join(folder, LIBRARY)

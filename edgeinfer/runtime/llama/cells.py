@@ -1,0 +1,266 @@
+"""The memory that KV cells lie in, and its copies to and from a state's bytes (native/cells.cpp).
+
+The kernel gives memory to cells when they are first written. llama.cpp copies: half a millisecond a
+megabyte is the first touch of a page of cells, where a page of a file in the page cache can become one
+of the cells' in a tenth of that, and takes no memory of this process until it is written
+(docs/decisions/096-pages-of-files-become-cells.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from edgeinfer.runtime.kv_cache.sequence_state import MappedFile
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.mappings import POPULATE_WRITE, Range, advise, areas, map_zeros
+from edgeinfer.runtime.llama.sparse_buffers import (
+    BUFFER_ENTRIES,
+    Buffer,
+    Pointer,
+    find_entry,
+    replaced,
+    table,
+)
+
+_COPY = ctypes.CFUNCTYPE(
+    None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t
+)  # get_tensor and set_tensor of ggml_backend_buffer_i
+_PROBE_BYTES = 4096
+_I8 = 24  # GGML_TYPE_I8
+#: More copies of one state than this are not noted: a layer has two, or one for each run of cells.
+_MOST_COPIES = 4096
+#: Mappings that a process may have, where the kernel does not say; of them this share is for cells.
+_DEFAULT_MAPPINGS = 65_530
+_MAPPINGS_SHARE = 0.75
+#: Mappings are counted at most so often (seconds): some 10 ms.
+_COUNT_S = 1.0
+
+
+class Copied(ctypes.Structure):
+    """`size` bytes of a state from `at` on are cells of the tensor whose data begin at `tensor`."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "tensor")]
+
+
+class Piece(ctypes.Structure):
+    """`size` bytes of a state from `at` on lie at address `source`."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "source")]
+
+
+class _Transfer(ctypes.Structure):
+    """`Transfer` of native/cells.cpp."""
+
+    _fields_ = [
+        ("state", ctypes.c_uint64),
+        ("copied", ctypes.POINTER(Copied)),
+        ("n_copied", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+        ("pieces", ctypes.POINTER(Piece)),
+        ("n_pieces", ctypes.c_uint64),
+        ("page", ctypes.c_uint64),
+        ("mapping", ctypes.c_uint64),
+        ("file", ctypes.c_int64),
+        ("n_bytes", ctypes.c_uint64),
+        ("n_mapped", ctypes.c_uint64),
+    ]
+
+
+class _InitParams(ctypes.Structure):
+    """ggml_init_params."""
+
+    _fields_ = [("size", ctypes.c_size_t), ("buffer", Pointer), ("no_alloc", ctypes.c_bool)]
+
+
+class _Entries(NamedTuple):
+    get: int
+    set: int
+
+
+class CellCopies:
+    """The library, and where its functions go. One in a process, for all its contexts."""
+
+    def __init__(self, library: ctypes.CDLL, entries: _Entries) -> None:
+        self._library = library
+        self._entries = entries
+        self._copied = (Copied * _MOST_COPIES)()
+        self._n_free = 0
+        self._counted_at = float("-inf")
+
+    @contextlib.contextmanager
+    def out(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
+        """Note what llama.cpp copies out of `buffers` to `state`, in a list filled at the end."""
+        noted: list[Copied] = []
+        transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
+        with self._at_work(buffers, self._entries.get, "edgeinfer_cells_get", transfer):
+            yield noted
+        if transfer.n_copied <= _MOST_COPIES:
+            noted += self._copied[: transfer.n_copied]
+
+    @contextlib.contextmanager
+    def into(
+        self, buffers: Sequence[int], state: int, pieces: Sequence[Piece], file: MappedFile | None
+    ) -> Iterator[_Transfer]:
+        """Have `pieces`, in order, be taken for those bytes of the state at address `state`.
+
+        They lie in `file`, if it is given, whose pages become the cells'. Yields what counts the bytes.
+        """
+        can_map = file is not None and self._may_map(len(pieces))
+        transfer = _Transfer(
+            state=state,
+            pieces=(Piece * len(pieces))(*pieces),
+            n_pieces=len(pieces),
+            page=mmap.PAGESIZE,
+            mapping=file.address if file else 0,
+            file=file.descriptor if file and can_map else -1,
+        )
+        with self._at_work(buffers, self._entries.set, "edgeinfer_cells_set", transfer):
+            yield transfer
+        self._n_free -= 2 * transfer.n_mapped  # its own mapping, and the rest of the one it lies in
+
+    @contextlib.contextmanager
+    def _at_work(
+        self, buffers: Sequence[int], entry: int, name: str, transfer: _Transfer
+    ) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for handle in buffers:
+                entries = table(handle, BUFFER_ENTRIES)
+                stack.enter_context(replaced(entries, entry, self._library[name]))
+            self._library.edgeinfer_cells(ctypes.byref(transfer))
+            yield
+
+    def _may_map(self, n: int) -> bool:
+        """Whether the kernel leaves this process room for `n` ranges of cells mapped on their own."""
+        if self._n_free < 2 * n and time.monotonic() - self._counted_at > _COUNT_S:
+            self._counted_at = time.monotonic()
+            self._n_free = int(_MAPPINGS_SHARE * _most_mappings()) - sum(1 for _ in areas())
+        return self._n_free >= 2 * n
+
+
+def find_copies() -> CellCopies | None:
+    """The library, where it is there and fits ggml's tables; looked for once."""
+    if not _found:
+        _found.append(_find() if sys.platform == "linux" else None)
+    return _found[0]
+
+
+_found: list[CellCopies | None] = []
+
+
+def _most_mappings() -> int:
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return _DEFAULT_MAPPINGS
+
+
+def _find() -> CellCopies | None:
+    entries = _find_entries(libllama.base_library())
+    try:
+        library = libllama.own_library("cells")
+        library.edgeinfer_cells.argtypes = [Pointer]
+        library.edgeinfer_cells.restype = None
+    except (OSError, AttributeError):
+        return None
+    return CellCopies(library, entries) if entries else None
+
+
+def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:
+    """By a tensor of one byte."""
+    room = ctypes.create_string_buffer(_PROBE_BYTES)
+    ggml.ggml_init.argtypes, ggml.ggml_init.restype = [_InitParams], Pointer
+    buffer = ggml.ggml_backend_buft_alloc_buffer(ggml.ggml_backend_cpu_buffer_type(), _PROBE_BYTES)
+    context = ggml.ggml_init(_InitParams(_PROBE_BYTES, ctypes.addressof(room), True))
+    try:
+        tensor = ggml.ggml_new_tensor_1d(context, _I8, 1)
+        ggml.ggml_backend_tensor_alloc(buffer, tensor, ggml.ggml_backend_buffer_get_base(buffer))
+        entries = table(buffer, BUFFER_ENTRIES)
+        one_byte = tensor, ctypes.byref(ctypes.c_uint8()), 0, 1
+        get = find_entry(entries, _COPY, lambda: ggml.ggml_backend_tensor_get(*one_byte))
+        put = find_entry(entries, _COPY, lambda: ggml.ggml_backend_tensor_set(*one_byte))
+    finally:
+        ggml.ggml_free(context)
+        ggml.ggml_backend_buffer_free(buffer)
+    return None if get is None or put is None else _Entries(get, put)
+
+
+#: Giving back a gigabyte takes 0.1 to 0.25 s, and whoever asks meanwhile waits for it.
+_PIECE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CellMemory:
+    """Where the `n_cells` cells lie: `buffers`, as far as their pages can be given back.
+
+    `rows` are the bytes of one cell in each tensor of the cache, in their order in the one buffer;
+    empty where that is not known. `copies` sees what llama.cpp copies, and does it otherwise.
+    """
+
+    buffers: tuple[Buffer, ...] = ()
+    rows: tuple[int, ...] = ()
+    n_cells: int = 0
+    copies: CellCopies | None = None
+
+    @property
+    def handles(self) -> list[int]:
+        """ggml's handles of the buffers."""
+        return [buffer.handle for buffer in self.buffers]
+
+    def pages(self) -> Iterator[Range]:
+        """Whole pages of all buffers, in pieces."""
+        for start, end in (buffer.memory for buffer in self.buffers):
+            low = _round_up(start)
+            high = end // mmap.PAGESIZE * mmap.PAGESIZE
+            for at in range(low, high, _PIECE_BYTES):
+                yield Range(at, min(at + _PIECE_BYTES, high))
+
+    def give_back(self, pages: Iterable[Range] | None = None) -> None:
+        """Give `pages`, or all, back to the kernel: zeros then. No sequence may have cells in them."""
+        for low, high in self.pages() if pages is None else pages:
+            map_zeros(low, high)
+
+    def can_be_pages_of(self, shift: int) -> bool:
+        """Whether cells lie in a page as those that are `shift` cells before them do."""
+        return bool(self.copies and self.rows) and not any(
+            shift * row % mmap.PAGESIZE for row in self.rows
+        )
+
+    def populate(self, first: int, end: int) -> None:
+        """Have the kernel give the pages of cells [first, end) now. Any thread.
+
+        Who writes a page that was never written waits 0.3 to 0.5 ms a megabyte for it; another thread
+        can do that ahead. A kernel before 5.14 does not know how, and nothing happens.
+        """
+        advise(self._of_cells(first, min(end, self.n_cells)), POPULATE_WRITE)
+
+    def _of_cells(self, first: int, end: int) -> Iterator[Range]:
+        memory = self.buffers[0].memory if self.buffers else Range(0, 0)
+        at = memory.low
+        for row in self.rows:
+            low = (at + first * row) // mmap.PAGESIZE * mmap.PAGESIZE
+            high = _round_up(at + end * row)
+            yield Range(low, min(high, memory.high // mmap.PAGESIZE * mmap.PAGESIZE))
+            at += self.n_cells * row
+
+
+#: Of a context whose cells are unknown, or not this process's own memory.
+NO_CELLS = CellMemory()
+
+
+def cell_memory(buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int) -> CellMemory:
+    """The memory of `buffers`; its `rows` are believed where they add up to the one buffer."""
+    size = sum(memory.high - memory.low for _, memory in buffers)
+    is_known = len(buffers) == 1 and sum(rows) * n_cells == size
+    copies = find_copies() if buffers else None
+    return CellMemory(tuple(buffers), tuple(rows) if is_known else (), n_cells, copies)
+
+
+def _round_up(address: int) -> int:
+    return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

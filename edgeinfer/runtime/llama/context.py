@@ -1,0 +1,175 @@
+"""A context of llama.cpp: its batch, its logits, its memory's sequences, and how a step is aborted."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory
+from edgeinfer.runtime.llama.libllama import L
+
+
+class ActiveContext:
+    """llama.cpp's pointers of one context, for whoever would otherwise keep them. One thread.
+
+    `cells`: where its KV cache lies; `adapters`: its model's LoRA adapters by their files' stamps.
+    """
+
+    __slots__ = ("adapters", "cells", "context", "memory")
+
+    def __init__(self, context: Any, memory: Any = None, cells: CellMemory = NO_CELLS) -> None:
+        self.context = context
+        self.memory = memory
+        self.cells = cells
+        self.adapters: dict[str, Any] = {}
+
+    def become(self, other: ActiveContext) -> None:
+        """Be another context from now on."""
+        self.context, self.memory = other.context, other.memory
+        self.cells, self.adapters = other.cells, other.adapters
+
+
+_I32 = ctypes.POINTER(ctypes.c_int32)
+
+
+class Batch:
+    """Up to `capacity` tokens of any sequences, `max_outputs` of them with logits. One thread."""
+
+    def __init__(
+        self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int
+    ) -> None:
+        self.capacity, self.max_outputs = capacity, max_outputs
+        self._n_vocab = n_vocab
+        self._n_seq_max = n_seq_max
+        self._n_cells = n_cells
+        self._token = np.zeros(capacity, np.int32)
+        self._pos = np.zeros(capacity, np.int32)
+        self._seq = np.zeros(capacity, np.int32)
+        self._output = np.zeros(capacity, np.int8)
+        self._one = np.ones(capacity, np.int32)
+        base = self._seq.ctypes.data
+        self._seq_pointers = (_I32 * (capacity + 1))(
+            *(ctypes.cast(base + 4 * i, _I32) for i in range(capacity)), _I32()
+        )
+        self._native = L.llama_batch(
+            n_tokens=0,
+            token=self._token.ctypes.data_as(_I32),
+            embd=None,
+            pos=self._pos.ctypes.data_as(_I32),
+            n_seq_id=self._one.ctypes.data_as(_I32),
+            seq_id=self._seq_pointers,
+            logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+        self.n_tokens = 0
+        self.n_outputs = 0
+
+    def clear(self) -> None:
+        """Begin another batch."""
+        self.n_tokens = self.n_outputs = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.capacity - self.n_tokens
+
+    def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
+        """Add `tokens`, the last `outputs` with logits; return the first's row. Raises DecodeError."""
+        start, end = self.n_tokens, self.n_tokens + len(tokens)
+        self._check(tokens, pos, seq_id, outputs)
+        self._token[start:end] = tokens
+        self._pos[start:end] = (
+            range(pos, pos + len(tokens)) if len(tokens) < 8 else np.arange(pos, pos + len(tokens))
+        )
+        self._seq[start:end] = seq_id
+        self._output[start : end - outputs] = 0
+        self._output[end - outputs : end] = 1
+        self.n_tokens = end
+        self.n_outputs += outputs
+        return start
+
+    def _check(self, tokens: Sequence[int], pos: int, seq_id: int, outputs: int) -> None:
+        if not tokens or len(tokens) > self.room:
+            raise DecodeError(f"{len(tokens)} tokens do not fit in a batch with room for {self.room}")
+        if min(tokens) < 0 or max(tokens) >= self._n_vocab:
+            raise DecodeError("a token is outside the vocabulary")
+        if not 0 <= seq_id < self._n_seq_max:
+            raise DecodeError(f"no such sequence: {seq_id}")
+        if pos < 0 or pos + len(tokens) > self._n_cells:
+            raise DecodeError(
+                f"position {pos + len(tokens)} is beyond the context of {self._n_cells} tokens"
+            )
+        if not 0 <= outputs <= len(tokens) or self.n_outputs + outputs > self.max_outputs:
+            raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
+
+    def decode(self, active: ActiveContext) -> int:
+        """llama_decode's return code: 0, or 1 when no KV cells were found; negative is fatal."""
+        self._native.n_tokens = self.n_tokens
+        return libllama.decode(active.context, self._native)
+
+
+class Logits:
+    """The last batch's logits as views of llama.cpp's own memory: valid until the next decode."""
+
+    def __init__(self, active: ActiveContext, n_vocab: int) -> None:
+        self._active, self._n_vocab = active, n_vocab
+        self._row_type = ctypes.c_float * n_vocab
+
+    def row(self, index: int) -> npt.NDArray[np.float32]:
+        """The logits of the batch's token `index`. Raises DecodeError when it asked for none."""
+        pointer = L.llama_get_logits_ith(self._active.context, index)
+        if not pointer:
+            raise DecodeError(f"token {index} of the batch has no logits")
+        row: Any = self._row_type.from_address(ctypes.addressof(pointer.contents))
+        return np.frombuffer(row, dtype=np.float32)
+
+
+class LlamaMemory:
+    """The `Memory` of the KV cache's bookkeeping, in the active context."""
+
+    def __init__(self, active: ActiveContext) -> None:
+        self._active = active
+
+    def remove(self, seq_id: int, start: int, end: int) -> bool:
+        return bool(L.llama_memory_seq_rm(self._active.memory, seq_id, start, end))
+
+    def copy(self, source: int, target: int, end: int) -> None:
+        L.llama_memory_seq_cp(self._active.memory, source, target, 0, end)
+
+    def shift(self, seq_id: int, start: int, delta: int) -> None:
+        L.llama_memory_seq_add(self._active.memory, seq_id, start, -1, delta)
+
+    def first(self, seq_id: int) -> int:
+        return int(L.llama_memory_seq_pos_min(self._active.memory, seq_id))
+
+
+class Abort:
+    """Ends a llama_decode early. Any thread may call `ask`, the one that decodes the rest.
+
+    llama.cpp asks a callback before each node of its graph. One in Python would take the interpreter's
+    lock thousands of times a step; libc's `strlen` over our buffer needs none: "" goes on, "x" ends.
+    """
+
+    def __init__(self) -> None:
+        self._text = ctypes.create_string_buffer(2)
+        strlen = ctypes.CDLL(None).strlen
+        self._callback = ctypes.cast(strlen, libllama.lib().ggml_abort_callback)
+
+    def put_on(self, context: Any) -> None:
+        """Have the computing of `context` ask."""
+        libllama.lib().llama_set_abort_callback(
+            context, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
+        )
+
+    def ask(self) -> None:
+        """End the llama_decode that is running, or the next; it returns 2."""
+        self._text[0] = b"x"
+
+    def clear(self) -> None:
+        """Let computing go on."""
+        self._text[0] = b"\0"

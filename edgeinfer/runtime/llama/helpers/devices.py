@@ -1,0 +1,28 @@
+"""Load one backend library and say what it found: `python -m` this, NAME.
+
+Writes a `Loaded` or a `NotLoaded` as one JSON line. A process of its own, because a driver may print,
+keep what it opened, or crash.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from edgeinfer.platform.process import die_with_parent
+from edgeinfer.runtime.llama.backends.registration import load
+
+
+def main(argv: list[str]) -> int:
+    """Load the backend; 0 when there was an answer."""
+    die_with_parent()
+    answer = msgspec.json.encode(load(argv[0]))
+    sys.stdout.buffer.write(answer + b"\n")
+    sys.stdout.buffer.flush()
+    os._exit(0)  # some drivers crash in their destructors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""Make an importance matrix: `python -m` this, MODEL TEXT TARGET SKIPPED.
+
+The model reads the text in windows, without its first SKIPPED tokens where the rest is long enough. Of
+every matrix of its layers the squares of what it is multiplied with are summed by column. TARGET is
+written in llama.cpp's GGUF form (`catalog.imatrix`). It writes `{"event": "progress", "done", "total"}`
+lines, then `{"event": "done", "n_tokens", "n_tensors"}`, or `{"event": "error", "message"}`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import DecodeError
+from edgeinfer.platform.process import die_with_parent
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.helpers import say
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.vocab import Vocab
+
+#: A window is decoded in batches: every position's logits are wanted, or llama.cpp computes the last
+#: layer for the last position alone.
+_WINDOW_TOKENS = 512
+_BATCH_TOKENS = 128
+_LEAST_TOKENS = 256
+
+
+class _Tensor(ctypes.Structure):
+    """ggml's tensor (ggml.h)."""
+
+
+_Tensor._fields_ = [
+    ("type", ctypes.c_int),
+    ("buffer", ctypes.c_void_p),
+    ("ne", ctypes.c_int64 * 4),
+    ("nb", ctypes.c_size_t * 4),
+    ("op", ctypes.c_int),
+    ("op_params", ctypes.c_int32 * 16),
+    ("flags", ctypes.c_int32),
+    ("src", ctypes.POINTER(_Tensor) * 10),
+    ("view_src", ctypes.c_void_p),
+    ("view_offs", ctypes.c_size_t),
+    ("data", ctypes.c_void_p),
+    ("name", ctypes.c_char * 64),
+]
+
+
+class Importance:
+    """Sums of squares, float32[n_experts, n_columns], and rows, float32[n_experts], by tensor."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, npt.NDArray[np.float32]] = {}
+        self.counts: dict[str, npt.NDArray[np.float32]] = {}
+        self.error: BaseException | None = None
+        #: llama.cpp keeps the pointer alone.
+        self.callback = L.ggml_backend_sched_eval_callback(self._on_node)
+        self._describe = libllama.base_library().ggml_op_desc
+
+    def _on_node(self, address: int, asks: bool, _data: object) -> bool:
+        """First whether a node is of interest, then, once it is computed, what went into it."""
+        node = ctypes.cast(address, ctypes.POINTER(_Tensor)).contents
+        kind = self._describe(address)
+        if kind not in (b"MUL_MAT", b"MUL_MAT_ID"):
+            return not asks
+        weights, inputs = node.src[0].contents, node.src[1].contents
+        if not weights.name.startswith(b"blk.") or inputs.type != L.GGML_TYPE_F32:
+            return not asks
+        if asks or self.error is not None:
+            return True
+        try:
+            ids = node.src[2].contents if kind == b"MUL_MAT_ID" else None
+            self._note(weights.name.decode(), int(weights.ne[2]), inputs, ids)
+        except Exception as error:  # noqa: BLE001  a callback of C: raised where the batch was computed
+            self.error = error
+        return True
+
+    def _note(self, name: str, n_experts: int, inputs: _Tensor, ids: _Tensor | None) -> None:
+        rows = _view(inputs, ctypes.c_float)
+        n_experts = n_experts if ids is not None else 1
+        sums = self.sums.setdefault(name, np.zeros((n_experts, rows.shape[-1]), np.float32))
+        counts = self.counts.setdefault(name, np.zeros(n_experts, np.float32))
+        if ids is None:
+            flat = rows.reshape(-1, rows.shape[-1])
+            sums[0] += np.einsum("ij,ij->j", flat, flat)
+            counts[0] += len(flat)
+            return
+        chosen = _view(ids, ctypes.c_int32)[0, 0]  # [n_tokens, n_used]
+        tokens, places = np.indices(chosen.shape)
+        taken = rows[0][tokens, places % rows.shape[2]]  # [n_tokens, n_used, n_columns]
+        for expert in np.unique(chosen):
+            its = taken[chosen == expert]
+            sums[expert] += np.einsum("ij,ij->j", its, its)
+            counts[expert] += len(its)
+
+
+def _view(tensor: _Tensor, kind: Any) -> npt.NDArray[Any]:
+    first = ctypes.cast(tensor.data, ctypes.POINTER(kind)).contents
+    flat = np.ctypeslib.as_array(ctypes.pointer(first), shape=(1,))
+    return np.lib.stride_tricks.as_strided(
+        flat, shape=tuple(tensor.ne)[::-1], strides=tuple(tensor.nb)[::-1], writeable=False
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Read the text; 0 when the matrix was written."""
+    die_with_parent()
+    libllama.lib()
+    params = L.llama_model_default_params()
+    params.use_extra_bufts = False
+    model = L.llama_model_load_from_file(os.fsencode(argv[0]), params)
+    if not model:
+        return _failed("llama.cpp could not load the model")
+    vocab = Vocab(model)
+    tokens = vocab.tokenize(Path(argv[1]).read_text("utf-8", "replace"), add_special=False)
+    skipped = int(argv[3])
+    if len(tokens) >= skipped + _LEAST_TOKENS:
+        tokens = tokens[skipped:]
+    if len(tokens) < _LEAST_TOKENS:
+        message = f"the text has {len(tokens)} tokens, fewer than {_LEAST_TOKENS}"
+        return say(1, event="error", message=message)
+    found = Importance()
+    context = _context(model, found)
+    if not context:
+        return _failed("llama.cpp could not make a context")
+    try:
+        _read(ActiveContext(context), vocab, tokens, found)
+    except DecodeError as error:
+        return say(1, event="error", message=error.message)
+    _write(Path(argv[2]), found, Path(argv[1]).name, len(tokens))
+    return say(0, event="done", n_tokens=len(tokens), n_tensors=len(found.sums))
+
+
+def _failed(what: str) -> int:
+    return say(1, event="error", message="; ".join(libllama.recent_log(3)) or what)
+
+
+def _context(model: Any, found: Importance) -> Any:
+    params = L.llama_context_default_params()
+    params.n_ctx = _WINDOW_TOKENS
+    params.n_batch = params.n_ubatch = params.n_outputs_max = _BATCH_TOKENS
+    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+    params.cb_eval = found.callback
+    return L.llama_init_from_model(model, params)
+
+
+def _read(active: ActiveContext, vocab: Vocab, tokens: list[int], found: Importance) -> None:
+    batch = Batch(
+        capacity=_BATCH_TOKENS,
+        max_outputs=_BATCH_TOKENS,
+        n_vocab=vocab.n_vocab,
+        n_seq_max=1,
+        n_cells=_WINDOW_TOKENS,
+    )
+    begin = [vocab.bos] if vocab.adds_bos else []
+    step = _WINDOW_TOKENS - len(begin)
+    for start in range(0, len(tokens), step):
+        window = begin + tokens[start : start + step]
+        L.llama_memory_clear(L.llama_get_memory(active.context), True)
+        for at in range(0, len(window), _BATCH_TOKENS):
+            piece = window[at : at + _BATCH_TOKENS]
+            batch.clear()
+            batch.add(piece, at, 0, outputs=len(piece))
+            if batch.decode(active):
+                raise DecodeError("llama_decode failed on the text")
+            if found.error is not None:
+                raise DecodeError(f"what the model computes cannot be read: {found.error}")
+        say(event="progress", done=min(start + step, len(tokens)), total=len(tokens))
+
+
+def _write(target: Path, found: Importance, text: str, n_tokens: int) -> None:
+    writer = gguf.GGUFWriter(target, "")
+    writer.add_string("general.type", "imatrix")
+    writer.add_array("imatrix.datasets", [text])
+    writer.add_uint32("imatrix.chunk_count", -(-n_tokens // _WINDOW_TOKENS))
+    writer.add_uint32("imatrix.chunk_size", _WINDOW_TOKENS)
+    for name, sums in found.sums.items():
+        writer.add_tensor(f"{name}.in_sum2", sums)
+        writer.add_tensor(f"{name}.counts", found.counts[name][:, None])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""Run llama.cpp's quantizer in a process of its own: `python -m` this, JOB in JSON.
+
+It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor",
+"done", "total", "name"}`, and at the end `{"event": "done"}` or `{"event": "error", "kind",
+"message"}`. A model file that makes llama.cpp abort takes this process along and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgeinfer.platform.disk import free_bytes
+from edgeinfer.platform.process import die_with_parent
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.helpers import say
+from edgeinfer.runtime.llama.libllama import L
+
+_TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
+_SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
+_FAILED = re.compile(r"failed to quantize: (.*)")
+#: Metadata beside the tensors: generous, and small against any model.
+_HEADER_BYTES = 64 << 20
+
+
+class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Where a checked matrix keeps a tensor's figures: byte offsets, counts of float32."""
+
+    name: str
+    sums_offset: int
+    n_sums: int
+    counts_offset: int
+    n_counts: int
+
+
+class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
+    """`ftype` is a llama_ftype; `pure` gives every tensor that type; 0 threads: all we may use."""
+
+    source: str
+    target: str
+    ftype: int
+    pure: bool = False
+    keep_output: bool = False
+    threads: int = 0
+    imatrix: str = ""
+    spans: tuple[ImatrixSpan, ...] = ()
+
+
+def main(argv: list[str]) -> int:
+    """Quantize as `argv[0]` says; 0 when the target is whole."""
+    die_with_parent()
+    job = msgspec.json.decode(argv[0], type=QuantizeJob)
+    libllama.lib()  # the backends; then the log is taken over
+    log = _Log()
+    L.llama_log_set(log.callback, ctypes.c_void_p(0))
+    failed = _run(job, _params(job, dry=True))
+    planned = 0 if failed else log.planned_bytes()
+    free = free_bytes(os.path.dirname(job.target))
+    if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
+        return say(
+            1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free"
+        )
+    say(event="planned", bytes=planned)
+    log.reports_progress = True
+    params = _params(job)
+    kept = _imatrix(job)
+    if kept:
+        params.imatrix = kept[0]
+    if _run(job, params) != 0:
+        return say(1, event="error", kind="refused", message=log.reason())
+    return say(0, event="done")
+
+
+class _Log:
+    """What llama.cpp says: kept, as it may explain a failure, and passed on as progress if wanted."""
+
+    def __init__(self) -> None:
+        self.reports_progress = False
+        self._lines: list[str] = []
+        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp keeps the pointer alone
+
+    def _on_line(self, _level: int, text: bytes, _data: object) -> None:
+        line = text.decode("utf-8", "replace")
+        self._lines.append(line)
+        match = _TENSOR.search(line)
+        if match and self.reports_progress:
+            say(event="tensor", done=int(match[1]), total=int(match[2]), name=match[3])
+
+    def planned_bytes(self) -> int:
+        """The size llama.cpp expects; 0 when it did not say."""
+        match = _SIZE.search("".join(self._lines))
+        return int(float(match[1]) * (1 << 20)) if match else 0
+
+    def reason(self) -> str:
+        """Why it failed, in llama.cpp's words."""
+        match = _FAILED.search("".join(self._lines))
+        return match[1].strip() if match else "llama.cpp gave no reason"
+
+
+def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
+    params = L.llama_model_quantize_default_params()
+    params.ftype = job.ftype
+    params.nthread = job.threads or len(os.sched_getaffinity(0))
+    params.allow_requantize = True
+    params.quantize_output_tensor = not job.keep_output
+    params.pure = job.pure
+    params.dry_run = dry
+    return params
+
+
+def _imatrix(job: QuantizeJob) -> list[Any]:
+    if not job.spans:
+        return []
+    table = (
+        L.llama_model_imatrix_data * (len(job.spans) + 1)
+    )()  # the last one stays empty: it ends the table
+    kept: list[Any] = [table]
+    for row, span in zip(table, job.spans, strict=False):
+        sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(
+            span.n_counts, -1
+        )
+        counts = np.fromfile(job.imatrix, np.float32, span.n_counts, offset=span.counts_offset)[:, None]
+        means = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
+        row.name, row.size = span.name.encode(), means.size
+        row.data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        kept.append(means)
+    return kept
+
+
+def _run(job: QuantizeJob, params: Any) -> int:
+    return int(L.llama_model_quantize(job.source.encode(), job.target.encode(), ctypes.byref(params)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,303 @@
+"""llama.cpp itself: finding its CPU variants, catching what it logs, and saying how it was built.
+
+The only module that imports llama_cpp. The portable wheel keeps one library per instruction set beside
+the package; nothing loads them by itself. `lib()` does so once per process, and whoever opens a model
+calls it. `L` is the same binding for those who are handed a model, a context or a memory already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from edgeinfer.errors import EngineError
+from edgeinfer.runtime.llama import libedgeinfer
+
+#: Read when libgomp and ggml are mapped. libgomp's default spins for a millisecond at every barrier,
+#: which starves ggml's own threads as soon as anything else runs (docs/decisions/002-spin-count.md).
+#: ggml would run gdb on a process that ends by an exception.
+_WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
+
+
+@contextmanager
+def _environment_while_mapped() -> Iterator[None]:
+    """Set what the user has not set, and remove it again: no child process inherits it."""
+    ours = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
+    os.environ |= ours
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+with _environment_while_mapped():
+    import llama_cpp
+    from llama_cpp import llama_cpp as _binding
+
+L: Any = _binding
+#: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.
+_INFO = 2
+_WARN = 3
+_CONT = 5
+
+#: Held while a context is made, which walks over ggml's backends, and while a backend joins them.
+registry_lock = threading.Lock()
+
+_lock = threading.Lock()
+_state: dict[str, Any] = {}
+_log: deque[str] = deque(maxlen=200)
+_listeners: list[list[str]] = []
+
+
+class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How llama.cpp was built. `cpu_variant` "": one library serves every CPU.
+
+    `attention` is the level of our own in use, "v3" or "v4", and `attention_version` a digest of what
+    it was made from; both are "" for llama.cpp's own.
+    """
+
+    binding_version: str
+    llama_version: str
+    ggml_version: str
+    ggml_commit: str
+    cpu_variant: str
+    attention: str
+    attention_version: str
+    flags: tuple[str, ...]
+    devices: tuple[str, ...]
+    supports_gpu: bool
+    max_sequences: int
+
+
+def lib() -> Any:
+    """Load the backends and capture the logs once. Raises EngineError without a CPU backend."""
+    with _lock:
+        if "ggml" not in _state:
+            _capture_logs()
+            _say_aborts()
+            _state["ggml"] = _load_backends()
+            _state["attention"] = libedgeinfer.use_attention(
+                _state["ggml"], base_library(), llama_cpp.__version__
+            )
+            L.llama_backend_init()
+    return L
+
+
+def _capture_logs() -> None:
+    level = 0
+
+    def on_line(line_level: int, text: bytes, _user: object) -> None:
+        nonlocal level
+        level = level if line_level == _CONT else line_level
+        if level >= _WARN:
+            _log.append(text.decode("utf-8", "replace").rstrip("\n"))
+        if _listeners and level >= _INFO:
+            line = text.decode("utf-8", "replace").rstrip("\n")
+            for listener in _listeners:
+                listener.append(line)
+
+    callback = L.llama_log_callback(on_line)
+    _state["log"] = callback  # the library keeps the pointer and not the object
+    L.llama_log_set(callback, ctypes.c_void_p(0))
+
+
+def _say_aborts() -> None:
+    """Print what ggml aborts for; it would run gdb on this process as well."""
+
+    def on_abort(message: bytes) -> None:
+        os.write(2, message + b"\n")
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(on_abort)
+    _state["abort"] = callback  # as in `_capture_logs`
+    base_library().ggml_set_abort_callback(callback)
+
+
+def recent_log(lines: int = 10) -> list[str]:
+    """The last warnings and errors of llama.cpp, oldest first."""
+    return [line for line in list(_log)[-lines:] if line.strip(" .")]
+
+
+def clear_log() -> None:
+    """Forget what was logged: before a call whose own words are wanted."""
+    _log.clear()
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collect llama.cpp's log during the block, whichever thread it comes from."""
+    lines: list[str] = []
+    _listeners.append(lines)
+    try:
+        yield lines
+    finally:
+        _listeners[:] = [one for one in _listeners if one is not lines]
+
+
+def library_dir() -> Path:
+    """Where libllama and libggml are."""
+    return Path(llama_cpp.__file__).resolve().parent / "lib"
+
+
+def variant_dirs() -> list[Path]:
+    """Folders that may hold the CPU variants: beside the package, or in a frozen program."""
+    package = Path(llama_cpp.__file__).resolve().parent
+    frozen = getattr(sys, "_MEIPASS", None)
+    places = [package.parent / "bin", package / "lib", package / "bin"]
+    return places + ([Path(frozen) / "bin", Path(frozen)] if frozen else [])
+
+
+def _load_backends() -> ctypes.CDLL:
+    # libllama is linked against the soname; the wheel's libggml.so has a registry of its own
+    path = library_dir() / "libggml.so.0"
+    ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
+    for name in ("ggml_backend_reg_count", "ggml_backend_dev_count"):
+        getattr(ggml, name).restype = ctypes.c_size_t
+    ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_load_all_from_path.restype = None
+    ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_load.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_by_type.argtypes = [ctypes.c_int]
+    ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
+    for folder in variant_dirs():
+        if ggml.ggml_backend_reg_count():
+            break
+        if any(folder.glob("libggml-cpu*.so")):
+            ggml.ggml_backend_load_all_from_path(str(folder).encode())
+    if not ggml.ggml_backend_reg_count():
+        places = ", ".join(str(p) for p in variant_dirs())
+        raise EngineError(
+            f"llama.cpp has no CPU backend: no libggml-cpu*.so that runs here in {places}"
+        )
+    return ggml
+
+
+def load_backend(path: str) -> tuple[int, list[str]]:
+    """Register a backend library: ggml's handle of it, 0 when it could not, and what was logged."""
+    lib()
+    with registry_lock, listening() as lines:
+        return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
+
+
+def own_library(name: str) -> ctypes.CDLL:
+    """Open a library of native/ for the llama.cpp that is loaded. Raises OSError."""
+    return libedgeinfer.open_library(name, llama_cpp.__version__)
+
+
+def guard_decode() -> None:
+    """Have errors of devices come back from `decode` and `move_state`, by native/guard.cpp, once.
+
+    They are C++ exceptions and aborts, which without it end the process.
+    """
+    if "decode" in _state:
+        return
+    try:
+        guard = own_library("guard")
+    except OSError:
+        return
+    guard.edgeinfer_guard.argtypes = [ctypes.c_void_p]
+    guard.edgeinfer_guard(ctypes.cast(base_library().ggml_set_abort_callback, ctypes.c_void_p))
+    guarded = guard.edgeinfer_decode
+    guarded.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *L.llama_decode.argtypes]
+    guarded.restype = ctypes.c_int32
+    functions = (ctypes.cast(f, ctypes.c_void_p) for f in (L.llama_decode, L.llama_synchronize))
+    _state["decode"] = partial(guarded, *functions)
+    move = guard.edgeinfer_state
+    move.argtypes = [ctypes.c_void_p, *L.llama_state_seq_get_data_ext.argtypes]
+    move.restype = ctypes.c_size_t
+    _state["move"] = move
+
+
+def decode(context: Any, batch: Any) -> int:
+    """llama_decode's code: 0, 1 when no KV cells were found, 2 when given up; negative is fatal."""
+    return int(_state.get("decode", L.llama_decode)(context, batch))
+
+
+def move_state(function: Any, *args: Any) -> int:
+    """Call llama_state_seq_get_data_ext or …set_data_ext: the bytes moved, 0 for none."""
+    move = _state.get("move")
+    return int(move(ctypes.cast(function, ctypes.c_void_p), *args) if move else function(*args))
+
+
+def base_library() -> ctypes.CDLL:
+    """libggml-base, which llama.cpp allocates with; its functions that edgeinfer calls are declared."""
+    base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "ggml_backend_dev_name": (ctypes.c_char_p, [pointer]),
+        "ggml_backend_dev_description": (ctypes.c_char_p, [pointer]),
+        "ggml_backend_dev_get_props": (None, [pointer, pointer]),
+        "ggml_backend_dev_backend_reg": (pointer, [pointer]),
+        "ggml_backend_reg_get_proc_address": (pointer, [pointer, ctypes.c_char_p]),
+        "ggml_backend_reg_dev_count": (size, [pointer]),
+        "ggml_backend_reg_dev_get": (pointer, [pointer, size]),
+        "ggml_op_desc": (ctypes.c_char_p, [pointer]),
+        "ggml_version": (ctypes.c_char_p, []),
+        "ggml_commit": (ctypes.c_char_p, []),
+        "ggml_backend_cpu_buffer_type": (pointer, []),
+        "ggml_backend_buft_alloc_buffer": (pointer, [pointer, size]),
+        "ggml_backend_buffer_clear": (None, [pointer, ctypes.c_uint8]),
+        "ggml_backend_buffer_free": (None, [pointer]),
+        "ggml_backend_buffer_get_base": (pointer, [pointer]),
+        "ggml_backend_buffer_get_size": (size, [pointer]),
+        "ggml_new_tensor_1d": (pointer, [pointer, ctypes.c_int, ctypes.c_int64]),
+        "ggml_free": (None, [pointer]),
+        "ggml_backend_tensor_alloc": (ctypes.c_int, [pointer, pointer, pointer]),
+        "ggml_backend_tensor_get": (None, [pointer, pointer, size, size]),
+        "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
+    }
+    for name, (result, arguments) in signatures.items():
+        getattr(base, name).restype = result
+        getattr(base, name).argtypes = arguments
+    return base
+
+
+def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
+    base = base_library()
+    devices = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    return tuple(
+        f"{base.ggml_backend_dev_name(d).decode()}: {base.ggml_backend_dev_description(d).decode()}"
+        for d in devices
+    )
+
+
+@cache
+def build_info() -> BuildInfo:
+    """What `doctor` and `version` show. Raises EngineError as `lib` does."""
+    llama = lib()
+    base = base_library()
+    system = llama.llama_print_system_info().decode()
+    return BuildInfo(
+        binding_version=llama_cpp.__version__,
+        llama_version=llama.llama_version().decode(),
+        ggml_version=base.ggml_version().decode(),
+        ggml_commit=base.ggml_commit().decode(),
+        cpu_variant=libedgeinfer.variant_of(libedgeinfer.cpu_library()),
+        attention=_state["attention"].level,
+        attention_version=_state["attention"].version,
+        flags=tuple(
+            flag.strip().removesuffix(" = 1")
+            for flag in system.split(":", 1)[-1].split("|")
+            if flag.strip()
+        ),
+        devices=_device_names(_state["ggml"]),
+        supports_gpu=supports_gpu(),
+        max_sequences=int(llama.llama_max_parallel_sequences()),
+    )
+
+
+def supports_gpu() -> bool:
+    """Whether this build can offload layers to a GPU that is here."""
+    return bool(lib().llama_supports_gpu_offload())

@@ -1,0 +1,163 @@
+"""LoRA adapters: loaded with the model or while it runs, set on the context for a step's sequences."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
+from edgeinfer.platform.disk import stamps
+from edgeinfer.runtime.kv_cache.cache import AdapterKey
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.options import Adapter
+
+#: llama.cpp's adapters of one model, by the stamps of their files.
+Held = dict[str, Any]
+
+
+class LoraAdapters:
+    """The adapters of an engine by name, in every model that it may decode with.
+
+    `key` is for any thread; `use`, `change` and what follows are for the thread that decodes, between
+    two steps. `lock` is held while a request gets its key and is queued, so that no adapter goes
+    between the two.
+    """
+
+    def __init__(self, model: Any, active: ActiveContext, wanted: Sequence[Adapter]) -> None:
+        """Raises ModelLoadError."""
+        self.lock = threading.Lock()
+        self._active = active
+        self._named: dict[str, tuple[Adapter, str]] = {}
+        self._current: AdapterKey = ()
+        self._context = active.context
+        self._homes: list[tuple[Any, Held]] = [(model, active.adapters)]
+        self.change(wanted)
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        """Those that requests may name, in the order of loading."""
+        return tuple(adapter for adapter, _ in self._named.values())
+
+    def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
+        """What a request's adapters amount to: the stamps of their files, sorted, without scale 0.
+
+        None is all of them, each at the scale it was loaded with. Raises InvalidRequestError.
+        """
+        if wanted is None:
+            wanted = tuple((adapter.name, adapter.scale) for adapter in self.loaded)
+        scales: dict[str, float] = {}
+        for name, scale in wanted:
+            if name not in self._named:
+                known = ", ".join(self._named) or "none"
+                raise InvalidRequestError(f'no LoRA adapter "{name}"; loaded: {known}', param="lora")
+            stamp = self._named[name][1]
+            if stamp in scales:
+                raise InvalidRequestError(f'LoRA adapter "{name}" is named twice', param="lora")
+            _check_scale(scale)
+            scales[stamp] = float(scale)
+        return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
+
+    def use(self, adapters: AdapterKey) -> None:
+        """Set the context's adapters; nothing happens when they are set already. Raises DecodeError."""
+        context = self._active.context
+        if adapters == self._current and context is self._context:
+            return
+        pointers = (L.llama_adapter_lora_p_ctypes * max(1, len(adapters)))(
+            *(self._active.adapters[stamp] for stamp, _ in adapters)
+        )
+        scales = (ctypes.c_float * max(1, len(adapters)))(*(scale for _, scale in adapters))
+        if L.llama_set_adapters_lora(context, pointers, len(adapters), scales):
+            raise DecodeError("llama.cpp refused the LoRA adapters")
+        self._current, self._context = adapters, context
+
+    def change(self, wanted: Sequence[Adapter]) -> None:
+        """Let requests name these adapters, and no others. Those that went stay until `release`.
+
+        Raises InvalidRequestError, ModelLoadError; nothing has changed then.
+        """
+        named = {adapter.name: (adapter, _stamp(adapter)) for adapter in wanted}
+        if len({stamp for _, stamp in named.values()}) < len(wanted):
+            raise InvalidRequestError("an adapter or its name is there twice", param="lora")
+        for adapter in wanted:
+            _check_scale(adapter.scale)
+        before = self._homes_held()
+        try:
+            for model, held in self._homes:
+                _fill(model, held, named)
+        except BaseException:
+            self._free_but(before)
+            raise
+        with self.lock:
+            self._named = named
+
+    def left(self) -> frozenset[str]:
+        """Stamps of adapters that no request can name any more, and that are not released yet."""
+        return self._homes_held() - {stamp for _, stamp in self._named.values()}
+
+    def release(self) -> None:
+        """Give back the memory of those. Nothing that runs uses them."""
+        if left := self.left():
+            self.use(())
+            self._free_but(self._homes_held() - left)
+
+    def _homes_held(self) -> frozenset[str]:
+        return frozenset(stamp for _, held in self._homes for stamp in held)
+
+    def _free_but(self, kept: frozenset[str]) -> None:
+        for _, held in self._homes:
+            for stamp in held.keys() - kept:
+                L.llama_adapter_lora_free(held.pop(stamp))
+
+    def open(self, model: Any) -> Held:
+        """Load all into another model. Any thread. Raises ModelLoadError."""
+        held: Held = {}
+        _fill(model, held, self._named)
+        return held
+
+    def enter(self, model: Any, held: Held) -> None:
+        """Have another model, with `held` loaded by `open`, follow changes. Raises ModelLoadError."""
+        _fill(model, held, self._named)
+        self._homes.append((model, held))
+
+    def leave(self) -> Held:
+        """Forget the model that was entered; what the first one has."""
+        del self._homes[1:]
+        return self._homes[0][1]
+
+
+def _check_scale(scale: float) -> None:
+    if not math.isfinite(scale) or abs(scale) > 100:
+        raise InvalidRequestError("a LoRA scale is between -100 and 100", param="lora")
+
+
+def _stamp(adapter: Adapter) -> str:
+    try:
+        return stamps([os.path.realpath(adapter.path)])
+    except OSError:
+        raise ModelLoadError(
+            f'LoRA adapter "{adapter.name}": {adapter.path} is not there',
+            hint="pull it first: `edgeinfer pull ADAPTER --base MODEL`; or name its file",
+        ) from None
+
+
+def _fill(model: Any, held: Held, named: dict[str, tuple[Adapter, str]]) -> None:
+    for adapter, stamp in named.values():
+        if stamp not in held:
+            held[stamp] = _load(model, adapter, stamp)
+
+
+def _load(model: Any, adapter: Adapter, stamp: str) -> Any:
+    if _stamp(adapter) != stamp:
+        raise ModelLoadError(f'LoRA adapter "{adapter.name}": {adapter.path} was changed')
+    libllama.clear_log()
+    pointer = L.llama_adapter_lora_init(model, os.fsencode(adapter.path))
+    if not pointer:
+        words = "; ".join(libllama.recent_log(3)) or "no reason given"
+        raise ModelLoadError(f'LoRA adapter "{adapter.name}" does not fit this model: {words}')
+    return pointer

@@ -1,0 +1,403 @@
+"""From files to a model and a context of llama.cpp, with every automatic choice and its reason."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from edgeinfer.config import load_options
+from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
+from edgeinfer.platform.machine import read_machine, read_rate
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory, cell_memory
+from edgeinfer.runtime.llama.mappings import HugePages
+from edgeinfer.runtime.llama.sparse_buffers import Buffer, sparse_buffers
+from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.memory_plan.offload import Offload
+from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, disk_warning, make_plan
+from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+
+Progress = Callable[[str, float | None], None]
+
+_FLASH = {"auto": -1, "off": 0, "on": 1}
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes.
+
+    `cells` is where the KV cache lies; `plan` is what the context was made by.
+    """
+
+    model: Any
+    context: Any
+    memory: Any
+    vocab: Vocab
+    meta: dict[str, str]
+    shape: Shape
+    n_ctx: int
+    n_cells: int
+    n_parallel: int
+    n_seq_max: int
+    n_batch: int
+    n_outputs_max: int
+    n_threads: int
+    kv_bytes: int
+    compute_bytes: int
+    least_kv_bytes: int
+    load_ms: float
+    plan: Plan
+    cells: CellMemory = NO_CELLS
+    choices: dict[str, Chosen] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def can_generate(self) -> bool:
+        """False for encoders, which only embed."""
+        return bool(self.memory)
+
+    def free(self) -> None:
+        """Give everything back. Idempotent; nothing may use the pointers afterwards."""
+        llama = libllama.lib()
+        if self.context:
+            llama.llama_free(self.context)
+        if self.model:
+            llama.llama_model_free(self.model)
+        self.context = self.model = self.memory = None
+
+
+def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> Loaded:
+    """Load weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
+    check_options(options)
+    check_files(files.paths)
+    started = time.perf_counter()
+    llama = libllama.lib()
+    machine = read_machine()
+    repack = choose_repack(options.repack, sum(map(os.path.getsize, files.paths)), machine)
+    model = open_model(files.paths, msgspec.structs.replace(options, repack=repack.value), progress)
+    try:
+        meta = read_meta(model)
+        _refuse_encoder_decoder(model, files.paths[0])
+        shape = model_shape(model, meta)
+        plan = make_plan(shape, options, machine, repack)
+        if plan.refusal:
+            raise OutOfMemoryError(plan.refusal)
+        if progress:
+            progress("making a context", None)
+        loaded = _with_context(model, meta, shape, options, plan)
+        if plan.from_disk:
+            loaded.warnings = (disk_warning(shape, machine, read_rate(files.paths[-1])),)
+    except BaseException:
+        llama.llama_model_free(model)
+        raise
+    loaded.load_ms = (time.perf_counter() - started) * 1000.0
+    return loaded
+
+
+def _refuse_encoder_decoder(model: Any, path: str) -> None:
+    """Raise ModelLoadError for a model (T5, BART) that reads with one half and writes with another."""
+    llama = libllama.lib()
+    if llama.llama_model_has_encoder(model) and llama.llama_model_has_decoder(model):
+        raise ModelLoadError(
+            f"{path} is an encoder-decoder, which this program does not run",
+            hint="take a model that only decodes, such as every chat model of `edgeinfer list`",
+        )
+
+
+def check_options(options: LoadOptions) -> None:
+    """Raises UsageError naming the option that is out of range."""
+    try:
+        load_options.check(options)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_files(paths: tuple[str, ...]) -> None:
+    """Raises ModelLoadError naming the file that is missing."""
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ModelLoadError(f"{path} is not there")
+
+
+def open_model(
+    paths: tuple[str, ...],
+    options: LoadOptions,
+    progress: Progress | None = None,
+    placement: Placement | None = None,
+) -> Any:
+    """Map (and repack) the weights, on no device without a `placement`. Raises ModelLoadError."""
+    llama = libllama.lib()
+    check_files(paths)
+    params = llama.llama_model_default_params()
+    params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+    params.use_extra_bufts = options.repack != "off"
+    placement = placement or Placement(())
+    placement.write(params)
+    hook = _progress_hook(progress)
+    params.progress_callback = hook
+    libllama.clear_log()
+    names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
+    model = llama.llama_model_load_from_splits(names, len(paths), params)
+    if not model:
+        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {_last_words()}")
+    return model
+
+
+def _progress_hook(progress: Progress | None) -> Any:
+    shown = -1
+    huge_pages: HugePages | None = HugePages()
+
+    def report(fraction: float, _user: object) -> bool:
+        nonlocal shown, huge_pages
+        if huge_pages is not None:  # buffers are there, and empty
+            huge_pages.ask()
+            huge_pages = None
+        percent = int(fraction * 100)
+        if progress and percent != shown:
+            shown = percent
+            progress("loading weights", fraction)
+        return True
+
+    return libllama.lib().llama_progress_callback(report)
+
+
+def _last_words() -> str:
+    return "; ".join(libllama.recent_log(3)) or "no reason given"
+
+
+def read_meta(model: Any) -> dict[str, str]:
+    """The file's scalar metadata as text."""
+    llama = libllama.lib()
+    buffer = ctypes.create_string_buffer(1 << 16)
+    meta = {}
+    for i in range(llama.llama_model_meta_count(model)):
+        if llama.llama_model_meta_key_by_index(model, i, buffer, len(buffer)) < 0:
+            continue
+        key = buffer.value.decode("utf-8", "replace")
+        if key.startswith("tokenizer.ggml.") and key.endswith(
+            ("tokens", "merges", "scores", "token_type")
+        ):
+            continue  # the vocabulary as one long text: a second of work for nothing
+        llama.llama_model_meta_val_str_by_index(model, i, buffer, len(buffer))
+        meta[key] = buffer.value.decode("utf-8", "replace")
+    return meta
+
+
+def model_shape(model: Any, meta: dict[str, str]) -> Shape:
+    """The sizes of a loaded model. llama.cpp keeps no arrays of the metadata: where head counts differ
+    by layer, those it names stand for all, an upper bound.
+    """
+    llama = libllama.lib()
+    metadata: dict[str, object] = {
+        key: int(value) if value.isdecimal() else value for key, value in meta.items()
+    }
+    prefix = meta.get("general.architecture", "")
+    n_heads = int(llama.llama_model_n_head(model))
+    metadata.setdefault(f"{prefix}.attention.head_count", n_heads)
+    if f"{prefix}.attention.head_count_kv" not in metadata:
+        n_kv_heads = int(llama.llama_model_n_head_kv(model))
+        metadata[f"{prefix}.attention.head_count_kv"] = n_kv_heads or n_heads
+    shape = make_shape(
+        metadata,
+        n_vocab=int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))),
+        n_params=int(llama.llama_model_n_params(model)),
+        weights_bytes=int(llama.llama_model_size(model)),
+    )
+    partial = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+    return msgspec.structs.replace(
+        shape, is_recurrent=bool(partial), has_windows=llama.llama_model_n_swa(model) > 0
+    )
+
+
+def _with_context(
+    model: Any, meta: dict[str, str], shape: Shape, options: LoadOptions, plan: Plan
+) -> Loaded:
+    llama = libllama.lib()
+    options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
+    context, lines, buffers = _make_context(model, _planned_params(options, plan))
+    choices = _choices(plan, options, lines)
+    n_cells = int(llama.llama_n_ctx(context))
+    return Loaded(
+        model=model,
+        context=context,
+        memory=llama.llama_get_memory(context) if llama.llama_get_causal_attn(context) else None,
+        vocab=Vocab(model),
+        meta=meta,
+        shape=shape,
+        n_ctx=min(plan.n_ctx.value, n_cells),
+        n_cells=n_cells,
+        n_parallel=plan.n_parallel.value,
+        n_seq_max=plan.n_seq_max,
+        n_batch=int(llama.llama_n_batch(context)),
+        n_outputs_max=plan.n_outputs,
+        n_threads=plan.n_threads.value,
+        kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
+        compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
+        least_kv_bytes=plan.least_kv_bytes,
+        cells=_cells(buffers, lines, shape, n_cells, choices),
+        load_ms=0.0,
+        plan=plan,
+        choices=choices,
+    )
+
+
+def with_another_context(loaded: Loaded, model: Any, options: LoadOptions) -> Loaded:
+    """`loaded` with a context of `model` elsewhere. Raises ModelLoadError, OutOfMemoryError."""
+    llama = libllama.lib()
+    kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
+    params = _planned_params(msgspec.structs.replace(options, **kept), loaded.plan)
+    params.n_threads = params.n_threads_batch = loaded.n_threads
+    context, lines, buffers = _make_context(model, params)
+    return replace(
+        loaded,
+        model=model,
+        context=context,
+        memory=llama.llama_get_memory(context),
+        kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
+        compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
+        cells=_cells(buffers, lines, loaded.shape, loaded.n_cells, loaded.choices),
+    )
+
+
+def _planned_params(options: LoadOptions, plan: Plan) -> Any:
+    params = context_params(
+        options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
+    )
+    params.n_outputs_max = plan.n_outputs
+    return params
+
+
+def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
+    return {
+        "n_threads": plan.n_threads,
+        "n_parallel": plan.n_parallel,
+        "n_ctx": plan.n_ctx,
+        "n_cells": plan.n_cells,
+        "kv_type": plan.kv_type,
+        "repack": plan.repack,
+        "gpu_layers": Chosen("none", "models are loaded for the CPU; devices are attached afterwards"),
+        "flash_attention": _flash_choice(options, lines),
+    }
+
+
+def context_params(
+    options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
+) -> Any:
+    """Parameters of a context: unified KV cache, no timers. A KV type that nobody chose is f16."""
+    llama = libllama.lib()
+    kv_type = "f16" if options.kv_type == "auto" else options.kv_type
+    params = llama.llama_context_default_params()
+    params.n_ctx = n_cells
+    params.n_batch = params.n_ubatch = n_batch
+    params.n_seq_max = n_seq_max
+    params.n_threads = params.n_threads_batch = n_threads
+    params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{kv_type.upper()}")
+    params.flash_attn_type = _FLASH["on" if kv_type != "f16" else options.flash_attention]
+    params.kv_unified = True
+    # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than
+    # tokens
+    params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
+    # a sliding-window cache of full size is what lets a prefix of it be kept (decision 021)
+    params.swa_full = True
+    params.no_perf = True
+    return params
+
+
+def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
+    """A context and what llama.cpp said while making it. Raises ModelLoadError, OutOfMemoryError."""
+    return _make_context(model, params)[:2]
+
+
+def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
+    """A context, what llama.cpp said while making it, and its large buffers that hold zeros."""
+    llama = libllama.lib()
+    with libllama.registry_lock:
+        libllama.clear_log()
+        with libllama.listening() as lines, sparse_buffers() as buffers:
+            context = llama.llama_init_from_model(model, params)
+    if context:
+        return context, lines, buffers
+    words = _last_words()
+    if re.search(r"alloc|memory", words):
+        raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {words}")
+    raise ModelLoadError(f"llama.cpp could not make a context: {words}")
+
+
+def _cells(
+    buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
+) -> CellMemory:
+    """Those of the buffers that are the KV cache's, by the sizes that llama.cpp says.
+
+    They live as long as the context; others may be replaced. Without flash attention V is transposed.
+    """
+    is_flash = choices["flash_attention"].value == "on"
+    rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
+    sizes = {m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))}
+    own = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
+    return cell_memory(own, rows, n_cells)
+
+
+def _sum_mib(lines: list[str], pattern: str) -> int:
+    found = (re.search(rf"(?:{pattern}) *= *([\d.]+) MiB", line) for line in lines)
+    return sum(int(float(match.group(1)) * (1 << 20)) for match in found if match)
+
+
+def _flash_choice(options: LoadOptions, lines: list[str]) -> Chosen:
+    if options.kv_type != "f16":
+        return Chosen("on", f"a {options.kv_type} KV cache needs it")
+    if options.flash_attention != "auto":
+        return Chosen(options.flash_attention, "as asked")
+    off = any("Flash Attention" in line and "disabl" in line for line in lines)
+    return Chosen("off" if off else "on", "llama.cpp's own choice for this model and device")
+
+
+#: llama.cpp's names of the tensors that are a layer's experts.
+_EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
+
+
+class _Override(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+class Placement:
+    """The parameters of a model for `offload`, whose parts lie on `pointers` (ggml_backend_dev_t).
+
+    Without pointers it is all the CPU's: an empty list of devices, because llama.cpp creates each that
+    it knows even for no layers. It keeps pointers to what is here while it loads.
+    """
+
+    def __init__(self, pointers: Sequence[int], offload: Offload | None = None) -> None:
+        self._devices = (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
+        self._n_layers = offload.n_layers if offload and pointers else 0
+        shares = [float(part.n_layers) for part in offload.parts] if offload else []
+        n_shares = max(len(shares), int(libllama.lib().llama_max_devices()))
+        self._shares = (ctypes.c_float * n_shares)(*shares)
+        self._overrides = _overrides(offload.n_without_experts if offload and pointers else 0)
+
+    def write(self, params: Any) -> None:
+        """Set what `params` (llama_model_params) say of devices."""
+        params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
+        params.n_gpu_layers = self._n_layers
+        if self._n_layers:
+            params.tensor_split = ctypes.cast(self._shares, type(params.tensor_split))
+        if self._overrides:
+            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+
+
+def _overrides(n_without_experts: int) -> Any:
+    if not n_without_experts:
+        return None
+    numbers = "|".join(map(str, range(n_without_experts)))
+    pattern = rf"blk\.({numbers})\.{_EXPERTS}".encode()
+    cpu = libllama.base_library().ggml_backend_cpu_buffer_type()
+    return (_Override * 2)(_Override(pattern, cpu), _Override(None, None))

@@ -1,0 +1,132 @@
+"""Sampling by llama.cpp's sampler chains, one a request; plain greedy needs none."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.requests import Sampling
+
+_NEUTRAL_MIN_KEEP = 1
+
+
+def is_plain_greedy(sampling: Sampling) -> bool:
+    """Whether the largest logit is the answer: temperature 0 and nothing that bends the logits."""
+    return (
+        sampling.temperature <= 0
+        and not sampling.logit_bias
+        and not _penalises(sampling)
+        and not sampling.dry_multiplier
+    )
+
+
+def _penalises(s: Sampling) -> bool:
+    return s.repeat_last_n != 0 and (
+        s.repeat_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+    )
+
+
+class Sampler:
+    """One request's sampler. Owns native memory until `close`. One thread at a time.
+
+    `history` is how many of the last prompt tokens the penalties look at.
+    """
+
+    def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
+        self._greedy = is_plain_greedy(sampling)
+        self._chain = None if self._greedy else _chain(vocab, sampling, seed, n_ctx)
+        self.history = 0 if self._greedy else _history(sampling, n_ctx)
+
+    def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
+        """The next token from batch row `row`, which `logits` views, accepted into the history."""
+        if self._chain is None:
+            return int(logits.argmax())
+        return int(L.llama_sampler_sample(self._chain, context, row))
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        """Let the penalties see tokens that were not sampled here: the prompt's."""
+        if self._chain is not None:
+            for token in tokens:
+                L.llama_sampler_accept(self._chain, token)
+
+    def close(self) -> None:
+        """Free the chain. Idempotent."""
+        if self._chain is not None:
+            L.llama_sampler_free(self._chain)
+            self._chain = None
+            self._greedy = True
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _history(s: Sampling, n_ctx: int) -> int:
+    """How many of the last tokens its penalties look at; a negative option stands for all."""
+    wanted = [s.repeat_last_n] if _penalises(s) else []
+    if s.dry_multiplier:
+        wanted.append(s.dry_penalty_last_n)
+    return max((n_ctx if n < 0 else n for n in wanted), default=0)
+
+
+def _chain(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Any:
+    params = L.llama_sampler_chain_default_params()
+    params.no_perf = True
+    chain = L.llama_sampler_chain_init(params)
+    for stage in _stages(vocab, s, seed, n_ctx):
+        L.llama_sampler_chain_add(chain, stage)
+    return chain
+
+
+def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
+    """The stages in llama.cpp's order, neutral ones left out; the last one picks."""
+    if s.logit_bias:
+        pairs = (L.llama_logit_bias * len(s.logit_bias))(*((t, b) for t, b in s.logit_bias.items()))
+        yield L.llama_sampler_init_logit_bias(vocab.n_vocab, len(s.logit_bias), pairs)
+    if _penalises(s):
+        last_n = n_ctx if s.repeat_last_n < 0 else s.repeat_last_n
+        yield L.llama_sampler_init_penalties(
+            vocab.n_vocab, last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
+        )
+    if s.dry_multiplier:
+        yield _dry(vocab, s, n_ctx)
+    if s.temperature <= 0:
+        yield L.llama_sampler_init_greedy()
+    elif s.mirostat:
+        yield L.llama_sampler_init_temp(s.temperature)
+        yield _mirostat(vocab, s, seed)
+    else:
+        yield from _truncations(s)
+        yield L.llama_sampler_init_temp(s.temperature)
+        yield L.llama_sampler_init_dist(seed)
+
+
+def _dry(vocab: Vocab, s: Sampling, n_ctx: int) -> Any:
+    breakers = [b.encode() for b in s.dry_sequence_breakers]
+    array = (ctypes.c_char_p * len(breakers))(*breakers)
+    last_n = n_ctx if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
+    return L.llama_sampler_init_dry(
+        vocab.pointer, s.dry_multiplier, s.dry_base, s.dry_allowed_length, last_n, array, len(breakers)
+    )
+
+
+def _mirostat(vocab: Vocab, s: Sampling, seed: int) -> Any:
+    if s.mirostat == 1:
+        return L.llama_sampler_init_mirostat(vocab.n_vocab, seed, s.mirostat_tau, s.mirostat_eta, 100)
+    return L.llama_sampler_init_mirostat_v2(seed, s.mirostat_tau, s.mirostat_eta)
+
+
+def _truncations(s: Sampling) -> Iterable[Any]:
+    if s.top_k > 0:
+        yield L.llama_sampler_init_top_k(s.top_k)
+    if s.typical_p < 1.0:
+        yield L.llama_sampler_init_typical(s.typical_p, _NEUTRAL_MIN_KEEP)
+    if s.top_p < 1.0:
+        yield L.llama_sampler_init_top_p(s.top_p, _NEUTRAL_MIN_KEEP)
+    if s.min_p > 0.0:
+        yield L.llama_sampler_init_min_p(s.min_p, _NEUTRAL_MIN_KEEP)

@@ -1,0 +1,151 @@
+"""Parts of a sequence's state as bytes, and back: what a block of the store holds.
+
+llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: a
+part is copied to it, which costs a bit per cell, and written from there; a part that comes back is read
+into it and copied behind what the sequence has.
+
+What of a state is cells of a tensor is a piece of its own (native/cells.cpp), which comes back from
+where it lies; pages of files become pages of the cells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, State, whole
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.cells import Copied, Piece
+from edgeinfer.runtime.llama.context import ActiveContext
+
+#: Only the part of a state that cannot be cut: of recurrent and hybrid models, the recurrent one.
+_PARTIAL_ONLY = 1
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+#: Fewer bytes of a tensor than this are no piece of their own: to copy them is as fast.
+_WORTH_MAPPING = 32 << 10
+
+
+class SequenceStates:
+    """Sequences' states. `scratch` is an id of nobody else; `can_cut`: not recurrent. One thread."""
+
+    def __init__(self, active: ActiveContext, scratch: int, *, can_cut: bool = True) -> None:
+        self._llama = libllama.lib()
+        self._active = active
+        self._scratch = scratch
+        self._can_cut = can_cut
+
+    def read(self, seq_id: int, start: int, end: int, shift: int = 0) -> State | None:
+        """The state of positions [start, end); None where the context has not all of them.
+
+        It is laid out for coming back `shift` cells behind those that its positions number.
+        """
+        first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
+        if self._can_cut and first > start:
+            return None  # cells behind a sliding window may have been taken for others
+        self._clear()
+        self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, start, end)
+        state = self._get_in_pieces(end - start, start + shift)
+        self._clear()
+        return state
+
+    def write(self, seq_id: int, state: State) -> bool:
+        """Put a part back where it was, behind what `seq_id` has. False when there was no room."""
+        self._clear()
+        done = self._set_pieces(state) or self._set(self._scratch, state.joined(), 0)
+        if done:
+            self._llama.llama_memory_seq_cp(self._active.memory, self._scratch, seq_id, -1, -1)
+        self._clear()
+        return done
+
+    def read_point(self, seq_id: int) -> memoryview | None:
+        """The recurrent state of `seq_id` where it is now."""
+        return self._get(seq_id, _PARTIAL_ONLY)
+
+    def write_point(self, seq_id: int, state: memoryview) -> bool:
+        """Take the recurrent state of `seq_id` back to a point; what is behind can be cut then."""
+        return self._set(seq_id, state, _PARTIAL_ONLY)
+
+    def _clear(self) -> None:
+        self._llama.llama_memory_seq_rm(self._active.memory, self._scratch, -1, -1)
+
+    def _get_in_pieces(self, n_tokens: int, cell: int) -> State | None:
+        cells = self._active.cells
+        if cells.copies is None:
+            state = self._get(self._scratch, 0)
+            return None if state is None else whole(state)
+        size = self._llama.llama_state_seq_get_size_ext(self._active.context, self._scratch, 0)
+        buffer = np.empty(size, np.uint8)
+        with cells.copies.out(cells.handles, buffer.ctypes.data) as copied:
+            done = self._fill(buffer, self._scratch, 0)
+        return _cut(memoryview(buffer.data), _runs(copied), n_tokens, cell) if done else None
+
+    def _set_pieces(self, state: State) -> bool:
+        """Set the scratch sequence from pieces where they lie. False: no room, or other pieces."""
+        cells = self._active.cells
+        if cells.copies is None or len(state.pieces) == 1:
+            return False
+        # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
+        buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
+        pieces: list[Piece] = []
+        at = 0
+        for piece, place in zip(state.pieces, state.places, strict=True):
+            size = piece.nbytes
+            if place == ANYWHERE:
+                buffer[at : at + size] = np.frombuffer(piece, np.uint8)
+            else:
+                pieces.append(Piece(at, size, np.frombuffer(piece, np.uint8).ctypes.data))
+            at += size
+        with cells.copies.into(cells.handles, buffer.ctypes.data, pieces, state.file) as counted:
+            done = self._set(self._scratch, memoryview(buffer.data), 0)
+        if done and counted.n_bytes == sum(piece.size for piece in pieces):
+            return True
+        self._clear()
+        return False
+
+    def _get(self, seq_id: int, flags: int) -> memoryview | None:
+        size = self._llama.llama_state_seq_get_size_ext(self._active.context, seq_id, flags)
+        state = np.empty(size, np.uint8)
+        return memoryview(state.data) if self._fill(state, seq_id, flags) else None
+
+    def _fill(self, state: npt.NDArray[np.uint8], seq_id: int, flags: int) -> bool:
+        pointer, size = state.ctypes.data_as(_BYTES), len(state)
+        get = self._llama.llama_state_seq_get_data_ext
+        return libllama.move_state(get, self._active.context, pointer, size, seq_id, flags) == size
+
+    def _set(self, seq_id: int, state: memoryview, flags: int) -> bool:
+        pointer = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
+        size = len(state)
+        put = self._llama.llama_state_seq_set_data_ext
+        return libllama.move_state(put, self._active.context, pointer, size, seq_id, flags) == size
+
+
+def _runs(copied: Sequence[Copied]) -> list[Copied]:
+    """What was copied, of each tensor in one piece where that lies together in the state."""
+    runs: list[Copied] = []
+    for one in copied:
+        last = runs[-1] if runs else None
+        if last and last.tensor == one.tensor and last.at + last.size == one.at:
+            last.size += one.size
+        else:
+            runs.append(Copied(one.at, one.size, one.tensor))
+    return [run for run in runs if run.size >= _WORTH_MAPPING]
+
+
+def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
+    """The state in pieces: cells of tensors, placed like those from `cell` on, and what is between."""
+    pieces: list[memoryview] = []
+    places: list[int] = []
+    at = 0
+    for run in runs:
+        row = run.size // n_tokens
+        pieces += [state[at : run.at], state[run.at : run.at + run.size]]
+        places += [ANYWHERE, (run.tensor + cell * row) % mmap.PAGESIZE]
+        at = run.at + run.size
+    pieces.append(state[at:])
+    places.append(ANYWHERE)
+    return State(tuple(pieces), tuple(places))

@@ -1,0 +1,151 @@
+"""The model's vocabulary: text to tokens and back. Read-only once made, so any thread may use it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalized
+
+#: Longest piece read in one call, bytes; a longer one takes a second call.
+_PIECE_BYTES = 512
+#: Attributes of tokens that a text has only where special tokens are parsed.
+_CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
+
+
+class FimTokens(NamedTuple):
+    """Tokens that mark what is before a gap, behind it and in it.
+
+    `repo` and `file` are -1 where a model has none.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int
+    repo: int
+    file: int
+
+
+class Vocab:
+    """A loaded model's vocabulary; `model`, llama.cpp's pointer, outlives it."""
+
+    def __init__(self, model: Any) -> None:
+        self.pointer = L.llama_model_get_vocab(model)
+        self.n_vocab: int = L.llama_vocab_n_tokens(self.pointer)
+        self.bos: int = L.llama_vocab_bos(self.pointer)
+        self.eos: int = L.llama_vocab_eos(self.pointer)
+        self.adds_bos: bool = L.llama_vocab_get_add_bos(self.pointer)
+        self.kind: int = L.llama_vocab_type(self.pointer)
+        self._normalizer = _read_normalizer(model)
+        self._pieces: dict[int, bytes] = {}
+        self._special_pieces: dict[int, bytes] = {}
+
+    @cached_property
+    def eos_tokens(self) -> tuple[int, ...]:
+        """Find all ends of generation, end of turn first, on first use: 80 ms for 262,144."""
+        ends = [t for t in range(self.n_vocab) if L.llama_vocab_is_eog(self.pointer, t)]
+        first = [t for t in (self.eos, L.llama_vocab_eot(self.pointer)) if t in ends]
+        return tuple(dict.fromkeys(first + ends))
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        """The tokens for filling a gap; None for a model that was not made for it."""
+        found = FimTokens(
+            prefix=L.llama_vocab_fim_pre(self.pointer),
+            suffix=L.llama_vocab_fim_suf(self.pointer),
+            middle=L.llama_vocab_fim_mid(self.pointer),
+            repo=L.llama_vocab_fim_rep(self.pointer),
+            file=L.llama_vocab_fim_sep(self.pointer),
+        )
+        return found if min(found.prefix, found.suffix, found.middle) >= 0 else None
+
+    def is_eos(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        return bool(L.llama_vocab_is_eog(self.pointer, token))
+
+    def is_control(self, token: int) -> bool:
+        """Whether the token stands for no text of its own."""
+        return bool(L.llama_vocab_is_control(self.pointer, token))
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """A token's bytes; control tokens if `special`. Raises IndexError beyond the last."""
+        cache = self._special_pieces if special else self._pieces
+        found = cache.get(token)
+        if found is None:
+            found = cache[token] = self._read_piece(token, special)
+        return found
+
+    def _read_piece(self, token: int, special: bool) -> bytes:
+        if not 0 <= token < self.n_vocab:
+            raise IndexError(token)
+        size = _PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = L.llama_token_to_piece(self.pointer, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def text(self, token: int) -> str:
+        """A token's own spelling in the vocabulary, "" when there is no such token."""
+        if not 0 <= token < self.n_vocab:
+            return ""
+        return self.piece(token, special=True).decode("utf-8", "replace")
+
+    def raw_text(self, token: int) -> bytes:
+        """A token as the file spells it; what two vocabularies are compared by."""
+        return bytes(L.llama_vocab_get_text(self.pointer, token))
+
+    def control_tokens(self) -> dict[str, int]:
+        """Find all control tokens by their spelling: 10 ms for 49,152, 60 ms for 262,144."""
+        pointer, attributes = self.pointer, L.llama_vocab_get_attr
+        found = [t for t in range(self.n_vocab) if attributes(pointer, t) & _CONTROL]
+        return {self.raw_text(t).decode("utf-8", "replace"): t for t in found}
+
+    def strips_left(self, token: int) -> bool:
+        """Whether the token takes away white space before it."""
+        return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_LSTRIP)
+
+    def strips_right(self, token: int) -> bool:
+        """Whether the token takes away white space behind it."""
+        return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_RSTRIP)
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        """Tokens of `text`.
+
+        `parse_special` reads `<|im_end|>` and its like as tokens; `add_special` adds BOS where due.
+        """
+        data = normalized(text, self._normalizer).encode("utf-8", "replace")
+        size = len(data) // 2 + 16
+        while True:
+            tokens = (L.llama_token * size)()
+            n = L.llama_tokenize(
+                self.pointer, data, len(data), tokens, size, add_special, parse_special
+            )
+            if n >= 0:
+                return list(tokens[:n])
+            size = -n
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """Spell `tokens`, special ones too. Raises IndexError outside the vocabulary."""
+        if any(not 0 <= token < self.n_vocab for token in tokens):
+            raise IndexError("token outside the vocabulary")
+        array = (L.llama_token * len(tokens))(*tokens)
+        size = 8 * len(tokens) + 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = L.llama_detokenize(self.pointer, array, len(tokens), buffer, size, False, True)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+
+def _read_normalizer(model: Any) -> str:
+    buffer = ctypes.create_string_buffer(64)
+    found = L.llama_model_meta_val_str(model, NORMALIZER_KEY.encode(), buffer, len(buffer))
+    return buffer.value.decode("ascii", "replace") if found > 0 else ""

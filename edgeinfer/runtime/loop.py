@@ -1,0 +1,197 @@
+"""The one thread that uses the context: from the first work until the engine is parked or closed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from edgeinfer.errors import DecodeError, EngineClosedError, EngineError, QueueFullError
+from edgeinfer.runtime.scheduler.scheduler import Scheduler
+from edgeinfer.runtime.scheduler.sequence import Sequence
+
+T = TypeVar("T")
+_log = logging.getLogger("edgeinfer.engine")
+
+#: Requests to an idle engine that come within this time of each other (seconds), up to so many, begin
+#: in one batch.
+_BURST_S = 0.0005
+_BURST = 64
+
+
+class DecodeLoop:
+    """Runs the scheduler's steps, and other native work between two; at most `capacity` requests."""
+
+    def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
+        self._scheduler, self._capacity = scheduler, capacity
+        self._roster = scheduler.roster
+        self._roster.on_end = self._ended
+        self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._closed = False
+        #: Why the thread has died, "" while it has not: nothing is computed any more.
+        self.failure = ""
+
+    @property
+    def inside(self) -> int:
+        """Requests that have not ended."""
+        return self._inside
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a request. Raises QueueFullError, EngineClosedError."""
+        with self._changed:
+            self._check_open()
+            if self._inside >= self._capacity:
+                raise QueueFullError(f"{self._inside} requests are running or waiting, and no more may")
+            self._inside += 1
+            seq.wake = self.wake
+            self._inbox.put(seq)
+            self._start()
+            self._changed.notify_all()
+        if not seq.is_prefill_only:
+            self._scheduler.execution.interruptions.for_newcomer(len(seq.tokens))
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the loop's thread between two steps; return or raise what it does."""
+        done: Future[T] = Future()
+        with self._changed:
+            self._check_open()
+            self._jobs.put((work, done))
+            self._start()
+            self._changed.notify_all()
+        return done.result()
+
+    def wake(self) -> None:
+        """Have the loop look again: something was cancelled."""
+        self._scheduler.execution.look_at_cancelled()
+        with self._changed:
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread, until the next work. Raises EngineError while requests are inside."""
+        with self._changed:
+            if self._inside:
+                raise EngineError(f"{self._inside} requests are still running")
+            thread = self._thread
+            self._stopping = True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+        self._stopping = False
+        self._scheduler.execution.background.end()
+
+    def close(self) -> None:
+        """Cancel everything and end the thread for good. Idempotent; not from the loop's own thread."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+        self._scheduler.execution.background.end()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        if self.failure:
+            raise self._dead()
+
+    def _dead(self) -> EngineClosedError:
+        return EngineClosedError(self.failure, hint="ask again: the model is loaded anew")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="edgeinfer-decode", daemon=True)
+            self._thread.start()
+
+    def _ended(self, seq: Sequence) -> None:
+        with self._changed:
+            self._inside -= 1
+
+    def _main(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001  the main of a thread: every caller must hear of it
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
+            self._thread = None
+            self._inside = 0
+            sequences = [*self._roster.running, *self._roster.waiting]
+            while not self._inbox.empty():
+                sequences.append(self._inbox.get())
+        _log.error("%s", self.failure)
+        for seq in sequences:
+            with contextlib.suppress(Exception):
+                seq.fail(self._dead())
+        while not self._jobs.empty():
+            self._jobs.get()[1].set_exception(self._dead())
+
+    def _work(self) -> None:
+        while self._has_more():
+            self._run_jobs()
+            if self._roster.is_empty:
+                self._gather()
+            self._take_inbox()
+            if not self._roster.is_empty:
+                self._guarded(self._scheduler.step)
+            elif self._jobs.empty():
+                self._guarded(self._scheduler.do_chore)
+
+    def _has_more(self) -> bool:
+        """Wait for work; False when the thread is to end. A closed loop cancels what is inside."""
+        with self._changed:
+            while not (self._has_work() or self._stopping or self._closed):
+                self._changed.wait(self._scheduler.chore_due_in_s())
+            if self._closed:
+                self._take_inbox()
+                for seq in [*self._roster.running, *self._roster.waiting]:
+                    seq.cancelled = True
+            if not self._has_work():
+                self._thread = None  # under the lock, so that the next work starts another thread
+                return False
+            return True
+
+    def _has_work(self) -> bool:
+        is_idle = self._roster.is_empty and self._inbox.empty() and self._jobs.empty()
+        return not is_idle or self._scheduler.chore_due_in_s() == 0.0
+
+    def _gather(self) -> None:
+        """Wait for the rest of a burst: begun one by one, 8 streams lose 2 % of their rate."""
+        seen = 0
+        while seen < self._inbox.qsize() < _BURST:
+            seen = self._inbox.qsize()
+            time.sleep(_BURST_S)
+
+    def _take_inbox(self) -> None:
+        while not self._inbox.empty():
+            self._roster.add(self._inbox.get())
+
+    def _run_jobs(self) -> None:
+        for _ in range(self._jobs.qsize()):  # who asks again for one comes after the inbox
+            work, done = self._jobs.get()
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001  raised again where it was asked for
+                done.set_exception(error)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except EngineError as error:
+            self._scheduler.fail_all(error)
+        except Exception as error:  # noqa: BLE001  the main of a thread: every consumer must hear of it
+            self._scheduler.fail_all(
+                DecodeError(f"the decode loop failed: {type(error).__name__}: {error}")
+            )

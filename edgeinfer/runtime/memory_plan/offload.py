@@ -1,0 +1,236 @@
+"""Where a model's layers lie: shape, plan and the memory of devices to an `Offload`.
+
+Pure: `show` calls it with the header's facts, the engine with the model's, and both say the same. Sizes
+are in bytes. llama.cpp counts the output as the last layer: `n_layer + 1` layers are all of a model. It
+puts the last ones on devices, in the devices' order, with the KV cache of each, and leaves the table of
+tokens to the CPU.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from edgeinfer.runtime.memory_plan.plan import Plan
+from edgeinfer.runtime.memory_plan.shape import Shape, make_buffers
+from edgeinfer.units import format_bytes
+
+#: Left free on each device, for what llama.cpp's backends take besides, and for others: at least so
+#: much, and such a share of what is free.
+_MARGIN_BYTES = 256 << 20
+_MARGIN_SHARE = 16
+#: Steps of the search for an even filling of several devices.
+_BALANCING = 20
+#: After a device had no room, such a share of the layers is tried.
+_FEWER = 0.75
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """A device's name in llama.cpp, and the memory that may be taken of it."""
+
+    name: str
+    free_bytes: int
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies on one device. `n_layers` counts the output."""
+
+    device: str
+    n_layers: int
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+
+class Offload(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is spread. `parts` are in the devices' order, those without layers left out.
+
+    `n_layers` of the `n_all` are on devices, the output among them; the first `n_without_experts` of
+    the model's layers leave their experts with the CPU. `reason` says why it is not all, or that it is.
+    """
+
+    n_layers: int
+    n_all: int
+    n_without_experts: int
+    parts: tuple[Part, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        if not self.parts:
+            return f"none: {self.reason}"
+        names = ", ".join(f"{part.n_layers} on {part.device}" for part in self.parts)
+        experts = f", experts of {self.n_without_experts} on the CPU" if self.n_without_experts else ""
+        return f"{self.n_layers} of {self.n_all} ({names}{experts})"
+
+
+class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one layer without and of its experts, of its KV cache, of the output, of computing."""
+
+    layer: int
+    experts: int
+    kv: int
+    output: int
+    compute: int
+
+
+def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int | str) -> Offload:
+    """Spread a model of `shape`, to be loaded by `plan`, over devices.
+
+    `wanted` is "none", "all", a number of layers, or "auto": all layers, if they fit without their
+    experts at least, or none.
+    """
+    n_all = shape.n_layer + 1
+    if wanted == "none" or not rooms or wanted == 0:
+        reason = "as asked" if wanted in ("none", 0) else "there is no device"
+        return Offload(n_layers=0, n_all=n_all, n_without_experts=0, parts=(), reason=reason)
+    sizes = _sizes(shape, plan)
+    if wanted != "auto":
+        n_layers = n_all if wanted == "all" else min(int(wanted), n_all)
+        return _asked(sizes, rooms, n_layers, n_all)
+    for n_without in range(shape.n_layer + 1 if sizes.experts else 1):
+        if parts := _spread(sizes, rooms, n_all, n_all, n_without):
+            reason = "all of it fits" if not n_without else "all but these experts fits"
+            return _offload(parts, n_all, n_without, reason)
+    reason = f"{_free(rooms)} do not hold all layers; --gpu-layers N puts N there"
+    return Offload(n_layers=0, n_all=n_all, n_without_experts=0, parts=(), reason=reason)
+
+
+def fewer(shape: Shape, plan: Plan, rooms: tuple[Room, ...], failed: Offload) -> Offload:
+    """What to try after a device had no room for `failed`; one without parts when nothing is left."""
+    sizes = _sizes(shape, plan)
+    n_without, n_layers = failed.n_without_experts, failed.n_layers
+    if sizes.experts and n_without < shape.n_layer:
+        n_without = min(shape.n_layer, n_without + -(-shape.n_layer // 4))
+    else:
+        n_layers = int(n_layers * _FEWER)
+    if not n_layers:
+        return make_offload(shape, plan, rooms, "none")
+    parts = _placed(sizes, _even(rooms, n_layers), rooms, n_layers, failed.n_all, n_without)
+    return _offload(parts, failed.n_all, n_without, f"no room for {failed.n_layers}")
+
+
+def _asked(sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int) -> Offload:
+    """So many layers, by the devices' memory, whether they fit or not: loading them will tell."""
+    parts = _spread(sizes, rooms, n_layers, n_all, 0)
+    parts = parts or _placed(sizes, _even(rooms, n_layers), rooms, n_layers, n_all, 0)
+    return _offload(parts, n_all, 0, "as asked")
+
+
+def _offload(parts: tuple[Part, ...], n_all: int, n_without: int, reason: str) -> Offload:
+    return Offload(
+        n_layers=sum(part.n_layers for part in parts),
+        n_all=n_all,
+        n_without_experts=n_without,
+        parts=parts,
+        reason=reason,
+    )
+
+
+def _sizes(shape: Shape, plan: Plan) -> _Sizes:
+    """Where files do not say whether the output is the table of tokens, it is counted once more."""
+    n = max(1, shape.n_layer)
+    buffers = make_buffers(
+        shape,
+        plan.n_cells.value,
+        plan.kv_type.value,
+        n_seq_max=plan.n_seq_max,
+        n_ubatch=plan.n_batch,
+        n_outputs=plan.n_outputs,
+    )
+    dense = shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes
+    return _Sizes(
+        layer=max(0, dense) // n,
+        experts=shape.expert_bytes // n,
+        kv=buffers.kv_bytes // n,
+        output=shape.embedding_bytes,
+        compute=buffers.compute_bytes,
+    )
+
+
+def _usable(room: Room, sizes: _Sizes, n_layers: int, n_all: int) -> int:
+    """What of a device's memory layers may take.
+
+    Where weights stay with the CPU, long prompts copy them to the device, a tensor at a time.
+    """
+    margin = max(_MARGIN_BYTES, room.free_bytes // _MARGIN_SHARE)
+    passing = (sizes.layer + sizes.experts) // 2 if n_layers < n_all else 0
+    return max(0, room.free_bytes - margin - sizes.compute - passing)
+
+
+def _layers(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[int]:
+    """Weights of the last `n_layers`, the output at the end."""
+    first = n_all - n_layers
+    whole = [sizes.layer + (sizes.experts if i >= n_without else 0) for i in range(first, n_all - 1)]
+    return [*whole, sizes.output]
+
+
+def _spread(
+    sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int
+) -> tuple[Part, ...]:
+    """Parts that fit, each device filled to the same share; none when they do not fit."""
+    usable = [_usable(room, sizes, n_layers, n_all) for room in rooms]
+    weights = _layers(sizes, n_layers, n_all, n_without)
+    counts = _filled(weights, sizes.kv, usable, 1.0)
+    if counts is None:
+        return ()
+    low, high = 0.0, 1.0
+    for _ in range(_BALANCING if len(rooms) > 1 else 0):
+        share = (low + high) / 2
+        found = _filled(weights, sizes.kv, usable, share)
+        if found is None:
+            low = share
+        else:
+            counts, high = found, share
+    return _placed(sizes, counts, rooms, n_layers, n_all, n_without)
+
+
+def _filled(weights: list[int], kv: int, usable: list[int], share: float) -> list[int] | None:
+    """How many layers each device takes, one device after the other; None when some are left."""
+    counts = [0] * len(usable)
+    device, used = 0, 0.0
+    for i, weight in enumerate(weights):
+        size = weight + (kv if i < len(weights) - 1 else 0)
+        while device < len(usable) and used + size > usable[device] * share:
+            device, used = device + 1, 0.0
+        if device == len(usable):
+            return None
+        counts[device] += 1
+        used += size
+    return counts
+
+
+def _even(rooms: tuple[Room, ...], n_layers: int) -> list[int]:
+    total = sum(room.free_bytes for room in rooms) or len(rooms)
+    ends, seen = [], 0
+    for room in rooms:
+        seen += room.free_bytes
+        ends.append(round(n_layers * seen / total))
+    ends[-1] = n_layers
+    return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _placed(
+    sizes: _Sizes, counts: list[int], rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int
+) -> tuple[Part, ...]:
+    weights = _layers(sizes, n_layers, n_all, n_without)
+    parts, at = [], 0
+    for room, count in zip(rooms, counts, strict=True):
+        n_with_kv = min(at + count, n_layers - 1) - at  # the output has none
+        part = Part(
+            device=room.name,
+            n_layers=count,
+            weights_bytes=sum(weights[at : at + count]),
+            kv_bytes=max(0, n_with_kv) * sizes.kv,
+            compute_bytes=sizes.compute,
+        )
+        parts += [part] if count else []
+        at += count
+    return tuple(parts)
+
+
+def _free(rooms: tuple[Room, ...]) -> str:
+    free = ", ".join(f"{format_bytes(room.free_bytes)} of {room.name}" for room in rooms)
+    return f"{free} that are free, with a margin,"

@@ -1,0 +1,285 @@
+"""Plan what a load will allocate before it does: shape, options and machine to a `Plan`.
+
+Pure arithmetic over facts that are passed in; each automatic choice carries its reason. Memory is in
+bytes, context in tokens. `show` calls it with the header's facts, the loader with the model's, and both
+get the same."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from edgeinfer.errors import OutOfMemoryError
+from edgeinfer.platform.machine import Machine, Processors
+from edgeinfer.runtime.memory_plan.shape import CELL_STEP, Buffers, Shape, make_buffers, padded
+from edgeinfer.runtime.options import Chosen, LoadOptions
+from edgeinfer.units import format_bytes
+
+_MIB = 1 << 20
+#: An automatic context is no longer than this. llama.cpp keeps some 50 bytes for each cell, and looks
+#: at all of them when it copies or removes a sequence.
+_AUTO_MAX_TOKENS = 131_072
+#: A quantized cache is slower to attend to: one is chosen only where f16 does not hold so many tokens,
+#: or as many as the model was trained on.
+_AMPLE_TOKENS = 32_768
+#: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
+#: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They give a row the same bits in any batch.
+_DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
+#: Repacked weights are multiplied by another kernel from four rows on.
+_REPACKED_ROWS = 3
+#: What a small context and its compute buffer take, roughly.
+_ROOM_BESIDE_WEIGHTS = 256 << 20
+#: Cells of the shared KV cache that every sequence can count on when all are busy.
+_CELLS_PER_SEQUENCE = 1024
+
+
+def choose_threads(asked: int, here: Processors) -> Chosen:
+    """Decode threads. 0 takes the physical cores we may use, or the control group's share of them."""
+    if asked:
+        return Chosen(asked, "as asked")
+    cores = here.physical_cores
+    if here.quota is not None and here.quota < cores:
+        return Chosen(
+            max(1, math.floor(here.quota)), f"the control group allows {here.quota:g} of {cores} cores"
+        )
+    noun = "core" if cores == 1 else "cores"
+    return Chosen(cores, f"{cores} physical {noun} within our affinity ({here.logical_cpus} logical)")
+
+
+def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+    """Sequences decoded at once: 0 takes four a thread, 4 to 16, or as many as their cache may fit."""
+    if asked:
+        return Chosen(asked, "as asked")
+    by_cores = min(16, max(4, 4 * n_threads))
+    per_sequence = max(1, kv_bytes_per_token) * _CELLS_PER_SEQUENCE
+    by_memory = max(1, int(free_bytes / 2 // per_sequence))
+    if by_memory < by_cores:
+        return Chosen(
+            by_memory,
+            f"{free_bytes // _MIB} MiB free hold {by_memory} sequences of {_CELLS_PER_SEQUENCE} tokens",
+        )
+    return Chosen(by_cores, f"four for each of {n_threads} threads, 4 to 16")
+
+
+def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chosen:
+    """Type of the KV cache. "auto" takes f16 where it holds the context that is asked for, or else the
+    trained one up to 32,768 tokens; then q8_0, which takes about half. Decision 082.
+    """
+    if options.kv_type != "auto":
+        return Chosen(options.kv_type, "as asked")
+    wanted = options.n_ctx or min(shape.n_ctx_train or _AMPLE_TOKENS, _AMPLE_TOKENS)
+    room = max(0, free_bytes if options.n_ctx else free_bytes // 2)
+    needed = wanted * shape.kv_bytes_per_token("f16")
+    if needed <= room:
+        return Chosen("f16", f"{wanted} tokens fit")
+    if options.flash_attention == "off":
+        return Chosen("f16", "a quantized cache needs flash attention, which is off")
+    if not shape.can_quantize_kv:
+        return Chosen("f16", "this model's cache cannot be quantized")
+    return Chosen(
+        "q8_0",
+        f"{wanted} tokens would take {format_bytes(needed)} in f16, and there is room for"
+        f" {format_bytes(room)}",
+    )
+
+
+def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+    """Tokens one request may use. `free_bytes` is what is left after weights and compute buffers.
+
+    Raises OutOfMemoryError when what was asked, or the least that is useful, does not fit.
+    """
+    per_token = max(1, kv_bytes_per_token)
+    if asked:
+        if asked * per_token > free_bytes:
+            raise OutOfMemoryError(
+                f"a context of {asked} tokens needs {asked * per_token // _MIB} MiB of KV cache;"
+                f" {max(0, free_bytes) // _MIB} MiB are free"
+            )
+        return Chosen(asked, "as asked")
+    fits = free_bytes // 2 // per_token
+    if fits < CELL_STEP:
+        raise OutOfMemoryError(
+            f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free for it"
+        )
+    limits = (
+        (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
+        (fits, f"half of the {free_bytes // _MIB} MiB that are free for it"),
+        (_AUTO_MAX_TOKENS, "enough for most; ask for more with --ctx"),
+    )
+    chosen, reason = min(limits, key=lambda limit: limit[0])
+    rounded = chosen if chosen == n_ctx_train else max(CELL_STEP, chosen // CELL_STEP * CELL_STEP)
+    return Chosen(rounded, reason)
+
+
+def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+    """Cells that all sequences share. They take memory when they are first used."""
+    wanted = n_parallel * _CELLS_PER_SEQUENCE
+    fits = free_bytes // 2 // max(1, kv_bytes_per_token)
+    if wanted <= n_ctx or fits <= n_ctx:
+        return Chosen(padded(n_ctx), "one full context, shared by all sequences")
+    if wanted > fits:
+        return Chosen(padded(fits), f"half of the {free_bytes // _MIB} MiB that are free for it")
+    return Chosen(padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
+
+
+def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
+    """Decide whether weights are repacked for this CPU's fast paths, "on" or "off".
+
+    "auto" leaves them mapped where memory is short: repacked weights must stay in memory, mapped ones
+    need not.
+    """
+    if asked != "auto":
+        return Chosen(asked, "as asked")
+    available = machine.memory.available_bytes
+    if weights_bytes + weights_bytes // 8 + _ROOM_BESIDE_WEIGHTS > available:
+        return Chosen(
+            "off",
+            f"{format_bytes(weights_bytes)} of weights and a context are too much for the"
+            f" {format_bytes(available)} of memory that are free: they stay mapped",
+        )
+    return Chosen("on", "weights are rearranged for this CPU")
+
+
+def exact_rows(n_batch: int, file_type: int) -> int:
+    """Tokens of a batch up to which kernels give each the bits it gives alone (decision 022)."""
+    return n_batch if file_type in _DOT_ONLY else _REPACKED_ROWS
+
+
+#: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
+MAX_DRAFT = 7
+#: Sequence ids beyond the running ones: in 16 finished conversations wait for their next turn, and one
+#: is where the states of computed blocks pass through.
+_SPARE_SEQUENCES = 17
+_MAX_SEQUENCES = 256
+#: Context that a model is judged with when none fits.
+_FALLBACK_CTX = 4096
+#: KV cache that makes an automatic context useful, where all of it is larger.
+_USEFUL_KV_BYTES = 1 << 30
+#: Left for the process around the model.
+_PROCESS_BYTES = 64 << 20
+#: The rate of a disk that could not be measured: a SATA SSD's.
+_ASSUMED_DISK_BYTES_PER_S = 500e6
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a context is to be, before it is made; each automatic choice with its reason.
+
+    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` what it needs to be of use: all
+    of it for a context that was asked for. `from_disk` says that the weights do not stay in memory.
+    `refusal` says why the model cannot be loaded so, "" when it can.
+    """
+
+    n_threads: Chosen
+    n_parallel: Chosen
+    n_ctx: Chosen
+    n_cells: Chosen
+    kv_type: Chosen
+    repack: Chosen
+    n_seq_max: int
+    n_batch: int
+    n_outputs: int
+    buffers: Buffers
+    least_kv_bytes: int
+    from_disk: bool = False
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and buffers have room in memory together."""
+        return not self.refusal and not self.from_disk
+
+
+def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chosen) -> Plan:
+    """Work out the context for `options`. `repack` is `choose_repack`'s."""
+    n_threads = choose_threads(options.n_threads, machine)
+    free, from_disk = _free_bytes(shape, options, machine, is_mapped=repack.value == "off")
+    kv_type = choose_kv_type(options, shape, free)
+    per_token = shape.kv_bytes_per_token(kv_type.value)
+    n_parallel = choose_parallel(options.n_parallel, n_threads.value, per_token, free)
+    refusal = ""
+    try:
+        n_ctx = choose_context(options.n_ctx, shape.n_ctx_train or _FALLBACK_CTX, per_token, free)
+    except OutOfMemoryError as error:
+        refusal = _refusal(error.message, shape, machine, repack)
+        fallback = min(_FALLBACK_CTX, shape.n_ctx_train or _FALLBACK_CTX)
+        n_ctx = Chosen(options.n_ctx or fallback, refusal)
+    n_cells = choose_cells(n_ctx.value, n_parallel.value, per_token, free)
+    n_seq_max = n_parallel.value
+    if not shape.is_recurrent:
+        n_seq_max = min(_MAX_SEQUENCES, n_seq_max + _SPARE_SEQUENCES)
+    else:
+        n_seq_max += 1  # parts of states pass through it (decision 080)
+    n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
+    # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
+    n_outputs = max(n_seq_max, min(n_batch, n_parallel.value * (1 + MAX_DRAFT)))
+    buffers = make_buffers(
+        shape, n_cells.value, kv_type.value, n_seq_max=n_seq_max, n_ubatch=n_batch, n_outputs=n_outputs
+    )
+    return Plan(
+        n_threads=n_threads,
+        n_parallel=n_parallel,
+        n_ctx=n_ctx,
+        n_cells=n_cells,
+        kv_type=kv_type,
+        repack=repack,
+        n_seq_max=n_seq_max,
+        n_batch=n_batch,
+        n_outputs=n_outputs,
+        buffers=buffers,
+        least_kv_bytes=buffers.kv_bytes if options.n_ctx else min(buffers.kv_bytes, _USEFUL_KV_BYTES),
+        from_disk=from_disk,
+        refusal=refusal,
+    )
+
+
+def _free_bytes(
+    shape: Shape, options: LoadOptions, machine: Machine, *, is_mapped: bool
+) -> tuple[int, bool]:
+    """(bytes left for the KV cache, whether the weights stay on the disk for want of memory).
+
+    Mapped weights without room for the least context are read from the disk as they are needed: then
+    a quarter of the memory is left to the page cache.
+    """
+    available = machine.memory.available_bytes
+    kv_type = "f16" if options.kv_type == "auto" else options.kv_type
+
+    def rough_compute(n_seq_max: int, n_outputs: int) -> int:
+        n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
+        kept = {"n_seq_max": n_seq_max, "n_ubatch": options.n_batch, "n_outputs": n_outputs}
+        return make_buffers(shape, n_ctx, kv_type, **kept).compute_bytes
+
+    free = available - shape.weights_bytes - rough_compute(2 * _SPARE_SEQUENCES, 64) - _PROCESS_BYTES
+    least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
+    if is_mapped and free < least * shape.kv_bytes_per_token(kv_type):
+        few = 1 + _SPARE_SEQUENCES
+        return available - available // 4 - rough_compute(few, few), True
+    return free, False
+
+
+def _refusal(message: str, shape: Shape, machine: Machine, repack: Chosen) -> str:
+    available = machine.memory.available_bytes
+    if repack.value == "off" or shape.weights_bytes < available:
+        return message
+    return (
+        f"repacked weights of {format_bytes(shape.weights_bytes)} do not fit into the"
+        f" {format_bytes(available)} of memory that are free; --repack off reads them from the file"
+    )
+
+
+def disk_warning(shape: Shape, machine: Machine, disk_bytes_per_s: float = 0.0) -> str:
+    """Describe how fast a model with `Plan.from_disk` will be. 0.0 takes an assumed disk.
+
+    The rate is the worst case: nothing that a token needs is still in the page cache from the one
+    before.
+    """
+    rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
+    per_s = rate / max(1, shape.weights_bytes_per_token)
+    pace = f"{per_s:.1f} tokens/s" if per_s >= 1 else f"a token in {1 / per_s:.1f} s"
+    how = "measured just now" if disk_bytes_per_s else "assumed"
+    return (
+        f"weights of {format_bytes(shape.weights_bytes)} do not fit into the"
+        f" {format_bytes(machine.memory.available_bytes)} of memory that are free: they are read from"
+        f" the disk again and again. Expect about {pace}: {format_bytes(shape.weights_bytes_per_token)}"
+        f" a token at {format_bytes(rate)}/s ({how})"
+    )

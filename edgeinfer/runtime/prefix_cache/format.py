@@ -1,0 +1,144 @@
+"""The file of one computed block: every byte of it is written and read here.
+
+    offset  bytes
+    0       8      MAGIC, the version in it
+    8       8      XXH3 (64 bits) of everything from byte 16 on, little endian
+    16      8      length of the file
+    24      4      length of the header
+    28      ...    header: msgpack of `Header`
+    64 * n  ...    the states' pieces, in order, each from a multiple of 64 on, zeros between
+
+A state is one of a sequence as llama.cpp gives it. A piece of it that is cells of a tensor begins
+where the header says, within a page (4,096 bytes): such pages can become those of the cells. Nothing
+of a file is used before its checksum is right: llama.cpp asserts on damaged states.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from edgeinfer.errors import BlockDamagedError
+from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, MappedFile, State
+
+MAGIC = b"eiblock3"
+_HEAD = struct.Struct("<8sQQI")
+_CHECKED_FROM = 16
+_ALIGN = 64
+_PAGE = 4096
+
+#: "full": a whole block of a chain. "tail": what is left behind the last whole one. "point": like a
+#: tail, with the state of a recurrent model at its end.
+Kind = Literal["full", "tail", "point"]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What a block says of itself. `tokens` are int32, little endian.
+
+    `states` has for each state its pieces: how many bytes, and where in a page they begin,
+    [0, 4096), or ANYWHERE.
+    """
+
+    kind: Kind
+    name: bytes
+    parent: bytes
+    identity: bytes
+    tokens: bytes
+    states: tuple[tuple[tuple[int, int], ...], ...]
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A block in memory. `states`: of its tokens, then for a point the one at its end."""
+
+    header: Header
+    states: tuple[State, ...]
+
+    @property
+    def tokens(self) -> list[int]:
+        return unpack_tokens(self.header.tokens)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(state.n_bytes for state in self.states)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Tokens as the bytes that names and headers hold."""
+    return np.asarray(tokens, "<i4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The tokens of `pack_tokens`."""
+    return list(np.frombuffer(packed, "<i4").tolist())
+
+
+def encode(block: Block) -> list[bytes | memoryview]:
+    """The file as buffers to be written one after another."""
+    states = tuple(state.sizes for state in block.states)
+    header = msgspec.msgpack.encode(msgspec.structs.replace(block.header, states=states))
+    buffers: list[bytes | memoryview] = [header]
+    size = _HEAD.size + len(header)
+    for state in block.states:
+        for piece, place in zip(state.pieces, state.places, strict=True):
+            padding = _padding(size, place)
+            buffers += [bytes(padding), piece]
+            size += padding + piece.nbytes
+    checksum = xxhash.xxh3_64(_HEAD.pack(MAGIC, 0, size, len(header))[_CHECKED_FROM:])
+    for buffer in buffers:
+        checksum.update(buffer)
+    return [_HEAD.pack(MAGIC, checksum.intdigest(), size, len(header)), *buffers]
+
+
+def read_header(start: bytes | memoryview) -> Header:
+    """The header from the beginning of a file, unchecked: for listing. Raises BlockDamagedError."""
+    try:
+        magic, _, _, length = _HEAD.unpack_from(start)
+        if magic != MAGIC:
+            raise BlockDamagedError("it is no block of this version")
+        return msgspec.msgpack.decode(start[_HEAD.size : _HEAD.size + length], type=Header)
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise BlockDamagedError(f"its header cannot be read: {error}") from error
+
+
+def decode(data: memoryview, file: MappedFile | None = None) -> Block:
+    """The block in `data`, which may be that of `file`; its pieces are views of it.
+
+    Raises BlockDamagedError before one is used.
+    """
+    if len(data) < _HEAD.size:
+        raise BlockDamagedError("it is shorter than its head")
+    magic, checksum, size, length = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise BlockDamagedError("it is no block of this version")
+    if size != len(data):
+        raise BlockDamagedError(f"it has {len(data)} bytes and promises {size}")
+    found = xxhash.xxh3_64()  # its `update` leaves Python's lock to others, xxh3_64_intdigest does not
+    found.update(data[_CHECKED_FROM:])
+    if found.intdigest() != checksum:
+        raise BlockDamagedError("its checksum is wrong")
+    header = read_header(data)
+    return Block(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
+
+
+def _states(
+    data: memoryview, at: int, states: Sequence[Sequence[tuple[int, int]]], file: MappedFile | None
+) -> Iterator[State]:
+    for sizes in states:
+        pieces = []
+        for size, place in sizes:
+            at += _padding(at, place)
+            if size < 0 or at + size > len(data):
+                raise BlockDamagedError("its pieces do not fit into it")
+            pieces.append(data[at : at + size])
+            at += size
+        yield State(tuple(pieces), tuple(place for _, place in sizes), file)
+
+
+def _padding(at: int, place: int) -> int:
+    """Zeros before a piece, in a file of `at` bytes so far."""
+    return -at % _ALIGN if place == ANYWHERE else (place - at) % _PAGE

@@ -1,0 +1,180 @@
+"""Names of KV blocks: keyed hashes, which reveal no text without the user's secret.
+
+A name stands for everything that decides the bytes behind it: the model and how it computes
+(`identity`), who may share it (`salt`), the adapters, every token before, and its own. It is the hash
+of its parent's name and its tokens, so a prefix has one chain of names and no index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgeinfer.platform.disk import new_file, open_own, stamps
+from edgeinfer.runtime.kv_cache.cache import AdapterKey, common_prefix
+from edgeinfer.runtime.prefix_cache.format import Header, pack_tokens, unpack_tokens
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.prefix_cache.store import ModelBlocks
+
+NAME_BYTES = 20
+SECRET_BYTES = 32
+#: A tail is found by so many of its first tokens, the most that it has.
+TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
+TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
+
+
+def read_secret(path: Path, own: bytes = b"") -> bytes:
+    """The user's secret in `path` (0600); where there is none, `own` or a new one. Raises OSError."""
+    for _ in range(2):
+        try:
+            with open(open_own(path), "rb") as file:
+                secret = file.read()
+        except FileNotFoundError:
+            with new_file(path, 0o600, replaces=False) as file:
+                file.write(own or os.urandom(SECRET_BYTES))
+            continue
+        if len(secret) == SECRET_BYTES:
+            return secret
+        path.unlink(missing_ok=True)  # the disk was full when it was made
+    raise OSError(f"no secret can be kept in {path}")
+
+
+def model_key(sha256: str, files: Sequence[str]) -> str:
+    """A model's sha256, or the stamps of files that nobody has hashed. Raises OSError."""
+    return sha256 or stamps(files)
+
+
+class Names:
+    """The names of one model's blocks. `identity` is a digest of what decides their bits."""
+
+    def __init__(self, secret: bytes, identity: bytes) -> None:
+        self._secret = secret
+        self.identity = identity
+
+    def root(self, salt: str = "", adapters: str = "") -> bytes:
+        """The parent of a first block. Who gives another salt finds nothing of others."""
+        return self._hash(b"root", self.identity, salt.encode(), adapters.encode())
+
+    def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The name of a whole block behind `parent`."""
+        return self._hash(b"full", parent, pack_tokens(tokens))
+
+    def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The name of what begins with `tokens` behind `parent`; the next write supersedes it."""
+        n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
+        return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
+
+    def point(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The name of a point at the end of `tokens`; one a few tokens further on supersedes it."""
+        n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
+        return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
+
+    def _hash(self, kind: bytes, *parts: bytes) -> bytes:
+        state = hashlib.blake2b(key=self._secret, digest_size=NAME_BYTES, person=kind.ljust(16, b"\0"))
+        for part in parts:
+            state.update(len(part).to_bytes(8, "little") + part)
+        return state.digest()
+
+
+def owner_name(secret: bytes, conversation: str) -> str:
+    """The name of the list of blocks that hold a conversation."""
+    text = conversation.encode()
+    return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()
+
+
+class BlockNames:
+    """Names of one model's blocks of `block_tokens`."""
+
+    def __init__(self, blocks: ModelBlocks, block_tokens: int) -> None:
+        self._blocks = blocks
+        self.block_tokens = block_tokens
+
+    def root(self, adapters: AdapterKey, salt: str) -> bytes:
+        """The name that a chain begins with."""
+        words = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
+        return self._blocks.names.root(salt, words)
+
+    def chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> list[bytes]:
+        """The root, and the name of every whole block."""
+        chain = [self.root(adapters, salt)]
+        self.extend(chain, tokens)
+        return chain
+
+    def extend(self, chain: list[bytes], tokens: list[int]) -> None:
+        """Add the names of the whole blocks of `tokens` that `chain` lacks."""
+        size = self.block_tokens
+        for at in range((len(chain) - 1) * size, len(tokens) - size + 1, size):
+            chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
+
+    def begun_with(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
+        """The tokens that sessions of `agent` begin with, and those of the last one behind them.
+
+        As far as they are there.
+        """
+        behind: dict[bytes, Header] = {}
+        for name in self._blocks.begun_with(agent, salt):
+            header = self._blocks.header(name)
+            if header is not None:
+                behind.setdefault(header.parent, header)
+        tokens: list[int] = []
+        header = behind.get(self.root(adapters, salt))
+        while header is not None:
+            tokens += unpack_tokens(header.tokens)
+            header = behind.get(header.name)
+        return tokens
+
+    def last_point(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+        """The longest point behind `parent` that `tokens` begin with, and its tokens; 0 for none."""
+        best, n_best = b"", 0
+        for name in self._places(parent, tokens):
+            header = self._blocks.header(name)
+            its = unpack_tokens(header.tokens) if header else []
+            if len(its) > n_best and common_prefix(its, tokens) == len(its):
+                best, n_best = name, len(its)
+        return best, n_best
+
+    def _places(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
+        """Where points may be that `tokens` begin with: each has a place by its length."""
+        names = self._blocks.names
+        if len(tokens) >= TAIL_KEY_TOKENS:
+            yield names.tail(parent, tokens)
+        for n in range(len(tokens), TAIL_KEY_TOKENS - 1, -TAIL_KEY_TOKENS):
+            yield names.point(parent, tokens[:n])
+
+    def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+        """The unfinished block behind `parent` most like `tokens`, and how much agrees; 0 for none."""
+        best, n_best = b"", 0
+        for name, its in self._tails(parent, tokens):
+            n = common_prefix(its, tokens)
+            if n > n_best:
+                best, n_best = name, n
+        return best, n_best
+
+    def superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
+        """The tail behind `parent` that has only what `tokens` begin with, which `by` has too."""
+        for name, its in self._tails(parent, tokens):
+            if name != by and common_prefix(its, tokens) == len(its):
+                return name
+        return None
+
+    def _tails(self, parent: bytes, tokens: list[int]) -> Iterator[tuple[bytes, list[int]]]:
+        for n_key in TAIL_KEYS_TOKENS:
+            name = self._blocks.names.tail(parent, tokens[:n_key])
+            header = self._blocks.header(name) if n_key <= len(tokens) else None
+            if header is not None:
+                yield name, unpack_tokens(header.tokens)
+
+    def straddling(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+        """A whole block behind `parent` in which what an agent's sessions share ends: the one that
+        agrees furthest with `tokens`, and how far; 0 where none is known.
+        """
+        headers = ((name, self._blocks.header(name)) for name in self._blocks.straddling(parent))
+        found = [
+            (name, common_prefix(unpack_tokens(header.tokens), tokens))
+            for name, header in headers
+            if header is not None and header.parent == parent
+        ]
+        return max(found, key=lambda one: one[1], default=(b"", 0))

@@ -1,0 +1,122 @@
+"""Opens the store of computed blocks for one loaded model, by what decides its states' bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from edgeinfer.runtime.kv_cache.cache import KvCache
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.model import Loaded, context_params, make_context
+from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache.keys import model_key
+from edgeinfer.runtime.prefix_cache.lookup import BlockCache, block_tokens
+from edgeinfer.runtime.prefix_cache.roundtrip_check import BlockCheck
+from edgeinfer.runtime.prefix_cache.store import BlockStore
+
+#: Tokens of a block whose model has a large state besides its attention.
+_LONG_BLOCK = 2048
+#: Tokens a step of the check computes.
+_CHECK_BATCH = 32
+
+
+def open_blocks(
+    store: BlockStore,
+    files: ModelFiles,
+    options: LoadOptions,
+    loaded: Loaded,
+    active: ActiveContext,
+    kv: KvCache,
+    checked: str = "",
+) -> BlockCache:
+    """The blocks of this model, to be used by the thread that decodes.
+
+    `checked`: what `run_check` found before, in this very build. Raises OSError.
+    """
+    size = size_of_blocks(loaded)
+    blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))
+    if checked and not blocks.read_check():
+        blocks.note_check(checked)
+    return BlockCache(
+        blocks=blocks,
+        states=make_states(loaded, active),
+        active=active,
+        kv=kv,
+        block_tokens=size,
+        check=_check(options, loaded),
+    )
+
+
+def run_check(options: LoadOptions, loaded: Loaded) -> str:
+    """Check now whether this model's blocks come back as they were: "exact", or what is wrong."""
+    check = _check(options, loaded)
+    while (found := check.step()) is None:
+        continue
+    return found
+
+
+def _check(options: LoadOptions, loaded: Loaded) -> BlockCheck:
+    window = sliding_window(loaded)
+    return BlockCheck(
+        lambda n_cells, n_seq: _small_context(loaded, options, n_cells, n_seq),
+        loaded.vocab.n_vocab,
+        window,
+        block_tokens(window),
+        can_cut=can_cut(loaded),
+    )
+
+
+def size_of_blocks(loaded: Loaded) -> int:
+    """Tokens of a block. One of a recurrent model carries its state besides, which of some is large."""
+    is_large = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
+    return _LONG_BLOCK if is_large else block_tokens(sliding_window(loaded))
+
+
+def can_cut(loaded: Loaded) -> bool:
+    """Whether the states of this model can be cut anywhere: not those of recurrent and hybrid ones."""
+    llama = libllama.lib()
+    return not (
+        llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model)
+    )
+
+
+def make_states(loaded: Loaded, active: ActiveContext) -> SequenceStates:
+    """The states of the engine's context."""
+    return SequenceStates(active, scratch_id(loaded), can_cut=can_cut(loaded))
+
+
+def scratch_id(loaded: Loaded) -> int:
+    """The sequence id that parts of states pass through; the books of the cache do not give it away."""
+    return loaded.n_seq_max - 1
+
+
+def sliding_window(loaded: Loaded) -> int:
+    """Positions that layers with a sliding window see; 0 without such layers."""
+    return int(libllama.lib().llama_model_n_swa(loaded.model))
+
+
+def identity(loaded: Loaded, size: int) -> dict[str, str]:
+    """What besides the model's file decides a bit of a state, or how it is cut."""
+    build = libllama.build_info()
+    chosen = {name: str(loaded.choices[name].value) for name in ("kv_type", "repack", "gpu_layers")}
+    arch = loaded.meta.get("general.architecture", "")
+    trained = loaded.meta.get(f"{arch}.rope.scaling.original_context_length", "")
+    return chosen | {
+        "llama": f"{build.binding_version} {build.llama_version} {build.ggml_commit}",
+        "cpu": build.cpu_variant,
+        "attention": f"{build.attention} {build.attention_version}".strip(),
+        "flash": str(loaded.choices["flash_attention"].value),
+        # factors for long contexts are another set than those for short ones
+        "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
+        "block": str(size),
+    }
+
+
+def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:
+    options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
+    params = context_params(options, n_cells, _CHECK_BATCH, n_seq, loaded.n_threads)
+    params.n_outputs_max = n_seq
+    return make_context(loaded.model, params)[0]

@@ -1,0 +1,227 @@
+"""How much disk the prefix cache may take, and which blocks are evicted: the least recently used.
+
+A block's last use is its file's mtime, set when it is written and whenever it is read. Parents are
+stamped later than their children, so that leaves go first. Times in the future (a clock that was set
+back) count as now. Prefixes that the sessions of an agent share go last:
+
+    FOLDER/kept/AGENT[.SALT]   how many sessions were noted; names of the blocks that all share;
+                               after an empty line the names of blocks behind them, in the middle of
+                               which the sessions part
+
+One session shows only its own beginning. What a second one shares with it is the agent's own:
+instructions and tools. So nothing is retained before the second session."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgeinfer.platform.disk import free_bytes, new_file, open_own
+
+SUFFIX = ".block"
+#: Without a limit of the user's, so much of what the disk has left, the blocks themselves included.
+_SHARE_OF_FREE = 4
+_MOST_BYTES = 64 << 30
+#: Never written when the disk would have less than this left.
+MARGIN_BYTES = 512 << 20
+#: Pruning goes on to this share of the limit, so that it is not needed again at once.
+_PRUNE_TO = 0.9
+#: Unfinished files older than this (seconds), and lists of blocks that are gone, belong to nobody.
+_STALE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_bytes`: for all blocks, 0 for a quarter of what is free. `margin_bytes` stays free."""
+
+    max_bytes: int = 0
+    margin_bytes: int = MARGIN_BYTES
+
+    def allowed(self, root: Path, used_bytes: int) -> int:
+        """Bytes that all blocks below `root` may have together now. Raises OSError."""
+        free = free_bytes(root)
+        by_disk = max(0, used_bytes + free - self.margin_bytes)
+        wanted = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
+        return min(wanted, by_disk)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    """A file below the root, as a listing shows it."""
+
+    path: Path
+    n_bytes: int
+    used_ns: int
+
+
+def list_blocks(root: Path) -> list[BlockFile]:
+    """Every block below `root`, least recently used first. Removes what a killed writer left behind."""
+    now_ns = time.time_ns()
+    found = []
+    for folder, _, files in os.walk(root):
+        for name in files:
+            path = Path(folder, name)
+            try:
+                info = path.lstat()
+            except FileNotFoundError:
+                continue
+            if name.endswith(SUFFIX):
+                if info.st_mtime_ns > now_ns:
+                    _stamp(path, now_ns)
+                used_ns = min(info.st_mtime_ns, now_ns)
+                found.append(BlockFile(path, info.st_blocks * 512, used_ns))
+            elif name.endswith(".new") and abs(now_ns - info.st_mtime_ns) > _STALE_S * 1e9:
+                path.unlink(missing_ok=True)
+    return sorted(found, key=lambda block: block.used_ns)
+
+
+def _stamp(path: Path, used_ns: int) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(used_ns, used_ns))
+
+
+def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
+    """Remove the least recently used until `extra_bytes` fit: (removed, bytes left). Raises OSError."""
+    blocks = list_blocks(root)
+    used = sum(block.n_bytes for block in blocks)
+    allowed = limits.allowed(root, used)
+    if used + extra_bytes <= allowed:
+        return 0, used
+    removed = 0
+    kept = kept_names(root)
+    for block in sorted(blocks, key=lambda block: block.path.name.removesuffix(SUFFIX) in kept):
+        if used + extra_bytes <= allowed * _PRUNE_TO:
+            break
+        block.path.unlink(missing_ok=True)
+        used -= block.n_bytes
+        removed += 1
+    left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
+    for owner in (root / "owners").glob("*"):
+        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one names blocks still to come
+        if is_old and not owned_names(owner) & left:
+            owner.unlink(missing_ok=True)
+    return removed, used
+
+
+def owned_names(owner: Path) -> set[str]:
+    """Read the list of a conversation's blocks; nothing if it is missing or another user's."""
+    try:
+        with open(open_own(owner), encoding="ascii") as file:
+            return set(file.read().split())
+    except (OSError, ValueError):
+        return set()
+
+
+_FOLDER = "kept"
+#: An agent's name becomes the name of a file, with a digest of the salt: those who give another one
+#: share no block.
+_AGENT = re.compile(r"[a-z0-9-]{1,32}")
+_FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
+#: An agent that was changed shares less than this with its past, and begins anew.
+_SAME_SHARE = 0.5
+#: Sessions that are told apart: one, and more.
+_SEVERAL = 2
+#: Blocks in which sessions part that are noted, the latest first.
+_BEHIND = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """`shared` are names in order, `behind` the names of blocks behind the last, the latest first."""
+
+    sessions: int = 0
+    shared: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+
+
+def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "") -> None:
+    """Note that a session of `agent` begins with the blocks of these names. Raises OSError."""
+    if not names or not _AGENT.fullmatch(agent):
+        return
+    path = _path(folder, agent, salt)
+    before = _read(path)
+    now = _narrowed(before, tuple(names))
+    if now != before:
+        _write(path, now)
+
+
+def note_parting(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
+    """Note that a block stands behind `parent`, if that is the last that an agent's sessions share.
+
+    A tail is noted behind the last of those too: who names a folder may begin at a block's end. Raises
+    OSError.
+    """
+    for path, one in _all(folder):
+        ends = one.shared[-1:] + (one.behind[:1] if is_tail else ())
+        if one.sessions >= _SEVERAL and parent in ends and one.behind[:1] != (name,):
+            behind = (name, *(other for other in one.behind if other != name))
+            _write(path, _Noted(one.sessions, one.shared, behind[:_BEHIND]))
+
+
+def kept_names(root: Path) -> set[str]:
+    """Names of all blocks below `root` that two sessions of an agent began with."""
+    noted = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
+    return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
+
+
+def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
+    """The blocks that sessions of `agent` begin with, in order; then those behind, the last first."""
+    if not _AGENT.fullmatch(agent):
+        return ()
+    noted = _read(_path(folder, agent, salt))
+    return noted.shared + noted.behind
+
+
+def straddling(folder: Path, parent: str) -> tuple[str, ...]:
+    """The blocks behind `parent` in which sessions part, if `parent` is the last that they share."""
+    return next((one.behind for _, one in _all(folder) if one.shared[-1:] == (parent,)), ())
+
+
+def _path(folder: Path, agent: str, salt: str) -> Path:
+    digest = hashlib.blake2b(salt.encode(), digest_size=8).hexdigest()
+    return folder / _FOLDER / (f"{agent}.{digest}" if salt else agent)
+
+
+def _all(folder: Path) -> Iterator[tuple[Path, _Noted]]:
+    try:
+        files = os.listdir(folder / _FOLDER)
+    except OSError:
+        return
+    for name in files:
+        if _FILE.fullmatch(name):
+            path = folder / _FOLDER / name
+            yield path, _read(path)
+
+
+def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
+    n = 0
+    while n < min(len(before.shared), len(names)) and before.shared[n] == names[n]:
+        n += 1
+    if not n or n < _SAME_SHARE * len(before.shared):
+        return _Noted(1, names)
+    behind = before.behind if n == len(before.shared) else before.shared[n : n + 1]
+    return _Noted(_SEVERAL, names[:n], behind)
+
+
+def _read(path: Path) -> _Noted:
+    try:
+        with open(open_own(path), encoding="ascii") as file:
+            head, _, behind = file.read().partition("\n\n")
+        first, *names = head.split("\n")
+        bytes.fromhex("".join([*names, *behind.split()]))  # raises ValueError for what is no name
+        return _Noted(int(first), tuple(names), tuple(behind.split()))
+    except (OSError, ValueError):
+        return _Noted()
+
+
+def _write(path: Path, noted: _Noted) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    text = "\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + "\n".join(noted.behind)
+    with new_file(path, 0o600) as file:
+        file.write(text.encode("ascii"))

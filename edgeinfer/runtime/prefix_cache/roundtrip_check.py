@@ -1,0 +1,176 @@
+"""Whether the blocks of a model come back as they were: computed once for each model and build.
+
+llama.cpp has caches of many kinds, and a kind that loses something when a part of it is saved says so
+with wrong logits only. So a small context computes some text, the next logits are kept, straight on and
+after a cut in the middle; then the same text comes back from blocks into an empty cache, and both
+logits must be the same bits. Text and batches are the same on both sides: other batches round
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.runtime.kv_cache.sequence_state import State
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.context import ActiveContext, Batch, Logits
+from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.prefix_cache.store import ModelBlocks
+
+#: A step of the check computes so many tokens: who asks meanwhile waits for one of them.
+_CHUNK = 32
+#: Tokens of a text where no window asks for more, and of its blocks: three, and a cut inside one.
+_TOKENS = 24
+_BLOCK_TOKENS = 8
+#: A longer window is not filled: blocks are shorter than it in any case.
+_MOST_TOKENS = 1600
+#: The check's sequence, the scratch one beside it, and how many that makes.
+_SEQ_ID = 0
+_SCRATCH = 1
+_N_SEQ = 2
+_TAIL_TOKENS = 3
+
+
+def text_tokens(window: int, block_tokens: int) -> int:
+    """How much is computed: beyond a sliding window where there is one, that is not too long."""
+    beyond = window + 2 * block_tokens if window else 0
+    return max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens
+
+
+class BlockCheck:
+    """One check. `make_context(n_cells, n_seq)` gives a context like the engine's own, only smaller."""
+
+    def __init__(
+        self,
+        make_context: Callable[[int, int], Any],
+        n_vocab: int,
+        window: int,
+        block_tokens: int,
+        *,
+        can_cut: bool = True,
+    ) -> None:
+        self._can_cut = can_cut
+        self._make_context, self._n_vocab = make_context, n_vocab
+        self._block_tokens = min(block_tokens, _BLOCK_TOKENS) if not window else block_tokens
+        self.n_tokens = text_tokens(window, block_tokens)
+        self._tokens: list[int] = []
+        self._cut = self.n_tokens // 2 + 5
+        self._work: Iterator[str | None] | None = None
+
+    def step(self) -> str | None:
+        """Compute a little; None while there is more, then "exact" or what is wrong. One thread."""
+        if self._work is None:
+            self._work = self._compare()
+        return next(self._work)
+
+    def _compare(self) -> Iterator[str | None]:
+        llama = libllama.lib()
+        self._tokens = np.random.default_rng(7).integers(0, self._n_vocab, self.n_tokens).tolist()
+        context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
+        try:
+            probe = _Probe(context, self._n_vocab, can_cut=self._can_cut)
+            yield from probe.compute(self._tokens[: self._cut], 0)
+            points = [probe.point()]
+            yield from probe.compute(self._tokens[self._cut :], self._cut)
+            points.append(probe.point())
+            blocks = list(self._read_blocks(probe.states))
+            wanted = self._answers(probe, points)
+            yield None
+            llama.llama_memory_clear(probe.memory, True)
+            if None in blocks or not all(
+                probe.states.write(_SEQ_ID, b) for b in blocks if b is not None
+            ):
+                yield "llama.cpp does not give parts of this model's state"
+                return
+            probe.go_back(points[1], len(self._tokens))
+            found = self._answers(probe, points)
+        finally:
+            llama.llama_free(context)
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(wanted, found, strict=True))
+        yield "exact" if worst == 0 else f"after a restore the next logits differ by {worst:.3g}"
+
+    def _read_blocks(self, states: SequenceStates) -> Iterator[State | None]:
+        n = len(self._tokens)
+        for start in range(0, n, self._block_tokens):
+            yield states.read(_SEQ_ID, start, min(n, start + self._block_tokens))
+
+    def _answers(self, probe: _Probe, points: list[memoryview | None]) -> list[npt.NDArray[np.float32]]:
+        """The next logits behind the text, and behind another tail after a cut in its middle."""
+        straight = probe.logits(self._tokens[:1], len(self._tokens))
+        probe.go_back(points[0], self._cut)
+        other = self._tokens[-_TAIL_TOKENS:]
+        return [straight, probe.logits(other, self._cut)]
+
+
+class _Probe:
+    def __init__(self, context: Any, n_vocab: int, *, can_cut: bool) -> None:
+        llama = libllama.lib()
+        self._can_cut = can_cut
+        self.memory = llama.llama_get_memory(context)
+        self._active = ActiveContext(context, self.memory)
+        self.states = SequenceStates(self._active, _SCRATCH, can_cut=can_cut)
+        self._batch = Batch(
+            capacity=_CHUNK,
+            max_outputs=1,
+            n_vocab=n_vocab,
+            n_seq_max=_N_SEQ,
+            n_cells=int(llama.llama_n_ctx(context)),
+        )
+        self._logits = Logits(self._active, n_vocab)
+
+    def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:
+        """Compute `tokens` from position `start` on, in pieces. The last has logits."""
+        for at in range(0, len(tokens), _CHUNK):
+            chunk = tokens[at : at + _CHUNK]
+            self._batch.clear()
+            self._batch.add(chunk, start + at, _SEQ_ID, outputs=int(at + _CHUNK >= len(tokens)))
+            self._batch.decode(self._active)
+            yield None
+
+    def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
+        """The logits behind `tokens`, float32 of the vocabulary's length."""
+        for _ in self.compute(tokens, start):
+            continue
+        return self._logits.row(len(tokens) - 1).copy()
+
+    def point(self) -> memoryview | None:
+        """The state here, of a model whose state cannot be cut."""
+        return None if self._can_cut else self.states.read_point(_SEQ_ID)
+
+    def go_back(self, point: memoryview | None, n: int) -> None:
+        """Keep the first `n` positions, where `point` was taken."""
+        if point is not None:
+            self.states.write_point(_SEQ_ID, point)
+        libllama.lib().llama_memory_seq_rm(self.memory, _SEQ_ID, n, -1)
+
+
+class Proof:
+    """What the check of a model found: "" before it has ended, "exact", or what is wrong."""
+
+    def __init__(self, blocks: ModelBlocks, check: BlockCheck) -> None:
+        self._blocks, self._check = blocks, check
+        self.found = blocks.read_check()
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens the check computes."""
+        return self._check.n_tokens
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the check found that this model's blocks do not come back as they were."""
+        return self.found not in ("", "exact")
+
+    def go_on(self) -> None:
+        """Check a little further. What was written before is deleted where the check ends badly."""
+        found = self._check.step()
+        if found is None:
+            return
+        self.found = found
+        self._blocks.note_check(found)
+        if self.is_refused:
+            self._blocks.clear()

@@ -1,0 +1,485 @@
+"""The prefix cache of one user: a folder of immutable files, shared by every process without a lock.
+
+    ROOT/secret                      what names are keyed with (0600)
+    ROOT/owners/HASH                 names of the blocks that hold one conversation
+    ROOT/MODEL/IDENTITY/checked      what the round-trip check found: "exact", or why not
+    ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
+    ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
+
+A file appears by one rename and never changes; whoever writes the same block writes the same bytes.
+Files and folders are this user's alone, and others are refused. They hold what a person wrote, and are
+never part of a snapshot."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import new_file, open_own
+from edgeinfer.runtime.kv_cache.sequence_state import MappedFile
+from edgeinfer.runtime.prefix_cache import format, retention
+from edgeinfer.runtime.prefix_cache.format import Block, Header
+from edgeinfer.runtime.prefix_cache.keys import Names, owner_name, read_secret
+from edgeinfer.runtime.prefix_cache.retention import Limits
+
+#: Files are read, and their checksums computed, by so many threads: one gives some 4 GB/s.
+_READERS = 2
+#: After the disk was full, writing is tried again after so long (seconds).
+_FULL_S = 60.0
+#: Clearing waits so long (seconds) for what is being written.
+_CLEAR_S = 10.0
+#: The folder is counted again after so many written bytes, as a share of what is allowed.
+_RECOUNT_SHARE = 32
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Sums since the store was opened. Bytes are of files."""
+
+    blocks_written: int = 0
+    bytes_written: int = 0
+    blocks_read: int = 0
+    bytes_read: int = 0
+    pruned: int = 0
+    damaged: int = 0
+
+
+class BlockStore:
+    """All blocks of one user, below `root`. `warn` is told once what keeps it from working.
+
+    Raises SnapshotUnsafeError when the folder is another user's or open to others, OSError.
+    """
+
+    def __init__(
+        self, root: Path, allowed: Limits | None = None, warn: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.root = paths.private_dir(root)
+        self._limits = allowed or Limits()
+        self._warn = warn
+        self.secret = read_secret(root / "secret")
+        self._room_bytes = 0
+        self._full_until = 0.0
+        self._is_warned = False
+        self._lock = threading.Lock()
+        self.traffic = Traffic()
+
+    def model(self, model: str, identity: dict[str, str]) -> ModelBlocks:
+        """The blocks of one model, computed in one way.
+
+        `model`: its sha256, or another name of the very bytes. `identity`: everything else that decides
+        a bit of a state.
+        """
+        raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
+        digest = hashlib.blake2b(raw, digest_size=16)
+        folder = paths.private_dir(self.root / model_folder(model)) / digest.hexdigest()
+        return ModelBlocks(self, paths.private_dir(folder), Names(self.secret, digest.digest()))
+
+    def has_room_for(self, n_bytes: int) -> bool:
+        """Whether a file of `n_bytes` may be written now, after pruning if need be. Raises OSError."""
+        if self.is_full:
+            return False
+        with self._lock:
+            if self._room_bytes < n_bytes:
+                removed, used = retention.prune(self.root, self._limits, n_bytes)
+                self.traffic.pruned += removed
+                room = self._limits.allowed(self.root, used) - used
+                self._room_bytes = min(room, max(n_bytes, (used + room) // _RECOUNT_SHARE))
+                if room < n_bytes:
+                    self.stop_writing("the disk has no room for computed blocks")
+                    return False
+            self._room_bytes -= n_bytes
+            return True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk was full a moment ago."""
+        return time.monotonic() < self._full_until
+
+    def stop_writing(self, reason: str) -> None:
+        """Write nothing for a while; say why, once."""
+        self._full_until = time.monotonic() + _FULL_S
+        self._room_bytes = 0
+        if not self._is_warned:
+            self._is_warned = True
+            self._warn(f"{reason}: what models read now will be computed again after a restart")
+
+    def note_owner(self, conversation: str, names: Sequence[bytes]) -> None:
+        """Add blocks to what a conversation has read. Raises OSError, SnapshotUnsafeError."""
+        self.make_root()
+        paths.private_dir(self.root / "owners")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(self._owner_list(conversation), flags, 0o600), "wb") as file:
+            file.write(b"".join(name.hex().encode() + b"\n" for name in names))
+
+    def has_owner(self, conversation: str) -> bool:
+        """Whether there is a list of what a conversation has read."""
+        return self._owner_list(conversation).exists()
+
+    def _owner_list(self, conversation: str) -> Path:
+        return self.root / "owners" / owner_name(self.secret, conversation)
+
+    def make_root(self) -> None:
+        """Make the folder again where somebody has deleted it.
+
+        Raises OSError, another process's secret in it included; SnapshotUnsafeError.
+        """
+        paths.private_dir(self.root)
+        if read_secret(self.root / "secret", self.secret) != self.secret:
+            raise OSError(
+                errno.ESTALE, "their folder was deleted, and another process has made its own"
+            )
+
+
+def model_folder(model: str) -> str:
+    """The folder of a model's blocks below the root."""
+    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
+
+
+class ModelBlocks:
+    """The blocks of one identity. Reading and writing are done by threads; any thread may ask."""
+
+    def __init__(self, store: BlockStore, folder: Path, names: Names) -> None:
+        self._store = store
+        self._folder = folder
+        self.names = names
+        self.writer = Writer()
+        self._readers: ThreadPoolExecutor | None = None
+        self._owned: dict[str, set[bytes]] = {}
+        self._checked = ""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters, of the whole store."""
+        return self._store.traffic
+
+    # what is there
+
+    def path(self, name: bytes) -> Path:
+        """The file of a block, there or not."""
+        return self._folder / f"{name.hex()}{retention.SUFFIX}"
+
+    def has(self, name: bytes) -> bool:
+        """Whether a block of this name is there; whether it is whole shows when it is read."""
+        return self.path(name).exists()
+
+    def header(self, name: bytes) -> Header | None:
+        """What the block says of itself, its checksum not looked at; None without a readable one."""
+        try:
+            with open(open_own(self.path(name)), "rb") as file:
+                start = file.read(1 << 16)
+            return format.read_header(start)
+        except (OSError, BlockDamagedError):
+            return None
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Note that a chain was used: the first of `names`, parent of the rest, counts as used last."""
+        now_ns = time.time_ns()
+        for i, name in enumerate(names):
+            try:
+                os.utime(self.path(name), ns=(now_ns, now_ns - i))
+            except OSError:
+                continue
+
+    def straddling(self, parent: bytes) -> list[bytes]:
+        """The blocks behind `parent` in which what sessions of an agent share ends."""
+        return [bytes.fromhex(name) for name in retention.straddling(self._folder, parent.hex())]
+
+    def begun_with(self, agent: str, salt: str) -> list[bytes]:
+        """The blocks that sessions of `agent` begin with, in order; then those behind them."""
+        return [bytes.fromhex(name) for name in retention.begun_with(self._folder, agent, salt)]
+
+    # reading
+
+    def read_ahead(
+        self, names: Sequence[bytes], make_room: Callable[[int], None] = lambda i: None
+    ) -> list[Future[Block | None]]:
+        """Begin to read and check blocks, in order. A result is None where a block is not usable.
+
+        The thread that reads a block calls `make_room` with its place in `names` first.
+        """
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, "edgeinfer-read")
+
+        def read(i: int, name: bytes) -> Block | None:
+            make_room(i)
+            return self.read(name)
+
+        return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
+
+    def read(self, name: bytes) -> Block | None:
+        """A block, mapped and its checksum right; None when there is none that can be used."""
+        path = self.path(name)
+        try:
+            block = self._map(path)
+            if block.header.name != name or block.header.identity != self.names.identity:
+                raise BlockDamagedError("it is another block, renamed")
+        except OSError:
+            return None
+        except BlockDamagedError:
+            self.traffic.damaged += 1
+            path.unlink(missing_ok=True)
+            return None
+        self.traffic.blocks_read += 1
+        self.traffic.bytes_read += block.n_bytes
+        return block
+
+    def _map(self, path: Path) -> Block:
+        file = MappedFile(open_own(path), 0)
+        size = os.fstat(file.descriptor).st_size
+        if not size:
+            raise BlockDamagedError("it is empty")
+        mapped = mmap.mmap(file.descriptor, size, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_WILLNEED)
+        file.address = np.frombuffer(mapped, np.uint8).ctypes.data
+        return format.decode(memoryview(mapped), file)
+
+    # writing
+
+    @property
+    def can_write(self) -> bool:
+        """Whether it makes sense to give blocks to the writer."""
+        return not self._store.is_full
+
+    def write(self, block: Block) -> bool:
+        """Have a block written soon; False when too much is waiting already."""
+        return self.writer.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
+
+    def own(self, conversation: str, names: Sequence[bytes]) -> None:
+        """Note that these blocks hold what a conversation has read, so that they go with it."""
+        self.writer.put(lambda: self._try(lambda: self._own(conversation, names)))
+
+    def _own(self, conversation: str, names: Sequence[bytes]) -> None:
+        if not self._store.has_owner(conversation):  # not yet, or it was forgotten and goes on
+            self._owned.pop(conversation, None)
+        known = self._owned.setdefault(conversation, set())
+        new = [name for name in names if name not in known]
+        if new:
+            self._store.note_owner(conversation, new)
+            known.update(new)
+
+    def keep(self, agent: str, names: Sequence[bytes], salt: str) -> None:
+        """Note that a session of `agent` begins with these blocks: what all share is pruned last."""
+        self.writer.put(lambda: self._keep(agent, names, salt))
+
+    def _keep(self, agent: str, names: Sequence[bytes], salt: str) -> None:
+        try:
+            retention.note_session(self._folder, agent, [name.hex() for name in names], salt)
+        except OSError as error:
+            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+
+    def _write(self, block: Block) -> None:
+        """In the writer's thread: the file, whole or not at all."""
+        if self._store.has_room_for(block.n_bytes):
+            n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)
+            self.traffic.blocks_written += 1
+            self.traffic.bytes_written += n_bytes
+            if block.header.kind != "point":
+                parent, name = block.header.parent.hex(), block.header.name.hex()
+                retention.note_parting(self._folder, parent, name, is_tail=block.header.kind == "tail")
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Write something; again once the folder is made again, where it was deleted under this process
+        (`edgeinfer forget`). What cannot be mended ends the writing for a while.
+        """
+        try:
+            try:
+                work()
+            except FileNotFoundError:
+                self._store.make_root()
+                paths.private_dir(self._folder.parent)
+                paths.private_dir(self._folder)
+                self._write_check()
+                work()
+        except OSError as error:
+            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+        except SnapshotUnsafeError as error:
+            self._store.stop_writing(f"computed blocks cannot be written ({error.message})")
+
+    def remove(self, name: bytes) -> None:
+        """Delete a block, if it is there."""
+        self.path(name).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Delete all blocks of this identity, those that wait to be written included."""
+        self.writer.flush(_CLEAR_S)
+        for block in retention.list_blocks(self._folder):
+            block.path.unlink(missing_ok=True)
+
+    # the check of this identity
+
+    def read_check(self) -> str:
+        """What the check of this identity found: "exact", why it is refused, or "" before any."""
+        try:
+            with open(open_own(self._folder / "checked"), encoding="utf-8") as file:
+                self._checked = file.read()
+        except OSError:
+            self._checked = ""
+        return self._checked
+
+    def note_check(self, found: str) -> None:
+        """Keep what the check found. A disk without room only means that it is made again."""
+        self._checked = found
+        self._try(self._write_check)
+
+    def _write_check(self) -> None:
+        if self._checked:
+            _write_file(self._folder / "checked", [self._checked.encode()])
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Write what waits and end the threads; False when that took longer. It may be used again."""
+        if self._readers is not None:
+            self._readers.shutdown(wait=True, cancel_futures=True)
+            self._readers = None
+        return self.writer.stop(timeout_s)
+
+
+def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
+    """Write a file, whole or not at all; its bytes. Raises OSError."""
+    with new_file(path, 0o600) as file:
+        for buffer in buffers:
+            file.write(buffer)
+        size = file.tell()
+        if is_durable:
+            file.flush()
+            os.fdatasync(file.fileno())
+    return size
+
+
+def forget_all(root: Path) -> int:
+    """Delete all but the secret, with which running processes make names; the bytes that were freed.
+
+    A process that has something of it in its own memory keeps that until it ends.
+    """
+    freed = sum(block.n_bytes for block in retention.list_blocks(root))
+    if root.is_dir():
+        for folder in [path for path in root.iterdir() if path.is_dir()]:
+            shutil.rmtree(folder, ignore_errors=True)
+    return freed
+
+
+def forget_model(root: Path, model: str) -> int:
+    """Delete the blocks of a model, named by its key; the bytes that were freed."""
+    folder = root / model_folder(model)
+    freed = sum(block.n_bytes for block in retention.list_blocks(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    return freed
+
+
+def forget_conversation(root: Path, conversation: str) -> int:
+    """Delete what a conversation has read and no other has; the bytes that were freed."""
+    owners = root / "owners"
+    if not owners.is_dir():
+        return 0
+    paths.private_dir(root)
+    own = owners / owner_name(read_secret(root / "secret"), conversation)
+    written = retention.owned_names(own)
+    for other in owners.iterdir():
+        if other != own:
+            written -= retention.owned_names(other)
+    freed = 0
+    for block in retention.list_blocks(root):
+        if block.path.name.removesuffix(retention.SUFFIX) in written:
+            block.path.unlink(missing_ok=True)
+            freed += block.n_bytes
+    own.unlink(missing_ok=True)
+    return freed
+
+
+_log = logging.getLogger("edgeinfer.blocks")
+#: Bytes that may wait; one job is always let in.
+_QUEUE_BYTES = 256 << 20
+
+
+class Writer:
+    """Runs jobs in a thread of its own, in order. Any thread may call any method."""
+
+    def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:
+        self._queue_bytes = queue_bytes
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        self._bytes = 0
+        self._busy = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another job is taken now."""
+        return not self._bytes or self._bytes < self._queue_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything has been done."""
+        return not (self._waiting or self._busy)
+
+    def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
+        """Queue a job that keeps `n_bytes` of memory until it is done; False when too much waits.
+
+        One that keeps none is always taken.
+        """
+        with self._changed:
+            if n_bytes and not self.has_room:
+                return False
+            self._waiting.append((job, n_bytes))
+            self._bytes += n_bytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="edgeinfer-blocks", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Wait until another job is taken; False when that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.has_room, timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued is done; False when that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_idle, timeout_s)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Do what waits and end the thread; the next job starts another. False when it took longer."""
+        deadline = time.monotonic() + timeout_s
+        done = self.flush(timeout_s)
+        with self._changed:
+            self._waiting.clear()
+            thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return done
+
+    def _main(self) -> None:
+        own = threading.current_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._thread is not own)
+                if not self._waiting:
+                    return
+                job, n_bytes = self._waiting.popleft()
+                self._busy = True
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001  the main of a thread: later jobs must be written
+                _log.warning("a block was not written: %s: %s", type(error).__name__, error)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._bytes -= n_bytes
+                    self._changed.notify_all()

@@ -1,0 +1,164 @@
+"""From a sampled token: bytes, whole characters, stop strings, events, log-probabilities."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
+from edgeinfer.runtime.language.markers import held_back
+from edgeinfer.runtime.language.prepared import AnswerParser, Parsed
+from edgeinfer.runtime.llama.vocab import Vocab
+
+
+def token_logprobs(
+    vocab: Vocab, logits: npt.NDArray[np.float32], top: int
+) -> tuple[npt.NDArray[np.float32], list[int]]:
+    """Log-probabilities of every token at temperature 1, and the `top` most likely ones, best first."""
+    peak = logits.max()
+    logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
+    if not top:
+        return logprobs, []
+    best = np.argpartition(logprobs, -top)[-top:]
+    return logprobs, [int(t) for t in best[np.argsort(-logprobs[best], kind="stable")]]
+
+
+class Output:
+    """One generation's way from tokens to events. The decode loop's thread alone."""
+
+    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
+        self._vocab, self._parser = vocab, parser
+        self._text = TextStream(stops)
+        self._special = parser is not None and parser.special_tokens
+        self._logprobs: list[TokenLogprobs] = []
+        self.has_tool_calls = False
+        self.reasoning_tokens = 0
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was met, if one was."""
+        return self._text.stopped_by
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside of a reasoning span."""
+        return self._parser is not None and self._parser.is_reasoning
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the end of the text waits for what comes next: a character, or a marker."""
+        return self._text.is_holding or (self._parser is not None and self._parser.is_holding)
+
+    def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
+        """The events that are certain once `token` was sampled."""
+        if logprobs is not None:
+            self.note(logprobs)
+        events = self._parsed(self._text.feed(self._vocab.piece(token, special=self._special)))
+        self.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in events)
+        return self._with_logprobs(events)
+
+    def note(self, logprobs: TokenLogprobs) -> None:
+        """Report a token's log-probabilities with the next text, or at the end."""
+        self._logprobs.append(logprobs)
+
+    def finish(self) -> list[Parsed]:
+        """The rest, at the end of the generation."""
+        events = self._parsed(self._text.finish())
+        if self._parser is not None:
+            events += self._note(self._parser.finish())
+        if self._logprobs and not events and self.stopped_by is None:
+            events = [TextDelta("")]
+        return self._with_logprobs(events)
+
+    def _parsed(self, text: str) -> list[Parsed]:
+        if not text:
+            return []
+        return [TextDelta(text)] if self._parser is None else self._note(self._parser.feed(text))
+
+    def _note(self, events: Sequence[Parsed]) -> list[Parsed]:
+        self.has_tool_calls = self.has_tool_calls or any(
+            isinstance(event, ToolCallDelta) for event in events
+        )
+        return list(events)
+
+    def _with_logprobs(self, events: list[Parsed]) -> list[Parsed]:
+        if not self._logprobs:
+            return events
+        for i, event in enumerate(events):
+            if isinstance(event, TextDelta | ReasoningDelta):
+                events[i] = msgspec.structs.replace(event, logprobs=tuple(self._logprobs))
+                self._logprobs = []
+                break
+        return events
+
+
+def chosen_logprobs(
+    vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]
+) -> TokenLogprobs:
+    """The event value for a sampled token and its alternatives."""
+
+    def entry(t: int) -> Logprob:
+        return Logprob(t, vocab.piece(t, special=True), float(logprobs[t]))
+
+    return TokenLogprobs(entry(token), tuple(entry(t) for t in top))
+
+
+class TextStream:
+    """One generation's text. What could still become a stop string is held back."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def feed(self, data: bytes) -> str:
+        """Text that is certain after `data`; once `stopped_by` is set, that before the stop string."""
+        if self.stopped_by is not None:
+            return ""
+        text = self._decoder.decode(data)
+        return self._release(self._held + text) if self._stops else text
+
+    def finish(self) -> str:
+        """What was held back, at the end. Bytes of an unfinished character are dropped."""
+        held, self._held = self._held, ""
+        return "" if self.stopped_by is not None else held
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text waits for what comes: a possible stop string, or the rest of a character."""
+        return bool(self._held) or bool(self._decoder.getstate()[0])
+
+    def _release(self, text: str) -> str:
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            place, self.stopped_by = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+            self._held = ""
+            return text[:place]
+        keep = held_back(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+class ReasoningBudget:
+    """One request's budget: `n_tokens` of reasoning; `close`: its end marker's tokens."""
+
+    def __init__(self, n_tokens: int, close: Sequence[int], *, opened: bool) -> None:
+        self._n_tokens = n_tokens
+        self.close = close
+        self._was_inside = opened
+        self._n = 0
+
+    def is_spent(self, output: Output) -> bool:
+        """Whether the span is to be closed now. Asked once behind each token that was sampled.
+
+        Not within a character or what may become a marker: the next token is waited for then.
+        """
+        is_inside = output.is_reasoning
+        self._n += self._was_inside and is_inside  # the marker that opens it is no part of it
+        self._was_inside = is_inside
+        return is_inside and self._n >= self._n_tokens and not output.is_holding

@@ -1,0 +1,257 @@
+"""One request while it is decoded: its tokens, sampler, clock, and way to the consumer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import EngineError
+from edgeinfer.runtime.events import (
+    Divergence,
+    Finished,
+    FinishReason,
+    Progress,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.kv_cache.cache import AdapterKey, Closest, Resident
+from edgeinfer.runtime.language.constraints import TokenMatcher
+from edgeinfer.runtime.llama.sampler import Sampler
+from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.prefix_cache.lookup import Restore
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
+from edgeinfer.runtime.sampling.speculative import Drafting
+
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Monotonic seconds of a request's stations; 0.0 while not reached."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """A request. `tokens` are the prompt and what was sampled; `n_past` of them are in the KV cache.
+
+    `keep_tokens` says how many tokens at the front survive a context shift; `lent_s`, for how long its
+    prompt has let others go on without it.
+    While blocks come from the store (`restore`), nothing of it is computed.
+    """
+
+    request: GenerateRequest
+    tokens: list[int]
+    sampler: Sampler
+    output: Output
+    drafting: Drafting
+    max_tokens: int
+    keep_tokens: Callable[[], int]
+    adapters: AdapterKey = ()
+    matcher: TokenMatcher | None = None
+    budget: ReasoningBudget | None = None
+    banned: npt.NDArray[np.int64] | None = None
+    deadline: float | None = None
+    stream: EventStream = field(init=False)
+    clock: Clock = field(default_factory=Clock)
+    resident: Resident | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cached_disk_tokens: int = 0
+    closest: Closest = field(default_factory=Closest)
+    divergence: Divergence = field(default_factory=Divergence)
+    restore: Restore | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    n_generated: int = 0
+    lent_s: float = 0.0
+    constraint_s: float = 0.0
+    cancelled: bool = False
+    wake: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+        self.stream = EventStream(self.cancel)
+        if self.sampler.history:
+            self.sampler.accept(self.tokens[-self.sampler.history :])
+
+    def cancel(self) -> None:
+        """Ask for the end; the loop sees it at its next step. Any thread."""
+        self.cancelled = True
+        self.wake()
+
+    @property
+    def n_past(self) -> int:
+        return len(self.resident.tokens) if self.resident else 0
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.n_past
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a part of the prompt is on its way from the store."""
+        return self.restore is not None
+
+    @property
+    def is_prefill_only(self) -> bool:
+        """The prompt is computed and nothing is sampled or reported: for a request that is expected."""
+        return self.max_tokens == 0 and self.request.prompt_logprobs is None
+
+    @property
+    def is_in_background(self) -> bool:
+        """Whatever else runs on the machine goes first."""
+        return self.request.background and self.is_prefill_only
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the last sampled token is to be computed."""
+        return self.n_generated > 0 and self.n_pending == 1
+
+    def sample(
+        self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]
+    ) -> FinishReason | None:
+        """Sample from a row of logits, hand events over, and say why the generation ended, if so."""
+        report = None
+        top = self.request.logprobs
+        if top is not None:
+            report = token_logprobs(vocab, logits, top)
+        if self.banned is not None:
+            logits[self.banned] = _MINUS_INFINITY
+        if self.matcher is not None:
+            self._mask(logits)
+        token = self.sampler.sample(context, row, logits)
+        reason = self._take(vocab, token, chosen_logprobs(vocab, token, *report) if report else None)
+        if reason is None and self.budget is not None and self.budget.is_spent(self.output):
+            reason = self._close_reasoning(vocab, self.budget.close)
+        if reason is None and self.matcher is not None and top is None:
+            reason = self._take_all(vocab, self.matcher.forced())
+        return reason
+
+    def _mask(self, logits: npt.NDArray[np.float32]) -> None:
+        assert self.matcher is not None
+        started = time.perf_counter()
+        self.matcher.mask_into(logits)
+        self.constraint_s += time.perf_counter() - started
+
+    def _take(self, vocab: Vocab, token: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        self._note_time()
+        self.tokens.append(token)
+        self.n_generated += 1
+        if vocab.is_eos(token) and not self.request.ignore_eos:
+            if logprobs is not None and self.request.prompt_logprobs is not None:
+                self.output.note(logprobs)  # evaluators drop the last entry as the generated token's
+            return "stop"
+        for event in self.output.feed(token, logprobs):
+            self.stream.put(event)
+        if self.output.stopped_by is not None:
+            return "stop"
+        if self.matcher is not None and self._matched(token):
+            return "stop"
+        return "length" if self.n_generated >= self.max_tokens else None
+
+    def _matched(self, token: int) -> bool:
+        assert self.matcher is not None
+        started = time.perf_counter()
+        self.matcher.accept(token)
+        done = self.matcher.is_done
+        self.constraint_s += time.perf_counter() - started
+        return done
+
+    def _close_reasoning(self, vocab: Vocab, close: Tokens[int]) -> FinishReason | None:
+        """End the reasoning span, unless a constraint has to see another token before."""
+        if self.matcher is not None and not self.matcher.allows(close):
+            return None
+        return self._take_all(vocab, close)
+
+    def _take_all(self, vocab: Vocab, tokens: Iterable[int]) -> FinishReason | None:
+        for token in tokens:
+            self.sampler.accept((token,))
+            reason = self._take(vocab, token, None)
+            if reason is not None:
+                return reason
+        return None
+
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        self.clock.first = self.clock.first or now
+        self.clock.last = now
+
+    def progress(self) -> None:
+        """Tell the consumer how far the prefill is."""
+        done = min(self.n_past, self.prompt_tokens)
+        self.stream.put(Progress(done, self.prompt_tokens, queued=self.resident is None))
+
+    def finish(self, reason: FinishReason) -> None:
+        """Hand over what was held back and the end. Frees the sampler."""
+        for event in self.output.finish():
+            self.stream.put(event)
+        if reason == "stop" and self.output.has_tool_calls:
+            reason = "tool_calls"
+        self.stream.put(
+            Finished(
+                reason=reason,
+                usage=self.usage(),
+                timings=self.timings(),
+                divergence=self.divergence,
+                stop_sequence=self.output.stopped_by,
+            )
+        )
+        self._free()
+
+    def fail(self, error: EngineError) -> None:
+        """End with an error, raised from the consumer's iteration."""
+        self.stream.put(error)
+        self._free()
+
+    def _free(self) -> None:
+        self.sampler.close()
+        self.drafting.close()
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            cached_disk_tokens=self.cached_disk_tokens,
+            completion_tokens=self.n_generated,
+            reasoning_tokens=self.output.reasoning_tokens,
+        )
+
+    def timings(self) -> Timings:
+        c = self.clock
+        started = c.started or time.monotonic()
+        read = time.monotonic() if self.max_tokens == 0 and c.started else c.first
+        return Timings(
+            queue_ms=(started - c.submitted) * 1000.0,
+            prefill_ms=(read - c.started) * 1000.0 if read else 0.0,
+            ttft_ms=(c.first - c.submitted) * 1000.0 if c.first else 0.0,
+            decode_ms=(c.last - c.first) * 1000.0,
+            constraint_ms=self.constraint_s * 1000.0,
+            draft_tokens=self.drafting.drafted,
+            draft_accepted_tokens=self.drafting.accepted,
+        )
+
+
+@dataclass(slots=True)
+class Part:
+    """A sequence's share of a batch: its tokens with guesses, and the first row that has logits."""
+
+    seq: Sequence
+    row: int
+    tokens: list[int]
+    drafts: list[int] = field(default_factory=list)
+    has_output: bool = True
+    is_prefill: bool = False
