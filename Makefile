@@ -109,7 +109,7 @@ bench-replicas: setup ## what replicas of a model in one endpoint give and cost
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_replicas.py $(ARGS)
 
-bench-scale: setup ## Ray Serve from no replica to one, and 1 to 4 copies, beside llama-server
+bench-scale: setup ## Ray Serve from no replica to one, and 1 to 4 replicas, beside llama-server
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_scale.py $(ARGS)
 

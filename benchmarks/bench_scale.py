@@ -1,4 +1,4 @@
-"""From no replica to one on Ray Serve, and what copies of a model cost and give.
+"""From no replica to one on Ray Serve, and what replicas of a model cost and give.
 
     make bench-scale ARGS='--shapes small,7b --runs 5 --out docs/figures'
     make bench-scale ARGS='--shapes 7b --home FOLDER --prepare'     # the models and snapshots alone, for later
@@ -29,15 +29,15 @@ from memory_sides import ask
 from ray import serve
 
 from edgeinfer.cluster.app import ModelDeployment, application
-from edgeinfer.cluster.replica import Replica
-from edgeinfer.cluster.settings import ModelSettings
+from edgeinfer.cluster.messages import ModelSettings
+from edgeinfer.cluster.replica import EndpointReplica
 
 #: What was published of serving from nothing, a 15 GB model on other hardware: with a warmed cache, without.
 SEEDS_S = (50.1, 265.3)
 CLIENTS, TOKENS = 16, 48
 
 
-class Peer(Replica):
+class Peer(EndpointReplica):
     """`llama-server` in the place of our endpoint. `serve` of the settings is its program and the file."""
 
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
@@ -84,8 +84,8 @@ def from_zero(name: str, model: Path, port: int, runs: int) -> list[str]:
     return [f"| {name}: {side} | {spread(seconds, 's', 2)} |" for side, seconds in found.items()]
 
 
-def copies(name: str, port: int, counts: tuple[int, ...]) -> list[str]:
-    """Rows of the table: tokens a second of all clients together, and memory, by copies."""
+def replicas(name: str, port: int, counts: tuple[int, ...]) -> list[str]:
+    """Rows of the table: tokens a second of all clients together, and memory, by replicas."""
     rows = []
     for count in counts:
         serve.run(application({"model": name, "min_replicas": count, "max_replicas": count, "cpus": 1}))
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shapes", default="small,7b")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--copies", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--replicas", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--models", type=Path, help="where random models are made and kept")
     parser.add_argument("--home", type=Path, help="where --prepare has pulled and warmed, or shall")
     parser.add_argument("--prepare", action="store_true", help="only pull and warm")
@@ -173,8 +173,8 @@ def main() -> None:
                 for name, model in models.items()
                 for row in from_zero(name, model, port, options.runs)
             ]
-            several = copies(next(iter(models)), port, tuple(options.copies))
-            heads = f"| copies of {next(iter(models))}, a core each | tokens/s, {CLIENTS} clients | memory (PSS) of all |"
+            several = replicas(next(iter(models)), port, tuple(options.replicas))
+            heads = f"| replicas of {next(iter(models))}, a core each | tokens/s, {CLIENTS} clients | memory (PSS) of all |"
             return "\n".join(
                 [
                     "| no replica → one: request → first token | median (range) |",

@@ -1,12 +1,14 @@
-"""The Serve application: every route of the endpoint, a deployment a model.
+"""The Serve application: every route of the endpoint, one deployment per model.
 
     serve run edgeinfer.cluster.app:application model=qwen3-4b max_replicas=4
 
-Ray places replicas, restarts them and scales them; nothing here is distributed by itself.
+Ray places, restarts and scales replicas. A request goes to the replica that prefilled its prefix,
+otherwise to the least busy one.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -15,42 +17,42 @@ from ray import serve
 from ray.serve import metrics
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from starlette.requests import Request
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from edgeinfer.cluster import settings as options
-from edgeinfer.cluster.asking import Asked, Part
+from edgeinfer import beginnings
 from edgeinfer.cluster.front import Front
-from edgeinfer.cluster.replica import Replica
+from edgeinfer.cluster.messages import Chunk, ModelSettings, Request, read_settings
+from edgeinfer.cluster.replica import EndpointReplica
 
 _MANY = 10_000
-#: How often Serve counts what waits: its default of 10 s would be most of the way from 0 to 1.
+#: Interval (s) between two counts of waiting requests: Serve's 10 s would be most of a start from 0.
 _COUNT_S = 0.2
-_ROUTER = "edgeinfer.cluster.router.PrefixRouter"
+_ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 
 
 class ModelDeployment:
     """A replica of one model."""
 
-    #: What stands behind it.
-    replica: type[Replica] = Replica
+    replica: type[EndpointReplica] = EndpointReplica
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, settings: options.ModelSettings
+        self, settings: ModelSettings
     ) -> None:
         self._replica = self.replica(settings, serve.get_replica_context().replica_id.unique_id)
-        self._mirror = Mirror()
+        self._metrics = MetricsExport()
         await self._replica.ready()
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Part]:
-        """See `Replica.answer`."""
-        async for part in self._replica.answer(asked):
-            yield part
+    async def answer(self, request: Request) -> AsyncIterator[Chunk]:
+        """See `EndpointReplica.answer`."""
+        async for chunk in self._replica.answer(request):
+            yield chunk
 
     async def check_health(self) -> None:
         """Called by Ray, which replaces a replica that raises here several times."""
         await self._replica.check()
-        self._mirror.show(await self._replica.metrics())
+        self._metrics.export(await self._replica.metrics())
 
     async def __del__(self) -> None:
         """Called by Ray when it removes the replica."""
@@ -58,14 +60,14 @@ class ModelDeployment:
 
 
 class FrontDeployment:
-    """What the HTTP proxy asks."""
+    """The deployment behind Ray's HTTP proxy."""
 
     def __init__(
         self, models: Mapping[str, DeploymentHandle], start_s: float, hosts: Sequence[str]
     ) -> None:
         self._front = Front({name: _Handle(handle) for name, handle in models.items()}, start_s, hosts)
 
-    async def __call__(self, request: Request) -> Response:
+    async def __call__(self, request: HttpRequest) -> Response:
         """Answer one HTTP request."""
         return await self._front.answer(request)
 
@@ -74,8 +76,8 @@ class _Handle:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle.options(stream=True)
 
-    def answer(self, asked: Asked) -> AsyncIterator[Part]:
-        stream: AsyncIterator[Part] = self._handle.answer.remote(asked)
+    def answer(self, request: Request) -> AsyncIterator[Chunk]:
+        stream: AsyncIterator[Chunk] = self._handle.answer.remote(request)
         return stream
 
 
@@ -83,7 +85,7 @@ def application(
     arguments: Mapping[str, object], of: type[ModelDeployment] = ModelDeployment
 ) -> serve.Application:
     """Make an application of `{"models": [...]}` or one model's fields. Raises UsageError."""
-    settings = options.read(arguments)
+    settings = read_settings(arguments)
     models = {one.model: _deployment(one, of) for one in settings.models}
     front = serve.deployment(
         name="edgeinfer", max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0}
@@ -91,7 +93,7 @@ def application(
     return front.bind(models, settings.start_s, settings.hosts)
 
 
-def _deployment(one: options.ModelSettings, of: type[ModelDeployment]) -> Any:
+def _deployment(one: ModelSettings, of: type[ModelDeployment]) -> Any:
     made = serve.deployment(
         name=one.model.replace("/", "-"),
         max_ongoing_requests=one.max_ongoing_requests,
@@ -111,14 +113,57 @@ def _deployment(one: options.ModelSettings, of: type[ModelDeployment]) -> Any:
     return made.bind(one)
 
 
-class Mirror:
-    """Shows what was scraped last. Ray puts `ray_` before names, and adds deployment and replica."""
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Routes a request to the replica with its longest known prefix, otherwise to the least busy one.
+
+    An extension by Ray Serve's own interface (https://docs.ray.io/en/latest/serve/advanced-guides/
+    custom-request-router.html).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._affinity = beginnings.Readers()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Sequence[list[RunningReplica]]:
+        """Return ranks of replicas: one with the prefix cached, unless its queue is full, then all."""
+        if not candidate_replicas:
+            return []
+        request = _request(pending_request)
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        by_id = {
+            replica.replica_id: replica
+            for replica in self.select_available_replicas(candidate_replicas)
+        }
+        known = self._affinity.find(request.prefix_hashes, by_id) if request else None
+        # of equally busy ones Serve takes the first
+        everyone = random.sample(candidate_replicas, len(candidate_replicas))
+        return [everyone] if known is None else [[by_id[known]], everyone]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
+        """Record which replica prefills this request."""
+        request = _request(pending_request)
+        if request:
+            self._affinity.note(request.prefix_hashes, replica_id)
+
+
+def _request(pending: PendingRequest | None) -> Request | None:
+    first = pending.args[0] if pending is not None and pending.args else None
+    return first if isinstance(first, Request) else None
+
+
+class MetricsExport:
+    """Exports an endpoint's metrics to Ray, which puts `ray_` before names and adds two labels."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, metrics.Gauge] = {}
 
-    def show(self, text: str) -> None:
-        """Show every series of Prometheus text as a gauge; of counters and histograms they are sums."""
+    def export(self, text: str) -> None:
+        """Set a gauge per series of Prometheus text; those of counters and histograms are sums."""
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 gauge = self._gauges.get(sample.name)

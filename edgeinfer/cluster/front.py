@@ -1,4 +1,4 @@
-"""From an HTTP request to the model it names; from a replica's death to words for the client."""
+"""Routes HTTP requests to the model they name, and reports a replica's death to the client."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import beginnings
-from edgeinfer.cluster.asking import Accepted, Asked, Head, Part, passed_on
+from edgeinfer.cluster.messages import Ack, Chunk, Request, ResponseStart, strip_hop_by_hop
 from edgeinfer.server import operations
 from edgeinfer.server.core.dialect import Dialect
 from edgeinfer.server.core.exchange import json_reply
@@ -30,8 +30,8 @@ _OWN = ("/health", "/healthz")
 class Deployment(Protocol):
     """A model's replicas."""
 
-    def answer(self, asked: Asked) -> AsyncIterator[Part]:
-        """The parts of an answer."""
+    def answer(self, request: Request) -> AsyncIterator[Chunk]:
+        """Yield the chunks of an answer."""
 
 
 class Front:
@@ -45,8 +45,8 @@ class Front:
         self._start_s = start_s
         self._first = next(iter(models))
 
-    async def answer(self, request: Request) -> Response:
-        """The answer of a replica. What needs none, health and the list of models, wakes none."""
+    async def answer(self, request: HttpRequest) -> Response:
+        """Answer by a replica; health and the list of models are answered here and wake none."""
         path = request.scope["path"]  # a foreign Host may make no URL
         place = operations.find(path)
         try:
@@ -62,51 +62,51 @@ class Front:
         named = place.params.get("model", "") or model_named(fields) or self._first
         if named not in self._models:
             return _refusal(place.dialect, _unknown(named, self._models))
-        asked = Asked(
+        forwarded = Request(
             request.method,
             path + (f"?{request.url.query}" if request.url.query else ""),
-            passed_on(tuple(request.headers.items())),
+            strip_hop_by_hop(tuple(request.headers.items())),
             body,
-            names(fields),
+            prefix_hashes(fields),
         )
-        return await self._ask(named, asked, place.dialect)
+        return await self._forward(named, forwarded, place.dialect)
 
-    async def _ask(self, named: str, asked: Asked, dialect: Dialect) -> Response:
-        """Ask; once more when the replica died before it said anything."""
+    async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
+        """Forward; once more if the replica died before its response started."""
         for _ in range(2):
-            parts = self._models[named].answer(asked)
+            chunks = self._models[named].answer(request)
             try:
                 async with asyncio.timeout(self._start_s):
-                    accepted = await anext(parts)
-                head = await anext(parts)
+                    ack = await anext(chunks)
+                start = await anext(chunks)
             except TimeoutError:
                 return _refusal(dialect, _not_started(named, self._start_s))
             except Exception:  # noqa: BLE001  # Ray has many names for a replica that is gone
                 _LOG.warning("a replica ended before it answered", exc_info=True)
             else:
-                assert isinstance(accepted, Accepted)
-                assert isinstance(head, Head)
-                named_by = (REPLICA_HEADER, accepted.replica)
-                return _response(Head(head.status, (*head.headers, named_by)), parts, dialect)
+                assert isinstance(ack, Ack)
+                assert isinstance(start, ResponseStart)
+                by = (REPLICA_HEADER, ack.replica)
+                return _response(ResponseStart(start.status, (*start.headers, by)), chunks, dialect)
         return _refusal(dialect, _gone())
 
 
-def _response(head: Head, parts: AsyncIterator[Part], dialect: Dialect) -> Response:
-    kind = next((value for name, value in head.headers if name == "content-type"), "")
-    pieces = _pieces(parts, dialect if kind.startswith(_STREAMS) else None)
-    response = StreamingResponse(pieces, head.status)
+def _response(start: ResponseStart, chunks: AsyncIterator[Chunk], dialect: Dialect) -> Response:
+    kind = next((value for name, value in start.headers if name == "content-type"), "")
+    pieces = _pieces(chunks, dialect if kind.startswith(_STREAMS) else None)
+    response = StreamingResponse(pieces, start.status)
     response.raw_headers = [
-        (name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in start.headers
     ]
     return response
 
 
-async def _pieces(parts: AsyncIterator[Part], dialect: Dialect | None) -> AsyncIterator[bytes]:
-    """The body's bytes. A stream whose replica dies ends with an error event; other answers are cut."""
+async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> AsyncIterator[bytes]:
+    """Yield the body. A stream whose replica dies ends with an error event; other answers are cut."""
     try:
-        async for part in parts:
-            assert isinstance(part, bytes)
-            yield part
+        async for chunk in chunks:
+            assert isinstance(chunk, bytes)
+            yield chunk
     except Exception:
         if dialect is None:
             raise
@@ -121,13 +121,13 @@ def _gone() -> Problem:
 
 
 def _not_started(named: str, after_s: float) -> Problem:
-    said = f"No replica of {named} has started within {after_s:g} s; `serve status` says why."
-    return unavailable(said, "model_unavailable", 10)
+    message = f"No replica of {named} has started within {after_s:g} s; `serve status` says why."
+    return unavailable(message, "model_unavailable", 10)
 
 
 def _unknown(named: str, models: Mapping[str, Deployment]) -> Problem:
-    said = f"this application has no model {named!r}: it has {', '.join(models)}"
-    return Problem(404, said, param="model", code="model_not_found")
+    message = f"this application has no model {named!r}: it has {', '.join(models)}"
+    return Problem(404, message, param="model", code="model_not_found")
 
 
 def _refusal(dialect: Dialect, problem: Problem) -> Response:
@@ -140,26 +140,26 @@ def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "edgeinfer"}
 
 
-#: What a model reads, in the order in which templates write it; in every dialect.
-_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
+#: Fields that become the prompt, in the order in which templates write them; of every dialect.
+_PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 
 def decoded(body: bytes) -> object:
-    """The body as JSON, None where it is none: what is wrong with it is the endpoint's to say."""
+    """Decode JSON; return None for a wrong body, which the endpoint will refuse."""
     try:
         return msgspec.json.decode(body) if body else None
     except msgspec.DecodeError:
         return None
 
 
-def names(body: object) -> tuple[int, ...]:
-    """The names of a request's beginnings (`beginnings.names`). `body` is the decoded JSON."""
+def prefix_hashes(body: object) -> tuple[int, ...]:
+    """Hash the prefixes of a decoded request (`beginnings.names`)."""
     if not isinstance(body, dict):
         return ()
-    return beginnings.names([body[field] for field in _FIELDS if field in body])
+    return beginnings.names([body[field] for field in _PROMPT_FIELDS if field in body])
 
 
 def model_named(body: object) -> str:
-    """The model that a request names, "" for none."""
+    """Return the model that a request names, "" for none."""
     named = body.get("model") if isinstance(body, dict) else None
     return named if isinstance(named, str) else ""

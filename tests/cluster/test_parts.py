@@ -1,4 +1,4 @@
-"""What needs no cluster: settings, names of beginnings, and who has read them."""
+"""Settings, prefix hashes and the Host check of a Serve application, without a cluster."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import pytest
 from starlette.requests import Request
 
 from edgeinfer import beginnings
-from edgeinfer.cluster import front, settings
+from edgeinfer.cluster import front, messages
 from edgeinfer.cluster.front import Deployment, Front
 from edgeinfer.errors import UsageError
 
 
-def _named(text: str, **more) -> tuple[int, ...]:
-    return front.names({"messages": [{"role": "user", "content": text}], **more})
+def _hashes(text: str, **more) -> tuple[int, ...]:
+    return front.prefix_hashes({"messages": [{"role": "user", "content": text}], **more})
 
 
-def test_requests_share_as_many_names_as_strides() -> None:
-    one, other = _named("a" * 5000 + "b"), _named("a" * 5000 + "c" * 3000)
+def test_requests_share_a_hash_per_common_stride() -> None:
+    one, other = _hashes("a" * 5000 + "b"), _hashes("a" * 5000 + "c" * 3000)
     shared = [a == b for a, b in zip(one, other, strict=False)]
     assert shared == [True] * 4 + [False]
-    assert _named("a" * 5000, tools=[{"name": "look"}])[0] != one[0]
-    assert _named("a" * 5000, temperature=1)[:4] == one[:4]  # what is not read makes no difference
+    assert _hashes("a" * 5000, tools=[{"name": "look"}])[0] != one[0]
+    assert _hashes("a" * 5000, temperature=1)[:4] == one[:4]  # what is not read makes no difference
 
 
-def test_bodies_that_are_no_requests_have_no_names() -> None:
-    assert front.names(front.decoded(b"")) == ()
-    assert front.names(front.decoded(b"{broken")) == ()
-    assert front.names(front.decoded(b"[1]")) == ()
-    assert len(_named("x" * 10_000_000)) == 256
+def test_body_without_a_prompt_has_no_prefix_hashes() -> None:
+    assert front.prefix_hashes(front.decoded(b"")) == ()
+    assert front.prefix_hashes(front.decoded(b"{broken")) == ()
+    assert front.prefix_hashes(front.decoded(b"[1]")) == ()
+    assert len(_hashes("x" * 10_000_000)) == 256
     assert front.model_named({"model": 3}) == ""
 
 
-def test_the_longest_beginning_decides_and_the_oldest_is_forgotten() -> None:
+def test_longest_prefix_decides_and_the_oldest_is_evicted() -> None:
     readers = beginnings.Readers(most=4)
     readers.note((1, 2), "one")
     readers.note((1, 3), "other")
@@ -45,8 +45,8 @@ def test_the_longest_beginning_decides_and_the_oldest_is_forgotten() -> None:
     assert readers.find((2,), ("one",)) is None
 
 
-def test_settings_of_one_model_as_ray_passes_them() -> None:
-    read = settings.read({"model": "small", "max_replicas": "4", "cpus": "2"})
+def test_settings_of_one_model_are_read_as_ray_passes_them() -> None:
+    read = messages.read_settings({"model": "small", "max_replicas": "4", "cpus": "2"})
     assert (read.models[0].max_replicas, read.models[0].cpus) == (4, 2)
 
 
@@ -60,9 +60,9 @@ def test_settings_of_one_model_as_ray_passes_them() -> None:
         {"models": [{"model": "small"}, {"model": "small"}]},
     ],
 )
-def test_settings_that_are_wrong_are_named(wrong: dict[str, object]) -> None:
+def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        settings.read(wrong)
+        messages.read_settings(wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Serve application on a real Ray cluster of several nodes, and what is left when parts of it are killed."""
+"""The Serve application on a real Ray cluster of several nodes, whose replicas and nodes are killed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Application:
     def endpoints(self, model: str) -> list[int]:
         """What they started."""
         replicas = self.replicas(model)
-        found = self.processes("edgeinfer.cluster.tied", f" serve {model} ")
+        found = self.processes("edgeinfer.cluster.child_endpoint", f" serve {model} ")
         return [pid for pid in found if _parent(pid) in replicas]
 
 
@@ -113,7 +113,7 @@ def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_no_process_until_somebody_asks_and_then_every_dialect(app: Application) -> None:
+def test_replica_starts_with_the_first_request_and_answers_every_dialect(app: Application) -> None:
     listed = app.client.get("/v1/models").json()
     assert [card["id"] for card in listed["data"]] == ["small", "twins"]
     refused = app.client.post("/v1/messages", json={"model": "nobody", "max_tokens": 1, "messages": []})
@@ -132,7 +132,7 @@ def test_no_process_until_somebody_asks_and_then_every_dialect(app: Application)
     assert wrong.status_code == 400
 
 
-def test_a_client_that_leaves_ends_its_generation(app: Application) -> None:
+def test_disconnected_client_ends_its_generation(app: Application) -> None:
     with app.client.stream(
         "POST", _CHAT, json=_body("small", "Count.", max_tokens=4000, ignore_eos=True, stream=True)
     ) as left:
@@ -146,7 +146,7 @@ def test_a_client_that_leaves_ends_its_generation(app: Application) -> None:
     wait_until(idle, "the generation ends", seconds=30)
 
 
-def test_what_begins_alike_goes_where_it_was_read(app: Application) -> None:
+def test_requests_are_routed_to_the_replica_with_their_prefix(app: Application) -> None:
     texts = ["first " * 400, "second " * 400]
 
     def one(text: str) -> str:
@@ -159,7 +159,7 @@ def test_what_begins_alike_goes_where_it_was_read(app: Application) -> None:
         assert [one(f"{text} {n}") for n in range(3)] == [reader] * 3
 
 
-def test_ray_shows_the_metrics_of_each_endpoint(app: Application) -> None:
+def test_ray_exports_the_metrics_of_each_endpoint(app: Application) -> None:
     app.chat("twins", "Hello.")
 
     def shown() -> bool:
@@ -178,10 +178,10 @@ def test_ray_shows_the_metrics_of_each_endpoint(app: Application) -> None:
 
 
 @pytest.mark.parametrize("victim", ["replica", "node"])
-def test_killed_in_the_middle_of_a_stream(app: Application, victim: str) -> None:
-    """The client gets an error event, what was started ends too, and the next request is answered.
+def test_kill_in_the_middle_of_a_stream_ends_it_with_an_error(app: Application, victim: str) -> None:
+    """The endpoint ends with its replica, and the next request is answered.
 
-    On the node that is killed may be the front too: then the connection is cut.
+    If the front end was on the killed node, the connection is cut.
     """
     app.chat("small", "Hello.")
     replica = app.replicas("small")[0]

@@ -1,7 +1,7 @@
-"""`python -m edgeinfer.cluster.tied PARENT FD WORD…`: an edgeinfer command that dies with its parent.
+"""`python -m edgeinfer.cluster.child_endpoint PARENT FD WORD…`: a command that dies with its parent.
 
-PARENT is the process that starts it, FD a listening socket, which the command takes as if systemd had
-passed it (sd_listen_fds(3)).
+PARENT is the pid of the starting process, FD a listening socket, which the command inherits as if
+systemd had passed it (sd_listen_fds(3)).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FIRST_LISTENER = 3
 
 
 def main() -> int:
-    """Returns the command's exit status, or 1 when the parent has ended already."""
+    """Return the command's exit status, or 1 if the parent has ended already."""
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
     process.die_with_parent()
     if os.getppid() != parent:

@@ -1,0 +1,97 @@
+"""Settings of a Serve application, and the messages between its front end and a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from edgeinfer.errors import UsageError
+
+#: Headers of one connection (RFC 9110, 7.6.1), and those that the next connection sets anew.
+_HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
+)
+_SET_ANEW = frozenset(("host", "content-length"))
+
+Headers = tuple[tuple[str, str], ...]
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model's deployment.
+
+    `serve` are further arguments of `edgeinfer serve`, as typed. Ray keeps `min_replicas` to
+    `max_replicas`, one per `target_ongoing_requests` that run or wait, and removes one that was not
+    needed for `idle_s` (s). A replica computes on `cpus` cores, which Ray reserves for it.
+    """
+
+    model: str
+    serve: tuple[str, ...] = ()
+    min_replicas: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_replicas: Annotated[int, msgspec.Meta(ge=1)] = 1
+    target_ongoing_requests: Annotated[float, msgspec.Meta(gt=0)] = 4.0
+    max_ongoing_requests: Annotated[int, msgspec.Meta(ge=1)] = 64
+    idle_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
+    cpus: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The models of an application; the first answers requests that name none.
+
+    A request that no replica accepted after `start_s` (s) is answered with a 503. `hosts` are accepted
+    host names besides loopback's and addresses.
+    """
+
+    models: Annotated[tuple[ModelSettings, ...], msgspec.Meta(min_length=1)]
+    start_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    hosts: tuple[str, ...] = ()
+
+
+def read_settings(arguments: Mapping[str, object]) -> Settings:
+    """Read `{"models": [...]}` or one model's fields. Raises UsageError that names the wrong field."""
+    given = arguments if "models" in arguments else {"models": [arguments]}
+    try:
+        settings = msgspec.convert(given, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"the application's arguments are wrong: {error}", hint="docs/cluster.md has the fields"
+        ) from error
+    names = [one.model for one in settings.models]
+    doubled = {name for name in names if names.count(name) > 1}
+    if doubled:
+        raise UsageError(f"models named twice: {', '.join(sorted(doubled))}")
+    return settings
+
+
+class Request(NamedTuple):
+    """A client's request. `prefix_hashes` are those of `beginnings.names`."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes
+    prefix_hashes: tuple[int, ...] = ()
+
+
+class Ack(NamedTuple):
+    """A replica (Ray's id) has the request; the answer follows, however long that takes."""
+
+    replica: str
+
+
+class ResponseStart(NamedTuple):
+    """Status and headers."""
+
+    status: int
+    headers: Headers
+
+
+#: An answer is an `Ack`, a `ResponseStart`, then the body in pieces as they come.
+Chunk = Ack | ResponseStart | bytes
+
+
+def strip_hop_by_hop(headers: Headers) -> Headers:
+    """Return the headers that a proxy passes on, with names in lower case."""
+    lower = ((name.lower(), value) for name, value in headers)
+    return tuple((name, value) for name, value in lower if name not in _HOP_BY_HOP | _SET_ANEW)
