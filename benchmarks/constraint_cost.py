@@ -82,8 +82,8 @@ def _times_us(step: Any, count: int) -> list[float]:
 
 
 def _masks_of_llguidance(vocab: Any) -> dict[str, Any]:
-    from edgeinfer.runtime.language.constraints import Constraints
     from edgeinfer.runtime.requests import JsonSchema
+    from edgeinfer.runtime.sampling.grammar import Constraints
 
     constraints = Constraints()
     started = time.perf_counter()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from edgeinfer.cache_report import LastPrompt
 from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
-from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo

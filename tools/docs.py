@@ -173,7 +173,7 @@ def metrics() -> str:
 
 def settled_lines() -> str:
     """The rules for lines that agents change."""
-    from edgeinfer.agents.changing_lines import RULES
+    from edgeinfer.agents.prompt_normalization import RULES
 
     goes = {
         "nowhere": "left out",
@@ -187,8 +187,7 @@ def settled_lines() -> str:
 
 def agents() -> str:
     """The agents that can be launched, and what each is told."""
-    from edgeinfer.agents.setups import Target
-    from edgeinfer.agents.table import AGENTS
+    from edgeinfer.agents.table import AGENTS, Target
 
     target = Target(url="URL", model="MODEL", n_ctx=65536, key="KEY")
     rows = []

@@ -1,11 +1,11 @@
-"""Agents of others that a local endpoint is useful to: how each is told where its model is.
+"""Coding agents that a local endpoint serves: how each is configured, and what their prompts repeat.
 
-    commands/launch ── table.AGENTS ── setups.py     what each needs, for one process alone
-                    ├─ endpoint.py     finding, starting and asking `serve`
-                    └─ running.py      running the agent until it ends
-    server ──────────┬─ changing_lines.py  what agents change in every request, cut or moved
-                     └─ elsewhere.py       what a session begins with in another folder, on another day
+    commands/launch ─┬─ table.py           how each is pointed at the endpoint, for one process alone
+                     ├─ endpoint.py        finds, starts and asks `serve`
+                     └─ running.py         runs the agent until it ends
+    server ──────────┬─ changing_lines.py  prompt normalization
+                     └─ elsewhere.py       the predicted prefix of a session in another folder
 
-The room writes into no agent's configuration: environment, arguments, and files of a folder that goes
-with the process.
+Nothing is written into an agent's configuration: environment, arguments, and files of a folder that is
+deleted with the process.
 """

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from edgeinfer.agents.setups import Target
-from edgeinfer.agents.table import Agent
+from edgeinfer.agents.table import Agent, Target
 from edgeinfer.errors import UsageError
 
 #: Sent on to the agent. Ctrl-C and Ctrl-Z reach it by the terminal.

@@ -1,13 +1,194 @@
-"""The agents that `edgeinfer launch` knows. A new one is an entry here and a function in setups.py."""
+"""What each agent is told, so that one process of it asks this endpoint and its model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from edgeinfer.agents import setups
-from edgeinfer.agents.setups import Setup, Target
+import msgspec
+
+#: The provider's name in agents that want one.
+PROVIDER = "edgeinfer"
+#: An answer's limit, as a share of the context, where an agent wants one.
+_ANSWER_SHARE = 8
+_ANSWER_TOKENS = 8192
+#: Claude Code takes a smaller window for a mistake.
+_CLAUDE_WINDOW = 100_000
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The endpoint and the model that an agent is to use. Agents insist on a `key`."""
+
+    url: str
+    model: str
+    n_ctx: int
+    key: str = "none"
+
+    @property
+    def answer_tokens(self) -> int:
+        """The longest answer that is worth allowing."""
+        return min(_ANSWER_TOKENS, self.n_ctx // _ANSWER_SHARE)
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments before the user's, and environment."""
+
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+
+
+def claude(target: Target, _folder: Path) -> Setup:
+    """Claude Code: environment alone. Every size of model it names is this one."""
+    models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
+    sizes = ("OPUS", "SONNET", "HAIKU")
+    window = {}
+    if target.n_ctx >= _CLAUDE_WINDOW:  # below, it compacts when a prompt is refused as too long
+        window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
+    return Setup(
+        environment={
+            "ANTHROPIC_BASE_URL": target.url,
+            "ANTHROPIC_AUTH_TOKEN": target.key,
+            **dict.fromkeys(models, target.model),
+            **{f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in sizes},
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.answer_tokens),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.n_ctx),
+            **window,
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "API_TIMEOUT_MS": "3600000",
+        }
+    )
+
+
+def codex(target: Target, _folder: Path) -> Setup:
+    """Codex: overrides of its configuration as arguments, the key in a variable of our own."""
+    provider = f"model_providers.{PROVIDER}"
+    overrides: dict[str, Any] = {
+        "model": target.model,
+        "model_provider": PROVIDER,
+        "model_context_window": target.n_ctx,
+        f"{provider}.name": PROVIDER,
+        f"{provider}.base_url": f"{target.url}/v1",
+        f"{provider}.env_key": "EDGEINFER_AGENT_KEY",
+        f"{provider}.wire_api": "responses",
+        f"{provider}.stream_idle_timeout_ms": 3_600_000,
+        f"{provider}.request_max_retries": 1,
+        "web_search": "disabled",
+        "check_for_update_on_startup": False,
+    }
+    typed = [word for key, value in overrides.items() for word in ("-c", f"{key}={json.dumps(value)}")]
+    return Setup(arguments=tuple(typed), environment={"EDGEINFER_AGENT_KEY": target.key})
+
+
+def opencode(target: Target, _folder: Path) -> Setup:
+    """opencode: a configuration in a variable, over the user's own."""
+    limit = {"context": target.n_ctx, "output": target.answer_tokens}
+    name = f"{PROVIDER}/{target.model}"
+    content = {
+        "$schema": "https://opencode.ai/config.json",
+        "provider": {
+            PROVIDER: {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": PROVIDER,
+                "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key, "timeout": False},
+                "models": {target.model: {"name": target.model, "limit": limit}},
+            }
+        },
+        "model": name,
+        "small_model": name,
+        "autoupdate": False,
+    }
+    return Setup(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
+
+
+def aider(target: Target, folder: Path) -> Setup:
+    """aider: variables, and a file with the model's sizes."""
+    name = f"openai/{target.model}"
+    sizes = {
+        "max_input_tokens": target.n_ctx,
+        "max_output_tokens": target.answer_tokens,
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
+    metadata = folder / "models.json"
+    metadata.write_text(json.dumps({name: sizes}), "utf-8")
+    return Setup(
+        environment={
+            "AIDER_MODEL": name,
+            "AIDER_WEAK_MODEL": name,
+            "AIDER_OPENAI_API_BASE": f"{target.url}/v1",
+            "AIDER_OPENAI_API_KEY": target.key,
+            "AIDER_MODEL_METADATA_FILE": str(metadata),
+            "AIDER_SHOW_MODEL_WARNINGS": "false",
+            "AIDER_ANALYTICS": "false",
+            "AIDER_CHECK_UPDATE": "false",
+            "AIDER_TIMEOUT": "3600",
+        }
+    )
+
+
+def pi(target: Target, folder: Path) -> Setup:
+    """pi: an extension that adds the provider, and has it say who asks."""
+    provider = {
+        "baseUrl": f"{target.url}/v1",
+        "apiKey": target.key,
+        "api": "openai-completions",
+        "headers": {"User-Agent": "pi/launched"},
+        "models": [
+            {
+                "id": target.model,
+                "name": target.model,
+                "reasoning": False,
+                "input": ["text"],
+                "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
+                "contextWindow": target.n_ctx,
+                "maxTokens": target.answer_tokens,
+            }
+        ],
+    }
+    extension = folder / f"{PROVIDER}.ts"
+    code = (
+        f"export default (pi) => pi.registerProvider({json.dumps(PROVIDER)}, {json.dumps(provider)});\n"
+    )
+    extension.write_text(code, "utf-8")
+    return Setup(
+        arguments=("-e", str(extension), "--provider", PROVIDER, "--model", target.model),
+        environment={"PI_TELEMETRY": "0"},
+    )
+
+
+def qwen(target: Target, _folder: Path) -> Setup:
+    """qwen-code: OpenAI's variables, which it reads itself."""
+    return Setup(
+        arguments=("--auth-type", "openai", "--model", target.model),
+        environment={
+            "OPENAI_BASE_URL": f"{target.url}/v1",
+            "OPENAI_API_KEY": target.key,
+            "OPENAI_MODEL": target.model,
+            "QWEN_CODE_MAX_OUTPUT_TOKENS": str(target.answer_tokens),
+        },
+    )
+
+
+def goose(target: Target, _folder: Path) -> Setup:
+    """goose: variables, which go before its configuration and its keyring; one has it say who asks."""
+    return Setup(
+        environment={
+            "GOOSE_PROVIDER": "openai",
+            "GOOSE_MODEL": target.model,
+            "GOOSE_CONTEXT_LIMIT": str(target.n_ctx),
+            "GOOSE_MAX_TOKENS": str(target.answer_tokens),
+            "GOOSE_DISABLE_KEYRING": "1",
+            "OPENAI_HOST": target.url,
+            "OPENAI_BASE_PATH": "v1/chat/completions",
+            "OPENAI_API_KEY": target.key,
+            "OPENAI_TIMEOUT": "3600",
+            "OPENAI_CUSTOM_HEADERS": "user-agent=goose/launched",
+        }
+    )
+
 
 #: What must fit behind an agent's first request: answers, and what its tools find.
 _ROOM_TOKENS = 4096
@@ -44,18 +225,18 @@ AGENTS = {
             "Claude Code",
             "claude",
             "npm install -g @anthropic-ai/claude-code",
-            setups.claude,
+            claude,
             12_101,
             "claude-cli/",
             room_tokens=20_000,
         ),
-        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", setups.codex, 6_248, "codex_"),
+        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", codex, 6_248, "codex_"),
         Agent(
             "opencode",
             "opencode",
             "opencode",
             "npm install -g opencode-ai",
-            setups.opencode,
+            opencode,
             7_377,
             "opencode/",
         ),
@@ -64,7 +245,7 @@ AGENTS = {
             "aider",
             "aider",
             "python -m pip install aider-install && aider-install",
-            setups.aider,
+            aider,
             829,
             "",
         ),
@@ -73,7 +254,7 @@ AGENTS = {
             "pi",
             "pi",
             "npm install -g @mariozechner/pi-coding-agent",
-            setups.pi,
+            pi,
             1_326,
             "pi/",
             room_tokens=22_000,
@@ -83,18 +264,12 @@ AGENTS = {
             "qwen-code",
             "qwen",
             "npm install -g @qwen-code/qwen-code",
-            setups.qwen,
+            qwen,
             17_900,
             "QwenCode/",
         ),
         Agent(
-            "goose",
-            "goose",
-            "goose",
-            "see https://github.com/aaif-goose/goose",
-            setups.goose,
-            4_174,
-            "goose/",
+            "goose", "goose", "goose", "see https://github.com/aaif-goose/goose", goose, 4_174, "goose/"
         ),
     )
 }

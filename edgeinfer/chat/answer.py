@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from edgeinfer.cache_report import LastPrompt
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
-from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Generation

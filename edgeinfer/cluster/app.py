@@ -21,7 +21,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from edgeinfer import beginnings
+from edgeinfer import prefix_affinity
 from edgeinfer.cluster.front import Front
 from edgeinfer.cluster.messages import Chunk, ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import EndpointReplica
@@ -122,7 +122,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._affinity = beginnings.Readers()
+        self._affinity = prefix_affinity.Readers()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from edgeinfer import beginnings
+from edgeinfer import prefix_affinity
 from edgeinfer.cluster.messages import Ack, Chunk, Request, ResponseStart, strip_hop_by_hop
 from edgeinfer.server import operations
 from edgeinfer.server.core.dialect import Dialect
@@ -156,7 +156,7 @@ def prefix_hashes(body: object) -> tuple[int, ...]:
     """Hash the prefixes of a decoded request (`beginnings.names`)."""
     if not isinstance(body, dict):
         return ()
-    return beginnings.names([body[field] for field in _PROMPT_FIELDS if field in body])
+    return prefix_affinity.names([body[field] for field in _PROMPT_FIELDS if field in body])
 
 
 def model_named(body: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
-from edgeinfer.runtime.language.control_tokens import ControlTokens
+from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import Loaded, context_params, make_context

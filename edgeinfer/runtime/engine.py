@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
+from edgeinfer.runtime.chat_format.chat_format import Conversations, load_conversations
+from edgeinfer.runtime.chat_format.control_tokens import unmarked
+from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, Attachment, EngineBlocks
 from edgeinfer.runtime.kv_cache.cache import KvCache
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Points
-from edgeinfer.runtime.language.constraints import Constraints
-from edgeinfer.runtime.language.control_tokens import unmarked
-from edgeinfer.runtime.language.dialogue import Conversations, load_conversations
-from edgeinfer.runtime.language.prepared import TemplateFacts
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends.devices import Wishes
 from edgeinfer.runtime.llama.context import ActiveContext, Batch, LlamaMemory
@@ -44,6 +43,7 @@ from edgeinfer.runtime.prefix_cache.opening import (
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_length, preparing
 from edgeinfer.runtime.sampling.draft_model import DraftModel
+from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.scheduler.prefill_policy import Exactness
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler

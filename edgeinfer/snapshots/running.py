@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from edgeinfer.last_prompt import LastPrompt
+from edgeinfer.cache_report import LastPrompt
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.platform import places, process_metadata
 from edgeinfer.platform.process_metadata import left_by

@@ -16,12 +16,12 @@ from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
+from edgeinfer.cache_report import LastPrompt
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
-from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions

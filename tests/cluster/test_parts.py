@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from starlette.requests import Request
 
-from edgeinfer import beginnings
+from edgeinfer import prefix_affinity
 from edgeinfer.cluster import front, messages
 from edgeinfer.cluster.front import Deployment, Front
 from edgeinfer.errors import UsageError
@@ -35,7 +35,7 @@ def test_body_without_a_prompt_has_no_prefix_hashes() -> None:
 
 
 def test_longest_prefix_decides_and_the_oldest_is_evicted() -> None:
-    readers = beginnings.Readers(most=4)
+    readers = prefix_affinity.Readers(most=4)
     readers.note((1, 2), "one")
     readers.note((1, 3), "other")
     assert readers.find((1, 2, 9), ("one", "other")) == "one"

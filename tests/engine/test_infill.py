@@ -6,9 +6,9 @@ import pytest
 from made_models import FIM, make_llama
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.language.infill import infill_tokens
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Infill, InfillFile
 

@@ -17,8 +17,7 @@ import msgspec
 
 from edgeinfer.agents import endpoint, running
 from edgeinfer.agents.endpoint import Found
-from edgeinfer.agents.setups import Target
-from edgeinfer.agents.table import AGENTS, Agent
+from edgeinfer.agents.table import AGENTS, Agent, Target
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.table import table
 from edgeinfer.config.config_file import Config

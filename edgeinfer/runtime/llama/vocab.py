@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -88,6 +88,23 @@ class Vocab:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+    def marked_pieces(self) -> Iterator[bytes]:
+        """Yield each token's bytes; after 0xFF the name of one without text, as llguidance marks it."""
+        size = 4096
+        buffer = ctypes.create_string_buffer(size)
+        for token in range(self.n_vocab):
+            n = L.llama_token_to_piece(self.pointer, token, buffer, size, 0, False)
+            if n > 0 and not L.llama_vocab_is_control(self.pointer, token):
+                yield ctypes.string_at(buffer, n)
+                continue
+            n = L.llama_token_to_piece(self.pointer, token, buffer, size, 0, True)
+            yield b"\xff" + (ctypes.string_at(buffer, n) if n > 0 else b"<[%d]>" % token)
+
+    @property
+    def tokenize_address(self) -> int:
+        """The address of llama.cpp's `llama_tokenize`, for a library that calls it itself."""
+        return ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value or 0
 
     def text(self, token: int) -> str:
         """A token's own spelling in the vocabulary, "" when there is no such token."""

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.runtime.chat_format.prepared import AnswerParser, Parsed
+from edgeinfer.runtime.chat_format.tool_call_formats import held_back
 from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
-from edgeinfer.runtime.language.markers import held_back
-from edgeinfer.runtime.language.prepared import AnswerParser, Parsed
 from edgeinfer.runtime.llama.vocab import Vocab
 
 

@@ -7,11 +7,10 @@ import time
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
+from edgeinfer.runtime.chat_format.chat_format import Conversations
+from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
+from edgeinfer.runtime.chat_format.prepared import Prepared
 from edgeinfer.runtime.kv_cache.cache import common_prefix
-from edgeinfer.runtime.language.constraints import Constraints, TokenMatcher
-from edgeinfer.runtime.language.dialogue import Conversations
-from edgeinfer.runtime.language.infill import infill_tokens
-from edgeinfer.runtime.language.prepared import Lark, Prepared
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import ModelFiles
@@ -25,6 +24,7 @@ from edgeinfer.runtime.requests import (
     preparing,
 )
 from edgeinfer.runtime.sampling.draft_model import DraftModel
+from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
 from edgeinfer.runtime.sampling.speculative import Drafter, Drafting, NgramDrafter
 from edgeinfer.runtime.scheduler.sequence import Sequence

@@ -23,11 +23,11 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, Closest, Resident
-from edgeinfer.runtime.language.constraints import TokenMatcher
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.prefix_cache.lookup import Restore
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
 from edgeinfer.runtime.sampling.speculative import Drafting
 

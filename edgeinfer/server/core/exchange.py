@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from edgeinfer.agents import changing_lines
+from edgeinfer.agents import prompt_normalization
+from edgeinfer.cache_report import LastPrompt
 from edgeinfer.config.config_file import SettledLine
 from edgeinfer.errors import (
     EngineClosedError,
@@ -23,7 +24,6 @@ from edgeinfer.errors import (
     UnknownModelError,
 )
 from edgeinfer.host import Start, TakenSnapshot
-from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
@@ -84,8 +84,8 @@ class Endpoint:
         self.is_leaving = False
         self.ready_said = False
         #: The rules of `changing_lines` that are applied.
-        self.settled_lines: Collection[SettledLine] = changing_lines.NAMES
-        self.reminders = changing_lines.Reminders()
+        self.settled_lines: Collection[SettledLine] = prompt_normalization.NAMES
+        self.reminders = prompt_normalization.Reminders()
         #: Set by `build_app`.
         self.app: ASGIApp
         #: Files and batches; None where none are kept.
@@ -250,7 +250,7 @@ class Exchange:
     def settle(self, turns: Sequence[Message], *, remembers: bool = False) -> tuple[Message, ...]:
         """The turns without, or with elsewhere, the lines that change in every request; says so."""
         wanted = self.endpoint.settled_lines
-        settled, self.settled = changing_lines.settle(turns, wanted)
+        settled, self.settled = prompt_normalization.settle(turns, wanted)
         turns = settled
         if remembers and "reminder" in wanted:
             turns = self.endpoint.reminders.restore(settled, self.cache_salt)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
-from edgeinfer.agents.elsewhere import begin_elsewhere
+from edgeinfer.agents.predicted_prefix import begin_elsewhere
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.runtime.language import reasoning
+from edgeinfer.runtime.chat_format import reasoning
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.server.core.models.names import listed_name

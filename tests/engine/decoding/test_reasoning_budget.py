@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.chat_format.reasoning import THINK, ReasoningParser
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.runtime.language.reasoning import THINK, ReasoningParser
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sampling
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget

@@ -17,8 +17,7 @@ from made_models import make_llama
 
 from edgeinfer.agents import endpoint
 from edgeinfer.agents.endpoint import Found
-from edgeinfer.agents.setups import Target
-from edgeinfer.agents.table import AGENTS, agent_of
+from edgeinfer.agents.table import AGENTS, Target, agent_of
 from edgeinfer.cli.main import main
 from edgeinfer.errors import ServeError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine

@@ -13,9 +13,6 @@ import pytest
 
 from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
 from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.language.constraints import Constraints, whole
-from edgeinfer.runtime.language.gbnf import to_lark
-from edgeinfer.runtime.language.schema_check import locate
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,
@@ -27,6 +24,8 @@ from edgeinfer.runtime.requests import (
     Sampling,
     preparing,
 )
+from edgeinfer.runtime.sampling.grammar import Constraints, to_lark, whole
+from edgeinfer.runtime.sampling.json_schema import locate
 
 from .conftest import draw_text
 

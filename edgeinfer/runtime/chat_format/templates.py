@@ -6,12 +6,15 @@ does not know. `render` then writes messages in the shapes that this template un
 never has to know a family. Where the template knows too little, the request still works: a system
 prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
 
-It runs sandboxed: see `edgeinfer.runtime.language.template_sandbox`.
+It runs sandboxed: see `edgeinfer.runtime.chat_format.sandbox`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,15 +22,18 @@ from typing import Any
 import jinja2
 import msgspec
 
+import edgeinfer
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.runtime.language.message_shapes import (
+from edgeinfer.platform.cache_files import CacheTable
+from edgeinfer.platform.process import child_command
+from edgeinfer.runtime.chat_format.message_shapes import (
     TemplateTraits,
     join_turns,
     shape,
     split_calls,
     tool_dict,
 )
-from edgeinfer.runtime.language.template_sandbox import (
+from edgeinfer.runtime.chat_format.sandbox import (
     MAX_SOURCE,
     ExhaustedError,
     Fuel,
@@ -297,3 +303,77 @@ def _probe_tool_role(
 ) -> bool:
     call = _probe_message(marks, *calls) if calls else {"role": "assistant", "content": marks["value"]}
     return bool(shows([user, call, _probe_result(marks)], marks["result"]))
+
+
+_HELPER = "edgeinfer.runtime.chat_format.template_trial_process"
+#: Limits of the process: address space, processor time, and time with all that waits.
+MEMORY_BYTES = 1 << 30
+CPU_S = 8
+_PATIENCE_S = 60.0
+
+_KNOWN = CacheTable("templates.json", dict[str, TemplateTraits])
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A template to try, and the limits under which."""
+
+    source: str
+    bos: str
+    eos: str
+    memory_bytes: int = MEMORY_BYTES
+    cpu_s: int = CPU_S
+
+
+def load_untrusted(
+    source: str, bos: str, eos: str, *, memory_bytes: int = MEMORY_BYTES
+) -> ChatTemplate:
+    """Load a template that was downloaded. Raises ModelLoadError."""
+    named = "\0".join((edgeinfer.__version__, bos, eos, source))
+    key = hashlib.sha256(named.encode("utf-8", "replace")).hexdigest()
+    traits = _KNOWN.read().get(key)
+    if traits is None:
+        traits = _tried(Trial(source=source, bos=bos, eos=eos, memory_bytes=memory_bytes))
+        if traits is not None:
+            _KNOWN.put(key, traits)
+    return ChatTemplate.load(source, bos, eos, traits=traits)
+
+
+def _tried(trial: Trial) -> TemplateTraits | None:
+    """Return what a process of its own found; None where none can be started."""
+    wrong = "the model's chat template is not to be trusted: its first rendering "
+    try:
+        done = subprocess.run(
+            child_command(_HELPER),
+            input=msgspec.json.encode(trial),
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+        answer = msgspec.json.decode(done.stdout, type=TemplateTraits | str)
+    except subprocess.TimeoutExpired as error:
+        raise ModelLoadError(f"{wrong}took more than {_PATIENCE_S:.0f} s") from error
+    except OSError:
+        return None
+    except msgspec.MsgspecError as error:
+        ended = f"{-done.returncode}" if done.returncode >= 0 else signal.Signals(-done.returncode).name
+        raise ModelLoadError(f"{wrong}ended its process ({ended})") from error
+    if isinstance(answer, str):
+        raise ModelLoadError(answer)
+    return answer
+
+
+def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
+    """Choose the template to use and say why. Raises ModelLoadError as `load` does.
+
+    `source` is the model's own, "" when it has none; `has_chatml` says whether its vocabulary holds
+    `<|im_start|>` and `<|im_end|>` as tokens.
+    """
+    if source.strip():
+        return load_untrusted(source, bos, eos), "the model's own"
+    if has_chatml:
+        return ChatTemplate.load(
+            CHATML, bos, eos
+        ), "ChatML: the model has no template, and its vocabulary has ChatML's tokens"
+    return ChatTemplate.load(
+        TRANSCRIPT, bos, eos
+    ), "a plain transcript: the model has no template (a base model?)"

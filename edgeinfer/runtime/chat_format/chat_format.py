@@ -25,20 +25,26 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.language.constraints import check_schema, lark_parts, quoted
-from edgeinfer.runtime.language.control_tokens import ControlTokens
-from edgeinfer.runtime.language.prepared import Lark, Prepared, TemplateFacts
-from edgeinfer.runtime.language.reasoning import ReasoningParser, Span, is_open
-from edgeinfer.runtime.language.reasoning import detect as detect_reasoning
-from edgeinfer.runtime.language.template_trial import choose, load_untrusted
-from edgeinfer.runtime.language.templates import CHATML, TRANSCRIPT, TRANSCRIPT_STOP, ChatTemplate
-from edgeinfer.runtime.language.tool_formats import grammar
-from edgeinfer.runtime.language.tool_formats.arguments import arguments_schema, example
-from edgeinfer.runtime.language.tool_formats.families import ToolFormat
-from edgeinfer.runtime.language.tool_formats.families import detect as detect_format
-from edgeinfer.runtime.language.tool_formats.stream import CallParser
+from edgeinfer.runtime.chat_format import tool_call_grammar
+from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
+from edgeinfer.runtime.chat_format.prepared import Prepared, TemplateFacts
+from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, Span, is_open
+from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
+from edgeinfer.runtime.chat_format.templates import (
+    CHATML,
+    TRANSCRIPT,
+    TRANSCRIPT_STOP,
+    ChatTemplate,
+    choose,
+    load_untrusted,
+)
+from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
+from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
+from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example
+from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
+from edgeinfer.runtime.sampling.grammar import Lark, check_schema, lark_parts, quoted
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -220,7 +226,7 @@ class Conversations:
     ) -> tuple[Lark, bool]:
         for i, tool in enumerate(tools):
             _check_tool(i, tool)
-        made = grammar.or_answer(
+        made = tool_call_grammar.or_answer(
             talk.form, tools, self._facts.vocab, several=request.tool_choice.parallel
         )
         return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not talk.form.bare
@@ -237,14 +243,16 @@ class Conversations:
                 return None, False
             raise
         if choice.mode == "auto":
-            made = grammar.once_begun(talk.form, tools, vocab, several=choice.parallel)
-            hidden = talk.knows_span and grammar.control_token(talk.span.open, vocab) is not None
+            made = tool_call_grammar.once_begun(talk.form, tools, vocab, several=choice.parallel)
+            hidden = (
+                talk.knows_span and tool_call_grammar.control_token(talk.span.open, vocab) is not None
+            )
             return (None, False) if made is None or hidden else (made, True)
         wanted = (
             tools if choice.mode == "required" else tuple(t for t in tools if t.name == choice.name)
         )
         several = choice.mode == "required" and choice.parallel
-        return grammar.required(talk.form, wanted, vocab, several=several), True
+        return tool_call_grammar.required(talk.form, wanted, vocab, several=several), True
 
     def _parser(
         self, talk: _Talk, tools: Sequence[Tool], *, certain: bool, opened: bool
@@ -258,9 +266,10 @@ class Conversations:
             else None
         )
         if calls is not None:
-            calls.special_tokens = grammar.needs_special(talk.form, vocab)
+            calls.special_tokens = tool_call_grammar.needs_special(talk.form, vocab)
         special = (
-            talk.knows_span and grammar.control_token(_first_part(talk.span.open), vocab) is not None
+            talk.knows_span
+            and tool_call_grammar.control_token(_first_part(talk.span.open), vocab) is not None
         )
         return ReasoningParser(talk.span, calls, opened=opened, special_tokens=special)
 
@@ -290,12 +299,12 @@ def _after_reasoning(
     if not opened and not free:
         return constraint
     source, grammars = lark_parts(constraint)
-    close = grammar.control_token(span.close, vocab)
+    close = tool_call_grammar.control_token(span.close, vocab)
     if close is None:
         thought = ["thought: thinking /\\s{0,2}/", f"thinking[lazy]: ANYTHING {quoted(span.close)}"]
     else:
         thought = [f"thought: ANYTHING <[{close}]> /\\s{{0,2}}/"]
-    begin = "thought" if opened else f"({grammar.marker(span.open, vocab)} thought)?"
+    begin = "thought" if opened else f"({tool_call_grammar.marker(span.open, vocab)} thought)?"
     rules = [f"start: {begin} @behind", *thought, "ANYTHING: /(?s:.*)/"]
     return Lark("\n".join(rules), (("behind", source), *grammars))
 
@@ -315,7 +324,10 @@ def _adapted(talk: _Talk, messages: tuple[Message, ...], tools: Sequence[Tool]) 
 def _as_text(form: ToolFormat, message: Message) -> Message:
     if not message.tool_calls:
         return message
-    calls = [grammar.write_call(form, call.name, call.arguments or "{}") for call in message.tool_calls]
+    calls = [
+        tool_call_grammar.write_call(form, call.name, call.arguments or "{}")
+        for call in message.tool_calls
+    ]
     return msgspec.structs.replace(
         message, content="\n".join(filter(None, [message.content, *calls])), tool_calls=()
     )
@@ -337,7 +349,7 @@ def _with_description(
         for t in tools
     )
     calls = "\n".join(
-        grammar.write_call(form, tool.name, json.dumps(example(tool), ensure_ascii=False))
+        tool_call_grammar.write_call(form, tool.name, json.dumps(example(tool), ensure_ascii=False))
         for tool in tools[:_EXAMPLES]
     )
     text = (

@@ -6,8 +6,8 @@ import sys
 import msgspec
 import pytest
 
+from edgeinfer.cache_report import LastPrompt
 from edgeinfer.cli.verbs.ps import PsResult
-from edgeinfer.last_prompt import LastPrompt
 from edgeinfer.platform.process_metadata import LAST_PROMPT, left_by
 from edgeinfer.runtime.events import Divergence, Usage
 from edgeinfer.snapshots.running import Running
@@ -39,7 +39,7 @@ def test_it_says_how_much_and_why_no_more(prompt, words):
 WRITER = """
 import sys
 import msgspec
-from edgeinfer.last_prompt import LastPrompt
+from edgeinfer.cache_report import LastPrompt
 from edgeinfer.platform.process_metadata import LAST_PROMPT, Note
 shared = Note(LAST_PROMPT)
 print(flush=True)

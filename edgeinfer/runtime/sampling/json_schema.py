@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from edgeinfer.errors import UnsupportedConstraintError
-from edgeinfer.runtime.language.schema_overlap import TYPES, Overlaps
 from edgeinfer.runtime.requests import check_deadline
+from edgeinfer.runtime.sampling.schema_overlap import TYPES, Overlaps
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000

@@ -6,7 +6,7 @@ from datetime import date
 
 import pytest
 
-from edgeinfer.agents.elsewhere import begin_elsewhere
+from edgeinfer.agents.predicted_prefix import begin_elsewhere
 
 DAY = date(2026, 11, 23)
 CLAUDE = (

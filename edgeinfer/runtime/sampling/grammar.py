@@ -7,11 +7,11 @@ masked is what is read. Control tokens match no text; grammars of ours name them
 
 from __future__ import annotations
 
-import ctypes
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,11 @@ import llguidance
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from edgeinfer.errors import UnsupportedConstraintError
-from edgeinfer.runtime.language.gbnf import to_lark
-from edgeinfer.runtime.language.prepared import Lark
-from edgeinfer.runtime.language.schema_check import locate, normalise, with_places
-from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
+from edgeinfer.runtime.sampling.json_schema import locate, normalise, with_places
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -65,6 +63,17 @@ def _limits() -> Any:
     return llguidance.LLParserLimits(
         max_items_in_row=1000, max_lexer_states=50_000, verbose_errors=False
     )
+
+
+class Lark(msgspec.Struct, frozen=True, tag="lark"):
+    """A constraint of our own making: a grammar in llguidance's dialect of Lark, from its rule `start`.
+
+    What the conversation side needs besides what a request may ask for: calls in a family's format,
+    reasoning before JSON. `grammars` are further ones by name, which `source` reaches as `@name`.
+    """
+
+    source: str
+    grammars: tuple[tuple[str, str], ...] = ()
 
 
 class TokenMatcher:
@@ -170,7 +179,7 @@ class Constraints:
     def _tokens(self, vocab: Vocab) -> Any:
         with self._lock:
             if self._vocab is not vocab:
-                self._tokenizer = token_table(vocab)
+                self._tokenizer = _token_table(vocab)
                 self._vocab = vocab
                 self._cache.clear()
             return self._tokenizer
@@ -299,26 +308,70 @@ def _with_deep_stack(work: Callable[[], Any]) -> Any:
         return made.result()
 
 
-def token_table(vocab: Vocab) -> Any:
+def _token_table(vocab: Vocab) -> Any:
     """llguidance's view of the vocabulary: a trie of every token's bytes."""
-    pointer: Any = getattr(vocab, "pointer", None)  # llguidance tokenizes with llama.cpp itself
-    function = ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value
-    return llguidance.LLTokenizer.from_llamacpp(
-        tokens=list(_pieces(pointer, vocab.n_vocab)),
-        vocab_ptr=pointer,
-        tokenize_fptr=function,
+    return llguidance.LLTokenizer.from_llamacpp(  # it tokenizes with llama.cpp itself
+        tokens=list(vocab.marked_pieces()),
+        vocab_ptr=vocab.pointer,
+        tokenize_fptr=vocab.tokenize_address,
         eos_token=list(vocab.eos_tokens),
     )
 
 
-def _pieces(pointer: Any, n_vocab: int) -> Iterator[bytes]:
-    """0xFF before the name of a token that stands for no text is llguidance's mark for it."""
-    size = 4096
-    buffer = ctypes.create_string_buffer(size)
-    for token in range(n_vocab):
-        n = L.llama_token_to_piece(pointer, token, buffer, size, 0, False)
-        if n > 0 and not L.llama_vocab_is_control(pointer, token):
-            yield ctypes.string_at(buffer, n)
-            continue
-        n = L.llama_token_to_piece(pointer, token, buffer, size, 0, True)
-        yield b"\xff" + (ctypes.string_at(buffer, n) if n > 0 else b"<[%d]>" % token)
+#: A literal, a character class or a comment; what stands between is left alone.
+_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
+
+
+def to_lark(gbnf: str) -> str:
+    """Raises UnsupportedConstraintError, `param` "gbnf" with the line where there is one."""
+    try:
+        text = any_to_lark(_PARTS.sub(_resolve, gbnf))
+    except GbnfToLarkError as error:
+        line = error.pos.text.count("\n", 0, error.pos.pos) + 1
+        raise UnsupportedConstraintError(
+            f"the grammar does not parse: {error}", param=f"gbnf line {line}"
+        ) from error
+    except Exception as error:
+        raise UnsupportedConstraintError(
+            f"the grammar does not parse: {error}", param="gbnf"
+        ) from error
+    return str(text)
+
+
+def _resolve(match: re.Match[str]) -> str:
+    part = match.group()
+    if part.startswith("#"):
+        return part
+    in_class = part.startswith("[")
+    pieces = []
+    last = 0
+    for escape in _ESCAPE.finditer(part):
+        if (escape.start() - len(part[: escape.start()].rstrip("\\"))) % 2:
+            continue  # the backslash is itself escaped
+        code = int(next(filter(None, escape.groups())), 16)
+        pieces.append(
+            part[last : escape.start()] + (_in_class(code) if in_class else _in_literal(code))
+        )
+        last = escape.end()
+    whole = "".join([*pieces, part[last:]])
+    return f"({whole})" if pieces and not in_class else whole
+
+
+def _character(code: int) -> str:
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise UnsupportedConstraintError(f"no such character: {code:#x}", param="gbnf")
+    return chr(code)
+
+
+def _in_class(code: int) -> str:
+    """A character of a class, which is read as a regular expression's."""
+    return f"\\x{code:02x}" if code < 0x80 else _character(code)
+
+
+def _in_literal(code: int) -> str:
+    """A literal's character; one it cannot hold closes it, stands as a class, reopens it."""
+    if code < 0x20 or code == 0x7F:
+        return f'" [\\x{code:02x}] "'
+    character = _character(code)
+    return "\\" + character if character in '"\\' else character

@@ -7,7 +7,7 @@ which also watches the thread's CPU time, so a render ends within CPU_LIMIT_S an
 times FUEL bytes. What can grow in one step (multiplication, padding, replacing, joining) is checked
 before it happens.
 
-It knows no messages and no models: `edgeinfer.runtime.language.templates` does.
+It knows no messages and no models: `edgeinfer.runtime.chat_format.templates` does.
 """
 
 from __future__ import annotations

@@ -9,26 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.requests import Constraint
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
+    from edgeinfer.runtime.sampling.grammar import Lark
 
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
-
-
-class Lark(msgspec.Struct, frozen=True, tag="lark"):
-    """A constraint of our own making: a grammar in llguidance's dialect of Lark, from its rule `start`.
-
-    What the conversation side needs besides what a request may ask for: calls in a family's format,
-    reasoning before JSON. `grammars` are further ones by name, which `source` reaches as `@name`.
-    """
-
-    source: str
-    grammars: tuple[tuple[str, str], ...] = ()
 
 
 class StreamParser(Protocol):

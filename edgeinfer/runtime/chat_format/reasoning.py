@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgeinfer.runtime.chat_format.prepared import Parsed, StreamParser
+from edgeinfer.runtime.chat_format.tool_call_formats import could_become, held_back
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta
-from edgeinfer.runtime.language.markers import could_become, held_back
-from edgeinfer.runtime.language.prepared import Parsed, StreamParser
 
 
 @dataclass(frozen=True, slots=True)

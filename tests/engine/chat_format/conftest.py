@@ -10,12 +10,11 @@ import pytest
 from llama_cpp import llama_cpp as L
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.language.constraints import Constraints
-from edgeinfer.runtime.language.prepared import Lark
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Constraint
+from edgeinfer.runtime.sampling.grammar import Constraints, Lark
 
 
 def _vocab(path: Path) -> Iterator[Vocab]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.runtime.language.control_tokens import MARK, ControlTokens, unmarked
-from edgeinfer.runtime.language.dialogue import Conversations, load_conversations
-from edgeinfer.runtime.language.prepared import TemplateFacts
+from edgeinfer.runtime.chat_format.chat_format import Conversations, load_conversations
+from edgeinfer.runtime.chat_format.control_tokens import MARK, ControlTokens, unmarked
+from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.language.template_trial import choose
-from edgeinfer.runtime.language.templates import CHATML, TRANSCRIPT, ChatTemplate
+from edgeinfer.runtime.chat_format.templates import CHATML, TRANSCRIPT, ChatTemplate, choose
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
 
 FOLDER = Path(__file__).with_name("templates")

@@ -7,9 +7,8 @@ import resource
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.runtime.language import template_trial
-from edgeinfer.runtime.language.template_trial import load_untrusted
-from edgeinfer.runtime.language.templates import ChatTemplate
+from edgeinfer.runtime.chat_format import templates
+from edgeinfer.runtime.chat_format.templates import ChatTemplate, load_untrusted
 from edgeinfer.runtime.requests import Message, preparing
 
 _S = "{% set s='aaaaaaaaaaaaaaaa' %}"
@@ -157,7 +156,7 @@ def test_a_known_template_needs_no_child(monkeypatch, tmp_path):
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
     source = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
     first = load_untrusted(source, "<s>", "</s>")
-    monkeypatch.setattr(template_trial, "child_command", lambda *args: ["/nonexistent"])
+    monkeypatch.setattr(templates, "child_command", lambda *args: ["/nonexistent"])
     known = load_untrusted(source, "<s>", "</s>")
     assert known.traits == first.traits == ChatTemplate.load(source, "<s>", "</s>").traits
     assert load_untrusted(source, "<x>", "</s>").traits == first.traits  # no child: in this process

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
+from edgeinfer.runtime.chat_format.chat_format import load_conversations
+from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.runtime.language.dialogue import load_conversations
-from edgeinfer.runtime.language.prepared import Lark, TemplateFacts
 from edgeinfer.runtime.requests import (
     Choice,
     GenerateRequest,
@@ -23,6 +23,7 @@ from edgeinfer.runtime.requests import (
     ToolChoice,
     check_request,
 )
+from edgeinfer.runtime.sampling.grammar import Lark
 
 from .conftest import draw_text
 

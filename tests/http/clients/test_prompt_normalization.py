@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.agents.changing_lines import NAMES, Reminders, settle
+from edgeinfer.agents.prompt_normalization import NAMES, Reminders, settle
 from edgeinfer.config.config_file import ServeConfig
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.requests import Message

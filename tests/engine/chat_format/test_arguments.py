@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.runtime.language.constraints import check_schema
-from edgeinfer.runtime.language.tool_formats.arguments import arguments_schema, example
+from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example
 from edgeinfer.runtime.requests import Tool
+from edgeinfer.runtime.sampling.grammar import check_schema
 
 TEXT = {"type": "string"}
 CLOSED = {"additionalProperties": False}

@@ -12,9 +12,8 @@ import msgspec
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.platform.process import die_with_parent
-from edgeinfer.runtime.language.message_shapes import TemplateTraits
-from edgeinfer.runtime.language.template_trial import Trial
-from edgeinfer.runtime.language.templates import ChatTemplate
+from edgeinfer.runtime.chat_format.message_shapes import TemplateTraits
+from edgeinfer.runtime.chat_format.templates import ChatTemplate, Trial
 
 
 def main() -> int:

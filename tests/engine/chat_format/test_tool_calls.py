@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.runtime.chat_format.reasoning import SPANS, THINK, ReasoningParser, detect, is_open
+from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, first_marker, held_back
+from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
+from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
+from edgeinfer.runtime.chat_format.tool_call_parser import CallParser, call_id
+from edgeinfer.runtime.chat_format.tool_call_readers import python_calls
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.runtime.language.markers import first_marker, held_back
-from edgeinfer.runtime.language.reasoning import SPANS, THINK, ReasoningParser, detect, is_open
-from edgeinfer.runtime.language.tool_formats.families import FAMILIES, HERMES
-from edgeinfer.runtime.language.tool_formats.families import detect as detect_format
-from edgeinfer.runtime.language.tool_formats.grammar import write_call
-from edgeinfer.runtime.language.tool_formats.other_calls import python_calls
-from edgeinfer.runtime.language.tool_formats.stream import CallParser, call_id
 
 NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}
 Said = tuple[str, str] | tuple[str, int, str, str]

@@ -1,0 +1,1 @@
+"""A model's chat format: templates, tool calls, reasoning spans."""

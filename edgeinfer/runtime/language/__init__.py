@@ -1,1 +1,0 @@
-"""From conversations to prompts and back: templates, tools, reasoning, constraints."""

@@ -1,1 +1,0 @@
-"""How model families write tool calls: `families` as values, `stream`, `grammar`."""
