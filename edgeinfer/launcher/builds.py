@@ -1,14 +1,20 @@
-"""Snapshots that a launch has built, now or later. Launcher code: cheap standard library only."""
+"""The processes that build snapshots for a launch, and their log. Cheap standard library only."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
 import os
 import select
+import time
 
-from edgeinfer.launcher import messages, process_env
+from edgeinfer.launcher import messages, supervise
 from edgeinfer.launcher.apps import quietly
-from edgeinfer.platform import process
+from edgeinfer.platform import places, process
+from edgeinfer.snapshots import format
+
+#: In the state directory: what was built in the background, or why nothing was.
+LOG = "auto-warm.log"
+_LOG_BYTES = 256 << 10
 
 
 class Warming:
@@ -31,8 +37,8 @@ class Warming:
         """Build what was noted, each in a process that nobody waits for; `poll` reports their ends."""
         while self._wanted:
             model, options = self._wanted.popitem()
-            module = "edgeinfer.snapshots.build.background"
-            self.watch(process_env.detach(module, os.fsdecode(model), os.fsdecode(options)))
+            module = "edgeinfer.snapshots.build.jobs"
+            self.watch(detach(module, os.fsdecode(model), os.fsdecode(options)))
 
     def watch(self, pid: int) -> None:
         """Have `poll` report the end of a build."""
@@ -85,3 +91,44 @@ def _start(words: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
     for fd in fds:
         os.close(fd)
     return pid
+
+
+def detach(module: str, *arguments: str, stdin: int = -1) -> int:
+    """Start a module of ours that outlives us, with none of our descriptors but `stdin`; its pid."""
+
+    def prepare() -> None:
+        os.setsid()
+        process.silence()
+        if stdin >= 0:
+            os.dup2(stdin, 0)
+        process.close_all_but()
+        for number in supervise.FORWARDED:
+            _signal.signal(number, _signal.SIG_DFL)
+
+    return process.fork_and_exec(process.child_command(module, *arguments), prepare)
+
+
+def was_logged(text: str) -> bool:
+    """Whether the log has this text since it was last started over."""
+    try:
+        with open(_log_file(), encoding="utf-8", errors="replace") as file:
+            return text in file.read()
+    except OSError:
+        return False
+
+
+def log(text: str) -> None:
+    """Add a line to the log of background builds; restart a large one. Raises OSError."""
+    path = _log_file()
+    folder = os.path.dirname(path)
+    os.makedirs(folder, 0o700, exist_ok=True)
+    format.refuse_unsafe(folder, directory=True)
+    if os.path.exists(path) and os.path.getsize(path) > _LOG_BYTES:
+        os.replace(path, path.removesuffix(".log") + ".old.log")
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{stamp} {text}\n")
+
+
+def _log_file() -> str:
+    return os.path.join(places.base("state"), LOG)

@@ -1,16 +1,24 @@
-"""How a launch ends: as its app ended. The launcher imports this: cheap standard library only."""
+"""End a launch as its app ended, with the terminal as it was. Cheap standard library only.
+
+If the launcher is killed its app dies with it and neither can restore the terminal: a forked child
+does, which costs one fork and 0.1 MB.
+"""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
 import os
 import sys
+import time
+
+from edgeinfer.platform import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
     from edgeinfer.errors import EdgeInferError
+
 
 #: Signals after which an app that ended was asked to, and is not started again.
 ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
@@ -45,3 +53,107 @@ def die_of(number: int) -> NoReturn:
     _signal.signal(number, _signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)
+
+
+#: Leave the alternate screen; cursor and wrapping on; mouse, focus, paste, key reports and colours off.
+RESTORE = (
+    b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
+    b"\x1b[<u\x1b[0m\r\n"
+)
+#: For the app's last words to be written before ours: it dies in the same moment as the launcher.
+_DYING_S = 0.1
+_SIGNALS = (
+    _signal.SIGHUP,
+    _signal.SIGINT,
+    _signal.SIGQUIT,
+    _signal.SIGTERM,
+    _signal.SIGTSTP,
+    _signal.SIGTTOU,
+    _signal.SIGTTIN,
+    _signal.SIGUSR1,
+    _signal.SIGUSR2,
+)
+
+
+class Terminal:
+    """The terminal of a launch, if it has one, and its modes before the app."""
+
+    def __init__(self) -> None:
+        self._fd = next((fd for fd in (1, 2, 0) if os.isatty(fd)), None)
+        self._modes = None if self._fd is None else _modes_of(self._fd)
+        self._guard: int | None = None
+
+    def watch(self) -> None:
+        """Start the child that is told of our end, unless `dismiss_guard` comes before that."""
+        if self._fd is None or self._modes is None:
+            return
+        read_fd, self._guard = os.pipe()
+        if os.fork() == 0:
+            try:
+                os.close(self._guard)
+                _wait(read_fd, self._fd, self._modes)
+            finally:
+                os._exit(0)
+        os.close(read_fd)
+
+    def is_ours(self) -> bool:
+        """Whether this process is in the terminal's foreground."""
+        try:
+            return self._fd is not None and os.tcgetpgrp(self._fd) == os.getpgrp()
+        except OSError:
+            return False
+
+    def dismiss_guard(self) -> None:
+        """All is well: the child ends and leaves the terminal alone."""
+        if self._guard is None:
+            return
+        try:  # noqa: SIM105  contextlib costs 3 ms
+            os.write(self._guard, b".")
+        except OSError:
+            pass
+
+    def put_back(self) -> None:
+        """The modes and the screen as they were, for an app that died without doing so."""
+        if self._fd is not None and self._modes is not None:
+            _put_back(self._fd, self._modes)
+
+
+def _modes_of(fd: int) -> list[object] | None:
+    import termios  # 0.1 ms
+
+    try:
+        return termios.tcgetattr(fd)
+    except termios.error:
+        return None
+
+
+def _put_back(fd: int, modes: list[object]) -> None:
+    """Put back the modes and the screen. Never raises."""
+    import termios
+
+    try:
+        termios.tcsetattr(fd, termios.TCSANOW, modes)  # type: ignore[arg-type]
+        os.write(fd, RESTORE)
+    except (termios.error, OSError):
+        pass
+
+
+def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
+    for number in _SIGNALS:
+        _signal.signal(number, _signal.SIG_IGN)
+    process.silence(fd)
+    if not os.read(read_fd, 1):
+        time.sleep(_DYING_S)
+        _mend(fd, modes)
+    sys.exit(0)
+
+
+def _mend(fd: int, modes: list[object]) -> None:
+    """Put the terminal right; only the screen, when a shell has set up its own prompt already."""
+    import termios
+
+    now = termios.tcgetattr(fd)
+    if now[3] & termios.ISIG:  # the app takes signals for keys; shells do not
+        os.write(fd, RESTORE)
+    else:
+        _put_back(fd, modes)

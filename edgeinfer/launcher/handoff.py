@@ -97,10 +97,10 @@ class Succession:
             why = f"the resumed process could not go on within {LIMIT_S:g} s"
         words = f"no hand-over to the snapshot: {why[:300]}"
         if self._verb.argv[0] == "chat":  # the terminal is the app's
-            from edgeinfer.snapshots import build_log  # 15 ms
+            from edgeinfer.launcher import builds  # only after a failure
 
             try:  # noqa: SIM105  contextlib costs 3 ms
-                build_log.add(words)
+                builds.log(words)
             except (EdgeInferError, OSError):
                 pass
             return

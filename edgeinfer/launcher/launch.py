@@ -19,7 +19,7 @@ import sys
 import time
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.launcher import builds, exit, guard, handoff, messages, process_env, supervise
+from edgeinfer.launcher import builds, exit, handoff, messages, process_env, supervise
 from edgeinfer.launcher.apps import App, Apps, Verb, hint_at, quietly
 
 TYPE_CHECKING = False
@@ -42,7 +42,7 @@ class Launcher:
         self._asked_to_end = False
         self._is_suspending = False
         self._crashes = 0
-        self._terminal = guard.Terminal()
+        self._terminal = exit.Terminal()
         self._poll = select.poll()
         self._verb = Verb(argv)
         self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)

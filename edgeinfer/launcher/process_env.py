@@ -5,11 +5,10 @@ Standard library only, and of that what is cheap (docs/decisions/042-what-the-la
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
 import _socket
 import os
 
-from edgeinfer.launcher import messages, selection, supervise
+from edgeinfer.launcher import messages, selection
 from edgeinfer.platform import places, process
 
 #: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
@@ -92,18 +91,3 @@ def _bound(host: str, port: str) -> list[_socket.socket]:
             listener.close()
         return []
     return found
-
-
-def detach(module: str, *arguments: str, stdin: int = -1) -> int:
-    """Start a module of ours that outlives us, with none of our descriptors but `stdin`; its pid."""
-
-    def prepare() -> None:
-        os.setsid()
-        process.silence()
-        if stdin >= 0:
-            os.dup2(stdin, 0)
-        process.close_all_but()
-        for number in supervise.FORWARDED:
-            _signal.signal(number, _signal.SIG_DFL)
-
-    return process.fork_and_exec(process.child_command(module, *arguments), prepare)

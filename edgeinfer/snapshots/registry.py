@@ -1,14 +1,31 @@
-"""What the commands say of snapshots: a value each, read from the folders `format` describes."""
+"""The registry of snapshots: reading, finding, pruning them, and the builds that failed.
+
+`format` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed holds a `Failure` in JSON, until a build
+of NAME succeeds or something that it depended on has changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.config.config_file import SnapshotsConfig
+from edgeinfer.errors import (
+    DiskFullError,
+    EdgeInferError,
+    InterruptedByUser,
+    OutOfMemoryError,
+    SnapshotCorruptError,
+    SnapshotMissingError,
+    SnapshotsUnavailableError,
+)
 from edgeinfer.platform import paths
+from edgeinfer.platform.disk import free_bytes, write_whole
 from edgeinfer.snapshots import fingerprint, format
 
 
@@ -169,3 +186,135 @@ def find(name: str) -> Path:
         f"there is no snapshot called {name}",
         hint="`edgeinfer snapshots list` shows them; `edgeinfer warm MODEL` builds one",
     )
+
+
+_GIB = 1 << 30
+
+
+def remove_snapshot(folder: Path) -> None:
+    """Make the snapshot invisible at once, then delete it. Processes resumed from it go on."""
+    (folder / format.MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def drop_older(root: Path, name: str) -> None:
+    """Remove all but the newest generation of a name that this program has built."""
+    for folder in format.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:
+        remove_snapshot(Path(folder))
+
+
+def by_last_use(root: Path, keep: str = "") -> list[Path]:
+    """List all but our `keep`, by order of removal: orphans, unnamed ones, then the longest unused."""
+    own = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
+    folders = [
+        Path(f) for found in format.generations(str(root)).values() for f in found if f not in own
+    ]
+    return sorted(folders, key=_worth)
+
+
+def _worth(folder: Path) -> tuple[bool, bool, float]:
+    return not is_orphan(folder), is_named(folder), last_used_s(folder)
+
+
+def prune_to_limit(
+    root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: int = 0
+) -> list[str]:
+    """Remove the least recently used until all and `extra_bytes` fit the limit; their names."""
+    sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
+    total, removed = sum(sizes.values()) + extra_bytes, []
+    for folder in by_last_use(root, keep):
+        if total <= config.max_total_gib * _GIB:
+            break
+        total -= sizes.get(folder, 0)
+        removed.append(format.name_of(folder.name))
+        remove_snapshot(folder)
+    return removed
+
+
+def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = "") -> list[str]:
+    """Remove the least recently used until `need_bytes` fit limit and disk; their names."""
+    removed = prune_to_limit(root, config, keep, need_bytes)
+    for folder in by_last_use(root, keep):
+        if free_bytes(root) - need_bytes >= config.disk_margin_gib * _GIB:
+            break
+        removed.append(format.name_of(folder.name))
+        remove_snapshot(folder)
+    return removed
+
+
+def remove_stale(root: Path) -> list[str]:
+    """Remove this program's refused snapshots and those whose program is gone; return their names."""
+    removed = []
+    for folder in by_last_use(root):
+        if is_orphan(folder) or (is_own(folder) and not state_of(folder)[0]):
+            removed.append(format.name_of(folder.name))
+            remove_snapshot(folder)
+    return removed
+
+
+_FAILURE_SUFFIX = ".failed"
+#: What may be otherwise the next time although nothing that is stamped has changed.
+_PASSING = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A build that failed. `at_s` is Unix time, `depends_on` the digest of what it depended on."""
+
+    name: str
+    model: str
+    message: str
+    at_s: float
+    depends_on: str
+
+
+def killed_error(what: str) -> OutOfMemoryError:
+    """Return the error for a process of a build that somebody killed; it is not remembered."""
+    return OutOfMemoryError(f"{what} was killed, as the kernel does when memory is short")
+
+
+def input_digest(files: Sequence[str], options: bytes) -> str:
+    """Digest a build's program, machine, files, options (64 hex). Raises OSError."""
+    stamps = fingerprint.own_files() | {path: fingerprint.stamp(path) for path in files}
+    parts: list[object] = [*fingerprint.machine_keys().items(), options]
+    parts += stamps.items()
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def record_failure(failure: Failure, error: EdgeInferError) -> None:
+    """Write the failure down, unless `error` may pass by itself."""
+    if not isinstance(error, _PASSING):
+        write_whole(_failure_path(failure.name), msgspec.json.encode(failure), 0o600)
+
+
+def forget_failure(name: str) -> None:
+    """Forget the failure of a snapshot's name, if there is one."""
+    _failure_path(name).unlink(missing_ok=True)
+
+
+def find_failure(name: str) -> Failure | None:
+    """The failure of a snapshot's name."""
+    return _read_failure(_failure_path(name))
+
+
+def list_failures() -> list[Failure]:
+    """This program's failures, by name."""
+    found = paths.snapshots_dir().glob(f".*-{fingerprint.program_tag()}{_FAILURE_SUFFIX}")
+    return [failure for path in sorted(found) if (failure := _read_failure(path)) is not None]
+
+
+def forget_failures_of(model: str) -> None:
+    """Forget the failures of every snapshot of a model."""
+    for failure in list_failures():
+        if format.model_part(failure.name) == format.part_of(model):
+            forget_failure(failure.name)
+
+
+def _failure_path(name: str) -> Path:
+    return paths.snapshots_dir() / f".{name}-{fingerprint.program_tag()}{_FAILURE_SUFFIX}"
+
+
+def _read_failure(path: Path) -> Failure | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Failure)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -19,7 +19,7 @@ from edgeinfer.launcher import selection
 from edgeinfer.runtime.llama.model import check_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots.build import jobs
-from edgeinfer.snapshots.restore import watch_build
+from edgeinfer.snapshots.restore import app_host
 
 TYPED = [option for option in LOAD_OPTIONS if option.flag]
 CONFIGURED = [option for option in LOAD_OPTIONS if option.key]
@@ -93,7 +93,7 @@ def test_240_sequences_are_the_most_everywhere() -> None:
 def test_the_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
     """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
     wanted = LoadOptions(**{option.field: other(option)})
-    typed = parsed("warm", *watch_build.warm_argv("m", wanted))
+    typed = parsed("warm", *app_host.warm_argv("m", wanted))
     built = requesting.load_options(typed, LoadConfig())
     assert built == wanted
     order = jobs.Order(model="m", files=ModelFiles(name="m", paths=()), options=built)

@@ -17,7 +17,7 @@ import pytest
 from other_processes import command_name, engines_below, free_port, wait_until
 
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.restore import watch_build
+from edgeinfer.snapshots.restore import app_host
 
 pytestmark = pytest.mark.criu
 
@@ -89,7 +89,7 @@ def test_a_stale_snapshot_is_built_again_by_itself(user):
 
 
 def test_the_snapshot_that_the_chat_orders_serves_its_own_launch(user):
-    order = watch_build.warm_argv(MODEL, LoadOptions(n_parallel=3, repack="off"))
+    order = app_host.warm_argv(MODEL, LoadOptions(n_parallel=3, repack="off"))
     user.run("warm", *order).check()
     assert user.snapshot(f"{MODEL},parallel3,repackoff")
     typed = ("--parallel", "3", "--repack", "off", "--resume=always")

@@ -25,7 +25,7 @@ from edgeinfer.launcher.launch import Launcher
 from edgeinfer.launcher.selection import LaunchChoice
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.build import builder, jobs
-from edgeinfer.snapshots.restore import watch_build
+from edgeinfer.snapshots.restore import app_host
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.workers.client import RemoteEngine
 from edgeinfer.workers.server import serve
@@ -156,7 +156,7 @@ def test_from_a_warm_that_the_chat_watches():
     with open(write_fd, "wb") as warming:
         warming.write(b"load ...\n" + error_envelope(raised_here()) + b"\n")
     with pytest.raises(OutOfMemoryError) as raised:
-        watch_build.listen("m", read_fd, None, None, lambda: None)
+        app_host.follow_build("m", read_fd, None, None, lambda: None)
     assert survives(raised.value)
     assert raised.value.message == f"m was not warmed: {MESSAGE}"
 
@@ -166,7 +166,7 @@ def test_a_warm_that_dies_without_an_envelope_is_a_dump_error():
     with open(write_fd, "wb") as warming:
         warming.write(b"Killed\n")
     with pytest.raises(DumpError, match="m was not warmed: Killed"):
-        watch_build.listen("m", read_fd, None, None, lambda: None)
+        app_host.follow_build("m", read_fd, None, None, lambda: None)
 
 
 @pytest.mark.criu

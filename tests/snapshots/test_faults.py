@@ -105,9 +105,9 @@ WITHOUT_ASKING_FOR_ROOM = """
 import sys
 from edgeinfer.cli.main import main
 from edgeinfer.snapshots.build import build_order
-from edgeinfer.snapshots import prune
+from edgeinfer.snapshots import registry
 build_order.refuse_full = lambda *_: None
-prune.make_room = lambda *_, **__: []
+registry.make_room = lambda *_, **__: []
 sys.exit(main())
 """
 

@@ -33,11 +33,11 @@ from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.llama.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.snapshots import criu, fingerprint, format, prune, registry
-from edgeinfer.snapshots.build import digests, jobs
+from edgeinfer.snapshots import criu, fingerprint, format, registry
+from edgeinfer.snapshots.build import jobs, spill
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.snapshots.restore import loaded_model, prefetch, reinitialize, residency
-from edgeinfer.snapshots.restore.idle import IdleWatch
+from edgeinfer.snapshots.restore import loaded_model, memory, reinitialize
+from edgeinfer.snapshots.restore.memory import IdleWatch
 
 
 @pytest.fixture
@@ -348,51 +348,49 @@ def test_a_large_allocation_is_found_whole_and_given_back(tmp_path):
     assert libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
     try:
         inside = [
-            (low, high)
-            for low, high in residency.buffers()
-            if low <= pointer.value + residency.PAGE < high
+            (low, high) for low, high in memory.buffers() if low <= pointer.value + memory.PAGE < high
         ]
         assert len(inside) == 1
         low, high = inside[0]
-        assert pointer.value <= low + residency.PAGE
-        assert size - 3 * residency.PAGE <= high - low <= size
+        assert pointer.value <= low + memory.PAGE
+        assert size - 3 * memory.PAGE <= high - low <= size
     finally:
         libc.free(pointer)
 
 
 def test_clean_file_pages_are_dropped_and_written_ones_kept(tmp_path):
     path = tmp_path / "file"
-    length = 4 * residency.WINDOW_BYTES
+    length = 4 * memory.WINDOW_BYTES
     path.write_bytes(b"f" * length)
     with open(path, "r+b") as file:
         area = mmap.mmap(file.fileno(), length, flags=mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    low = -(-address // residency.WINDOW_BYTES) * residency.WINDOW_BYTES
+    low = -(-address // memory.WINDOW_BYTES) * memory.WINDOW_BYTES
     offset = low - address
     assert area[:] == b"f" * length
     area[offset + 5] = ord("w")
-    dropped = residency.give_back([(low, low + 2 * residency.WINDOW_BYTES)])
-    assert dropped == residency.WINDOW_BYTES
+    dropped = memory.give_back([(low, low + 2 * memory.WINDOW_BYTES)])
+    assert dropped == memory.WINDOW_BYTES
     assert area[offset + 5] == ord("w")
-    assert area[offset + residency.WINDOW_BYTES] == ord("f")
+    assert area[offset + memory.WINDOW_BYTES] == ord("f")
 
 
 def test_reading_ahead_reads_what_is_not_cached(tmp_path):
     path = tmp_path / "file"
-    step = residency.WINDOW_BYTES
+    step = memory.WINDOW_BYTES
     content = os.urandom(4 * step + 5000)
     path.write_bytes(content)
     stretches = [(step // 2, 2 * step), (3 * step, step + 5000)]
     with open(path, "rb") as file:
         fd = file.fileno()
-        assert prefetch.missing_part(fd, stretches) == 0.0
-        assert prefetch.read_ahead(fd, stretches) == 0
+        assert memory.missing_part(fd, stretches) == 0.0
+        assert memory.read_ahead(fd, stretches) == 0
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # the probes themselves read nothing more
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        assert prefetch.missing_part(fd, stretches) == 1.0
-        assert prefetch.read_ahead(fd, stretches) == 3 * step + 5000
-        assert prefetch.missing_part(fd, stretches) == 0.0
+        assert memory.missing_part(fd, stretches) == 1.0
+        assert memory.read_ahead(fd, stretches) == 3 * step + 5000
+        assert memory.missing_part(fd, stretches) == 0.0
 
 
 def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
@@ -404,28 +402,26 @@ def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
     def of_file():
         return [
             (found.offset, found.high - found.low)
-            for found in residency.touched_shared()
+            for found in memory.touched_shared()
             if found.path == str(path)
         ]
 
-    residency.give_back_shared()
+    memory.give_back_shared()
     assert of_file() == []
     area.madvise(mmap.MADV_RANDOM)  # one fault, few pages around it
-    assert area[10 * residency.WINDOW_BYTES + residency.WINDOW_BYTES // 2] == ord("f")
-    assert of_file() == [(10 * residency.WINDOW_BYTES, residency.WINDOW_BYTES)]
+    assert area[10 * memory.WINDOW_BYTES + memory.WINDOW_BYTES // 2] == ord("f")
+    assert of_file() == [(10 * memory.WINDOW_BYTES, memory.WINDOW_BYTES)]
 
 
-@pytest.mark.parametrize("size", [0, 1, digests.PIECE_BYTES, 2 * digests.PIECE_BYTES + 5])
+@pytest.mark.parametrize("size", [0, 1, spill.PIECE_BYTES, 2 * spill.PIECE_BYTES + 5])
 def test_a_digest_is_that_of_the_pieces(tmp_path, size):
     path = tmp_path / "file"
     content = os.urandom(1 << 20) * (size >> 20) + os.urandom(size % (1 << 20))
     path.write_bytes(content)
-    pieces = [
-        content[at : at + digests.PIECE_BYTES] for at in range(0, max(1, size), digests.PIECE_BYTES)
-    ]
+    pieces = [content[at : at + spill.PIECE_BYTES] for at in range(0, max(1, size), spill.PIECE_BYTES)]
     wanted = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
-    assert digests.digest(path) == wanted
-    with open(path, "rb") as file, digests.Hashing(file.fileno()) as hashing:
+    assert spill.digest(path) == wanted
+    with open(path, "rb") as file, spill.Hashing(file.fileno()) as hashing:
         for at in range(0, size, 10 << 20):
             hashing.written(at)
         assert hashing.finish(size) == wanted
@@ -484,7 +480,7 @@ def test_the_least_recently_used_go_first_and_the_kept_stays(root):
     config = SnapshotsConfig(max_total_gib=9 * mib / (1 << 30), disk_margin_gib=0.0)
     for path in root.rglob(format.MEMORY):
         path.write_bytes(os.urandom(4 * mib))
-    assert prune.to_limit(root, config, keep="a") == ["b"]
+    assert registry.prune_to_limit(root, config, keep="a") == ["b"]
     assert sorted(format.generations(str(root))) == ["a", "c"]
 
 
@@ -492,17 +488,17 @@ def test_one_that_a_person_named_goes_after_the_others(root):
     use(publish(root, "m,mine", 1), 1000)
     use(publish(root, "m", 2), 2000)
     use(publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}), 3000)
-    names = [format.name_of(folder.name) for folder in prune.by_last_use(root)]
+    names = [format.name_of(folder.name) for folder in registry.by_last_use(root)]
     assert names == ["m", "m,ctx512", "m,mine"]
 
 
 def test_older_generations_go_and_stale_ones_can(root):
     publish(root, "a", 1)
     publish(root, "a", 2)
-    prune.drop_older(root, "a")
+    registry.drop_older(root, "a")
     assert [os.path.basename(f) for f in format.generations(str(root))["a"]] == [folder_of("a", 2)]
     (root / folder_of("a", 2) / format.MEMORY).write_bytes(b"")
-    assert prune.stale(root) == ["a"]
+    assert registry.remove_stale(root) == ["a"]
     assert format.generations(str(root)) == {}
 
 
@@ -512,15 +508,18 @@ def test_each_program_has_its_own_and_those_of_programs_that_are_gone_go_first(r
     publish(root, "m", 1)
     publish(root, "m", 2, program=str(other))
     assert selection.find("m", {})[0].endswith(folder_of("m", 1))
-    prune.drop_older(root, "m")
-    assert prune.stale(root) == []
-    states = [registry.state_of(folder) for folder in prune.by_last_use(root)]
+    registry.drop_older(root, "m")
+    assert registry.remove_stale(root) == []
+    states = [registry.state_of(folder) for folder in registry.by_last_use(root)]
     assert states[1:] == [(False, f"of another program: {other}")] or states[0][0] is False
     assert len(format.generations(str(root))["m"]) == 2
     use(root / folder_of("m", 1), 1000)
     other.rmdir()
-    assert [format.generation_of(f.name) for f in prune.by_last_use(root)] == [f"{2:016x}", f"{1:016x}"]
-    assert prune.stale(root) == ["m"]
+    assert [format.generation_of(f.name) for f in registry.by_last_use(root)] == [
+        f"{2:016x}",
+        f"{1:016x}",
+    ]
+    assert registry.remove_stale(root) == ["m"]
     assert registry.find("m").name == folder_of("m", 1)
 
 

@@ -14,7 +14,7 @@ from made_models import make_adapter
 from other_processes import descendants, has_ended, wait_until
 
 from edgeinfer.platform import process_metadata
-from edgeinfer.snapshots.process_description import Description
+from edgeinfer.snapshots.running import Description
 
 from .conftest import Person
 from .test_by_itself import MODEL, Endpoint

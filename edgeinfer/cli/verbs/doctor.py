@@ -169,9 +169,9 @@ def _snapshots() -> Check:
     found = probe()
     if found.tier is None:
         return Check("snapshots", "warn", f"launches are cold: {found.reason}", found.fix)
-    from edgeinfer.snapshots import failures
+    from edgeinfer.snapshots import registry
 
-    failed = failures.listed()
+    failed = registry.list_failures()
     if failed:
         named = "; ".join(f"{one.name} could not be built: {one.message}" for one in failed)
         fix = f"edgeinfer warm {failed[0].model}"

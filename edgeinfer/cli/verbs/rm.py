@@ -14,9 +14,8 @@ from edgeinfer.models.remove import Removed, remove
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.keys import model_key
 from edgeinfer.runtime.prefix_cache.store import forget_model
-from edgeinfer.snapshots import failures
 from edgeinfer.snapshots.format import generations, model_part, part_of
-from edgeinfer.snapshots.prune import remove as remove_snapshot
+from edgeinfer.snapshots.registry import forget_failures_of, remove_snapshot
 from edgeinfer.units import format_bytes
 
 
@@ -77,7 +76,7 @@ def _blocks_of(text: str, host: Host) -> str:
 
 def _without_model(name: str) -> list[str]:
     """Remove the snapshots of a model that is gone: they could not be resumed. Returns their names."""
-    failures.forget_model(name)
+    forget_failures_of(name)
     gone = []
     for snapshot, folders in generations().items():
         if model_part(snapshot) == part_of(name):

@@ -14,10 +14,9 @@ from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.snapshots import failures, format, prune, registry
-from edgeinfer.snapshots.build import jobs, verify
-from edgeinfer.snapshots.failures import Failure
-from edgeinfer.snapshots.registry import Details, Listed
+from edgeinfer.snapshots import format, registry
+from edgeinfer.snapshots.build import builder, jobs
+from edgeinfer.snapshots.registry import Details, Failure, Listed
 from edgeinfer.units import format_bytes, format_duration
 
 
@@ -171,7 +170,7 @@ def _list(host: Host) -> SnapshotsResult:
         disk_bytes=sum(s.disk_bytes for s in found),
         limit_bytes=int(host.config.snapshots.max_total_gib * (1 << 30)),
         building=tuple(jobs.being_built()),
-        failures=tuple(failures.listed()),
+        failures=tuple(registry.list_failures()),
     )
 
 
@@ -186,13 +185,13 @@ def _show(name: str) -> SnapshotResult:
 
 def _verify(name: str) -> VerifyResult:
     folder = registry.find(name)
-    wrong = verify.wrong_files(folder)
+    wrong = builder.wrong_files(folder)
     if wrong:
         raise SnapshotCorruptError(
             f"{', '.join(wrong)} of {folder.name} is not what was built",
             hint=f"build it again: `edgeinfer warm {name}`",
         )
-    repeated = verify.repeated_randomness(folder)
+    repeated = builder.repeated_randomness(folder)
     if repeated:
         raise SnapshotCorruptError(
             f"two processes resumed from {folder.name} draw the same from {', '.join(repeated)}"
@@ -206,7 +205,7 @@ def _verify(name: str) -> VerifyResult:
 def _remove(folders: list[Path]) -> RemovedResult:
     freed = sum(registry.disk_bytes(folder) for folder in folders)
     for folder in folders:
-        prune.remove(folder)
+        registry.remove_snapshot(folder)
     return RemovedResult(removed=tuple(format.name_of(f.name) for f in folders), freed_bytes=freed)
 
 
@@ -216,8 +215,8 @@ def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
         raise SnapshotMissingError("there are no snapshots", hint="")
     if options.all:
         confirm("remove every snapshot?", yes=options.yes)
-        return _remove(prune.by_last_use(root))
-    sizes = {folder: registry.disk_bytes(folder) for folder in prune.by_last_use(root)}
-    removed = [*prune.stale(root), *prune.to_limit(root, host.config.snapshots)]
+        return _remove(registry.by_last_use(root))
+    sizes = {folder: registry.disk_bytes(folder) for folder in registry.by_last_use(root)}
+    removed = [*registry.remove_stale(root), *registry.prune_to_limit(root, host.config.snapshots)]
     freed = sum(size for folder, size in sizes.items() if not folder.exists())
     return RemovedResult(removed=tuple(removed), freed_bytes=freed)

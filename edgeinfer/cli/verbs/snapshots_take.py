@@ -14,9 +14,9 @@ from edgeinfer.cli.verbs.warm import StageTalk
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.snapshots import criu, fingerprint, format, running
-from edgeinfer.snapshots.build.take import take as build
-from edgeinfer.snapshots.process_description import Description
+from edgeinfer.snapshots.build.jobs import take as build
 from edgeinfer.snapshots.registry import Details
+from edgeinfer.snapshots.running import Description
 from edgeinfer.units import format_bytes
 
 _PS = "`edgeinfer ps` shows what runs"

@@ -18,17 +18,17 @@ from edgeinfer.cli.verbs.warm import StageTalk
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.launcher import builds
 from edgeinfer.models import sources
 from edgeinfer.models.progress import Job
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import parse_adapters
-from edgeinfer.snapshots import build_log, format
-from edgeinfer.snapshots import registry as records
-from edgeinfer.snapshots.build import background, jobs
+from edgeinfer.snapshots import format, registry
+from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing
 from edgeinfer.snapshots.transfer.description import Source, offered
-from edgeinfer.snapshots.transfer.layout import Layout
+from edgeinfer.snapshots.transfer.oci import Layout
 from edgeinfer.units import format_bytes
 
 
@@ -131,9 +131,9 @@ class TrustResult(Result, frozen=True, kw_only=True):
 def export(options: argparse.Namespace, _host: Host) -> ExportResult:
     """Raises what `exporting.export` raises, UsageError for no address of a registry."""
     began = time.monotonic()
-    folder = records.find(options.name)
+    folder = registry.find(options.name)
     talk = StageTalk(sys.stderr, quiet=options.quiet)
-    name = records.read_details(folder).name
+    name = registry.read_details(folder).name
     with _destination(options.destination) as (where, tag):
         done = exporting.export(folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), talk.say)
     return ExportResult(
@@ -156,9 +156,9 @@ def _destination(text: str) -> Iterator[tuple[exporting.Store, str]]:
         return
     if artifact.reference.startswith("sha256:"):
         raise UsageError(f"{text} names a digest", hint="name a tag: oci://REGISTRY/NAME:TAG")
-    from edgeinfer.snapshots.transfer import registry  # 100 ms: httpx2
+    from edgeinfer.snapshots.transfer import remote  # 100 ms: httpx2
 
-    with registry.opened(artifact) as store:
+    with remote.opened(artifact) as store:
         yield store, artifact.reference
 
 
@@ -212,13 +212,13 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult | RebuildRe
 
 
 def _ordered(order: jobs.Order, signer: str) -> RebuildResult:
-    background.order(order)
+    jobs.build_in_background(order)
     return RebuildResult(
         name=order.name,
         model=order.model,
         requested=snapshot_options(order.options),
         signer=signer,
-        log=str(paths.state_dir() / build_log.LOG),
+        log=str(paths.state_dir() / builds.LOG),
     )
 
 
@@ -233,17 +233,17 @@ def _source(text: str, talk: StageTalk) -> Iterator[Source]:
     if artifact is None:
         yield Layout(Path(text).expanduser())
         return
-    from edgeinfer.snapshots.transfer import registry  # 100 ms: httpx2
+    from edgeinfer.snapshots.transfer import remote  # 100 ms: httpx2
 
     paths.cache_dir().mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=paths.cache_dir(), prefix="import-") as folder,
-        registry.opened(artifact) as store,
+        remote.opened(artifact) as store,
     ):
         job = Job(
             lambda at: talk.say("download", at.done_bytes / at.total_bytes if at.total_bytes else None)
         )
-        yield registry.FetchedSnapshot(store, artifact.reference, Path(folder), job)
+        yield remote.FetchedSnapshot(store, artifact.reference, Path(folder), job)
 
 
 def _artifact(text: str) -> sources.OciArtifact | None:

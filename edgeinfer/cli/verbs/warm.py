@@ -18,7 +18,7 @@ from edgeinfer.host import Host
 from edgeinfer.models import store
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import format
-from edgeinfer.snapshots.build import jobs as snapshots_warm
+from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
@@ -70,8 +70,8 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
     for path in asked.adapter_paths(files):
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
-    wanted, reason = snapshots_warm.repack_choice(asked, files, config)
-    order = snapshots_warm.Order(
+    wanted, reason = jobs.repack_choice(asked, files, config)
+    order = jobs.Order(
         model=model,
         files=files,
         options=wanted,
@@ -80,7 +80,7 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
     )
     talk = StageTalk(sys.stderr, quiet=options.quiet)
     with stoppable("stopped; nothing of the snapshot is kept"), talk:
-        details = snapshots_warm.build(order, config, talk.say)
+        details = jobs.build(order, config, talk.say)
     return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
 
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from edgeinfer.errors import DumpError
 from edgeinfer.runtime.llama.mappings import Range
-from edgeinfer.snapshots.build import images
-from edgeinfer.snapshots.build.images import Message
+from edgeinfer.snapshots.build import criu_images
+from edgeinfer.snapshots.build.criu_images import Message
 
 PAGE = 4096
 #: Shorter runs are read by CRIU: a mapping costs it as much as reading so many pages.
@@ -77,8 +77,10 @@ def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], No
     for core in folder.glob("core-*.img"):
         _forget_scheduling(core)
     info = memory.stat()
-    vmas = images.part([(1, images.BYTES, images.read(folder / f"mm-{pid}.img").messages[0])], 1)
-    mapped = sum(1 for n, _, _ in vmas if n == images.MM_VMAS)
+    vmas = criu_images.part(
+        [(1, criu_images.BYTES, criu_images.read(folder / f"mm-{pid}.img").messages[0])], 1
+    )
+    mapped = sum(1 for n, _, _ in vmas if n == criu_images.MM_VMAS)
     return Baked(info.st_size, info.st_blocks * 512, pages.stat().st_size, mapped)
 
 
@@ -86,14 +88,15 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
     """The pages CRIU wrote, in the order of the file, neighbours joined."""
     runs: list[Run] = []
     offset = 0
-    for raw in images.read(pagemap).messages[1:]:
-        entry = images.decode(raw)
+    for raw in criu_images.read(pagemap).messages[1:]:
+        entry = criu_images.decode(raw)
         start, flags = (
-            images.number(entry, images.PAGEMAP_VADDR),
-            images.number(entry, images.PAGEMAP_FLAGS),
+            criu_images.number(entry, criu_images.PAGEMAP_VADDR),
+            criu_images.number(entry, criu_images.PAGEMAP_FLAGS),
         )
         length = PAGE * (
-            images.number(entry, images.PAGEMAP_PAGES) or images.number(entry, images.PAGEMAP_PAGES32)
+            criu_images.number(entry, criu_images.PAGEMAP_PAGES)
+            or criu_images.number(entry, criu_images.PAGEMAP_PAGES32)
         )
         if runs and runs[-1].end == start and runs[-1].flags == flags:
             runs[-1] = runs[-1]._replace(length=runs[-1].length + length)
@@ -137,15 +140,19 @@ def _punch(fd: int, offset: int, length: int) -> None:
 
 def _forget_scheduling(core: Path) -> None:
     """Clear the background's niceness: a resumed process takes its launcher's instead."""
-    image = images.read(core)
-    message = images.decode(image.messages[0])
-    gone = (images.THREAD_NICE, images.THREAD_POLICY, images.THREAD_PRIORITY)
+    image = criu_images.read(core)
+    message = criu_images.decode(image.messages[0])
+    gone = (criu_images.THREAD_NICE, criu_images.THREAD_POLICY, criu_images.THREAD_PRIORITY)
     kept: Message = []
     for n, kind, value in message:
-        if n == images.CORE_THREAD and isinstance(value, bytes):
-            value = images.encode([field for field in images.decode(value) if field[0] not in gone])
+        if n == criu_images.CORE_THREAD and isinstance(value, bytes):
+            value = criu_images.encode(
+                [field for field in criu_images.decode(value) if field[0] not in gone]
+            )
         kept.append((n, kind, value))
-    images.write(core, images.Image(image.magic, [images.encode(kept), *image.messages[1:]]))
+    criu_images.write(
+        core, criu_images.Image(image.magic, [criu_images.encode(kept), *image.messages[1:]])
+    )
 
 
 class _Baker:
@@ -168,44 +175,51 @@ class _Baker:
     def _write_files(self) -> None:
         """Add `memory.img` to the files CRIU opens."""
         path = self._folder / "files.img"
-        image = images.read(path)
+        image = criu_images.read(path)
         self._file_id = 1 + max(
-            images.number(images.decode(raw), images.FILE_ID) for raw in image.messages
+            criu_images.number(criu_images.decode(raw), criu_images.FILE_ID) for raw in image.messages
         )
-        owner = images.encode([(n, images.VARINT, 0) for n in range(1, 6)])
+        owner = criu_images.encode([(n, criu_images.VARINT, 0) for n in range(1, 6)])
         regular: Message = [
-            (images.REG_ID, images.VARINT, self._file_id),
-            (images.REG_FLAGS, images.VARINT, os.O_RDONLY),
-            (images.REG_POS, images.VARINT, 0),
-            (images.REG_OWNER, images.BYTES, owner),
-            (images.REG_NAME, images.BYTES, os.fsencode(self._memory)),
-            (images.REG_SIZE, images.VARINT, self._memory.stat().st_size),
-            (images.REG_MODE, images.VARINT, _MODE),
+            (criu_images.REG_ID, criu_images.VARINT, self._file_id),
+            (criu_images.REG_FLAGS, criu_images.VARINT, os.O_RDONLY),
+            (criu_images.REG_POS, criu_images.VARINT, 0),
+            (criu_images.REG_OWNER, criu_images.BYTES, owner),
+            (criu_images.REG_NAME, criu_images.BYTES, os.fsencode(self._memory)),
+            (criu_images.REG_SIZE, criu_images.VARINT, self._memory.stat().st_size),
+            (criu_images.REG_MODE, criu_images.VARINT, _MODE),
         ]
         entry: Message = [
-            (images.FILE_TYPE, images.VARINT, images.REGULAR_FILE),
-            (images.FILE_ID, images.VARINT, self._file_id),
-            (images.FILE_REG, images.BYTES, images.encode(regular)),
+            (criu_images.FILE_TYPE, criu_images.VARINT, criu_images.REGULAR_FILE),
+            (criu_images.FILE_ID, criu_images.VARINT, self._file_id),
+            (criu_images.FILE_REG, criu_images.BYTES, criu_images.encode(regular)),
         ]
-        images.write(path, images.Image(image.magic, [images.encode(entry), *image.messages]))
+        criu_images.write(
+            path, criu_images.Image(image.magic, [criu_images.encode(entry), *image.messages])
+        )
 
     def _write_areas(self) -> None:
         """Cut the memory areas so that long runs of content become mappings of `memory.img`."""
         path = self._folder / f"mm-{self._pid}.img"
-        image = images.read(path)
+        image = criu_images.read(path)
         out: Message = []
-        for n, kind, value in images.decode(image.messages[0]):
-            if n == images.MM_VMAS and isinstance(value, bytes):
-                out += [(n, kind, images.encode(area)) for area in self._cut(images.decode(value))]
+        for n, kind, value in criu_images.decode(image.messages[0]):
+            if n == criu_images.MM_VMAS and isinstance(value, bytes):
+                out += [
+                    (n, kind, criu_images.encode(area)) for area in self._cut(criu_images.decode(value))
+                ]
             else:
                 out.append((n, kind, value))
-        images.write(path, images.Image(image.magic, [images.encode(out)]))
+        criu_images.write(path, criu_images.Image(image.magic, [criu_images.encode(out)]))
 
     def _cut(self, area: Message) -> Iterator[Message]:
-        start, end = images.number(area, images.AREA_START), images.number(area, images.AREA_END)
-        status = images.number(area, images.AREA_STATUS)
+        start, end = (
+            criu_images.number(area, criu_images.AREA_START),
+            criu_images.number(area, criu_images.AREA_END),
+        )
+        status = criu_images.number(area, criu_images.AREA_STATUS)
         # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
-        runs = self._content if status & images.AREA_ANON_PRIVATE else self._runs
+        runs = self._content if status & criu_images.AREA_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_PAGES * PAGE if _may_be_mapped(area) else end
         at = start
         for run in runs:
@@ -224,27 +238,28 @@ class _Baker:
 
     def _mapping(self, area: Message, run: Run) -> Message:
         status = (
-            images.number(area, images.AREA_STATUS) & ~images.AREA_ANON_PRIVATE
-            | images.AREA_FILE_PRIVATE
+            criu_images.number(area, criu_images.AREA_STATUS) & ~criu_images.AREA_ANON_PRIVATE
+            | criu_images.AREA_FILE_PRIVATE
         )
         changes = {
-            images.AREA_START: run.start,
-            images.AREA_END: run.end,
-            images.AREA_OFFSET: run.offset,
-            images.AREA_FILE: self._file_id,
-            images.AREA_FLAGS: images.number(area, images.AREA_FLAGS) & ~images.MAP_ANONYMOUS
-            | images.MAP_PRIVATE,
-            images.AREA_STATUS: status,
-            images.AREA_OPEN_FLAGS: os.O_RDONLY,
+            criu_images.AREA_START: run.start,
+            criu_images.AREA_END: run.end,
+            criu_images.AREA_OFFSET: run.offset,
+            criu_images.AREA_FILE: self._file_id,
+            criu_images.AREA_FLAGS: criu_images.number(area, criu_images.AREA_FLAGS)
+            & ~criu_images.MAP_ANONYMOUS
+            | criu_images.MAP_PRIVATE,
+            criu_images.AREA_STATUS: status,
+            criu_images.AREA_OPEN_FLAGS: os.O_RDONLY,
         }
         for field, value in changes.items():
-            area = images.with_number(area, field, value)
+            area = criu_images.with_number(area, field, value)
         return area
 
     def _write_rest(self) -> None:
         """Leave CRIU the pages that are not mapped: a new pagemap and a new, short file of pages."""
         pagemap = self._folder / f"pagemap-{self._pid}.img"
-        image = images.read(pagemap)
+        image = criu_images.read(pagemap)
         rest = sorted(self._rest)
         fd = os.open(self._memory, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -253,34 +268,45 @@ class _Baker:
                     pages.write(os.pread(fd, run.length, run.offset))
         finally:
             os.close(fd)
-        images.write(
-            pagemap, images.Image(image.magic, [image.messages[0], *map(_pagemap_entry, rest)])
+        criu_images.write(
+            pagemap, criu_images.Image(image.magic, [image.messages[0], *map(_pagemap_entry, rest)])
         )
 
 
 def _may_be_mapped(area: Message) -> bool:
-    status, flags = images.number(area, images.AREA_STATUS), images.number(area, images.AREA_FLAGS)
-    if not status & images.AREA_REGULAR or status & images.AREA_VDSO or flags & images.MAP_GROWSDOWN:
+    status, flags = (
+        criu_images.number(area, criu_images.AREA_STATUS),
+        criu_images.number(area, criu_images.AREA_FLAGS),
+    )
+    if (
+        not status & criu_images.AREA_REGULAR
+        or status & criu_images.AREA_VDSO
+        or flags & criu_images.MAP_GROWSDOWN
+    ):
         return False
-    return bool(status & (images.AREA_ANON_PRIVATE | images.AREA_FILE_PRIVATE))
+    return bool(status & (criu_images.AREA_ANON_PRIVATE | criu_images.AREA_FILE_PRIVATE))
 
 
 def _piece(area: Message, start: int, end: int) -> Message:
-    offset = images.number(area, images.AREA_OFFSET)
-    if images.number(area, images.AREA_STATUS) & images.AREA_FILE_PRIVATE:
-        area = images.with_number(
-            area, images.AREA_OFFSET, offset + start - images.number(area, images.AREA_START)
+    offset = criu_images.number(area, criu_images.AREA_OFFSET)
+    if criu_images.number(area, criu_images.AREA_STATUS) & criu_images.AREA_FILE_PRIVATE:
+        area = criu_images.with_number(
+            area,
+            criu_images.AREA_OFFSET,
+            offset + start - criu_images.number(area, criu_images.AREA_START),
         )
-    return images.with_number(images.with_number(area, images.AREA_START, start), images.AREA_END, end)
+    return criu_images.with_number(
+        criu_images.with_number(area, criu_images.AREA_START, start), criu_images.AREA_END, end
+    )
 
 
 def _pagemap_entry(run: Run) -> bytes:
     pages = run.length // PAGE
     message: Message = [
-        (images.PAGEMAP_VADDR, images.VARINT, run.start),
-        (images.PAGEMAP_PAGES32, images.VARINT, pages),
+        (criu_images.PAGEMAP_VADDR, criu_images.VARINT, run.start),
+        (criu_images.PAGEMAP_PAGES32, criu_images.VARINT, pages),
     ]
-    return images.encode([*message, (images.PAGEMAP_FLAGS, images.VARINT, run.flags)])
+    return criu_images.encode([*message, (criu_images.PAGEMAP_FLAGS, criu_images.VARINT, run.flags)])
 
 
 def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:

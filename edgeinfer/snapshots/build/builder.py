@@ -36,10 +36,10 @@ from edgeinfer.errors import (
 from edgeinfer.launcher import messages
 from edgeinfer.platform import process
 from edgeinfer.platform.disk import free_bytes, sync, write_whole
-from edgeinfer.snapshots import criu, failures, fingerprint, format, linux
+from edgeinfer.snapshots import criu, fingerprint, format, linux, registry
 from edgeinfer.snapshots.build.bake import Baked, bake
-from edgeinfer.snapshots.build.digests import digest
 from edgeinfer.snapshots.build.park import Parked
+from edgeinfer.snapshots.build.spill import digest
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
@@ -130,7 +130,7 @@ class Builder:
         if not answer:
             order.sendall(_DIED)
             if int(order.recv(64) or b"0") == signal.SIGKILL:
-                raise failures.killed("the process to be snapshot")
+                raise registry.killed_error("the process to be snapshot")
             raise DumpError(
                 "the process to be snapshot died while it loaded",
                 hint=_tail(self._folder / format.PARK_LOG),
@@ -359,3 +359,24 @@ if __name__ == "__main__":
     from edgeinfer.snapshots.build import builder  # classes of this module, not of `__main__`
 
     builder.main()
+
+
+def wrong_files(folder: Path) -> list[str]:
+    """The files of a snapshot that are not what was built, by name.
+
+    Raises SnapshotStaleError, SnapshotUnsafeError, SnapshotCorruptError by the manifest alone.
+    """
+    manifest = format.read_manifest(str(folder))
+    fingerprint.refuse_stale(manifest, str(folder))
+    digests = registry.read_details(folder).digests
+    return [name for name in manifest.images if digest(folder / name) != digests.get(name)]
+
+
+def repeated_randomness(folder: Path) -> list[str]:
+    """Resume it twice; name the randomness on which both agree. Raises RestoreError."""
+    manifest = format.read_manifest(str(folder))
+    drawn = [
+        msgspec.json.decode(checks.ask(manifest, str(folder), "facts"), type=checks.Facts).random
+        for _ in range(2)
+    ]
+    return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]

@@ -1,4 +1,13 @@
-"""Warming a model: room, lock, build, prune. What `edgeinfer warm` and the background warm both do."""
+"""Build jobs: for `edgeinfer warm`, for `snapshots take`, and in the background.
+
+A job takes the lock of its name, makes room, runs a builder and prunes. `take` loads what a running
+process has loaded once more and snapshots that one: the running one is neither stopped nor read
+(docs/decisions/091-a-snapshot-of-a-running-service.md).
+
+`python -m edgeinfer.snapshots.build.jobs MODEL OPTIONS` builds in the background what would have served
+a cold launch; without words, the job on stdin (`build_in_background`). It runs at idle priority and
+adds one line to `auto-warm.log` in the state directory.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +17,31 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config.config_file import SnapshotsConfig
-from edgeinfer.config.load_options import snapshot_options
-from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, from_fields
-from edgeinfer.launcher import messages
+from edgeinfer.config.config_file import Config, SnapshotsConfig
+from edgeinfer.config.load_options import differing, snapshot_options
+from edgeinfer.errors import (
+    DiskFullError,
+    EdgeInferError,
+    SnapshotError,
+    SnapshotStaleError,
+    from_fields,
+)
+from edgeinfer.host import Host
+from edgeinfer.launcher import builds, messages, selection
+from edgeinfer.models import store
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
-from edgeinfer.snapshots import criu, failures, fingerprint, format, prune
-from edgeinfer.snapshots.process_description import read_files, stamps_of
+from edgeinfer.snapshots import criu, fingerprint, format, registry
 from edgeinfer.snapshots.registry import Details
+from edgeinfer.snapshots.running import Description, read_files, stamps_of
 from edgeinfer.units import format_bytes
 
 #: (stage, fraction 0..1 or None when unknown)
@@ -62,7 +80,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         """What a build depends on, as a digest. Raises OSError when a file of the model is gone."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
         what = (self.files, snapshot_options(self.options), self.system, adapters)
-        return failures.digest_of(read_files(self.files, self.options), msgspec.json.encode(what))
+        return registry.input_digest(read_files(self.files, self.options), msgspec.json.encode(what))
 
     @property
     def as_loaded(self) -> LoadOptions:
@@ -89,7 +107,7 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
         build_lock(root, order.name), lambda: progress("wait for another warm of this model", None)
     ):
         sweep(root)
-        prune.make_room(root, _need_bytes(order), config, keep=order.name)
+        registry.make_room(root, _need_bytes(order), config, keep=order.name)
         refuse_full(root, order, config)
         depends_on = order.depends_on
         folder = root / format.folder_name(order.name, time.time_ns(), fingerprint.program_tag())
@@ -108,17 +126,17 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
             "version": found.version,
             "tier": found.tier or "",
         }
-        failure = failures.Failure(
+        failure = registry.Failure(
             name=order.name, model=order.model, message="", at_s=time.time(), depends_on=depends_on
         )
         try:
             details = _run_builder(folder, request, progress)
         except EdgeInferError as error:
-            failures.remember(msgspec.structs.replace(failure, message=error.message), error)
+            registry.record_failure(msgspec.structs.replace(failure, message=error.message), error)
             raise
-        failures.forget(order.name)
-        prune.drop_older(root, order.name)
-    prune.to_limit(root, config, keep=order.name)
+        registry.forget_failure(order.name)
+        registry.drop_older(root, order.name)
+    registry.prune_to_limit(root, config, keep=order.name)
     return details
 
 
@@ -233,6 +251,139 @@ def _listen(
         else:
             raise from_fields(fields)
     if builder.wait() == -signal.SIGKILL:
-        raise failures.killed("the process that builds the snapshot")
+        raise registry.killed_error("the process that builds the snapshot")
     last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
     raise SnapshotError(f"the process that builds the snapshot died{': ' + last[0] if last else ''}")
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshot; `was_built`: it was not there already, with nothing changed since."""
+
+    snapshot: Details
+    was_built: bool
+
+
+def take(found: Description, given_name: str, config: SnapshotsConfig, progress: Progress) -> Taken:
+    """Build the snapshot of `found`, under the name it was resumed from unless one is given.
+
+    It runs at the lowest niceness, one at a time. Raises SnapshotStaleError when a file is another than
+    the one that was loaded, and what `build` raises.
+    """
+    process.step_back()
+    lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
+    with locked(lock, lambda: progress("wait for another build", None)):
+        _refuse_changed(found)
+        order = Order(
+            model=found.model,
+            files=found.files,
+            options=found.options,
+            system=found.system,
+            given_name=given_name or found.given_name,
+            became=found.became,
+            adapters=found.adapters,
+            stamps=found.stamps,
+        )
+        there = _already_there(order)
+        if there is not None:
+            return Taken(snapshot=there, was_built=False)
+        return Taken(snapshot=build(order, config, progress), was_built=True)
+
+
+def _refuse_changed(found: Description) -> None:
+    now = stamps_of(found.files, found.options)
+    for path, before in found.stamps.items():
+        if now.get(path) != before:
+            raise SnapshotStaleError(
+                f"{path} {'was changed' if path in now else 'is gone'} since it was loaded: a snapshot "
+                "would be of another model than the one that runs",
+                key=path,
+                hint=f"start the process again, or `edgeinfer warm {found.model}` for the file that is "
+                "there",
+            )
+
+
+def _already_there(order: Order) -> Details | None:
+    """The snapshot of that name, where it is good and was built of the same with the same choices."""
+    root = str(paths.snapshots_dir())
+    folders = format.generations(root, fingerprint.program_tag()).get(order.name)
+    if not folders:
+        return None
+    try:
+        details = registry.read_details(Path(folders[0]))
+    except EdgeInferError:
+        return None
+    wanted = snapshot_options(order.as_loaded)
+    is_same = details.depends_on == order.depends_on and not differing(
+        wanted, details.requested, details.actual
+    )
+    return details if is_same and registry.state_of(Path(folders[0]))[0] else None
+
+
+def reason_not_to(config: Config, order: Order, asked: LoadOptions) -> str:
+    """Why no snapshot should be built now for a launch that `asked` for these options, or ""."""
+    if not config.snapshots.auto_warm:
+        return "switched off (snapshots.auto-warm)"
+    found = criu.probe()
+    if found.tier is None:
+        return found.reason
+    if is_building(order.name):
+        return "another process is building it"
+    failed = registry.find_failure(order.name)
+    if failed is not None and failed.depends_on == order.depends_on:
+        return f"it failed before, and nothing has changed since: {failed.message}"
+    try:
+        selection.find(order.model, snapshot_options(asked))
+    except EdgeInferError:
+        return ""
+    return "it is already built"
+
+
+def build_if_useful(model: str, options: LoadOptions) -> str:
+    """Build it if it should be; a sentence about what happened. Raises nothing of ours."""
+    host = Host()
+    try:
+        name = store.full_name(model)
+        files = host.files(name, options.draft)
+        order = Order(model=name, files=files, options=options, system=files.system_prompt)
+        chosen, _ = repack_choice(options, files, host.config.snapshots)
+        order = msgspec.structs.replace(order, options=chosen)
+        why_not = reason_not_to(host.config, order, options)
+    except EdgeInferError as error:
+        return f"{model}: not built: {error.message}"
+    return f"{name}: not built: {why_not}" if why_not else build_ordered(order, host.config)
+
+
+def build_ordered(order: Order, config: Config) -> str:
+    """Build it whatever there is; a sentence about what happened. Raises nothing of ours."""
+    began = time.monotonic()
+    try:
+        details = build(order, config.snapshots, lambda _stage, _fraction: None)
+    except EdgeInferError as error:
+        return f"{order.name}: not built: {error.message}"
+    took = f"{time.monotonic() - began:.1f} s"
+    return f"{details.name}: built in {took}, {format_bytes(details.disk_bytes)} on disk"
+
+
+def build_in_background(order: Order) -> None:
+    """Have this built by a process that outlives this one. Raises OSError."""
+    descriptor = os.memfd_create("order")  # a system prompt may be longer than an argument
+    with open(descriptor, "wb", buffering=0) as file:
+        file.write(msgspec.json.encode(order))
+        file.seek(0)
+        builds.detach(__name__, stdin=descriptor)
+
+
+def main() -> None:
+    """The background process; one at a time."""
+    step_back()
+    with locked(paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK):
+        if len(sys.argv) > 1:
+            outcome = build_if_useful(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))
+        else:
+            ordered = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+            outcome = build_ordered(ordered, Host().config)
+        builds.log(outcome)
+
+
+if __name__ == "__main__":
+    main()

@@ -33,9 +33,9 @@ from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFil
 from edgeinfer.snapshots.build import relocate
 from edgeinfer.snapshots.build.spill import Spilled, spill
 from edgeinfer.snapshots.format import BUFFERS, LINK_FD, WAKE_FD
-from edgeinfer.snapshots.process_description import became, describe
-from edgeinfer.snapshots.restore import app_process, reinitialize, residency
+from edgeinfer.snapshots.restore import app_process, memory, reinitialize
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
+from edgeinfer.snapshots.running import became, describe
 
 #: Our packages whose every module is imported before the dump.
 _ROOMS = "cli blocks chat runtime server snapshots tui workers".split()
@@ -144,7 +144,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
         stamps=msgspec.json.decode(fields["stamps"], type=dict[str, str]),
     )
     # loading read it all; what is touched from here on is what computing needs
-    residency.give_back_shared()
+    memory.give_back_shared()
     system_tokens = 0
     if engine.info.has_chat_template:
         stages.begin("prefill")
@@ -155,10 +155,10 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
     canary = loaded.canary()
     engine.park()
     stages.begin("write")
-    shared, loaded.buffers = residency.touched_shared(), residency.buffers()
+    shared, loaded.buffers = memory.touched_shared(), memory.buffers()
     path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
     spilled = spill(loaded.buffers, path, lambda fraction: stages.report("write", fraction))
-    loaded.needed = [*residency.large("p"), *shared]
+    loaded.needed = [*memory.large("p"), *shared]
     stages.begin("")
     parked = Parked(
         info=engine.info,

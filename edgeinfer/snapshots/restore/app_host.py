@@ -1,4 +1,4 @@
-"""The host of a process with a launcher: an engine it was resumed with, loads, or has in a worker."""
+"""The host of a process with a launcher: its engine is resumed, loaded here, or in a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -17,25 +17,30 @@ from edgeinfer import requesting
 from edgeinfer.config.config_file import Config, LoadConfig
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import (
+    DumpError,
     EdgeInferError,
     EngineClosedError,
+    InterruptedByUser,
+    SnapshotError,
     SnapshotStaleError,
     UsageError,
     from_fields,
+    to_fields,
 )
 from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
-from edgeinfer.launcher import messages, selection
+from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.launcher.handoff import LEAVE, OFFER
+from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots import build_log, format
-from edgeinfer.snapshots.process_description import Description, describe, stamps_of
-from edgeinfer.snapshots.restore import taking
-from edgeinfer.snapshots.restore.idle import IdleWatch
+from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.snapshots import format
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable
+from edgeinfer.snapshots.restore.memory import IdleWatch
+from edgeinfer.snapshots.running import Description, describe, stamps_of
 
 if TYPE_CHECKING:
     from edgeinfer.workers.client import RemoteEngine
+
 
 #: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built.
 _REST_S = 15.0
@@ -72,7 +77,7 @@ class AppHost(Host):
         self._long_lived = long_lived
         self._is_worker = is_worker
         self._asking = threading.Lock()
-        self._description = taking.OwnDescription()
+        self._description = OwnDescription()
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
@@ -156,7 +161,7 @@ class AppHost(Host):
         self._description.listens_at(url)
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        return taking.take(self._tell, model, name)
+        return take_through_launcher(self._tell, model, name)
 
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
@@ -202,7 +207,7 @@ class AppHost(Host):
         cancel: threading.Event | None = None,
     ) -> None:
         """Run `edgeinfer warm` in a process of the launcher's, outside our namespaces."""
-        from edgeinfer.snapshots.restore.watch_build import listen, warm_argv
+        from edgeinfer.snapshots.restore.app_host import warm_argv
 
         read_fd, write_fd = os.pipe()
         with self._asking:
@@ -212,7 +217,7 @@ class AppHost(Host):
                 [write_fd],
             )
         os.close(write_fd)
-        listen(model, read_fd, progress, cancel, self._stop_warming)
+        follow_build(model, read_fd, progress, cancel, self._stop_warming)
 
     def _stop_warming(self) -> None:
         with self._asking:
@@ -255,9 +260,9 @@ class AppHost(Host):
         if wanted == usual or name in format.generations():
             return False
         note = f"{name}: not built before these options are used again"
-        if build_log.has(note):
+        if builds.was_logged(note):
             return False
-        build_log.add(note)
+        builds.log(note)
         return True
 
     def _tell(self, message: Mapping[str, messages.Value], fds: Sequence[int] = ()) -> None:
@@ -269,7 +274,7 @@ class HandOver:
     """What an app says to its launcher and hears from it; `launching.hand_over` has the order."""
 
     def __init__(
-        self, tell: taking.Tell, *, is_successor: bool, predecessor: socket.socket | None = None
+        self, tell: Tell, *, is_successor: bool, predecessor: socket.socket | None = None
     ) -> None:
         self.is_successor = is_successor
         self.predecessor = predecessor
@@ -297,3 +302,138 @@ class HandOver:
     def ready(self) -> None:
         """Say that this process, the successor, could answer."""
         self._tell({"op": "ready"}, ())
+
+
+#: Sends a message to the launcher, with descriptors.
+Tell = Callable[["Mapping[str, messages.Value]", Sequence[int]], None]
+
+
+class _Named(msgspec.Struct, frozen=True):
+    name: str
+    disk_bytes: int
+
+
+class _Result(msgspec.Struct, frozen=True):
+    snapshot: _Named
+    was_built: bool
+    wall_s: float
+
+
+class _TakeEnvelope(msgspec.Struct, frozen=True):
+    """What `edgeinfer snapshots take --json` prints; `error` as in `errors.to_fields`."""
+
+    ok: bool
+    result: _Result | None = None
+    error: dict[str, str] = {}
+
+
+class OwnDescription:
+    """This process's description, with what is known of its launch."""
+
+    def __init__(self) -> None:
+        self._note = process_metadata.Note(process_metadata.DESCRIPTION)
+        self._found: Description | None = None
+        self._url = ""
+
+    def write(self, found: Description | None, snapshot: str, *, is_worker: bool) -> None:
+        """Leave what was loaded, resumed from `snapshot`; nothing where that is not known."""
+        if found is not None:
+            found = found.resumed_from(snapshot)
+            self._found = msgspec.structs.replace(found, is_worker=is_worker)
+            self._leave()
+
+    def has_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Leave that the model has these adapters from now on."""
+        if self._found is not None:
+            self._found = self._found.with_adapters(adapters)
+            self._leave()
+
+    def listens_at(self, url: str) -> None:
+        """Leave where its endpoint listens too."""
+        self._url = url
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._found is not None:
+            self._note.write(msgspec.structs.replace(self._found, url=self._url))
+
+
+def take_through_launcher(tell: Tell, model: str, name: str) -> TakenSnapshot:
+    """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""
+    read_fd, write_fd = os.pipe()
+    words = messages.join((f"--model={model}", f"--name={name}"))
+    tell({"op": "take", "words": words}, [write_fd])
+    os.close(write_fd)
+    with open(read_fd, "rb") as answer:
+        raw = answer.read()
+    try:
+        said = msgspec.json.decode(raw, type=_TakeEnvelope)
+    except msgspec.MsgspecError:
+        raise SnapshotError("the process that takes the snapshot ended without a word") from None
+    if said.result is None:
+        raise from_fields(said.error)
+    return TakenSnapshot(
+        name=said.result.snapshot.name,
+        disk_bytes=said.result.snapshot.disk_bytes,
+        was_built=said.result.was_built,
+        seconds=said.result.wall_s,
+    )
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    """What `edgeinfer warm --json` prints at its end; `error` as in `errors.to_fields`."""
+
+    ok: bool
+    error: dict[str, str] = {}
+
+
+def warm_argv(model: str, options: LoadOptions) -> list[str]:
+    """The arguments after `edgeinfer warm`."""
+    return [model, "--json", "--load-options", msgspec.json.encode(options).decode()]
+
+
+def follow_build(
+    model: str,
+    fd: int,
+    progress: LoadProgress | None,
+    cancel: threading.Event | None,
+    stop: Callable[[], None],
+) -> None:
+    """Read a build's progress from `fd` until it ends, then close `fd`.
+
+    Raises the error it ended with, DumpError when it ended without one, InterruptedByUser once stopped.
+    """
+    ended = threading.Event()
+    if cancel is not None:
+        threading.Thread(target=_stop_when, args=(cancel, ended, stop), daemon=True).start()
+    said = _Envelope(ok=False)
+    last = ""
+    with open(fd, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("{"):
+                said = _decoded(line, said)
+            elif line.strip():
+                last = line.strip().removesuffix("…").strip()
+                if progress is not None:
+                    progress(last, None)
+    ended.set()
+    if cancel is not None and cancel.is_set():
+        raise InterruptedByUser("stopped; nothing of the snapshot is kept")
+    if not said.ok:
+        why = said.error.get("message") or last or "it ended without a word"
+        error = said.error or to_fields(DumpError("", hint=f"run `edgeinfer warm {model}`"))
+        raise from_fields({**error, "message": f"{model} was not warmed: {why}"})
+
+
+def _decoded(line: str, before: _Envelope) -> _Envelope:
+    try:
+        return msgspec.json.decode(line, type=_Envelope)
+    except msgspec.MsgspecError:
+        return before
+
+
+def _stop_when(cancel: threading.Event, ended: threading.Event, stop: Callable[[], None]) -> None:
+    while not ended.wait(0.05):
+        if cancel.is_set():
+            stop()
+            return

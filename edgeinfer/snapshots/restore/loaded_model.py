@@ -14,15 +14,13 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.llama.mappings import Area, Range
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.snapshots.process_description import Description
-from edgeinfer.snapshots.restore import prefetch
-from edgeinfer.snapshots.restore.idle import IdleWatch, give_back
+from edgeinfer.snapshots.restore import memory
+from edgeinfer.snapshots.restore.memory import IdleWatch, release_idle
+from edgeinfer.snapshots.running import Description
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.backends.devices import Wishes
-    from edgeinfer.runtime.prefix_cache.store import (
-        BlockStore,  # numpy, whose threads the builder cannot clone with
-    )
+    from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 CANARY_TOKENS = 4
 _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
@@ -106,7 +104,7 @@ class LoadedModel:
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_processors()).value, entropy)
-        prefetch.start(self.needed)
+        memory.prefetch(self.needed)
 
     def release_when_idle(self, idle_s: float) -> None:
         """Give memory back after so many seconds without work, every time; 0 never does."""
@@ -114,7 +112,7 @@ class LoadedModel:
             self._watch = IdleWatch(
                 self._engine,
                 idle_s,
-                lambda: self._engine.between_steps(lambda: give_back(self.buffers)),
+                lambda: self._engine.between_steps(lambda: release_idle(self.buffers)),
             )
             self._watch.start()
 

@@ -1,37 +1,45 @@
-"""Export: verify a snapshot, describe it, pack it in layers, sign it, and put it where it goes."""
+"""Export: verify a snapshot, describe it and the files it was built from, pack, sign and store it."""
 
 from __future__ import annotations
 
 import base64
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from edgeinfer.errors import SnapshotCorruptError
+from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
+from edgeinfer.errors import SnapshotCorruptError, SnapshotError, UsageError
+from edgeinfer.models import names, store
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import sha256_of_part
+from edgeinfer.platform.disk import sha256_of, sha256_of_part, stamps
+from edgeinfer.runtime.options import Adapter, parse_adapters
 from edgeinfer.snapshots import fingerprint, format, registry
-from edgeinfer.snapshots.build import verify
+from edgeinfer.snapshots.build import builder, criu_images
 from edgeinfer.snapshots.restore import checks
-from edgeinfer.snapshots.transfer import packing, requirements, rewriting, signing
+from edgeinfer.snapshots.transfer import oci, signing
 from edgeinfer.snapshots.transfer.description import (
     FORMAT,
     LOOSE,
     SIGNATURE,
     SIGNER,
+    AdapterFile,
     Description,
+    DraftModel,
+    ModelFile,
     Piece,
     Sleeper,
     config_bytes,
     manifest_bytes,
+    own_folders,
+    own_requirements,
     sha256,
+    without_symlinks,
 )
-from edgeinfer.snapshots.transfer.inputs import Inputs, gather
-from edgeinfer.snapshots.transfer.packing import Member, Packed
+from edgeinfer.snapshots.transfer.oci import Member, Packed
 
 #: Stretches of llama.cpp's buffers from this size on are layers of their own: repacked weights.
 _WEIGHTS_BYTES = 8 << 20
@@ -69,9 +77,9 @@ def export(folder: Path, where: Store, name: str, progress: Progress) -> Exporte
     assert key is not None
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
-    inputs = gather(manifest)
+    inputs = gather_inputs(manifest)
     progress("verify", None)
-    wrong = verify.wrong_files(folder)
+    wrong = builder.wrong_files(folder)
     if wrong:
         raise SnapshotCorruptError(f"{', '.join(wrong)} of {folder.name} is not what was built")
     with tempfile.TemporaryDirectory(dir=paths.cache_dir(), prefix="export-") as scratch:
@@ -108,26 +116,24 @@ def _put_layers(layers: list[Packed], where: Store) -> int:
 
 def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description, list[Packed]]:
     manifest, details = format.read_manifest(str(folder)), registry.read_details(folder)
-    places = requirements.places(str(folder))
+    places = own_folders(str(folder))
     pieces, dense, packed_size = _buffers(folder)
     layers = inputs.layers()
     buffers = folder / format.BUFFERS
     layers += [
-        packing.stored(
+        oci.stored(
             "weights",
-            [Member(piece.file, piece.length, packing.stretch(buffers, piece.offset, piece.length))],
+            [Member(piece.file, piece.length, oci.stretch(buffers, piece.offset, piece.length))],
         )
         for piece in dense
     ]
     members = [
-        packing.whole(folder / one, f"snapshot/{one}")
-        for one in manifest.images
-        if one != format.BUFFERS
+        oci.whole(folder / one, f"snapshot/{one}") for one in manifest.images if one != format.BUFFERS
     ]
     loose = [piece for piece in pieces if piece not in dense]
     if packed_size:
         members.append(Member(LOOSE, packed_size, lambda: _joined(buffers, loose)))
-    layers.append(packing.compressed("snapshot", members, scratch / "layer"))
+    layers.append(oci.compressed("snapshot", members, scratch / "layer"))
     return (
         Description(
             format=FORMAT,
@@ -140,11 +146,11 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description
             canary=checks.ask(manifest, str(folder), "canary"),
             sleeper=Sleeper(pid=manifest.pid, link=manifest.link_inode, wake=manifest.wake_inode),
             places=places,
-            real_places=requirements.real(places),
+            real_places=without_symlinks(places),
             model_files=inputs.model,
             buffers_bytes=manifest.images.get(format.BUFFERS, 0),
             pieces=tuple(pieces),
-            requirements=requirements.gather(_libraries(folder, inputs), manifest.keys["criu"]),
+            requirements=own_requirements(_libraries(folder, inputs), manifest.keys["criu"]),
             layers=tuple(one.layer for one in layers),
             draft=inputs.draft,
             adapters=inputs.adapters,
@@ -157,7 +163,7 @@ def _libraries(folder: Path, inputs: Inputs) -> list[str]:
     own = {one.mapped for one in inputs.models}
     return [
         path
-        for path in rewriting.paths(folder / format.IMAGES)
+        for path in criu_images.file_paths(folder / format.IMAGES)
         if path not in own and not path.startswith(f"{folder}/") and os.path.isfile(path)
     ]
 
@@ -166,7 +172,7 @@ def _buffers(folder: Path) -> tuple[list[Piece], list[Piece], int]:
     """Return the mapped stretches of `buffers.img`, the layers among them, the bytes of the others."""
     pieces: list[Piece] = []
     dense: list[Piece] = []
-    for low, high in rewriting.mapped_ranges(folder / format.IMAGES, str(folder / format.BUFFERS)):
+    for low, high in criu_images.mapped_ranges(folder / format.IMAGES, str(folder / format.BUFFERS)):
         is_large = high - low >= _WEIGHTS_BYTES
         piece = Piece(offset=low, length=high - low, file=f"weights/{low}" if is_large else LOOSE)
         if is_large:
@@ -183,4 +189,103 @@ def _digest(folder: Path, piece: Piece) -> str:
 
 def _joined(path: Path, pieces: list[Piece]) -> Iterator[bytes]:
     for piece in pieces:
-        yield from packing.stretch(path, piece.offset, piece.length)()
+        yield from oci.stretch(path, piece.offset, piece.length)()
+
+
+class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The files that were read to build a snapshot."""
+
+    model: tuple[ModelFile, ...]
+    draft: DraftModel | None
+    adapters: tuple[AdapterFile, ...]
+
+    @property
+    def models(self) -> tuple[ModelFile, ...]:
+        """The files of the model and of its draft model."""
+        return self.model + (self.draft.files if self.draft else ())
+
+    def layers(self) -> list[Packed]:
+        """A layer for each file; files that are alike have one."""
+        models = {one.member: one.path for one in self.models}
+        adapters = {one.member: one.path for one in self.adapters}
+        return [*_layers("model", models), *_layers("adapter", adapters)]
+
+
+def _layers(role: str, files: dict[str, str]) -> list[Packed]:
+    return [oci.stored(role, [oci.whole(Path(path), member)]) for member, path in files.items()]
+
+
+def gather_inputs(manifest: format.Manifest) -> Inputs:
+    """Raises SnapshotError for what another machine could not know by a name."""
+    found = Inputs(
+        model=_files(manifest.model, "edgeinfer warm NAME"),
+        draft=_draft(manifest),
+        adapters=_adapters(manifest),
+    )
+    known = {path for file in found.models for path in (file.path, file.mapped)}
+    known |= {adapter.path for adapter in found.adapters}
+    _refuse_others(manifest, (path for path in manifest.files if path not in known))
+    return found
+
+
+def _files(model: str, warm: str) -> tuple[ModelFile, ...]:
+    """Return the files of a pulled model. Raises SnapshotError for another."""
+    is_file = names.is_path(model) or "/" in model
+    pulled = None if is_file else store.find_pulled(model)
+    if pulled is None or pulled.name != model:
+        first = f"`edgeinfer pull {model} --name NAME`, then "
+        if pulled is not None:
+            first = f"it is called {pulled.name}: "
+            warm = warm.replace("NAME", pulled.name)
+        raise SnapshotError(
+            f"{model} is no name that another machine could know the model by", hint=f"{first}`{warm}`"
+        )
+    return tuple(
+        ModelFile(
+            path=str(path), mapped=os.path.realpath(path), size=file.size_bytes, sha256=file.sha256
+        )
+        for path, file in zip(pulled.paths, pulled.files, strict=True)
+    )
+
+
+def _draft(manifest: format.Manifest) -> DraftModel | None:
+    name = manifest.requested.get(DRAFT.field, "")
+    if name in ("", "none"):
+        return None
+    return DraftModel(name=name, files=_files(name, f"edgeinfer warm {manifest.model} --draft NAME"))
+
+
+def _adapters(manifest: format.Manifest) -> tuple[AdapterFile, ...]:
+    return tuple(map(_adapter, parse_adapters(manifest.requested.get(LORA.field, NO_ADAPTERS))))
+
+
+def _adapter(adapter: Adapter) -> AdapterFile:
+    path = Path(adapter.path)
+    try:
+        names.model_name(adapter.name)
+    except UsageError as error:
+        raise SnapshotError(
+            f"the adapter {path.name} has no name that another machine could store it under",
+            hint=f"{error.hint}: rename the file, and `edgeinfer warm` with it again",
+        ) from error
+    return AdapterFile(
+        name=adapter.name,
+        scale=adapter.scale,
+        path=adapter.path,
+        stamp=stamps([os.path.realpath(path)]),
+        size=path.stat().st_size,
+        sha256=sha256_of(path, lambda _done: None),
+    )
+
+
+def _refuse_others(manifest: format.Manifest, unknown: Iterable[str]) -> None:
+    others = [os.path.basename(path) for path in unknown if path.endswith(".gguf")]
+    if not others:
+        return
+    here = store.model_files(manifest.model)
+    words = [f"{one.flag} {text}" for one, text in ((LORA, here.lora), (DRAFT, here.draft)) if text]
+    raise SnapshotError(
+        f"{manifest.name} was made with {', '.join(others)}, which your models.toml names: another "
+        "machine's may not",
+        hint=f"build one that names it itself: `edgeinfer warm {manifest.model} {' '.join(words)}`",
+    )

@@ -1,42 +1,54 @@
 """Import: check a snapshot from elsewhere, make it one of this home, publish it if it computes alike.
 
 Nothing of it is unpacked before its signer is known, nothing is mapped before every digest was checked,
-and nothing is published before a resume has computed what the exporter's process computed.
+and nothing is published before a resume has computed what the exporter's process computed. Models and
+adapters are found here by their digests, else stored where `pull` stores them, under the exporter's
+names.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from edgeinfer.config.config_file import SnapshotsConfig
-from edgeinfer.config.load_options import LOAD_OPTIONS
+from edgeinfer.config.load_options import DRAFT, LOAD_OPTIONS, LORA
 from edgeinfer.errors import DiskFullError, SnapshotStaleError
 from edgeinfer.host import Host
 from edgeinfer.launcher import messages
+from edgeinfer.models import adapters, pull, store
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.names import Reference, reference, tamed_file_name
+from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import free_bytes, locked, room_errors
-from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots import criu, failures, fingerprint, format, prune
-from edgeinfer.snapshots.build import jobs
+from edgeinfer.platform.disk import free_bytes, locked, need_room, room_errors, sha256_of, stamps, sync
+from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.snapshots import criu, fingerprint, format, registry
+from edgeinfer.snapshots.build import criu_images, jobs
+from edgeinfer.snapshots.build.jobs import Progress
 from edgeinfer.snapshots.build.relocate import Places
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.snapshots.transfer import packing, requirements, rewriting
+from edgeinfer.snapshots.running import adapters_text
+from edgeinfer.snapshots.transfer import description, oci
 from edgeinfer.snapshots.transfer.description import (
     LOOSE,
+    AdapterFile,
+    Description,
     Layer,
     LayerBlob,
+    ModelFile,
     Offered,
     Piece,
     Source,
     corrupt,
 )
-from edgeinfer.snapshots.transfer.placing import Placing, as_named_here
 from edgeinfer.snapshots.transfer.relocator import ARRIVED
 from edgeinfer.units import format_bytes
 
@@ -63,7 +75,7 @@ class Importing:
         RestoreError, DumpError, and what pulling the model raises."""
         what = self._what
         self._progress("compare", None)
-        requirements.refuse_other_machine(what.requirements, self._libraries(), self._criu.version)
+        description.refuse_other_machine(what.requirements, self._libraries(), self._criu.version)
         self._placing.refuse_other_wishes()
         self._check([*self._placing.missing(), *self._layers("weights", "snapshot")])
         placed = self._placing.place()
@@ -74,9 +86,9 @@ class Importing:
             self._make_room(root)
             folder = root / format.folder_name(what.name, time.time_ns(), fingerprint.program_tag())
             details = self._published(folder, placed)
-            failures.forget(what.name)
-            prune.drop_older(root, what.name)
-        prune.to_limit(root, self._config, keep=what.name)
+            registry.forget_failure(what.name)
+            registry.drop_older(root, what.name)
+        registry.prune_to_limit(root, self._config, keep=what.name)
         return details
 
     def order(self, host: Host) -> jobs.Order:
@@ -106,16 +118,16 @@ class Importing:
         return {path: places.of(path) for path in self._what.requirements.libraries}
 
     def _folders(self, folder: str) -> dict[str, str]:
-        ours, what = requirements.places(folder), self._what
-        real = requirements.told(what.real_places, requirements.real(ours))
-        return real | requirements.told(what.places, ours)
+        ours, what = description.own_folders(folder), self._what
+        real = description.folder_map(what.real_places, description.without_symlinks(ours))
+        return real | description.folder_map(what.places, ours)
 
     def _make_room(self, root: Path) -> None:
         what = self._what
         need = what.buffers_bytes + sum(
             2 * layer.unpacked for layer in what.layers if layer.role == "snapshot"
         )
-        prune.make_room(root, need, self._config, keep=what.name)
+        registry.make_room(root, need, self._config, keep=what.name)
         free = free_bytes(root)
         if free - need < self._config.disk_margin_gib * _GIB:
             raise DiskFullError(
@@ -127,7 +139,7 @@ class Importing:
     def _check(self, layers: list[LayerBlob]) -> None:
         for number, (layer, blob) in enumerate(layers):
             self._progress("check", number / len(layers))
-            packing.verify(layer, blob, self._source.chunks(blob.digest, blob.size))
+            oci.verify(layer, blob, self._source.chunks(blob.digest, blob.size))
 
     def _layers(self, *roles: str) -> Iterable[LayerBlob]:
         return (pair for pair in self._offer.layers if pair[0].role in roles)
@@ -150,10 +162,10 @@ class Importing:
         (arrived / format.IMAGES).mkdir(mode=0o700, parents=True)
         for layer, blob in self._layers("snapshot", "weights"):
             chunks = self._source.chunks(blob.digest, blob.size)
-            packing.unpack(layer, blob, chunks, self._places(folder, layer))
+            oci.unpack(layer, blob, chunks, self._places(folder, layer))
         self._lay_buffers(folder)
 
-    def _places(self, folder: Path, layer: Layer) -> packing.Targets:
+    def _places(self, folder: Path, layer: Layer) -> oci.Targets:
         if layer.role == "weights":
             buffers = folder / format.BUFFERS
             return {
@@ -179,13 +191,15 @@ class Importing:
         images, old = folder / ARRIVED / format.IMAGES, self._what.real_places.snapshot
         places = Places(moved | {f"{old}/{format.MEMORY}": str(folder / ARRIVED / format.MEMORY)})
         try:
-            rewriting.move_files(images, {path: places.of(path) for path in rewriting.paths(images)})
+            criu_images.move_files(
+                images, {path: places.of(path) for path in criu_images.file_paths(images)}
+            )
         except OSError as error:
             raise SnapshotStaleError(
                 f"the snapshot needs {error.filename}, which is not here", key=str(error.filename)
             ) from error
         for core in images.glob("core-*.img"):
-            rewriting.become_ours(core)
+            criu_images.become_ours(core)
 
     def _request(self, moved: dict[str, str]) -> dict[str, messages.Value]:
         what, found = self._what, self._criu
@@ -215,5 +229,179 @@ def _plain(name: str) -> str:
 def _copy_part(source: Path, at: int, target: Path, piece: Piece) -> None:
     with open(target, "r+b") as file:
         file.seek(piece.offset)
-        for chunk in packing.stretch(source, at, piece.length)():
+        for chunk in oci.stretch(source, at, piece.length)():
             file.write(chunk)
+
+
+_ROLES = ("model", "adapter")
+
+
+def as_named_here(what: Description) -> Description:
+    """The same snapshot with its adapters where they are here, which are part of its name."""
+    if not what.adapters:
+        return what
+    ours = [Adapter(one.name, str(adapters.place(one.name)), one.scale) for one in what.adapters]
+    requested = what.requested | {LORA.field: adapters_text(ours)}
+    given = format.given_part(what.name, what.model, what.requested)
+    name = format.snapshot_name(what.model, requested, given)
+    return msgspec.structs.replace(what, name=name, requested=requested)
+
+
+class Placing:
+    """The models and adapters of one snapshot that is offered."""
+
+    def __init__(self, source: Source, offer: Offered, progress: Progress) -> None:
+        self._source = source
+        self._what = offer.description
+        self._progress = progress
+        self._blobs = {
+            member: (layer, blob)
+            for layer, blob in offer.layers
+            if layer.role in _ROLES
+            for member in layer.files
+        }
+
+    def missing(self) -> list[LayerBlob]:
+        """The layers of what is not here. Raises SnapshotStaleError when something else has a name."""
+        wanted: list[ModelFile | AdapterFile] = []
+        for name, files in self._what.models.items():
+            wanted += () if self._known_model(name, files) else files
+        wanted += (one for one in self._what.adapters if self._known_adapter(one) is None)
+        return [self._layer(one.member) for one in {one.member: one for one in wanted}.values()]
+
+    def place(self) -> dict[str, str]:
+        """Have everything here; the exporter's paths → ours."""
+        moved: dict[str, str] = {}
+        for name, files in self._what.models.items():
+            for one, path in zip(files, self._model(name, files), strict=True):
+                moved |= {one.mapped: os.path.realpath(path), one.path: str(path)}
+        for adapter in self._what.adapters:
+            path = self._adapter(adapter)
+            moved |= {adapter.path: str(path), adapter.stamp: stamps([os.path.realpath(path)])}
+        before, now = (
+            one.requested.get(LORA.field, "") for one in (self._what, as_named_here(self._what))
+        )
+        return moved | {before: now}
+
+    def refuse_other_wishes(self) -> None:
+        """Raises SnapshotStaleError where this user's models.toml names what the snapshot lacks."""
+        what = self._what
+        entry = load_catalog().get(reference(what.model).name)
+        for option in (LORA, DRAFT):
+            wish = entry and getattr(entry, option.field)
+            if wish and option.field not in what.requested:
+                raise SnapshotStaleError(
+                    f"the snapshot does not fit this machine: models.toml: yours gives {what.model} "
+                    f"`{option.field}`, and the snapshot was made without",
+                    key="models.toml",
+                )
+
+    def _layer(self, member: str) -> LayerBlob:
+        try:
+            return self._blobs[member]
+        except KeyError:
+            raise corrupt(f"no layer of the snapshot holds {member}") from None
+
+    def _unpack(self, files: dict[str, Path]) -> None:
+        for member, path in files.items():
+            layer, blob = self._layer(member)
+            chunks = self._source.chunks(blob.digest, blob.size)
+            oci.unpack(layer, blob, chunks, {member: (path, 0)})
+
+    # --- models
+
+    def _known_model(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel | None:
+        """Find these files here, by any name. Raises SnapshotStaleError if others have this one."""
+        wanted = [one.sha256 for one in files]
+        here = store.find_pulled(name)
+        if here is None:
+            pulled = store.list_pulled()
+            return next((one for one in pulled if [file.sha256 for file in one.files] == wanted), None)
+        if [file.sha256 for file in here.files] != wanted:
+            ours = ", ".join(file.sha256 for file in here.files)
+            raise _other_here("model", name, ", ".join(wanted), ours)
+        return here
+
+    def _model(self, name: str, files: tuple[ModelFile, ...]) -> tuple[Path, ...]:
+        here = self._known_model(name, files)
+        if here is None:
+            here = self._unpacked(name, files)
+        elif here.name != name:
+            here = _pulled(name, here.paths[0], in_place=True)
+        return here.paths
+
+    def _unpacked(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel:
+        self._progress("model", None)
+        need_room(paths.models_dir(), 2 * sum(one.size for one in files), name)
+        with _scratch() as work:
+            found = {one.member: work / tamed_file_name(one.path) for one in files}
+            self._unpack(found)
+            return _pulled(name, found[files[0].member], in_place=False)
+
+    # --- adapters
+
+    def _known_adapter(self, wanted: AdapterFile) -> Path | None:
+        """Find this file here, by any name. Raises SnapshotStaleError if another has this one."""
+        place = adapters.place(wanted.name)
+        if place.exists():
+            ours = sha256_of(place, lambda _done: None)
+            if ours != wanted.sha256:
+                raise _other_here("adapter", wanted.name, wanted.sha256, ours)
+            return place
+        return next((path for path in paths.adapters_dir().glob("*.gguf") if _is(path, wanted)), None)
+
+    def _adapter(self, wanted: AdapterFile) -> Path:
+        place = adapters.place(wanted.name)
+        paths.private_dir(paths.adapters_dir())
+        with model_lock(Reference(wanted.name)):
+            known = self._known_adapter(wanted)
+            if known is None:
+                self._unpack_adapter(wanted, place)
+            elif known != place:
+                os.link(known, place)
+        return place
+
+    def _unpack_adapter(self, wanted: AdapterFile, place: Path) -> None:
+        self._progress("adapter", None)
+        need_room(paths.models_dir(), wanted.size, f"the adapter {wanted.name}")
+        with _scratch() as work:
+            target = work / place.name
+            self._unpack({wanted.member: target})
+            if not _is(target, wanted):
+                raise corrupt(
+                    f"the layer of the adapter {wanted.name} holds another than {wanted.sha256}"
+                )
+            sync(target)
+            os.replace(target, place)
+
+
+def _is(path: Path, wanted: AdapterFile) -> bool:
+    return (
+        path.is_file()
+        and path.stat().st_size == wanted.size
+        and sha256_of(path, lambda _done: None) == wanted.sha256
+    )
+
+
+def _pulled(name: str, first: Path, *, in_place: bool) -> store.PulledModel:
+    return pull.pull(str(first), options=pull.PullOptions(name=name, in_place=in_place))
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    partial = paths.models_dir() / store.PARTIAL
+    partial.mkdir(mode=0o700, parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="snapshot-", dir=partial))
+    try:
+        with room_errors(work):
+            yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _other_here(what: str, name: str, there: str, here: str) -> SnapshotStaleError:
+    return SnapshotStaleError(
+        f"the snapshot does not fit this machine: {what}: {name} is sha256 {there} there, {here} here",
+        key=what,
+        hint=f"remove or rename yours: `edgeinfer rm {name}`",
+    )

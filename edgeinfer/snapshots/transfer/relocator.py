@@ -17,11 +17,9 @@ import msgspec
 from edgeinfer.launcher import messages
 from edgeinfer.platform import process
 from edgeinfer.snapshots import criu, format
-from edgeinfer.snapshots.build import builder, relocate
-from edgeinfer.snapshots.build.digests import digest
+from edgeinfer.snapshots.build import builder, criu_images, relocate
 from edgeinfer.snapshots.build.park import Parked
-from edgeinfer.snapshots.build.spill import Spilled
-from edgeinfer.snapshots.transfer import rewriting
+from edgeinfer.snapshots.build.spill import Spilled, digest
 from edgeinfer.snapshots.transfer.description import Sleeper
 
 #: Under the folder that is built: the exporter's images and memory, until they are dumped again.
@@ -76,7 +74,7 @@ class Relocator(builder.Builder):
     def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
         self._say("relocate", None)
         fields, parked = super()._park_and_dump()
-        rewriting.make_anonymous(self._images, str(self._arrived / format.MEMORY))
+        criu_images.make_anonymous(self._images, str(self._arrived / format.MEMORY))
         shutil.rmtree(self._arrived)
         return fields, msgspec.structs.replace(
             parked,

@@ -11,7 +11,7 @@ import pytest
 
 from edgeinfer.errors import DownloadError, OfflineError
 from edgeinfer.models.sources import OciArtifact
-from edgeinfer.snapshots.transfer.registry import RegistryStore, opened
+from edgeinfer.snapshots.transfer.remote import RegistryStore, opened
 
 LOGIN = base64.b64encode(b"me:pass").decode()
 SOURCE = OciArtifact("registry.example.org", "people/small", "a")

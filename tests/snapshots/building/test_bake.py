@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.errors import DumpError, SnapshotCorruptError
-from edgeinfer.snapshots.build import bake, images
+from edgeinfer.snapshots.build import bake, criu_images
 
 PAGE = bake.PAGE
 PID = 30000
-ANON = images.AREA_REGULAR | images.AREA_ANON_PRIVATE
-FILE = images.AREA_REGULAR | images.AREA_FILE_PRIVATE
+ANON = criu_images.AREA_REGULAR | criu_images.AREA_ANON_PRIVATE
+FILE = criu_images.AREA_REGULAR | criu_images.AREA_FILE_PRIVATE
 PRESENT = 4
 
 
@@ -29,7 +29,7 @@ def varints(**fields: int) -> list:
         "status": 7,
         "fd": 8,
     }
-    return [(numbers[name], images.VARINT, value) for name, value in fields.items()]
+    return [(numbers[name], criu_images.VARINT, value) for name, value in fields.items()]
 
 
 def area(start: int, pages: int, status: int = ANON, flags: int = 0x22, offset: int = 0) -> list:
@@ -51,30 +51,38 @@ class Dump:
     def __init__(self, folder: Path, areas: list, content: dict[int, bytes]) -> None:
         self.folder, self.memory = folder / "images", folder / "memory.img"
         self.folder.mkdir()
-        mm = [(1, images.VARINT, 0), *((images.MM_VMAS, images.BYTES, images.encode(a)) for a in areas)]
+        mm = [
+            (1, criu_images.VARINT, 0),
+            *((criu_images.MM_VMAS, criu_images.BYTES, criu_images.encode(a)) for a in areas),
+        ]
         self.image(f"mm-{PID}.img", [mm])
-        entries = [[(1, images.VARINT, 1)]]
+        entries = [[(1, criu_images.VARINT, 1)]]
         for start, data in content.items():
             entries.append(
                 [
-                    (1, images.VARINT, start),
-                    (2, images.VARINT, len(data) // PAGE),
-                    (4, images.VARINT, PRESENT),
+                    (1, criu_images.VARINT, start),
+                    (2, criu_images.VARINT, len(data) // PAGE),
+                    (4, criu_images.VARINT, PRESENT),
                 ]
             )
         self.image(f"pagemap-{PID}.img", entries)
         (self.folder / "pages-1.img").write_bytes(b"".join(content.values()))
-        self.image("files.img", [[(1, images.VARINT, 1), (2, images.VARINT, 7)]])
-        thread = [(3, images.VARINT, 38), (4, images.VARINT, 5), (9, images.VARINT, 1)]
+        self.image("files.img", [[(1, criu_images.VARINT, 1), (2, criu_images.VARINT, 7)]])
+        thread = [(3, criu_images.VARINT, 38), (4, criu_images.VARINT, 5), (9, criu_images.VARINT, 1)]
         self.image(
             f"core-{PID}.img",
-            [[(1, images.VARINT, 1), (images.CORE_THREAD, images.BYTES, images.encode(thread))]],
+            [
+                [
+                    (1, criu_images.VARINT, 1),
+                    (criu_images.CORE_THREAD, criu_images.BYTES, criu_images.encode(thread)),
+                ]
+            ],
         )
 
     def image(self, name: str, messages: list) -> None:
-        images.write(
+        criu_images.write(
             self.folder / name,
-            images.Image(b"\x19CVTF\x17\x03\x54", [images.encode(m) for m in messages]),
+            criu_images.Image(b"\x19CVTF\x17\x03\x54", [criu_images.encode(m) for m in messages]),
         )
 
     def bake(self) -> bake.Baked:
@@ -85,24 +93,27 @@ class Dump:
         found: dict[int, bytes | None] = {}
         for _, _, raw in [
             f
-            for f in images.decode(images.read(self.folder / f"mm-{PID}.img").messages[0])
+            for f in criu_images.decode(criu_images.read(self.folder / f"mm-{PID}.img").messages[0])
             if f[0] == 14
         ]:
-            a = images.decode(raw)
-            start, end, offset = (images.number(a, n) for n in (1, 2, 3))
+            a = criu_images.decode(raw)
+            start, end, offset = (criu_images.number(a, n) for n in (1, 2, 3))
             for at in range(start, end, PAGE):
-                status, file = images.number(a, images.AREA_STATUS), images.number(a, images.AREA_FILE)
+                status, file = (
+                    criu_images.number(a, criu_images.AREA_STATUS),
+                    criu_images.number(a, criu_images.AREA_FILE),
+                )
                 if file == 8:
                     where = offset + at - start
                     found[at] = self.memory.read_bytes()[where : where + PAGE]
                 else:
-                    found[at] = None if status & images.AREA_FILE_PRIVATE else bytes(PAGE)
+                    found[at] = None if status & criu_images.AREA_FILE_PRIVATE else bytes(PAGE)
         pages = (self.folder / "pages-1.img").read_bytes()
         at = 0
-        for raw in images.read(self.folder / f"pagemap-{PID}.img").messages[1:]:
-            entry = images.decode(raw)
-            for n in range(images.number(entry, 2)):
-                found[images.number(entry, 1) + n * PAGE] = pages[at : at + PAGE]
+        for raw in criu_images.read(self.folder / f"pagemap-{PID}.img").messages[1:]:
+            entry = criu_images.decode(raw)
+            for n in range(criu_images.number(entry, 2)):
+                found[criu_images.number(entry, 1) + n * PAGE] = pages[at : at + PAGE]
                 at += PAGE
         assert at == len(pages)
         return found
@@ -145,18 +156,19 @@ def test_the_rest_of_a_file_s_area_keeps_its_place_in_the_file(tmp_path):
     dump = Dump(tmp_path, [area(0x100000, 64, FILE, 2, offset=0x5000)], {0x110000: random_pages(16)})
     dump.bake()
     areas = [
-        images.decode(f[2])
-        for f in images.decode(images.read(dump.folder / f"mm-{PID}.img").messages[0])
+        criu_images.decode(f[2])
+        for f in criu_images.decode(criu_images.read(dump.folder / f"mm-{PID}.img").messages[0])
         if f[0] == 14
     ]
-    assert [(images.number(a, 1), images.number(a, 3)) for a in areas if images.number(a, 4) != 8] == [
-        (0x100000, 0x5000),
-        (0x120000, 0x25000),
-    ]
+    assert [
+        (criu_images.number(a, 1), criu_images.number(a, 3))
+        for a in areas
+        if criu_images.number(a, 4) != 8
+    ] == [(0x100000, 0x5000), (0x120000, 0x25000)]
 
 
 @pytest.mark.parametrize(
-    ("status", "flags"), [(ANON, 0x122), (images.AREA_REGULAR | images.AREA_VDSO, 0x22)]
+    ("status", "flags"), [(ANON, 0x122), (criu_images.AREA_REGULAR | criu_images.AREA_VDSO, 0x22)]
 )
 def test_the_stack_and_the_vdso_are_left_to_criu(tmp_path, status, flags):
     data = random_pages(32)
@@ -169,8 +181,8 @@ def test_the_stack_and_the_vdso_are_left_to_criu(tmp_path, status, flags):
 def test_niceness_is_forgotten(tmp_path):
     dump = Dump(tmp_path, [area(0x100000, 1)], {0x100000: random_pages(1)})
     dump.bake()
-    core = images.decode(images.read(dump.folder / f"core-{PID}.img").messages[0])
-    assert images.part(core, images.CORE_THREAD) == [(9, images.VARINT, 1)]
+    core = criu_images.decode(criu_images.read(dump.folder / f"core-{PID}.img").messages[0])
+    assert criu_images.part(core, criu_images.CORE_THREAD) == [(9, criu_images.VARINT, 1)]
 
 
 def test_a_dump_that_does_not_add_up_is_refused(tmp_path):
@@ -180,17 +192,17 @@ def test_a_dump_that_does_not_add_up_is_refused(tmp_path):
         dump.bake()
 
 
-field = st.tuples(st.integers(1, 500), st.just(images.VARINT), st.integers(0, 2**64 - 1)) | st.tuples(
-    st.integers(1, 500), st.just(images.BYTES), st.binary(max_size=40)
-)
+field = st.tuples(
+    st.integers(1, 500), st.just(criu_images.VARINT), st.integers(0, 2**64 - 1)
+) | st.tuples(st.integers(1, 500), st.just(criu_images.BYTES), st.binary(max_size=40))
 
 
 @given(st.lists(field, max_size=10))
 def test_a_message_passes_through_unchanged(message):
-    assert images.decode(images.encode(message)) == message
+    assert criu_images.decode(criu_images.encode(message)) == message
 
 
 @given(st.binary(max_size=60))
 def test_garbage_is_refused_in_our_words(data):
     with contextlib.suppress(SnapshotCorruptError):
-        images.decode(data)
+        criu_images.decode(data)

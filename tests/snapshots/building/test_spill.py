@@ -16,8 +16,7 @@ import pytest
 
 from edgeinfer.runtime.llama import mappings
 from edgeinfer.snapshots import linux
-from edgeinfer.snapshots.build.digests import digest
-from edgeinfer.snapshots.build.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, spill
+from edgeinfer.snapshots.build.spill import BLOCK_BYTES, HUGE_PAGE_BYTES, STRETCH_BYTES, digest, spill
 
 PAGE = mmap.PAGESIZE
 SIZE = 3 * STRETCH_BYTES + 5 * PAGE

@@ -20,10 +20,9 @@ from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
 from edgeinfer.platform import paths
 from edgeinfer.snapshots.build.relocate import Places
-from edgeinfer.snapshots.transfer import description as described
-from edgeinfer.snapshots.transfer import importing, packing, signing
+from edgeinfer.snapshots.transfer import description, importing, oci, signing
 from edgeinfer.snapshots.transfer.description import offered
-from edgeinfer.snapshots.transfer.layout import Layout
+from edgeinfer.snapshots.transfer.oci import Layout
 
 from ...conftest import BUILD_CACHE
 
@@ -101,44 +100,44 @@ def resigned(
     exported: Path,
     folder: Path,
     key: signing.Key,
-    change: Callable[[described.Description], described.Description],
+    change: Callable[[description.Description], description.Description],
     blobs: dict[int, bytes] | None = None,
 ) -> None:
     """A copy of an export whose description is changed and signed by `key`, with other layers."""
     source = Layout(exported)
-    manifest = described.read_manifest(source.manifest())
+    manifest = description.read_manifest(source.manifest())
     config = source.read(manifest.config.digest, manifest.config.size)
-    changed = described.config_bytes(change(described.read_config(config)))
+    changed = description.config_bytes(change(description.read_config(config)))
     shutil.copytree(exported, folder, copy_function=os.link)
     (folder / "index.json").unlink()
     layout, layers = Layout(folder), list(manifest.layers)
     for at, content in (blobs or {}).items():
-        layers[at] = described.Descriptor(described.TAR, described.sha256(content), len(content))
+        layers[at] = description.Descriptor(description.TAR, description.sha256(content), len(content))
         layout.put(layers[at].digest, layers[at].size, iter([content]))
-    layout.put(described.sha256(changed), len(changed), iter([changed]))
+    layout.put(description.sha256(changed), len(changed), iter([changed]))
     annotations = {
-        described.SIGNER: base64.b64encode(key.public).decode(),
-        described.SIGNATURE: base64.b64encode(key.sign(changed)).decode(),
+        description.SIGNER: base64.b64encode(key.public).decode(),
+        description.SIGNATURE: base64.b64encode(key.sign(changed)).decode(),
     }
-    layout.put_manifest("small", described.manifest_bytes(changed, layers, annotations))
+    layout.put_manifest("small", description.manifest_bytes(changed, layers, annotations))
 
 
-def requiring(description: described.Description, **changes) -> described.Description:
+def requiring(description: description.Description, **changes) -> description.Description:
     requirements = msgspec.structs.replace(description.requirements, **changes)
     return msgspec.structs.replace(description, requirements=requirements)
 
 
-def copied(exported: Path, folder: Path) -> described.Manifest:
+def copied(exported: Path, folder: Path) -> description.Manifest:
     shutil.copytree(exported, folder, copy_function=os.link)
-    return described.read_manifest(Layout(folder).manifest())
+    return description.read_manifest(Layout(folder).manifest())
 
 
-def rewritten(folder: Path, manifest: described.Manifest) -> None:
+def rewritten(folder: Path, manifest: description.Manifest) -> None:
     """Another manifest in a copy of an export, with its own digest right."""
     (folder / "index.json").unlink()
     content = Layout(folder).read(manifest.config.digest, manifest.config.size)
     annotations = manifest.annotations
-    changed = described.manifest_bytes(content, manifest.layers, annotations)
+    changed = description.manifest_bytes(content, manifest.layers, annotations)
     Layout(folder).put_manifest("small", changed)
 
 
@@ -171,7 +170,7 @@ def change_config(exported, folder, _key):
     manifest = copied(exported, folder)
     content = Layout(folder).read(manifest.config.digest, manifest.config.size)
     content = content.replace(b'"n_ctx":"8192"', b'"n_ctx":"8191"')
-    manifest.config = described.Descriptor("", described.sha256(content), len(content))
+    manifest.config = description.Descriptor("", description.sha256(content), len(content))
     Layout(folder).put(manifest.config.digest, manifest.config.size, iter([content]))
     rewritten(folder, manifest)
 
@@ -237,11 +236,14 @@ def with_member(name: str, kind: bytes):
 
         def change(d):
             layer = msgspec.structs.replace(
-                d.layers[-1], diff_id=described.sha256(content), unpacked=len(content), files={name: 0}
+                d.layers[-1],
+                diff_id=description.sha256(content),
+                unpacked=len(content),
+                files={name: 0},
             )
             return msgspec.structs.replace(d, layers=(*d.layers[:-1], layer))
 
-        at = len(described.read_manifest(Layout(exported).manifest()).layers) - 1
+        at = len(description.read_manifest(Layout(exported).manifest()).layers) - 1
         resigned(exported, folder, key, change, {at: content})
 
     return change_layer
@@ -354,10 +356,10 @@ def test_trust_is_given_and_taken():
 
 def test_the_same_files_make_the_same_layer(tmp_path):
     (tmp_path / "file").write_bytes(b"content" * 1000)
-    members = [packing.whole(tmp_path / "file", "models/x.gguf")]
-    first, second = (packing.stored("model", members) for _ in range(2))
+    members = [oci.whole(tmp_path / "file", "models/x.gguf")]
+    first, second = (oci.stored("model", members) for _ in range(2))
     assert first.layer == second.layer
-    zipped = packing.compressed("model", members, tmp_path / "zipped")
+    zipped = oci.compressed("model", members, tmp_path / "zipped")
     assert zipped.layer == first.layer
     with tarfile.open(fileobj=io.BytesIO(b"".join(zipped.chunks()))) as archive:
         assert archive.extractfile("models/x.gguf").read() == b"content" * 1000

@@ -17,9 +17,8 @@ from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import stamps
 from edgeinfer.snapshots import format
-from edgeinfer.snapshots.transfer import description as described
-from edgeinfer.snapshots.transfer import inputs, signing
-from edgeinfer.snapshots.transfer.layout import Layout
+from edgeinfer.snapshots.transfer import description, exporting, signing
+from edgeinfer.snapshots.transfer.oci import Layout
 
 from ..test_by_itself import Endpoint
 from .test_transfer import copied, flipped, link, refused, replaced, requiring, resigned
@@ -58,9 +57,9 @@ def signer(exporter, exported) -> str:
     return exporter.run("snapshots", "trust", "--json").result["own"]
 
 
-def description_of(folder: Path) -> described.Description:
-    manifest = described.read_manifest(Layout(folder).manifest())
-    return described.read_config(Layout(folder).read(manifest.config.digest, manifest.config.size))
+def description_of(folder: Path) -> description.Description:
+    manifest = description.read_manifest(Layout(folder).manifest())
+    return description.read_config(Layout(folder).read(manifest.config.digest, manifest.config.size))
 
 
 def place_of(person, name: str) -> Path:
@@ -126,7 +125,7 @@ def test_where_it_does_not_fit_the_same_is_built_in_the_background(exporter, exp
 # --- what was altered on the way
 
 
-def adapter_layer(folder: Path) -> tuple[int, described.Layer]:
+def adapter_layer(folder: Path) -> tuple[int, description.Layer]:
     layers = description_of(folder).layers
     return next((at, layer) for at, layer in enumerate(layers) if layer.role == "adapter")
 
@@ -245,9 +244,9 @@ def test_what_another_machine_could_not_name_does_not_travel(smollm2, tmp_path):
         (manifest_with("", "", shouting), "RED.gguf, which your models.toml names"),
     ):
         with pytest.raises(SnapshotError, match=words):
-            inputs.gather(manifest)
+            exporting.gather_inputs(manifest)
     (tmp_path / "RED.gguf").rename(tmp_path / "red.gguf")
     lora = str(LORA.parse(f"{tmp_path}/red.gguf:0.5"))
-    found = inputs.gather(manifest_with(lora=lora, draft=MODEL))
+    found = exporting.gather_inputs(manifest_with(lora=lora, draft=MODEL))
     assert [(one.name, one.scale) for one in found.adapters] == [("red", 0.5)]
     assert len(found.layers()) == 2  # the draft model is the model itself

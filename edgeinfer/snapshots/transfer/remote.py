@@ -19,7 +19,7 @@ from edgeinfer.models.fetching.oci import Registry
 from edgeinfer.models.progress import Job
 from edgeinfer.models.sources import OciArtifact
 from edgeinfer.snapshots.transfer.description import MANIFEST_TYPE, MAX_BYTES, corrupt
-from edgeinfer.snapshots.transfer.layout import Layout
+from edgeinfer.snapshots.transfer.oci import Layout
 
 _TIMEOUT_S = 60.0
 
