@@ -1,4 +1,4 @@
-"""How much of the latest prompt was cached, in words for `ps`."""
+"""Report how much of the latest prompt was cached, and its first divergent token."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import msgspec
 from edgeinfer.runtime.events import Divergence, Finished, Usage
 
 
-class LastPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that was answered: how much of it was cached, and where it left the cache."""
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished prompt: its cached tokens, and where it diverged from the prefix cache."""
 
     model: str
     usage: Usage
     divergence: Divergence
 
     @classmethod
-    def of(cls, model: str, end: Finished) -> LastPrompt:
-        """The prompt of a generation that has ended."""
+    def of(cls, model: str, end: Finished) -> CacheReport:
+        """Report on the prompt of a finished generation."""
         return cls(model=model, usage=end.usage, divergence=end.divergence)
 
     @property
-    def words(self) -> str:
-        """Say how much was cached, and why no more."""
+    def summary(self) -> str:
+        """Say in one line how many tokens were cached, and why no more."""
         usage, where = self.usage, self.divergence
         disk = f", {usage.cached_disk_tokens:,} from disk" if usage.cached_disk_tokens else ""
         cached = f"prompt cache: {usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens{disk}"
@@ -34,12 +34,12 @@ class LastPrompt(msgspec.Struct, frozen=True, kw_only=True):
             case "end":
                 return f"{cached}; new from token {where.n_tokens + 1:,} on"
             case "nothing":
-                return f"{cached}; nothing in the cache begins like it"
+                return f"{cached}; no cached prefix"
             case "off":
                 return f"{cached}; sharing off for that request"
         return cached
 
 
 def _quoted(text: str) -> str:
-    seen = "".join(c if c.isprintable() else " " for c in text)  # a terminal may show it
-    return f"“{' '.join(seen.split())}”"
+    printable = "".join(c if c.isprintable() else " " for c in text)  # a terminal may show it
+    return f"“{' '.join(printable.split())}”"

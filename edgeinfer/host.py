@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from edgeinfer.cache_report import LastPrompt
+from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import paths, process_metadata
@@ -119,7 +119,7 @@ class Host:
     ) -> None:
         self.start = start or Start(reason="started without the launcher")
         self._config = config
-        self._last_prompt = process_metadata.Note(process_metadata.LAST_PROMPT)
+        self._cache_report = process_metadata.Note(process_metadata.CACHE_REPORT)
         self._replicas = process_metadata.Note(process_metadata.REPLICAS)
         # what this process has computed since exec: it has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
@@ -199,9 +199,9 @@ class Host:
             return
         atexit.register(engine.leave_blocks)
 
-    def note_prompt(self, last: LastPrompt) -> None:
+    def note_prompt(self, last: CacheReport) -> None:
         """Leave what was remembered of the latest prompt where `edgeinfer ps` finds it."""
-        self._last_prompt.write(last)
+        self._cache_report.write(last)
 
     def note_replicas(self, replicas: ReplicasInfo) -> None:
         """Leave what replicas of a model run where `edgeinfer ps` finds it."""

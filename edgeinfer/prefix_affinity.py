@@ -1,4 +1,4 @@
-"""Names for the beginnings of a request's text, and who has read which."""
+"""Prefix hashes of a prompt, and an LRU map from prefix hash to the replica that prefilled it."""
 
 from __future__ import annotations
 
@@ -7,53 +7,52 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-#: Characters between two names: about the 256 tokens that a computed block holds.
+#: Characters between two hashes: about the 256 tokens of a KV block.
 _STRIDE = 1024
-#: Beginnings that are named: of longer texts the first 256 Ki characters count.
-_MOST = 256
-#: Beginnings that are remembered, the latest used: some 30 MB at the most.
-_REMEMBERED = 200_000
+#: Hashes of one prompt: of longer texts the first 256 Ki characters count.
+_MAX_HASHES = 256
+#: Hashes in the map: some 30 MB at the most.
+_MAX_ENTRIES = 200_000
 
 
-class Readers:
-    """Who has read which beginning; the least recently used are forgotten first."""
+class PrefixAffinity:
+    """Map prefix hashes to the replica that prefilled them last; evict the least recently used."""
 
-    def __init__(self, most: int = _REMEMBERED) -> None:
-        self._most = most
-        self._reader: OrderedDict[int, Any] = OrderedDict()
+    def __init__(self, max_entries: int = _MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._replica: OrderedDict[int, Any] = OrderedDict()
 
-    def find(self, beginnings: Sequence[int], readers: Any) -> Any:
-        """The reader of the longest known beginning that is among `readers`, else None."""
-        for name in reversed(beginnings):
-            reader = self._reader.get(name)
-            if reader is not None and reader in readers:
-                return reader
+    def find(self, hashes: Sequence[int], replicas: Any) -> Any:
+        """Return the replica in `replicas` that prefilled the longest of these prefixes, else None."""
+        for prefix in reversed(hashes):
+            replica = self._replica.get(prefix)
+            if replica is not None and replica in replicas:
+                return replica
         return None
 
-    def note(self, beginnings: Sequence[int], reader: Any) -> None:
-        """`reader` reads all of these."""
-        for name in beginnings:
-            self._reader[name] = reader
-            self._reader.move_to_end(name)
-        while len(self._reader) > self._most:
-            self._reader.popitem(last=False)
+    def note(self, hashes: Sequence[int], replica: Any) -> None:
+        """Record that `replica` prefills all of these prefixes."""
+        for prefix in hashes:
+            self._replica[prefix] = replica
+            self._replica.move_to_end(prefix)
+        while len(self._replica) > self._max_entries:
+            self._replica.popitem(last=False)
 
 
-def names(*parts: object) -> tuple[int, ...]:
-    """Name what the texts in `parts` begin with: 1,024 characters, 2,048 and so on, shortest first.
+def prefix_hashes(*parts: object) -> tuple[int, ...]:
+    """Hash the prefixes of a prompt of 1,024 characters, 2,048 and so on, shortest first.
 
-    `parts` are texts, or lists and dicts of them at any depth, in the order in which they are read.
-    A name is 64 bits of BLAKE2b over all that stands before, so two readings share as many names as
-    they share strides from the beginning. The last stride counts though it is short, unless it is
-    empty: short prompts have a name too.
+    `parts` are texts, or lists and dicts of them at any depth, in prompt order. A hash is 64 bits of
+    BLAKE2b over the whole prefix, so two prompts share as many hashes as they share strides. The last
+    stride counts though it is short, unless it is empty: short prompts have a hash too.
     """
     text = "\n".join(_texts(parts))
     running = blake2b(digest_size=8)
-    found = []
-    for start in range(0, min(len(text), _STRIDE * _MOST), _STRIDE):
+    hashes = []
+    for start in range(0, min(len(text), _STRIDE * _MAX_HASHES), _STRIDE):
         running.update(text[start : start + _STRIDE].encode(errors="surrogatepass"))
-        found.append(int.from_bytes(running.copy().digest()))
-    return tuple(found)
+        hashes.append(int.from_bytes(running.copy().digest()))
+    return tuple(hashes)
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from edgeinfer.cache_report import LastPrompt
+from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
@@ -23,7 +23,7 @@ from edgeinfer.runtime.repetition import RepetitionWatch
 class Answer:
     """One generation into one turn.
 
-    `turn` is the stored turn as it stood when this began; `done` is it, ended, and `last_prompt` what
+    `turn` is the stored turn as it stood when this began; `done` is it, ended, and `cache_report` what
     was remembered then.
     """
 
@@ -38,7 +38,7 @@ class Answer:
         self.turn = turn
         self.generation = generation
         self.done: Turn | None = None
-        self.last_prompt: LastPrompt | None = None
+        self.cache_report: CacheReport | None = None
         self.store_error: StoreError | None = None
         self._store = store
         self._n_ctx = n_ctx
@@ -115,7 +115,7 @@ class Answer:
             tokens_per_s=end.timings.decode_tokens_per_s(end.usage.completion_tokens),
             n_ctx=self._n_ctx,
         )
-        self.last_prompt = LastPrompt.of(self.turn.model, end)
+        self.cache_report = CacheReport.of(self.turn.model, end)
         repeated = "the answer repeated itself" if self._repeats and end.reason == "cancelled" else ""
         self._end(statuses.get(end.reason, "complete"), repeated, stats)
 

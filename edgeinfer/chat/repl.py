@@ -201,8 +201,8 @@ class Repl:
                 self._trouble(error)
                 return
         self._write("\n")
-        if answer.last_prompt is not None:
-            self.launch.host.note_prompt(answer.last_prompt)
+        if answer.cache_report is not None:
+            self.launch.host.note_prompt(answer.cache_report)
         done = answer.done or answer.abandon()
         if done.cut:
             self.show_text(f"({done.cut})")

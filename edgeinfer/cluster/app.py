@@ -122,7 +122,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._affinity = prefix_affinity.Readers()
+        self._affinity = prefix_affinity.PrefixAffinity()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -153,10 +153,10 @@ def decoded(body: bytes) -> object:
 
 
 def prefix_hashes(body: object) -> tuple[int, ...]:
-    """Hash the prefixes of a decoded request (`beginnings.names`)."""
+    """Hash the prefixes of a decoded request (`prefix_affinity.prefix_hashes`)."""
     if not isinstance(body, dict):
         return ()
-    return prefix_affinity.names([body[field] for field in _PROMPT_FIELDS if field in body])
+    return prefix_affinity.prefix_hashes([body[field] for field in _PROMPT_FIELDS if field in body])
 
 
 def model_named(body: object) -> str:

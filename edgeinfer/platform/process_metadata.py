@@ -15,7 +15,7 @@ import msgspec
 T = TypeVar("T")
 
 #: Names of notes: the latest prompt, the replicas of a model, what is loaded.
-LAST_PROMPT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
+CACHE_REPORT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
 DESCRIPTION = "edgeinfer-description"
 
 

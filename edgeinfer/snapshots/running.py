@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from edgeinfer.cache_report import LastPrompt
+from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.platform import places, process_metadata
@@ -45,7 +45,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     apps: int
     private_bytes: int
     shared_bytes: int
-    last_prompts: tuple[LastPrompt, ...] = ()
+    last_prompts: tuple[CacheReport, ...] = ()
     replicas: tuple[ReplicasInfo, ...] = ()
     snapshots: tuple[str, ...] = ()
 
@@ -77,7 +77,7 @@ def processes(*, everywhere: bool = False) -> list[Running]:
                 apps=len(apps),
                 private_bytes=sum(private for private, _ in sizes),
                 shared_bytes=max((shared for _, shared in sizes), default=0),
-                last_prompts=_notes(apps, process_metadata.LAST_PROMPT, LastPrompt),
+                last_prompts=_notes(apps, process_metadata.CACHE_REPORT, CacheReport),
                 replicas=_notes(apps, process_metadata.REPLICAS, ReplicasInfo),
                 snapshots=tuple(one.snapshot for one in _loaded_by(apps) if one.snapshot),
             )

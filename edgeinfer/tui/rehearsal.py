@@ -16,7 +16,7 @@ from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
-from edgeinfer.cache_report import LastPrompt
+from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.opening import Launch
@@ -71,7 +71,7 @@ class _RehearsalHost(Host):
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
         return self._fake
 
-    def note_prompt(self, last: LastPrompt) -> None:
+    def note_prompt(self, last: CacheReport) -> None:
         """Leave nothing: a process that is parked holds no descriptor."""
 
 

@@ -69,7 +69,7 @@ class ReplicatedEngine:
         self._changing_adapters = threading.Lock()
         self._replicas: list[Replica] = []
         self._routes: dict[RoutedRequest, Replica] = {}
-        self._affinity = prefix_affinity.Readers()
+        self._affinity = prefix_affinity.PrefixAffinity()
         self._numbers = 0
         self._ended_metrics = EngineMetrics()
         self._movers = ThreadPoolExecutor(4, "replicas")
@@ -468,4 +468,4 @@ def _prefix_hashes(request: GenerateRequest) -> tuple[int, ...]:
     prompt = request.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))
     read = msgspec.to_builtins([request.tools, request.messages, request.infill])
-    return prefix_affinity.names(request.cache_salt, read, text)
+    return prefix_affinity.prefix_hashes(request.cache_salt, read, text)

@@ -35,14 +35,14 @@ def test_body_without_a_prompt_has_no_prefix_hashes() -> None:
 
 
 def test_longest_prefix_decides_and_the_oldest_is_evicted() -> None:
-    readers = prefix_affinity.Readers(most=4)
-    readers.note((1, 2), "one")
-    readers.note((1, 3), "other")
-    assert readers.find((1, 2, 9), ("one", "other")) == "one"
-    assert readers.find((1, 2, 9), ("other",)) == "other"
-    assert readers.find((8,), ("one", "other")) is None
-    readers.note((5, 6), "one")
-    assert readers.find((2,), ("one",)) is None
+    affinity = prefix_affinity.PrefixAffinity(max_entries=4)
+    affinity.note((1, 2), "one")
+    affinity.note((1, 3), "other")
+    assert affinity.find((1, 2, 9), ("one", "other")) == "one"
+    assert affinity.find((1, 2, 9), ("other",)) == "other"
+    assert affinity.find((8,), ("one", "other")) is None
+    affinity.note((5, 6), "one")
+    assert affinity.find((2,), ("one",)) is None
 
 
 def test_settings_of_one_model_are_read_as_ray_passes_them() -> None:

@@ -372,9 +372,9 @@ def stats_text(session: ChatSession, started: str) -> str:
             ("first token", f"{stats.ttft_ms:,.0f} ms"),
             ("speed", f"{stats.tokens_per_s:.1f} tokens/s over {stats.completion_tokens:,} tokens"),
         ]
-    last = session.answer.last_prompt if session.answer is not None else None
+    last = session.answer.cache_report if session.answer is not None else None
     if last is not None and last.divergence.cause != "off":
-        rows.append(("prefix", last.words))
+        rows.append(("prefix", last.summary))
     rows.append(("sampling", presets.describe(session.conversation.sampling)))
     if engine is not None:
         chosen = engine.info.choices

@@ -31,7 +31,7 @@ class PsResult(Result, frozen=True, kw_only=True):
 
 def _remembered(process: Running) -> list[str]:
     replicas = [f"{found.model}: {found.words}" for found in process.replicas]
-    return replicas + [f"{last.model}: {last.words}" for last in process.last_prompts]
+    return replicas + [f"{last.model}: {last.summary}" for last in process.last_prompts]
 
 
 def _row(process: Running) -> tuple[str, ...]:

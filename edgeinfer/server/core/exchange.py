@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from edgeinfer.agents import prompt_normalization
-from edgeinfer.cache_report import LastPrompt
+from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.config_file import SettledLine
 from edgeinfer.errors import (
     EngineClosedError,
@@ -103,7 +103,7 @@ class Endpoint:
         #: The latest generations that have ended, with the names of their keys.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
         #: Told of each of them; set by whoever runs the endpoint.
-        self.note_prompt: Callable[[LastPrompt], None] = lambda last: None
+        self.note_prompt: Callable[[CacheReport], None] = lambda last: None
         #: See `Host`; set by whoever runs the endpoint.
         self.take_snapshot: Callable[[str, str], TakenSnapshot] = _no_snapshots
         self.listens_at: Callable[[str], None] = lambda url: None
@@ -304,7 +304,7 @@ class Exchange:
         self.how = end.reason
         if end.divergence.cause != "off":  # `cache_prompt: false` leaves nothing
             self.endpoint.slots.appendleft((self.key, _slot(self, end)))
-            self.endpoint.note_prompt(LastPrompt.of(self.model, end))
+            self.endpoint.note_prompt(CacheReport.of(self.model, end))
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
         self.endpoint.tracer.generation(self.headers, self.model, self.route, self.started_ns, end)
 

@@ -73,8 +73,8 @@ class View:
 
     def note_prompt(self, answer: Answer) -> None:
         """Leave what was remembered of its prompt for `edgeinfer ps`."""
-        if answer.last_prompt is not None:
-            self._launch.host.note_prompt(answer.last_prompt)
+        if answer.cache_report is not None:
+            self._launch.host.note_prompt(answer.cache_report)
 
     def add_remark(self, entry: Entry) -> None:
         """Show words of ours, at the tail."""
