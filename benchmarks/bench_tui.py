@@ -398,9 +398,9 @@ def main() -> None:
 
 def default_model() -> str:
     from edgeinfer.config.config_file import load_config
-    from edgeinfer.models.store import model_files
+    from edgeinfer.models.reference import resolve
 
-    return model_files(load_config().default_model).paths[0]
+    return resolve(load_config().default_model).files().paths[0]
 
 
 if __name__ == "__main__":

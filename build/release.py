@@ -36,7 +36,7 @@ import pack  # noqa: E402
 from edgeinfer import __version__  # noqa: E402
 from edgeinfer.cli.main import build_parser  # noqa: E402
 from edgeinfer.cli.verbs.completion import script  # noqa: E402
-from edgeinfer.models import store  # noqa: E402
+from edgeinfer.models.reference import resolve  # noqa: E402
 
 WORK = ROOT / "work"
 CRIU_PROGRAM = "criu/bin/criu"
@@ -158,7 +158,7 @@ def bundle(program: Path, model: str, out: Path) -> None:
     """Pull the model and write `out`: the shipped file `program` with it inside."""
     code = "import sys; from edgeinfer.cli.main import main; sys.exit(main())"
     subprocess.run([sys.executable, "-c", code, "pull", model], check=True, cwd=ROOT)
-    record = store.find_pulled(model)
+    record = resolve(model).pulled
     assert record is not None, f"{model} is not pulled"
     assemble.with_model(program, record, out)
 

@@ -25,6 +25,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
 
 if TYPE_CHECKING:
+    from edgeinfer.models.reference import ModelRef
     from edgeinfer.runtime.engine import LlamaEngine
     from edgeinfer.runtime.llama.backends.devices import Wishes
     from edgeinfer.runtime.prefix_cache.store import BlockStore
@@ -141,20 +142,27 @@ class Host:
         """Listening sockets the launcher bound for `serve`; empty when the verb has to bind its own."""
         return ()
 
-    def files(self, model: str, draft: str = "", progress: LoadProgress | None = None) -> ModelFiles:
+    def resolve(self, model: str) -> ModelRef:
+        """Resolve a model reference. Raises UsageError, CatalogError for an unreadable record."""
+        # the catalogue is not needed when a snapshot was resumed
+        from edgeinfer.models.reference import resolve
+
+        return resolve(model)
+
+    def files(
+        self, model: str | ModelRef, draft: str = "", progress: LoadProgress | None = None
+    ) -> ModelFiles:
         """Find the files of a model and of `draft`, each a name or a GGUF's path.
 
         Reading a file of another program for the first time takes a while: `progress` hears of it,
         or stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
-        # the catalogue is not needed when a snapshot was resumed
-        from edgeinfer.models.store import model_files
-
-        return model_files(model, draft, progress or _said_once())
+        ref = self.resolve(model) if isinstance(model, str) else model
+        return ref.files(draft, progress or _said_once())
 
     def is_model(self, name: str) -> bool:
         """Whether `name` is a model's name or an existing GGUF file, as opposed to, say, a prompt."""
-        from edgeinfer.models.store import is_model  # as in `files`
+        from edgeinfer.models.reference import is_model  # as in `resolve`
 
         return is_model(name)
 

@@ -31,9 +31,9 @@ class ModelShelf:
         pull.pull(path, report, cancel, pull.PullOptions(name=name, in_place=True))
 
     def copy(self, source: str, name: str) -> None:
-        from edgeinfer.models import store
+        from edgeinfer.models import remove
 
-        store.copy(source, name)
+        remove.copy(source, name)
 
     def remove(self, name: str) -> None:
         from edgeinfer.cli.verbs import rm

@@ -15,7 +15,7 @@ import msgspec
 
 from edgeinfer.config import load_options
 from edgeinfer.errors import ConversionError, UsageError
-from edgeinfer.models import gguf, names, sources, store
+from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.files import ADAPTER_CONFIG
 from edgeinfer.models.ggml_types import file_type
@@ -25,6 +25,7 @@ from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, first_that_works
 from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.models.quantizing.quantize import publish
+from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import sync
@@ -73,7 +74,7 @@ def pull_adapter(
 ) -> PulledAdapter:
     """Fetch the adapter that `text` names, convert it for the model `base`, and store it.
 
-    Raises what `pull` and `model_files` raise, and ConversionError.
+    Raises what `pull` and `ModelRef.files` raise, and ConversionError.
     """
     options = options or PullOptions()
     header = _header(base)
@@ -81,9 +82,7 @@ def pull_adapter(
     ref = Reference(names.model_name(options.name or _name_of(text, todo.ref.name)))
     job = Job(progress, None, options.patience)
     paths.private_dir(paths.adapters_dir())
-    with changing(ref, FETCHED_IS_KEPT):
-        work = paths.models_dir() / store.PARTIAL / f"{ref.name}.adapter"
-        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with changing(ref, FETCHED_IS_KEPT, ".adapter") as work:
         fetched, _ = first_that_works(todo, work, job, options)
         target = work / "adapter.gguf.part"
         _converted(fetched, header, base, target, work)
@@ -102,7 +101,7 @@ def _name_of(text: str, planned: str) -> str:
 
 
 def _header(base: str) -> gguf.GgufHeader:
-    files = store.model_files(base)
+    files = resolve(base).files()
     if len(files.paths) > 1:
         raise ConversionError(f"{base} is in {len(files.paths)} files; a base is one file")
     return gguf.check(files.paths[0])
@@ -125,7 +124,7 @@ def merge_model(
     """Store `model` with `adapters` (as `--lora` takes them) merged into it as the model `name`.
 
     `type_name` is a type to quantize the result to, "" for the types the model has. A folder of PEFT's
-    is an adapter too. Raises what `model_files` raises, UsageError, ConversionError, QuantizeError,
+    is an adapter too. Raises what `ModelRef.files` raises, UsageError, ConversionError, QuantizeError,
     ModelBusyError, DiskFullError, InterruptedByUser.
     """
     from edgeinfer.models.converting.lora import merge  # 150 ms: numpy, gguf
@@ -138,9 +137,7 @@ def merge_model(
     before = _header(model)
     ref = names.reference(name)
     job = Job(progress)
-    with changing(ref), tempfile.TemporaryDirectory() as scratch:
-        work = paths.models_dir() / store.PARTIAL / ref.folder
-        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with changing(ref) as work, tempfile.TemporaryDirectory() as scratch:
         wanted = _opened(adapters, before, model, Path(scratch))
         target = work / f"{ref.name}.gguf.part"
         merge(Path(before.path), wanted, target, job)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,6 @@ from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.plan import Fetched, Plan, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
 from edgeinfer.models.store import PulledModel, changing
-from edgeinfer.platform import paths
 from edgeinfer.platform.disk import sha256_of
 
 
@@ -59,20 +57,14 @@ def pull(
     todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
     if options.sha256:
         todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
-    with changing(todo.ref, FETCHED_IS_KEPT):
+    with changing(todo.ref, FETCHED_IS_KEPT) as work:
         here = None if options.again else _already_here(todo, job)
         if here is not None and (not options.sha256 or here.sha256 == todo.sha256):
             _refuse_other_type(here, options.quantize)
             return here
-        work = paths.models_dir() / store.PARTIAL / todo.ref.folder
-        work.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            fetched, source = first_that_works(todo, work, job, options)
-            todo = _in_type(todo, _named_type(todo, fetched))
-            return _publish(todo, fetched, source, work, job)
-        finally:
-            with suppress(OSError):
-                work.rmdir()  # only when nothing was fetched
+        fetched, source = first_that_works(todo, work, job, options)
+        todo = _in_type(todo, _named_type(todo, fetched))
+        return _publish(todo, fetched, source, work, job)
 
 
 def _refuse_other_type(here: PulledModel, wanted: str) -> None:

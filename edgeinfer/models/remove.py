@@ -1,4 +1,4 @@
-"""Removing a model: its record first, so that it is gone for everybody before its files are."""
+"""Copy and remove models; a record is removed first, so that no process sees a model without files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import msgspec
 
 from edgeinfer.errors import CatalogError, UsageError
 from edgeinfer.models import names, pins, sources, store
-from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.external_stores import stores
-from edgeinfer.models.names import Reference
+from edgeinfer.models.reference import ModelRef, resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
@@ -30,7 +28,10 @@ def remove(text: str, *, forget: bool = False) -> Removed:
 
     Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for another program's.
     """
-    ref = _reference(text)
+    found = _removable(text)
+    if found is not None and found.kind == "absent" and sources.looks_like_source(text):
+        raise found.absence()
+    ref = found.pulled.reference if found is not None and found.pulled else names.reference(text)
     with model_lock(ref):
         folder, partial = names.folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
         pinned = forget and pins.place(ref).exists()
@@ -40,7 +41,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
                 freed = adapter.stat().st_size
                 adapter.unlink()
                 return Removed(name=str(ref), freed_bytes=freed)
-            raise store.missing(text, load_catalog())
+            raise resolve(text).absence()
         left = _files_in_place(folder)
         freed = _bytes_under(folder) + _bytes_under(partial)
         (folder / store.RECORD).unlink(missing_ok=True)
@@ -51,29 +52,18 @@ def remove(text: str, *, forget: bool = False) -> Removed:
     return Removed(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
 
 
-def _reference(text: str) -> Reference:
-    """Resolve a reference; a name with the plain model's own quantization is the plain one."""
-    _refuse_others(text)
-    if sources.looks_like_source(text):
-        found = store.find_pulled(text)
-        if found is None:
-            raise store.missing(text, load_catalog())
-        return found.reference
+def _removable(text: str) -> ModelRef | None:
+    """Resolve what may be removed; None for a record that cannot be read, which is removed like any."""
     try:
-        found = store.find_pulled(text)
-    except CatalogError:  # an unreadable record is removed like any other
-        found = None
-    return found.reference if found else names.reference(text)
-
-
-def _refuse_others(text: str) -> None:
-    if stores.is_name(text) or (sources.looks_like_source(text) and not store.find_pulled(text)):
-        found = stores.find(text)
-        if found is not None:
-            raise UsageError(
-                f"{found.name} belongs to {found.store}, and nothing there is ever written",
-                hint=f"remove it with {found.store}",
-            )
+        ref = resolve(text)
+    except CatalogError:
+        return None
+    if ref.external is not None:
+        raise UsageError(
+            f"{ref.name} belongs to {ref.external.store}, and nothing there is ever written",
+            hint=f"remove it with {ref.external.store}",
+        )
+    return ref
 
 
 def _files_in_place(folder: Path) -> tuple[str, ...]:
@@ -86,3 +76,19 @@ def _files_in_place(folder: Path) -> tuple[str, ...]:
 
 def _bytes_under(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def copy(text: str, name: str) -> store.PulledModel:
+    """Make the model `text` be here as `name` too; either can be removed without the other.
+
+    Raises UsageError if `name` is taken or no name, or for an external store's model,
+    UnknownModelError, ModelNotPulledError, ModelBusyError.
+    """
+    ref = resolve(text)
+    if ref.external is not None:
+        raise UsageError(
+            f"{ref.name} belongs to {ref.external.store}: it is used where it is, under its name"
+        )
+    if ref.pulled is None:
+        raise ref.absence()
+    return store.copy(ref.pulled, name)

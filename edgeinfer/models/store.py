@@ -14,64 +14,58 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
-from edgeinfer.config.load_options import LORA
-from edgeinfer.errors import (
-    CatalogError,
-    InvalidGgufError,
-    ModelBusyError,
-    ModelNotPulledError,
-    UnknownModelError,
-    UsageError,
-)
-from edgeinfer.models import gguf, names, sources
-from edgeinfer.models.catalog import Catalog, Model, load_catalog, nearest
-from edgeinfer.models.external_stores import stores
+from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError, UsageError
+from edgeinfer.models import gguf, names
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import is_locked, locked, room_errors, sync, write_whole
-from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.requests import Sampling
 
+RECORD = "model.json"
+PARTIAL = ".partial"
 LOCKS = ".locks"
 
 
-def lock_path(folder: str) -> Path:
-    """Where the lock of the model in `folder` lies."""
-    return paths.models_dir() / LOCKS / folder
-
-
 @contextmanager
-def changing(ref: Reference, but: str = "") -> Iterator[None]:
-    """Hold the model's lock, and tell in words what the disk refuses; `but`: what is not lost then.
+def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
+    """Hold the model's lock and yield the folder for what is unfinished, removed if it stays empty.
 
-    Raises ModelBusyError, DiskFullError, CatalogError.
+    `kept` says what an error does not lose; `suffix` is the folder's, of what is no model. Raises
+    ModelBusyError, DiskFullError, CatalogError for what the disk refuses.
     """
+    work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
-        with room_errors(paths.models_dir(), but), model_lock(ref):
-            yield
+        with room_errors(paths.models_dir(), kept), model_lock(ref):
+            work.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                yield work
+            finally:
+                with suppress(OSError):
+                    work.rmdir()
     except OSError as error:
-        lock_path = f"{error.filename}: " if error.filename else ""
+        place = f"{error.filename}: " if error.filename else ""
         raise CatalogError(
-            f"{lock_path}{error.strerror or error}", hint="check who may write to the data directory"
+            f"{place}{error.strerror or error}", hint="check who may write to the data directory"
         ) from error
 
 
 @contextmanager
 def model_lock(ref: Reference) -> Iterator[None]:
-    """Hold the model's lock. Raises ModelBusyError at once when somebody else has it."""
-    path = lock_path(ref.folder)
+    """Hold the model's lock. Raises ModelBusyError at once if another process holds it."""
+    path = _lock_path(ref.folder)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def busy() -> None:
-        raise ModelBusyError(f"{ref} is being changed by {_lock_holder(path)}")
+        holder = path.read_text("ascii", "replace").strip()
+        process = f"process {holder}" if holder.isdecimal() else "another process"
+        raise ModelBusyError(f"{ref} is being changed by {process}")
 
     with locked(path, busy) as descriptor:
         os.ftruncate(descriptor, 0)
@@ -79,13 +73,8 @@ def model_lock(ref: Reference) -> Iterator[None]:
         yield
 
 
-def _lock_holder(path: Path) -> str:
-    pid = path.read_text("ascii", "replace").strip()
-    return f"process {pid}" if pid.isdecimal() else "another process"
-
-
-RECORD = "model.json"
-PARTIAL = ".partial"
+def _lock_path(folder: str) -> Path:
+    return paths.models_dir() / LOCKS / folder
 
 
 class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,151 +175,6 @@ def list_pulled() -> list[PulledModel]:
     return sorted(found, key=lambda model: model.name)
 
 
-def find_pulled(text: str) -> PulledModel | None:
-    """Find a pulled model by reference, by source, or by name and its own quantization."""
-    if stores.is_name(text):
-        return None
-    if sources.looks_like_source(text):
-        wanted = str(sources.parse(text))
-        return next((model for model in list_pulled() if model.source == wanted), None)
-    ref = names.reference(text)
-    exact = read_record(names.folder(ref))
-    if exact is not None or not ref.quant:
-        return exact
-    plain = read_record(names.folder(Reference(ref.name)))
-    return plain if plain is not None and plain.quantization == ref.quant else None
-
-
-def model_files(name_or_path: str, draft: str = "", heard: stores.Heard | None = None) -> ModelFiles:
-    """Find the files of a model and of its draft: the catalogue's unless `draft` is given.
-
-    `heard` is told how far a file of another program is checked, which is done once. "none" is no draft
-    model. Raises, for either, UnknownModelError with near names, ModelNotPulledError with the command
-    that pulls it, InvalidGgufError when a path is no GGUF or a pulled file was changed since,
-    ChecksumError when another program's is not what its name says.
-    """
-    files = _model_files(name_or_path, heard)
-    draft = draft or files.draft
-    if draft in ("", "none"):
-        return msgspec.structs.replace(files, draft="")
-    return msgspec.structs.replace(files, draft=draft, draft_paths=_model_files(draft, heard).paths)
-
-
-def _model_files(name_or_path: str, heard: stores.Heard | None = None) -> ModelFiles:
-    if names.is_path(name_or_path):
-        return _files_of_path(Path(name_or_path).expanduser())
-    catalog = load_catalog()
-    try:
-        pulled = find_pulled(name_or_path)
-    except UsageError as error:
-        raise _with_found(error, name_or_path) from error
-    if pulled is None:
-        found = stores.model_files(name_or_path, heard)
-        if found is None:
-            raise missing(name_or_path, catalog)
-        return found
-    for path, file in zip(pulled.paths, pulled.files, strict=True):
-        _vouch(path, file, pulled.name)
-    return _files(pulled, catalog.get(pulled.base))
-
-
-def full_name(name_or_path: str) -> str:
-    """Resolve a model to its name here: a pulled one's full name, a file's absolute path.
-
-    Raises what `model_files` raises; a file need not be there.
-    """
-    if names.is_path(name_or_path):
-        return str(Path(name_or_path).expanduser().absolute())
-    return _model_files(name_or_path).name
-
-
-def is_model(text: str) -> bool:
-    """Whether `text` is an existing GGUF file or a known or pulled model; never raises."""
-    if names.is_path(text):
-        return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
-    if "/" in text:
-        return not any(c.isspace() for c in text) and stores.find(text) is not None
-    try:
-        ref = names.reference(text)
-    except UsageError:
-        return False
-    return ref.name in load_catalog().models or find_pulled(text) is not None
-
-
-def missing(text: str, catalog: Catalog) -> CatalogError:
-    """The error for a model that is not here: unknown, or known and not pulled."""
-    base = text.partition(":")[0].lower()
-    if sources.looks_like_source(text) or catalog.get(base) is not None:
-        return ModelNotPulledError(
-            f"{text} is not on this machine yet",
-            hint=f"pull it first: `edgeinfer pull {text}`{_offer()}",
-        )
-    known = [*catalog.models, *(model.name for model in list_pulled())]
-    error = UnknownModelError(f"no model is called {text!r}", hint=nearest(base, known))
-    return _with_found(error, text)
-
-
-def _offer() -> str:
-    found = stores.usable() if not list_pulled() else []
-    if not found:
-        return ""
-    more = f" ({len(found) - 1} more: `edgeinfer list`)" if len(found) > 1 else ""
-    first = found[0]
-    return f", or use one that is here, from {first.store}: `edgeinfer chat {first.name}`{more}"
-
-
-E = TypeVar("E", CatalogError, UsageError)
-
-
-def _with_found(error: E, text: str) -> E:
-    found = stores.alike(text)
-    return (
-        type(error)(error.message, hint=f"did you mean {' or '.join(found[:3])}?") if found else error
-    )
-
-
-def _files(pulled: PulledModel, entry: Model | None) -> ModelFiles:
-    files = ModelFiles(name=pulled.name, paths=tuple(map(str, pulled.paths)), sha256=pulled.sha256)
-    if entry is None:
-        return files
-    return msgspec.structs.replace(
-        files,
-        chat_template=entry.chat_template or None,
-        stop=entry.stop,
-        sampling=entry.sampling.over(Sampling()),
-        system_prompt=entry.system_prompt,
-        draft=entry.draft,
-        lora=str(LORA.parse(",".join(one.option for one in entry.lora))),
-    )
-
-
-def _vouch(path: Path, file: PulledFile, name: str) -> None:
-    try:
-        info = path.stat()
-    except OSError as error:
-        raise ModelNotPulledError(
-            f"{path}, a file of {name}, is gone: {error.strerror}",
-            hint=f"fetch it again: `edgeinfer pull {name}`",
-        ) from error
-    if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        raise InvalidGgufError(
-            f"{path} was changed after {name} was pulled",
-            hint=f"verify it again: `edgeinfer pull {name}`",
-        )
-
-
-def _files_of_path(path: Path) -> ModelFiles:
-    if path.is_dir():
-        raise ModelNotPulledError(
-            f"{path} is a folder: it is converted once, then used by its name",
-            hint=f"`edgeinfer pull {path}`",
-        )
-    parts = names.split_parts(path.absolute())
-    for part in parts:
-        gguf.check(part)
-    return ModelFiles(name=path.stem, paths=tuple(map(str, parts)))
-
-
 def publish(
     ref: Reference,
     fetched: list[Fetched],
@@ -358,7 +202,7 @@ def publish(
         requantized_from=requantized_from,
     )
     write_record(record)
-    remove_strangers(folder, record)
+    remove_stale_files(folder, record)
     return record
 
 
@@ -382,12 +226,12 @@ def unfinished() -> dict[str, int]:
     found = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if size and not is_locked(lock_path(folder.name)):
+        if size and not is_locked(_lock_path(folder.name)):
             found[folder.name.replace("+", ":")] = size
     return found
 
 
-def remove_strangers(folder: Path, record: PulledModel) -> None:
+def remove_stale_files(folder: Path, record: PulledModel) -> None:
     """Remove files an earlier pull under this name left in the model's own folder."""
     ours = {RECORD, *(file.path for file in record.files)}
     for child in folder.iterdir():
@@ -395,16 +239,12 @@ def remove_strangers(folder: Path, record: PulledModel) -> None:
             child.unlink()
 
 
-def copy(text: str, name: str) -> PulledModel:
-    """Make the model `text` be here as `name` too; either can be removed without the other.
+def copy(source: PulledModel, name: str) -> PulledModel:
+    """Link the files of `source` under `name` too; either can be removed without the other.
 
-    Raises UsageError when `name` is taken or no name, UnknownModelError, ModelNotPulledError,
-    ModelBusyError.
+    Raises UsageError if `name` is taken or no name, ModelBusyError, CatalogError.
     """
     ref = names.reference(name)
-    source = find_pulled(text)
-    if source is None:
-        raise _not_ours(text)
     with model_lock(ref):
         folder = names.folder(ref)
         if read_record(folder) is not None:
@@ -416,13 +256,6 @@ def copy(text: str, name: str) -> PulledModel:
         sync(folder)
         write_record(record)
     return record
-
-
-def _not_ours(text: str) -> CatalogError | UsageError:
-    found = stores.find(text)
-    if found is None:
-        return missing(text, load_catalog())
-    return UsageError(f"{found.name} belongs to {found.store}: it is used where it is, under its name")
 
 
 def _linked(source: PulledModel, file: PulledFile, folder: Path) -> PulledFile:

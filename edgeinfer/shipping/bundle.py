@@ -112,7 +112,7 @@ def _store(shipped: Shipped, bundle: Bundle, progress: Progress) -> PulledModel:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = msgspec.structs.replace(bundle.record, files=tuple(files), pulled_at=now)
     store.write_record(record)
-    store.remove_strangers(folder, record)
+    store.remove_stale_files(folder, record)
     return record
 
 

@@ -26,8 +26,8 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
-from edgeinfer.models import store
 from edgeinfer.models.external_stores import reader, stores
+from edgeinfer.models.reference import is_model, resolve
 from edgeinfer.platform import disk
 from edgeinfer.snapshots.format import part_of, safe_name
 
@@ -71,10 +71,10 @@ def test_a_model_of_another_program_is_listed_shown_and_used_in_place(made, caps
     shown = json.loads(capsys.readouterr().out)["result"]
     assert shown["files"][0]["path"] == str(made.file)
     assert f"from {made.program}" in shown["notes"][0]
-    files = store.model_files(made.name)
+    files = resolve(made.name).files()
     assert (files.name, files.paths) == (made.name, (str(made.file),))
     assert files.sha256 in ("", made.file.name.removeprefix("sha256-"))
-    assert store.is_model(made.name)
+    assert is_model(made.name)
     assert [model.name for model in pulled_models()()] == [made.name]
     assert main(["pull", made.name]) == 0
     assert "was already here" in capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_a_model_of_another_program_is_listed_shown_and_used_in_place(made, caps
 
 
 def test_a_name_is_found_in_any_letter_case(made) -> None:
-    assert store.model_files(made.name.upper().replace("HF:", "hf:")).name == made.name
+    assert resolve(made.name.upper().replace("HF:", "hf:")).files().name == made.name
 
 
 def test_removing_is_its_owners(made, capsys) -> None:
@@ -102,14 +102,14 @@ def test_a_digest_is_checked_once_and_again_when_the_file_changed(home: Path, mo
 
     monkeypatch.setattr(reader, "sha256_of", counted)
     heard = []
-    store.model_files(made.name, heard=lambda stage, fraction: heard.append((stage, fraction)))
-    store.model_files(made.name)
+    resolve(made.name).files(progress=lambda stage, fraction: heard.append((stage, fraction)))
+    resolve(made.name).files()
     assert len(read) == 1
     assert heard[-1][1] == 1.0
     assert "Ollama" in heard[-1][0]
     made.file.write_bytes(gguf_bytes(seed=5))
     with pytest.raises(ChecksumError, match=r"not .* as its name says"):
-        store.model_files(made.name)
+        resolve(made.name).files()
 
 
 # --- broken
@@ -219,7 +219,7 @@ def test_a_broken_model_is_listed_with_what_to_do_and_never_written_to(made, how
     assert main(["list"]) == 0
     assert f"{made.name} can't be used: {row['problem']}" in capsys.readouterr().out
     with pytest.raises(CatalogError, match=said):
-        store.model_files(made.name)
+        resolve(made.name).files()
     assert main(["run", made.name, "Hello"]) != 0
     err = capsys.readouterr().err
     assert "error:" in err
@@ -250,7 +250,7 @@ def test_a_folder_that_may_not_be_looked_into(made, capsys) -> None:
             assert row["name"].endswith("*")
             assert "can't be looked into" in row["problem"]
             with pytest.raises(ModelNotPulledError):
-                store.model_files(made.name)
+                resolve(made.name).files()
         else:
             assert found["models"]
     finally:
@@ -274,7 +274,7 @@ def test_a_manifest_that_makes_no_sense(home: Path, content: str, said: str, cap
     before = picture(made.root)
     assert said in listed(capsys)["unusable"][0]["problem"]
     with pytest.raises(ModelNotPulledError, match=said):
-        store.model_files(made.name)
+        resolve(made.name).files()
     assert picture(made.root) == before
 
 
@@ -286,7 +286,7 @@ def test_a_digest_that_is_a_path_is_no_digest(home: Path, digest: str) -> None:
     made = OllamaStore(home, TINY)
     made.write_manifest(digest=digest)
     with pytest.raises(ModelNotPulledError, match="no SHA-256"):
-        store.model_files(made.name)
+        resolve(made.name).files()
 
 
 def test_wrong_bytes_of_the_right_length(home: Path) -> None:
@@ -294,7 +294,7 @@ def test_wrong_bytes_of_the_right_length(home: Path) -> None:
         made.file.write_bytes(gguf_bytes(seed=9))
         before = picture(made.root)
         with pytest.raises(ChecksumError, match="as its name says"):
-            store.model_files(made.name)
+            resolve(made.name).files()
         assert picture(made.root) == before
 
 
@@ -305,7 +305,7 @@ def test_a_store_that_is_closed_or_none(home: Path, tmp_path: Path, monkeypatch,
     found = listed(capsys)
     assert (found["models"], found["unusable"]) == ([], [])
     with pytest.raises(ModelNotPulledError, match=r"Ollama has no llama3:8b in .*nowhere"):
-        store.model_files("ollama/llama3:8b")
+        resolve("ollama/llama3:8b").files()
 
 
 # --- names and layouts
@@ -322,7 +322,7 @@ def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
     names = {model.name for model in stores.search("ollama/")}
     others = {"ollama/big", "ollama/someone/tiny:q8_0", "ollama/hf.co/someone/Tiny-GGUF:Q4_K_M"}
     assert names == {"ollama/tiny:1b", *others}
-    assert store.model_files("ollama/big:latest").name == "ollama/big"
+    assert resolve("ollama/big:latest").files().name == "ollama/big"
     assert len({safe_name(name) for name in names}) == 4
     assert part_of("Ollama/Big:latest") == part_of("ollama/big")
 
@@ -349,10 +349,10 @@ def test_a_store_is_searched_again_only_when_something_in_it_has_changed(made, m
 def test_a_bare_name_of_ollama_is_told_in_full(home: Path) -> None:
     OllamaStore(home, TINY)
     with pytest.raises(UsageError) as caught:
-        store.model_files("tiny:1b")
+        resolve("tiny:1b").files()
     assert caught.value.hint == "did you mean ollama/tiny:1b?"
     with pytest.raises(UnknownModelError):
-        store.model_files("tiny")
+        resolve("tiny").files()
 
 
 def test_what_ollama_says_of_a_model_is_used_or_reported(home: Path, capsys) -> None:
@@ -366,7 +366,7 @@ def test_what_ollama_says_of_a_model_is_used_or_reported(home: Path, capsys) -> 
         license="MIT",
         projector="pixels",
     )
-    files = store.model_files("ollama/tiny:1b")
+    files = resolve("ollama/tiny:1b").files()
     assert files.system_prompt == "Be brief."
     assert files.stop == ("<|end|>",)
     assert files.sampling.temperature == 0.5
@@ -382,13 +382,13 @@ def test_what_ollama_says_of_a_model_is_used_or_reported(home: Path, capsys) -> 
 def test_the_ggufs_own_template_is_used_before_ollamas(home: Path) -> None:
     jinja = entry("tokenizer.chat_template", 8, text("{{ messages[0].content }}"))
     OllamaStore(home, gguf_bytes([*model_entries(), jinja]), template="[INST] {{ .Prompt }} [/INST]")
-    assert store.model_files("ollama/tiny:1b").chat_template is None
+    assert resolve("ollama/tiny:1b").files().chat_template is None
 
 
 def test_an_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> None:
     OllamaStore(home, TINY, adapter="lora")
     with pytest.raises(ModelNotPulledError) as caught:
-        store.model_files("ollama/tiny:1b")
+        resolve("ollama/tiny:1b").files()
     assert "--lora" in (caught.value.hint or "")
 
 
@@ -420,7 +420,7 @@ def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own(h
         "hf:someone/Tiny-GGUF/other-Q8_0.gguf",
         f"hf:someone/Tiny-GGUF@{'b' * 40}:F32",
     }
-    assert store.model_files("someone/Tiny-GGUF:F32").name == made.name
+    assert resolve("someone/Tiny-GGUF:F32").files().name == made.name
 
 
 @pytest.mark.parametrize("kind", [HubCache, StudioFolder])
@@ -431,10 +431,10 @@ def test_a_split_model_is_one_model(kind, home: Path) -> None:
         for n in (0, 1)
     ]
     made = kind(home, *parts)
-    assert len(store.model_files(made.name).paths) == 2
+    assert len(resolve(made.name).files().paths) == 2
     made.link.unlink()
     with pytest.raises(ModelNotPulledError, match=r"its part .* is missing"):
-        store.model_files(made.name)
+        resolve(made.name).files()
 
 
 def test_lm_studio_says_where_its_models_are(home: Path, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_lm_studio_says_where_its_models_are(home: Path, tmp_path: Path) -> None
     (home / ".lmstudio/settings.json").write_text(
         json.dumps({"downloadsFolder": str(tmp_path / "models")})
     )
-    assert store.model_files(made.name).paths[0].startswith(str(tmp_path))
+    assert resolve(made.name).files().paths[0].startswith(str(tmp_path))
     for wrong in (
         "[]",
         "{",
@@ -467,10 +467,10 @@ def test_a_model_of_ollamas_becomes_one_of_ours_by_a_name(home: Path, capsys) ->
     before = picture(made.root)
     assert main(["pull", made.name, "--name", "mine"]) == 0
     assert picture(made.root) == before
-    copy = Path(store.model_files("mine").paths[0])
+    copy = Path(resolve("mine").files().paths[0])
     assert copy.read_bytes() == TINY
     shutil.rmtree(made.root)
-    assert store.model_files("mine").sha256 == sha(TINY)
+    assert resolve("mine").files().sha256 == sha(TINY)
 
 
 # --- the first launch

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgeinfer.models.store import is_model
+from edgeinfer.models.reference import is_model
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,10 @@ def test_the_loaded_model_has_the_shape_of_its_header(
 
 _ENGINE = """
 import json, sys
-from edgeinfer.models.store import model_files
+from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions
-engine = load_engine(model_files(sys.argv[1]), LoadOptions(), None)
+engine = load_engine(resolve(sys.argv[1]).files(), LoadOptions(), None)
 info = engine.info
 print(json.dumps([info.n_ctx, info.n_parallel, info.weights_bytes, info.kv_bytes, info.compute_bytes]))
 engine.close()

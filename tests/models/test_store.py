@@ -19,6 +19,7 @@ from edgeinfer.errors import (
 from edgeinfer.models import names, store
 from edgeinfer.models.names import reference
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 from edgeinfer.models.remove import remove
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
@@ -37,13 +38,13 @@ def test_a_local_file_is_copied(local: Path) -> None:
     assert record.paths[0].parent == paths.models_dir() / "my-model-v2"
     assert record.paths[0].read_bytes() == local.read_bytes()
     local.unlink()
-    assert store.model_files("my-model-v2").paths == (str(record.paths[0]),)
+    assert resolve("my-model-v2").files().paths == (str(record.paths[0]),)
 
 
 def test_a_local_file_in_place_is_not_copied(local: Path) -> None:
     record = pull(f"file:{local}", options=PullOptions(name="mine", in_place=True))
     assert record.in_place
-    assert store.model_files("mine").paths == (str(local),)
+    assert resolve("mine").files().paths == (str(local),)
     assert not list(paths.models_dir().rglob("*.gguf"))
     gone = remove("mine")
     assert gone.left_in_place == (str(local),)
@@ -54,10 +55,10 @@ def test_a_file_in_place_that_is_gone_or_changed(local: Path, make_gguf) -> None
     pull(str(local), options=PullOptions(name="mine", in_place=True))
     local.write_bytes(make_gguf(seed=3) + b"\0")
     with pytest.raises(InvalidGgufError, match="was changed"):
-        store.model_files("mine")
+        resolve("mine").files()
     local.unlink()
     with pytest.raises(ModelNotPulledError, match="is gone"):
-        store.model_files("mine")
+        resolve("mine").files()
 
 
 def test_a_changed_local_file_may_be_imported_again(local: Path, make_gguf) -> None:
@@ -147,26 +148,26 @@ def test_names_that_are_no_parts(name: str) -> None:
 
 
 def test_a_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> None:
-    files = store.model_files(str(local))
+    files = resolve(str(local)).files()
     assert files.paths == (str(local),)
     assert files.sha256 == ""
     with pytest.raises(InvalidGgufError):
-        store.model_files(str(tmp_path / "none.gguf"))
+        resolve(str(tmp_path / "none.gguf")).files()
 
 
 def test_words_that_mean_no_model() -> None:
     with pytest.raises(ModelNotPulledError) as known:
-        store.model_files("qwen3-4b")
+        resolve("qwen3-4b").files()
     assert known.value.hint == "pull it first: `edgeinfer pull qwen3-4b`"
     with pytest.raises(ModelNotPulledError) as quant:
-        store.model_files("qwen3-4b:Q8_0")
+        resolve("qwen3-4b:Q8_0").files()
     assert quant.value.hint == "pull it first: `edgeinfer pull qwen3-4b:Q8_0`"
     with pytest.raises(UnknownModelError) as unknown:
-        store.model_files("qwen3-4bb")
+        resolve("qwen3-4bb").files()
     assert "qwen3-4b" in (unknown.value.hint or "")
     for bad in ("../../etc/passwd:Q8_0", "..", "a b", ""):
         with pytest.raises((UsageError, ModelNotPulledError, InvalidGgufError)):
-            store.model_files(bad)
+            resolve(bad).files()
 
 
 def test_the_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
@@ -176,7 +177,7 @@ def test_the_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
         'system-prompt = "Be brief."\nsampling = { temperature = 0.1, top-k = 3 }\n'
     )
     pull("mine")
-    files = store.model_files("mine")
+    files = resolve("mine").files()
     assert (files.chat_template, files.stop, files.system_prompt) == ("{{ x }}", ("END",), "Be brief.")
     assert (files.sampling.temperature, files.sampling.top_k, files.sampling.top_p) == (0.1, 3, 0.95)
 
@@ -184,9 +185,9 @@ def test_the_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
 def test_a_name_with_the_quantization_it_has_means_the_same(local: Path, user_models) -> None:
     user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\n')
     pull("mine")
-    assert store.model_files("mine:f32").name == "mine"
+    assert resolve("mine:f32").files().name == "mine"
     with pytest.raises(ModelNotPulledError):
-        store.model_files("mine:Q8_0")
+        resolve("mine:Q8_0").files()
     assert remove("mine:F32").name == "mine"
 
 
@@ -195,7 +196,7 @@ def test_a_record_that_cannot_be_read(local: Path) -> None:
     (record.folder / "model.json").write_text('{"name": 5}')
     assert store.list_pulled() == []
     with pytest.raises(CatalogError, match="cannot be read"):
-        store.model_files("mine")
+        resolve("mine").files()
     remove("mine")
     assert not record.folder.exists()
 
@@ -211,7 +212,7 @@ def test_removing_needs_the_lock(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine"))
     with model_lock(reference("mine")), pytest.raises(ModelBusyError):
         remove("mine")
-    assert store.model_files("mine").name == "mine"
+    assert resolve("mine").files().name == "mine"
 
 
 def test_an_old_file_under_the_name_goes_with_a_new_pull(tmp_path: Path, make_gguf) -> None:

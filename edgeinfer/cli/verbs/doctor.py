@@ -212,7 +212,8 @@ def _catalogue() -> Check:
     """Catalogue: models.toml reads, the default model is here."""
     from edgeinfer.models.catalog import load_catalog
     from edgeinfer.models.external_stores import stores
-    from edgeinfer.models.store import list_pulled, model_files
+    from edgeinfer.models.reference import resolve
+    from edgeinfer.models.store import list_pulled
 
     config: Config = load_config()
     known, pulled = len(load_catalog().models), len(list_pulled())
@@ -220,7 +221,7 @@ def _catalogue() -> Check:
     others = f", {found} of other programs here" if found else ""
     text = f"{known} models known, {pulled} pulled{others}; default {config.default_model}"
     try:
-        model_files(config.default_model)
+        resolve(config.default_model).files()
     except ModelNotPulledError:
         text = f"{text}, not pulled yet"
         return Check("catalogue", "todo", text, f"edgeinfer pull {config.default_model}")

@@ -191,9 +191,9 @@ def _free_port(wanted: int) -> int:
 
 
 def _refuse_small_model(agent: Agent, model: str) -> None:
-    from edgeinfer.models.store import find_pulled
+    from edgeinfer.models.reference import resolve
 
-    pulled = find_pulled(model)
+    pulled = resolve(model).pulled
     if pulled is None or not 0 < pulled.n_ctx_train < agent.needs_tokens:
         return
     trained = f"{model} was trained on {pulled.n_ctx_train:,} tokens"

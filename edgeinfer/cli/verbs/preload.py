@@ -11,7 +11,6 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
-from edgeinfer.models import store
 from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.platform.page_cache import read_in, resident_bytes
@@ -47,9 +46,9 @@ class PreloadResult(Result, frozen=True, kw_only=True):
 
 
 def preload(options: argparse.Namespace, host: Host) -> PreloadResult:
-    """Raises what `model_files` raises, and InterruptedByUser."""
+    """Raises what `Host.files` raises, and InterruptedByUser."""
     began = time.monotonic()
-    model = store.model_files(options.model or host.config.default_model)
+    model = host.files(options.model or host.config.default_model)
     files = _in_load_order(model.name, [Path(path) for path in (*model.paths, *model.draft_paths)])
     size = sum(path.stat().st_size for path in files)
     resident = sum(map(resident_bytes, files))

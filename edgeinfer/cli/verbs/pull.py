@@ -13,7 +13,7 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.errors import ChecksumError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.models import gguf, names, store
+from edgeinfer.models import gguf, names
 from edgeinfer.models import pull as catalog_pull
 from edgeinfer.models.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.models.catalog import load_catalog
@@ -21,6 +21,7 @@ from edgeinfer.models.external_stores import stores
 from edgeinfer.models.fetching import fetch
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Patience, PullProgress, progress_on
 from edgeinfer.models.pull import PullOptions
+from edgeinfer.models.reference import resolve
 from edgeinfer.units import format_bytes
 
 #: What to type next, by what a model is for.
@@ -150,11 +151,11 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
 
 def _found(wanted: str, began: float) -> PullResult | None:
     """Check a model of another program as using it does; None if none has it, or it is ours."""
-    here = stores.find(wanted)
-    theirs = stores.is_name(wanted)
-    if not theirs and (here is None or here.problem or store.find_pulled(wanted)):
+    ref = resolve(wanted)
+    here = ref.external
+    if not stores.is_name(wanted) and (here is None or here.problem):
         return None
-    files = store.model_files(wanted)
+    files = ref.files()
     header = gguf.check(files.paths[0])
     return PullResult(
         name=files.name,

@@ -13,11 +13,12 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.show_devices import DevicesShown, planned_devices
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
-from edgeinfer.models import gguf, names, store
-from edgeinfer.models.catalog import Model, SamplingDefaults, load_catalog
+from edgeinfer.models import gguf
+from edgeinfer.models.catalog import Model, SamplingDefaults
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import Found, FoundFile
 from edgeinfer.models.fits import header_plan, header_shape
+from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
 from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning
@@ -208,24 +209,13 @@ def _device_rows(devices: DevicesShown | None) -> Rows:
 
 def show(options: argparse.Namespace, host: Host) -> ShowResult:
     """Raises UnknownModelError, InvalidGgufError, CatalogError for an unreadable record."""
-    text = options.model or host.config.default_model
-    if names.is_path(text):
-        path = Path(text).expanduser().absolute()
-        parts = names.split_parts(path)
-        return _shown(path.stem, None, None, parts, options, host)
-    catalog = load_catalog()
-    pulled = store.find_pulled(text)
-    if pulled is not None:
-        return _shown(pulled.name, pulled, catalog.get(pulled.base), list(pulled.paths), options, host)
-    found = stores.find(text)
-    if found is not None:
-        return _shown_found(found, options, host)
-    if stores.is_name(text):
-        raise stores.not_found(text)
-    entry = catalog.get(names.reference(text).name) if "/" not in text else None
-    if entry is None:
-        raise store.missing(text, catalog)
-    return _shown(str(names.reference(text)), None, entry, [], options, host)
+    ref = host.resolve(options.model or host.config.default_model)
+    if ref.external is not None:
+        return _shown_found(ref.external, options, host)
+    if ref.kind == "absent" and ref.entry is None:
+        raise ref.absence()
+    name = Path(ref.name).stem if ref.kind == "file" else ref.name
+    return _shown(name, ref, ref.entry, ref.parts, options, host)
 
 
 def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowResult:
@@ -253,7 +243,7 @@ def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowR
 
 def _shown(
     name: str,
-    pulled: PulledModel | None,
+    ref: ModelRef | None,
     entry: Model | None,
     parts: list[Path],
     options: argparse.Namespace,
@@ -263,7 +253,8 @@ def _shown(
     first = headers[0] if headers else None
     header = _header(headers) if headers else None
     memory = _memory(headers, options, host) if headers else None
-    notes = _notes(pulled)
+    pulled = ref.pulled if ref is not None else None
+    notes = _notes(ref) if ref is not None and pulled else ()
     if memory is not None and memory.warning:
         notes += (memory.warning,)
     entry = entry or Model(title=(header.name if header else "") or name, sources=())
@@ -292,11 +283,9 @@ def _shown(
     )
 
 
-def _notes(pulled: PulledModel | None) -> tuple[str, ...]:
-    if pulled is None:
-        return ()
+def _notes(ref: ModelRef) -> tuple[str, ...]:
     try:
-        store.model_files(pulled.name)
+        ref.files()
     except EdgeInferError as error:
         return (error.message,)
     return ()

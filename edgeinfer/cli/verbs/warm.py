@@ -15,7 +15,6 @@ from edgeinfer.cli.terminal import stoppable
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
-from edgeinfer.models import store
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.build import jobs
@@ -63,16 +62,16 @@ def warm(options: argparse.Namespace, host: Host) -> Result:
         )
     format.refuse_bad_name(options.name)
     began = time.monotonic()
-    model = store.full_name(options.model or host.config.default_model)
+    ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
     asked = requesting.load_options(options, host.config.load)
-    files = host.files(model, asked.draft)
+    files = host.files(ref, asked.draft)
     for path in asked.adapter_paths(files):
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
     wanted, reason = jobs.repack_choice(asked, files, config)
     order = jobs.Order(
-        model=model,
+        model=ref.name,
         files=files,
         options=wanted,
         system=requesting.system_prompt(options.system, host.config) or files.system_prompt,

@@ -69,14 +69,14 @@ class _Seen(msgspec.Struct, frozen=True):
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
-def verify(file: FoundFile, heard: OnRead) -> None:
+def verify(file: FoundFile, progress: OnRead) -> None:
     """Compare a file with the digest in its name, once. Raises ChecksumError, OSError."""
     if not file.sha256:
         return
     now = _look(file)
     if _VERIFIED.read().get(file.path) == now:
         return
-    found = sha256_of(Path(file.path), lambda done: heard(done, now.size_bytes))
+    found = sha256_of(Path(file.path), lambda done: progress(done, now.size_bytes))
     if found != file.sha256:
         raise ChecksumError(f"{file.path} has SHA-256 {found}, not {file.sha256} as its name says")
     if _look(file) == now:

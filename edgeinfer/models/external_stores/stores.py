@@ -23,7 +23,7 @@ from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
 #: (stage, fraction), as loading tells its progress
-Heard = Callable[[str, float | None], None]
+Progress = Callable[[str, float | None], None]
 
 
 class _Store(NamedTuple):
@@ -151,18 +151,13 @@ def words(model: Found, header: gguf.GgufHeader) -> Words:
     return ollama_template.read(model.layers, has_template=bool(header.chat_template))
 
 
-def model_files(text: str, heard: Heard | None = None) -> ModelFiles | None:
-    """Check a found model and give its files, where they are; None when there is none called so.
+def verified_files(model: Found, progress: Progress | None = None) -> ModelFiles:
+    """Check headers and digests of a model and return its files, where they are.
 
     Raises ModelNotPulledError for one that can't be used, InvalidGgufError, ChecksumError.
     """
-    model = find(text)
-    if model is None:
-        if is_name(text):
-            raise not_found(text)
-        return None
     files = described(model)
-    _verify(model, heard)
+    _verify(model, progress)
     return files
 
 
@@ -200,12 +195,12 @@ def not_found(text: str) -> ModelNotPulledError:
     )
 
 
-def _verify(model: Found, heard: Heard | None) -> None:
-    hear = heard or (lambda stage, fraction: None)
+def _verify(model: Found, progress: Progress | None) -> None:
+    report = progress or (lambda stage, fraction: None)
     for file in model.files:
         stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
         try:
-            verify(file, lambda done, whole, at=stage: hear(at, done / whole))  # type: ignore[misc]
+            verify(file, lambda done, whole, at=stage: report(at, done / whole))  # type: ignore[misc]
         except ChecksumError as error:
             raise ChecksumError(error.message, hint=f"fetch it again with {model.store}") from error
         except OSError as error:

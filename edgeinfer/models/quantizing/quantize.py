@@ -26,8 +26,8 @@ from edgeinfer.models.quantizing.helpers import (
     run_quantizer,
     scored,
 )
+from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel, changing
-from edgeinfer.platform import paths
 from edgeinfer.platform.disk import sha256_of
 
 #: Tokens of a user's text that are scored, and so not read for an importance matrix.
@@ -61,18 +61,17 @@ def quantize(
 ) -> Quantized:
     """Quantize the pulled model (or GGUF file) `text` to `type_name` and store the result.
 
-    Raises what `model_files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError,
+    Raises what `ModelRef.files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError,
     InterruptedByUser.
     """
     options = options or QuantizeOptions()
     job = Job(progress, cancel)
-    source = store.model_files(text)
+    model = resolve(text)
+    source = model.files()
     kind = _kind(type_name)
-    origin = None if names.is_path(text) else store.find_pulled(text)
+    origin = model.pulled
     ref = _reference(text, FILE_TYPES[kind], origin, options)
-    with changing(ref):
-        work = paths.models_dir() / store.PARTIAL / ref.folder
-        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with changing(ref) as work:
         before = gguf.check(source.paths[0])
         target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
         options = _with_imatrix(Path(source.paths[0]), work, job, options)

@@ -76,16 +76,14 @@ def describe(model: Pulled, info: EngineInfo | None) -> wire.OllamaShowReply:
 
 def _files(name: str) -> tuple[ModelFiles | None, str]:
     # the catalogue is not needed before somebody asks
-    from edgeinfer.models.catalog import load_catalog
     from edgeinfer.models.external_stores import stores
-    from edgeinfer.models.store import model_files
+    from edgeinfer.models.reference import resolve
 
     try:
-        found = stores.find(name)
-        if found is not None:  # what would check every byte of it can wait until it is used
-            return stores.described(found), ""
-        entry = load_catalog().get(name.partition(":")[0])
-        return model_files(name), entry.licence if entry else ""
+        ref = resolve(name)
+        if ref.external is not None:  # what would check every byte of it can wait until it is used
+            return stores.described(ref.external), ""
+        return ref.files(), ref.entry.licence if ref.entry else ""
     except EdgeInferError:
         return None, ""
 

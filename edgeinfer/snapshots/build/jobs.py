@@ -35,7 +35,6 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import Host
 from edgeinfer.launcher import builds, messages, selection
-from edgeinfer.models import store
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
@@ -342,8 +341,9 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
     """Build it if it should be; a sentence about what happened. Raises nothing of ours."""
     host = Host()
     try:
-        name = store.full_name(model)
-        files = host.files(name, options.draft)
+        ref = host.resolve(model)
+        name = ref.name
+        files = host.files(ref, options.draft)
         order = Order(model=name, files=files, options=options, system=files.system_prompt)
         chosen, _ = repack_choice(options, files, host.config.snapshots)
         order = msgspec.structs.replace(order, options=chosen)

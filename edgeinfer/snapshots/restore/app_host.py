@@ -131,11 +131,10 @@ class AppHost(Host):
     def _load_and_describe(
         self, model: str, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
-        from edgeinfer.models.store import full_name  # in a cold process alone
-
-        files = self.files(model, options.draft, progress)
+        ref = self.resolve(model)
+        files = self.files(ref, options.draft, progress)
         stamps = stamps_of(files, options)
-        name, system = full_name(model), files.system_prompt
+        name, system = ref.name, files.system_prompt
         if self._hint and format.part_of(self._guess) != format.part_of(name):
             reason = f"the launcher expected {self._guess}"
             try:

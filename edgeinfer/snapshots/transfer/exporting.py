@@ -13,7 +13,8 @@ import msgspec
 
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.errors import SnapshotCorruptError, SnapshotError, UsageError
-from edgeinfer.models import names, store
+from edgeinfer.models import names
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import sha256_of, sha256_of_part, stamps
 from edgeinfer.runtime.options import Adapter, parse_adapters
@@ -230,8 +231,7 @@ def gather_inputs(manifest: format.Manifest) -> Inputs:
 
 def _files(model: str, warm: str) -> tuple[ModelFile, ...]:
     """Return the files of a pulled model. Raises SnapshotError for another."""
-    is_file = names.is_path(model) or "/" in model
-    pulled = None if is_file else store.find_pulled(model)
+    pulled = None if "/" in model else resolve(model).pulled
     if pulled is None or pulled.name != model:
         first = f"`edgeinfer pull {model} --name NAME`, then "
         if pulled is not None:
@@ -282,7 +282,7 @@ def _refuse_others(manifest: format.Manifest, unknown: Iterable[str]) -> None:
     others = [os.path.basename(path) for path in unknown if path.endswith(".gguf")]
     if not others:
         return
-    here = store.model_files(manifest.model)
+    here = resolve(manifest.model).files()
     words = [f"{one.flag} {text}" for one, text in ((LORA, here.lora), (DRAFT, here.draft)) if text]
     raise SnapshotError(
         f"{manifest.name} was made with {', '.join(others)}, which your models.toml names: another "

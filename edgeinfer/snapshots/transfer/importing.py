@@ -26,6 +26,7 @@ from edgeinfer.launcher import messages
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.names import Reference, reference, tamed_file_name
+from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, locked, need_room, room_errors, sha256_of, stamps, sync
@@ -313,7 +314,7 @@ class Placing:
     def _known_model(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel | None:
         """Find these files here, by any name. Raises SnapshotStaleError if others have this one."""
         wanted = [one.sha256 for one in files]
-        here = store.find_pulled(name)
+        here = resolve(name).pulled
         if here is None:
             pulled = store.list_pulled()
             return next((one for one in pulled if [file.sha256 for file in one.files] == wanted), None)

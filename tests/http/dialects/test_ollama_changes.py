@@ -16,6 +16,7 @@ from edgeinfer.cli.verbs.serve import pulled_models
 from edgeinfer.config.config_file import Config
 from edgeinfer.host import Host
 from edgeinfer.models import store
+from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
@@ -33,7 +34,7 @@ def _load(name, progress):
     if name == "fake":
         return Loaded(engine=FakeEngine())
     options = LoadOptions(n_ctx=256, n_parallel=1, n_threads=1)
-    return Loaded(engine=load_engine(store.model_files(name), options, None))
+    return Loaded(engine=load_engine(resolve(name).files(), options, None))
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def _create(here, gguf, name="mine"):
 def test_a_file_is_named_where_it_is_asked_copied_and_removed(here, gguf):
     assert _create(here, gguf, "mine:latest").json() == {"status": "success"}
     assert "mine:latest" in _names(here)
-    record = store.find_pulled("mine")
+    record = resolve("mine").pulled
     assert record.in_place
     assert _post(here, "/api/copy", source="mine", destination="yours").json() == {"status": "success"}
     assert _post(here, "/api/create", model="third", **{"from": "mine"}).status_code == 200
@@ -100,9 +101,9 @@ def test_a_copy_outlives_what_it_was_copied_from(here, hub):
     name = "someone.tiny-gguf-q8_0"
     _post(here, "/api/copy", source=name, destination="kept")
     here.client.request("DELETE", "/api/delete", json={"name": name})
-    (path,) = store.find_pulled("kept").paths
+    (path,) = resolve("kept").pulled.paths
     assert path.stat().st_nlink == 1
-    store.model_files("kept")
+    resolve("kept").files()
 
 
 def test_a_pull_says_how_far_it_is(here, hub):

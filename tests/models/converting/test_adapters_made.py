@@ -13,10 +13,11 @@ from raw_logits import read
 
 from edgeinfer.config.load_options import LORA, adapters_of
 from edgeinfer.errors import ConfigError, ConversionError, UsageError
-from edgeinfer.models import adapters, store
+from edgeinfer.models import adapters
 from edgeinfer.models.adapters import merge_model, pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 from edgeinfer.models.remove import remove
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
@@ -60,7 +61,7 @@ def test_applied_merged_and_added_to_the_checkpoint_are_one_model(name, tmp_path
         str(with_adapter_added(name, tmp_path / "added", 0.5 * ALPHA / RANK)),
         options=PullOptions(quantize="F32"),
     )
-    base = store.find_pulled("base").paths[0]
+    base = resolve("base").pulled.paths[0]
     plain = read(base, token_ids())
     applied = read(base, token_ids(), adapters={adapters.place("red"): 0.5})
     in_weights = read(merged.paths[0], token_ids())
@@ -79,7 +80,7 @@ def test_merging_is_what_float64_makes_of_it_and_leaves_the_rest_alone(tmp_path)
     pulled_base("qwen3", tmp_path)
     pull_adapter(str(make_peft(tmp_path / "red", "qwen3", ("o_proj",), use_rslora=True)), "base")
     merged = merge_model("base", "red:-0.25", "merged")
-    base = store.find_pulled("base").paths[0]
+    base = resolve("base").pulled.paths[0]
     kind, found = tensor_of(merged.paths[0], "blk.1.attn_output.weight")
     _, before = tensor_of(base, "blk.1.attn_output.weight")
     a, b = pairs("qwen3", ("o_proj",))["model.layers.1.self_attn.o_proj"]
@@ -155,7 +156,7 @@ def test_models_toml_names_adapters_which_who_asks_can_leave_out(user_models, tm
         '[models.base]\ntitle = "Base"\nsources = ["file:/x.gguf"]\n'
         'lora = [{ name = "red", scale = 0.5 }, { path = "~/blue.gguf" }]\n'
     )
-    files = store.model_files("base")
+    files = resolve("base").files()
     blue = os.path.expanduser("~/blue.gguf")
     assert LoadOptions().adapters(files) == (
         Adapter("red", str(adapters.place("red")), 0.5),

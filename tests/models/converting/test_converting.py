@@ -35,6 +35,7 @@ from edgeinfer.models.converting.convert import convert
 from edgeinfer.models.converting.families import FAMILIES
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.llama.vocab import Vocab
 
 MADE = sorted(path.stem for path in GOLDEN.glob("*.json"))
@@ -114,7 +115,7 @@ def test_a_repository_is_pulled_and_stored_in_the_type_that_is_named(
     options = PullOptions(patience=hasty)
     record = pull(f"{REPO}:Q8_0", options=options)
     assert (record.name, record.quantization) == ("someone.tiny-3.2-1b-q8_0", "Q8_0")
-    assert store.model_files(f"{REPO}:Q8_0").paths == tuple(map(str, record.paths))
+    assert resolve(f"{REPO}:Q8_0").files().paths == tuple(map(str, record.paths))
     assert pull(REPO, options=options).requantized_from == "BF16"  # Q4_K_M, by llama.cpp's quantizer
     asked = len(server.seen)
     assert pull(f"{REPO}:Q8_0", options=options) == record
@@ -136,7 +137,7 @@ def test_a_folder_is_pulled_under_its_name_and_left_as_it_is(tmp_path) -> None:
     folder = make_checkpoint("llama3", tmp_path / "My-Model-1.5", bf16=True)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     with pytest.raises(ModelNotPulledError, match="is a folder"):
-        store.model_files(str(folder))
+        resolve(str(folder)).files()
     record = pull(str(folder))
     assert (record.name, record.quantization, record.in_place) == ("my-model-1.5", "BF16", False)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before

@@ -19,10 +19,11 @@ from edgeinfer.errors import (
     OfflineError,
     SourceNotFoundError,
 )
-from edgeinfer.models import pins, store
+from edgeinfer.models import pins
 from edgeinfer.models.names import reference
 from edgeinfer.models.progress import Patience, PullProgress
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
 from ..conftest import part
@@ -45,11 +46,11 @@ def kept() -> int:
 
 
 def nothing_published() -> bool:
-    return store.find_pulled("tiny") is None and not list(paths.models_dir().glob("tiny/*.gguf"))
+    return resolve("tiny").pulled is None and not list(paths.models_dir().glob("tiny/*.gguf"))
 
 
 def is_right(body: bytes, sha256) -> bool:
-    record = store.find_pulled("tiny")
+    record = resolve("tiny").pulled
     return record is not None and record.paths[0].read_bytes() == body and record.sha256 == sha256(body)
 
 
@@ -65,7 +66,7 @@ def test_a_good_server(url, body, options, sha256) -> None:
         "done",
     ]
     assert not part().parent.exists()
-    assert store.model_files("tiny").sha256 == sha256(body)
+    assert resolve("tiny").files().sha256 == sha256(body)
 
 
 def test_here_already_asks_nobody(server, url, options) -> None:
@@ -79,11 +80,11 @@ def test_a_touched_file_is_hashed_again_and_vouched_for(server, url, body, optio
     path = pull(url, options=options).paths[0]
     path.touch()
     with pytest.raises(InvalidGgufError, match="was changed"):
-        store.model_files("tiny")
+        resolve("tiny").files()
     server.seen.clear()
     pull(url, options=options)
     assert server.seen == []
-    assert store.model_files("tiny").sha256 == sha256(body)
+    assert resolve("tiny").files().sha256 == sha256(body)
 
 
 def test_a_damaged_file_is_fetched_again(server, url, body, options, sha256) -> None:

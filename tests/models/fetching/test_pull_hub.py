@@ -11,6 +11,7 @@ import pytest
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.models import names, store
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 
 REPO = "someone/Tiny-GGUF"
 TOKEN = "hf_not_a_real_token"
@@ -50,7 +51,7 @@ def test_a_quantization_is_found(server, repo, body, options, sha256) -> None:
     assert record.name == "someone.tiny-gguf-q8_0"
     assert record.paths[0].read_bytes() == body
     assert record.source == f"hf:{REPO}:Q8_0"
-    assert store.model_files(f"{REPO}:Q8_0").sha256 == sha256(body)
+    assert resolve(f"{REPO}:Q8_0").files().sha256 == sha256(body)
 
 
 def test_a_file_is_found(server, repo, body, options) -> None:
@@ -180,7 +181,7 @@ def test_another_quantization_of_a_catalogue_model(server, repo, options, user_m
     assert record.name == "tiny:Q4_K_M"
     assert record.base == "tiny"
     assert record.folder.name == "tiny+q4_k_m"
-    assert store.model_files("tiny:Q4_K_M").paths == (str(record.paths[0]),)
+    assert resolve("tiny:Q4_K_M").files().paths == (str(record.paths[0]),)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import DownloadError, SourceNotFoundError
-from edgeinfer.models import store
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
 from ..conftest import part
@@ -34,7 +34,7 @@ def body(make_gguf) -> bytes:
 
 def nothing_wrong_is_published(body: bytes) -> None:
     """Whatever stands under the model's name is whole and right, or nothing does."""
-    record = store.find_pulled("tiny")
+    record = resolve("tiny").pulled
     if record is not None:
         assert record.paths[0].read_bytes() == body
     for path in paths.models_dir().glob("tiny/*.gguf"):
@@ -60,7 +60,7 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, f
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert json.loads(out)["result"]["sha256"] == hashlib.sha256(body).hexdigest()
-    assert store.model_files("tiny").paths
+    assert resolve("tiny").files().paths
     assert server.gets("/tiny.gguf")[-1].headers["range"].startswith("bytes=")
 
 
@@ -107,7 +107,7 @@ def test_kill_9_at_every_step_of_the_publication(server, url, body, start_cli, a
         killed += 1
     assert killed >= 5
     pull(url, options=PullOptions(name="tiny"))
-    assert store.model_files("tiny").sha256 == hashlib.sha256(body).hexdigest()
+    assert resolve("tiny").files().sha256 == hashlib.sha256(body).hexdigest()
 
 
 def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli, fault) -> None:

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import AuthenticationError, DownloadError, InterruptedByUser
-from edgeinfer.models import store
 from edgeinfer.models.fetching import download
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 
 from ..conftest import part
 
@@ -31,7 +31,7 @@ def options(hasty) -> PullOptions:
 
 
 def is_right(body: bytes) -> bool:
-    record = store.find_pulled("tiny")
+    record = resolve("tiny").pulled
     return record is not None and record.paths[0].read_bytes() == body and not part().parent.exists()
 
 

@@ -30,6 +30,7 @@ from edgeinfer.models import names, sources, store
 from edgeinfer.models.fetching import download, s3
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
 from ...conftest import BUILD_CACHE
@@ -83,7 +84,7 @@ def bucket(s3_url, store_settings, monkeypatch):
 
 
 def is_right(body: bytes, source: str) -> bool:
-    record = store.find_pulled("tiny")
+    record = resolve("tiny").pulled
     return record is not None and record.paths[0].read_bytes() == body and record.source == source
 
 
@@ -130,11 +131,11 @@ def test_a_signed_address_is_named_without_its_signature(bucket, body, options) 
     bucket("tiny.gguf", body)
     [remote] = s3.resolve(sources.StoredObject("models", "tiny.gguf"))
     pull(remote.url, options=options)
-    record = store.find_pulled("tiny")
+    record = resolve("tiny").pulled
     assert record is not None
     assert record.source == remote.url.partition("?")[0]
     assert b"ignature" not in (record.folder / store.RECORD).read_bytes()
-    assert store.find_pulled(remote.url) is not None
+    assert resolve(remote.url).pulled is not None
 
 
 def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, options, fault) -> None:

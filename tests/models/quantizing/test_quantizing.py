@@ -30,6 +30,7 @@ from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import helpers
 from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, scored
 from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
 pytestmark = pytest.mark.model
@@ -48,12 +49,12 @@ def gemma(gemma3: Path) -> str:
 def generated(model: str) -> str:
     """A few greedy tokens of the stored model, by the engine itself, in a process of its own."""
     program = (
-        "from edgeinfer.models.store import model_files\n"
+        "from edgeinfer.models.reference import resolve\n"
         "from edgeinfer.runtime.engine import load_engine\n"
         "from edgeinfer.runtime.options import LoadOptions\n"
         "from edgeinfer.runtime.requests import GenerateRequest, Sampling\n"
         "import sys\n"
-        "engine = load_engine(model_files(sys.argv[1]), LoadOptions(n_ctx=256, n_parallel=1), None)\n"
+        "engine = load_engine(resolve(sys.argv[1]).files(), LoadOptions(n_ctx=256, n_parallel=1), None)\n"
         "request = GenerateRequest(prompt='The capital of France is', max_tokens=8, "
         "sampling=Sampling(temperature=0))\n"
         "print(''.join(getattr(event, 'text', '') for event in engine.submit(request)))\n"
@@ -88,7 +89,7 @@ def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     done = quantize(gemma, "Q8_0", options=QuantizeOptions(perplexity=False))
     assert done.model.quantization == "Q8_0"
     assert done.before_perplexity is None
-    assert check(done.model.paths[0]).n_params == check(store.model_files(gemma).paths[0]).n_params
+    assert check(done.model.paths[0]).n_params == check(resolve(gemma).files().paths[0]).n_params
     assert "capital" in generated("gemma:Q8_0")
 
 
@@ -100,7 +101,7 @@ def test_a_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> 
     record = pull("small")
     assert (record.name, record.quantization, record.requantized_from) == ("small", "Q4_0", "Q4_1")
     assert record.paths[0].name == "SmolLM2-135M-Instruct.Q4_1-Q4_0.gguf"
-    assert store.model_files("small").stop == ("END",)
+    assert resolve("small").files().stop == ("END",)
     assert not (paths.models_dir() / ".partial/small").exists()
 
 
@@ -115,7 +116,7 @@ def test_quantize_writes_a_model_and_says_so(smol: str, capsys) -> None:
 def test_types_that_need_an_importance_matrix_say_so(gemma: str, kind: str) -> None:
     with pytest.raises(QuantizeError, match="importance matrix"):
         quantize(gemma, kind, options=QuantizeOptions(perplexity=False))
-    assert store.find_pulled(f"gemma:{kind}") is None
+    assert resolve(f"gemma:{kind}").pulled is None
 
 
 def importance(model: Path, place: Path, make_gguf, *, wrong: bool = False) -> str:
@@ -180,7 +181,7 @@ def test_cancelling_leaves_nothing(gemma: str) -> None:
 
     with pytest.raises(InterruptedByUser):
         quantize(gemma, "Q8_0", stop, cancel)
-    assert store.find_pulled("gemma:Q8_0") is None
+    assert resolve("gemma:Q8_0").pulled is None
     assert not list((paths.models_dir() / ".partial").rglob("*.part"))
 
 
@@ -195,14 +196,14 @@ def test_a_report_that_raises_ends_the_process_before_the_file(gemma: str) -> No
     with pytest.raises(Oops):
         quantize(gemma, "Q8_0", report)
     assert not list((paths.models_dir() / ".partial").rglob("*.part"))
-    assert store.find_pulled("gemma:Q8_0") is None
+    assert resolve("gemma:Q8_0").pulled is None
 
 
 def test_no_room(smol: str, monkeypatch) -> None:
     monkeypatch.setattr(helpers, "child_command", lambda module, *args: _with_a_full_disk(module, args))
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
-    assert store.find_pulled("smol:Q4_0") is None
+    assert resolve("smol:Q4_0").pulled is None
 
 
 def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
@@ -221,7 +222,7 @@ def test_a_quantizer_that_dies_takes_nobody_along(smol: str, monkeypatch) -> Non
     monkeypatch.setattr(helpers, "child_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(QuantizeError, match="SIGABRT"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
-    assert store.find_pulled("smol:Q4_0") is None
+    assert resolve("smol:Q4_0").pulled is None
 
 
 def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""Resolve what a person calls a model, once: `resolve` returns a `ModelRef` that callers pass on.
+
+A model reference is a path, a name here (`NAME`, `NAME:QUANT`), the source a model was pulled from, a
+name in another program's store, or a name of the catalogue whose files are not here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from edgeinfer.config.load_options import LORA
+from edgeinfer.errors import (
+    CatalogError,
+    InvalidGgufError,
+    ModelNotPulledError,
+    UnknownModelError,
+    UsageError,
+)
+from edgeinfer.models import gguf, names, sources
+from edgeinfer.models.catalog import Model, load_catalog, nearest
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.external_stores.reader import Found
+from edgeinfer.models.names import Reference
+from edgeinfer.models.store import PulledFile, PulledModel, list_pulled, read_record
+from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.requests import Sampling
+
+_E = TypeVar("_E", CatalogError, UsageError)
+
+
+class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A resolved model reference. `name` is the full name here; of a file, its absolute path.
+
+    `pulled` and `external` describe a model of that kind; `entry` is the catalogue's, if there is one.
+    """
+
+    text: str
+    kind: Literal["file", "pulled", "external", "absent"]
+    name: str
+    pulled: PulledModel | None = None
+    external: Found | None = None
+    entry: Model | None = None
+
+    @property
+    def parts(self) -> list[Path]:
+        """The files, absolute, in order, not verified; of a path, whether they are there or not."""
+        if self.kind == "file":
+            return names.split_parts(Path(self.name))
+        if self.external is not None:
+            return [Path(path) for path in self.external.paths]
+        return list(self.pulled.paths) if self.pulled is not None else []
+
+    def files(self, draft: str = "", progress: stores.Progress | None = None) -> ModelFiles:
+        """Verify the files of the model and of its draft: the catalogue's unless `draft` is given.
+
+        `progress` hears how far an external store's file is hashed, which is done once. "none" is no
+        draft model. Raises, for either, UnknownModelError with near names, ModelNotPulledError with the
+        command that pulls it, InvalidGgufError if a path is no GGUF or a pulled file was changed since,
+        ChecksumError if an external file differs from the digest in its name.
+        """
+        files = self._own_files(progress)
+        draft = draft or files.draft
+        if draft in ("", "none"):
+            return msgspec.structs.replace(files, draft="")
+        paths = resolve(draft)._own_files(progress).paths
+        return msgspec.structs.replace(files, draft=draft, draft_paths=paths)
+
+    def _own_files(self, progress: stores.Progress | None) -> ModelFiles:
+        if self.kind == "file":
+            return _files_of_path(Path(self.name))
+        if self.external is not None:
+            return stores.verified_files(self.external, progress)
+        if self.pulled is None:
+            raise self.absence()
+        for path, file in zip(self.pulled.paths, self.pulled.files, strict=True):
+            _refuse_changed(path, file, self.name)
+        return _files_of_pulled(self.pulled, self.entry)
+
+    def absence(self) -> CatalogError:
+        """Return the error for a model whose files are not here: unknown, or known and not pulled."""
+        if stores.is_name(self.text):
+            return stores.not_found(self.text)
+        if self.entry is not None or sources.looks_like_source(self.text):
+            return ModelNotPulledError(
+                f"{self.text} is not on this machine yet",
+                hint=f"pull it first: `edgeinfer pull {self.text}`{_offer()}",
+            )
+        known = [*load_catalog().models, *(model.name for model in list_pulled())]
+        hint = nearest(self.text.partition(":")[0].lower(), known)
+        return _with_suggestions(
+            UnknownModelError(f"no model is called {self.text!r}", hint=hint), self.text
+        )
+
+
+def resolve(text: str) -> ModelRef:
+    """Resolve a model reference; "absent" if its files are not here.
+
+    Raises UsageError for what is none, CatalogError for a record that cannot be read.
+    """
+    try:
+        return _resolve(text)
+    except UsageError as error:
+        raise _with_suggestions(error, text) from error
+
+
+def _resolve(text: str) -> ModelRef:
+    if names.is_path(text):
+        return ModelRef(text=text, kind="file", name=str(Path(text).expanduser().absolute()))
+    pulled = None if stores.is_name(text) else _find_pulled(text)
+    if pulled is not None:
+        entry = load_catalog().get(pulled.base)
+        return ModelRef(text=text, kind="pulled", name=pulled.name, pulled=pulled, entry=entry)
+    external = stores.find(text)
+    if external is not None:
+        return ModelRef(text=text, kind="external", name=external.name, external=external)
+    if sources.looks_like_source(text):
+        return ModelRef(text=text, kind="absent", name=text)
+    ref = names.reference(text)
+    return ModelRef(text=text, kind="absent", name=str(ref), entry=load_catalog().get(ref.name))
+
+
+def _find_pulled(text: str) -> PulledModel | None:
+    """Find a pulled model by name, by source, or by name and its own quantization."""
+    if sources.looks_like_source(text):
+        wanted = str(sources.parse(text))
+        return next((model for model in list_pulled() if model.source == wanted), None)
+    ref = names.reference(text)
+    exact = read_record(names.folder(ref))
+    if exact is not None or not ref.quant:
+        return exact
+    plain = read_record(names.folder(Reference(ref.name)))
+    return plain if plain is not None and plain.quantization == ref.quant else None
+
+
+def is_model(text: str) -> bool:
+    """Whether `text` is an existing GGUF file or a known or pulled model; never raises."""
+    if names.is_path(text):
+        return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
+    if "/" in text:
+        return not any(c.isspace() for c in text) and stores.find(text) is not None
+    try:
+        ref = _resolve(text)
+    except UsageError:
+        return False
+    except CatalogError:  # a record that cannot be read is a model's all the same
+        return True
+    return ref.kind != "absent" or ref.entry is not None
+
+
+def _offer() -> str:
+    usable = stores.usable() if not list_pulled() else []
+    if not usable:
+        return ""
+    more = f" ({len(usable) - 1} more: `edgeinfer list`)" if len(usable) > 1 else ""
+    first = usable[0]
+    return f", or use one that is here, from {first.store}: `edgeinfer chat {first.name}`{more}"
+
+
+def _with_suggestions(error: _E, text: str) -> _E:
+    near = stores.alike(text)
+    return type(error)(error.message, hint=f"did you mean {' or '.join(near[:3])}?") if near else error
+
+
+def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
+    files = ModelFiles(name=pulled.name, paths=tuple(map(str, pulled.paths)), sha256=pulled.sha256)
+    if entry is None:
+        return files
+    return msgspec.structs.replace(
+        files,
+        chat_template=entry.chat_template or None,
+        stop=entry.stop,
+        sampling=entry.sampling.over(Sampling()),
+        system_prompt=entry.system_prompt,
+        draft=entry.draft,
+        lora=str(LORA.parse(",".join(one.option for one in entry.lora))),
+    )
+
+
+def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:
+    try:
+        info = path.stat()
+    except OSError as error:
+        raise ModelNotPulledError(
+            f"{path}, a file of {name}, is gone: {error.strerror}",
+            hint=f"fetch it again: `edgeinfer pull {name}`",
+        ) from error
+    if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise InvalidGgufError(
+            f"{path} was changed after {name} was pulled",
+            hint=f"verify it again: `edgeinfer pull {name}`",
+        )
+
+
+def _files_of_path(path: Path) -> ModelFiles:
+    if path.is_dir():
+        raise ModelNotPulledError(
+            f"{path} is a folder: it is converted once, then used by its name",
+            hint=f"`edgeinfer pull {path}`",
+        )
+    parts = names.split_parts(path)
+    for part in parts:
+        gguf.check(part)
+    return ModelFiles(name=path.stem, paths=tuple(map(str, parts)))
