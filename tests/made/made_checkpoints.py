@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-GOLDEN = Path(__file__).parents[1] / "catalog/converting/golden"
+GOLDEN = Path(__file__).parents[1] / "models/converting/golden"
 N_VOCAB = 128
 N_TOKENS = 64
 #: The positions whose logits are kept.
