@@ -7,7 +7,6 @@ between steps.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +16,7 @@ import numpy as np
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.model import Loaded, context_params, make_context
+from edgeinfer.runtime.llama.model import Loaded, open_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.requests import check_length
 
@@ -46,11 +44,10 @@ class Embedder:
             Chosen(own, "the model's own") if own else Chosen(_MEAN, "the model names no pooling: mean")
         )
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
-        n_ctx_train = int(L.llama_model_n_ctx_train(loaded.model))
-        wanted = min(n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
+        wanted = min(loaded.n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
         # llama.cpp rounds its worst-case graph up to the sequences; pooling asserts on a difference
         self.max_tokens = max(1, wanted // _MAX_SEQUENCES) * _MAX_SEQUENCES
-        self._context: Any = None
+        self._context: ActiveContext | None = None
         self._batch: Batch | None = None
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
@@ -58,7 +55,7 @@ class Embedder:
         if not self.can_embed:
             raise InvalidRequestError("this model reranks and does not embed", param="model")
         inputs = [self._tokens(text, i) for i, text in enumerate(texts)]
-        vectors = self._run(inputs, int(L.llama_model_n_embd_out(self._loaded.model)))
+        vectors = self._run(inputs, self._loaded.n_embd)
         return [_normalised(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -69,10 +66,7 @@ class Embedder:
             self._checked(self._pair(query, document), i, "documents")
             for i, document in enumerate(documents)
         ]
-        return [
-            float(v[0])
-            for v in self._run(inputs, max(1, int(L.llama_model_n_cls_out(self._loaded.model))))
-        ]
+        return [float(v[0]) for v in self._run(inputs, max(1, self._loaded.n_classes))]
 
     def _tokens(self, text: str | Sequence[int], index: int) -> list[int]:
         vocab = self._loaded.vocab
@@ -103,17 +97,13 @@ class Embedder:
     def _pair(self, query: str, document: str) -> list[int]:
         """Pair by the model's own template, or as BOS query EOS SEP document EOS."""
         vocab = self._loaded.vocab
-        template = L.llama_model_chat_template(self._loaded.model, b"rerank")
+        template = self._loaded.chat_template("rerank")
         if template:
-            text = (
-                template.decode("utf-8", "replace")
-                .replace("{query}", self._control.guard(query))
-                .replace("{document}", self._control.guard(document))
-            )
+            text = template.replace("{query}", self._control.guard(query))
+            text = text.replace("{document}", self._control.guard(document))
             return self._control.tokenize(text)
-        bos, eos = L.llama_vocab_bos(vocab.pointer), L.llama_vocab_eos(vocab.pointer)
-        separator = L.llama_vocab_sep(vocab.pointer)
-        parts = [bos, *vocab.tokenize(query), eos, separator, *vocab.tokenize(document), eos]
+        bos, eos = vocab.bos, vocab.eos
+        parts = [bos, *vocab.tokenize(query), eos, vocab.sep, *vocab.tokenize(document), eos]
         return [t for t in parts if t >= 0]
 
     def _run(self, inputs: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:
@@ -135,44 +125,33 @@ class Embedder:
             yield group
 
     def _one_batch(self, group: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:
-        if self._context is None:
-            self._open()
-        assert self._batch is not None
+        if self._context is None or self._batch is None:
+            self._context, self._batch = self._open()
         self._batch.clear()
         for i, tokens in enumerate(group):
             self._batch.add(tokens, 0, i, outputs=len(tokens))
-        memory = L.llama_get_memory(self._context)
-        if memory:
-            L.llama_memory_clear(memory, False)
-        code = self._batch.decode(ActiveContext(self._context, memory))
+        self._context.clear()
+        code = self._batch.decode(self._context)
         if code:
             raise DecodeError(
                 f"llama_decode returned {code} for {self._batch.n_tokens} tokens to embed"
             )
-        return [self._vector(i, width) for i in range(len(group))]
+        return [self._context.embedding(i, width) for i in range(len(group))]
 
-    def _vector(self, seq_id: int, width: int) -> np.ndarray[Any, Any]:
-        pointer = L.llama_get_embeddings_seq(self._context, seq_id)
-        if not pointer:
-            raise DecodeError("llama.cpp gave no embedding")
-        row: Any = (ctypes.c_float * width).from_address(ctypes.addressof(pointer.contents))
-        return np.frombuffer(row, dtype=np.float32).astype(np.float64)
-
-    def _open(self) -> None:
-        loaded = self._loaded
-        params = context_params(
-            self._options, self.max_tokens, self.max_tokens, _MAX_SEQUENCES, loaded.n_threads
-        )
-        params.embeddings = True
-        params.pooling_type = self.pooling.value
-        self._context, _ = make_context(loaded.model, params)
-        self._batch = Batch(
-            capacity=self.max_tokens,
-            max_outputs=self.max_tokens,
-            n_vocab=loaded.vocab.n_vocab,
+    def _open(self) -> tuple[ActiveContext, Batch]:
+        loaded, n = self._loaded, self.max_tokens
+        context = open_context(
+            loaded.model,
+            self._options,
+            n_cells=n,
+            n_batch=n,
             n_seq_max=_MAX_SEQUENCES,
-            n_cells=self.max_tokens,
+            n_threads=loaded.n_threads,
+            pooling=self.pooling.value,
         )
+        n_vocab = loaded.vocab.n_vocab
+        batch = Batch(capacity=n, max_outputs=n, n_vocab=n_vocab, n_seq_max=_MAX_SEQUENCES, n_cells=n)
+        return context, batch
 
     def warm_up(self) -> None:
         """Embed or rank a word, so that the first real text pays for nothing."""
@@ -184,12 +163,12 @@ class Embedder:
     def set_threads(self, n: int) -> None:
         """Decode threads from now on."""
         if self._context is not None:
-            L.llama_set_n_threads(self._context, n, n)
+            self._context.set_threads(n)
 
     def close(self) -> None:
         """Free the context. Idempotent; not while work runs."""
         if self._context is not None:
-            L.llama_free(self._context)
+            self._context.free()
             self._context = self._batch = None
 
 

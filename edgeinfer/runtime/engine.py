@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from edgeinfer.runtime.kv_cache.cache import KvCache
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Points
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends.devices import Wishes
-from edgeinfer.runtime.llama.context import ActiveContext, Batch, LlamaMemory
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import Loaded, load_model
 from edgeinfer.runtime.loop import DecodeLoop
@@ -33,13 +32,7 @@ from edgeinfer.runtime.options import (
     ModelFiles,
 )
 from edgeinfer.runtime.prefix_cache.lookup import BlockCache
-from edgeinfer.runtime.prefix_cache.opening import (
-    can_cut,
-    make_states,
-    run_check,
-    scratch_id,
-    sliding_window,
-)
+from edgeinfer.runtime.prefix_cache.opening import make_states, run_check, scratch_id
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_length, preparing
 from edgeinfer.runtime.sampling.draft_model import DraftModel
@@ -75,7 +68,7 @@ class LlamaEngine:
 
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
         self._loaded = loaded
-        self._active = ActiveContext(loaded.context, loaded.memory, loaded.cells)
+        self._active = loaded.active_context()
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
         self._conversations = load_conversations(template_facts(files, options, loaded))
         self._constraints = Constraints()
@@ -327,7 +320,7 @@ class LlamaEngine:
 
     def _set_threads(self, n_threads: int) -> None:
         self._loaded.n_threads = n_threads
-        libllama.lib().llama_set_n_threads(self._active.context, n_threads, n_threads)
+        self._active.set_threads(n_threads)
         self._embedder.set_threads(n_threads)
         if self._draft is not None:
             self._draft.set_threads(n_threads)
@@ -353,13 +346,13 @@ class LlamaEngine:
 
 
 def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
-    cuttable = can_cut(loaded)
+    cuttable = loaded.supports_truncation
     kv = KvCache(
-        LlamaMemory(active),
+        active,
         n_cells=loaded.n_cells,
         n_seq_max=scratch_id(loaded),
         whole_only=not cuttable,
-        window=sliding_window(loaded),
+        window=loaded.sliding_window,
     )
     states = make_states(loaded, active) if loaded.memory else None
     if not cuttable and states is not None:
@@ -403,26 +396,25 @@ def make_info(
     embedder: Embedder,
 ) -> EngineInfo:
     """Describe a loaded model and the choices made for it."""
-    llama = libllama.lib()
     meta = loaded.meta
     draft = Chosen(files.draft or "none", "as asked, or as the catalogue says")
     return EngineInfo(
         model=files.name,
         sha256=files.sha256,
-        description=_description(loaded),
+        description=loaded.description,
         architecture=meta.get("general.architecture", ""),
-        n_params=int(llama.llama_model_n_params(loaded.model)),
+        n_params=loaded.n_params,
         n_vocab=loaded.vocab.n_vocab,
         n_ctx=loaded.n_ctx,
-        n_ctx_train=int(llama.llama_model_n_ctx_train(loaded.model)),
+        n_ctx_train=loaded.n_ctx_train,
         n_parallel=loaded.n_parallel,
-        n_embd=int(llama.llama_model_n_embd_out(loaded.model)),
+        n_embd=loaded.n_embd,
         n_ctx_embed=embedder.max_tokens,
         weights_bytes=loaded.shape.weights_bytes,
         kv_bytes=loaded.kv_bytes,
         compute_bytes=loaded.compute_bytes,
         least_kv_bytes=loaded.least_kv_bytes,
-        chat_template=chat_template(files, loaded),
+        chat_template=files.chat_template or loaded.chat_template(),
         bos_token=_piece(loaded, loaded.vocab.bos),
         eos_token=_piece(loaded, loaded.vocab.eos),
         can_generate=loaded.can_generate,
@@ -430,7 +422,7 @@ def make_info(
         can_rerank=embedder.can_rerank,
         can_infill=loaded.can_generate and loaded.vocab.fim is not None,
         can_think=conversations.can_think,
-        can_shift=bool(loaded.memory and libllama.L.llama_memory_can_shift(loaded.memory)),
+        can_shift=loaded.can_shift,
         tool_format=conversations.tool_format,
         system_prompt=files.system_prompt,
         sampling=files.sampling,
@@ -450,20 +442,6 @@ def _piece(loaded: Loaded, token: int) -> str:
     return loaded.vocab.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
 
-def _description(loaded: Loaded) -> str:
-    buffer = ctypes.create_string_buffer(256)
-    libllama.lib().llama_model_desc(loaded.model, buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace")
-
-
-def chat_template(files: ModelFiles, loaded: Loaded) -> str:
-    """The template that the catalogue names, else the file's own; "" where there is none."""
-    if files.chat_template:
-        return files.chat_template
-    text = libllama.lib().llama_model_chat_template(loaded.model, None)
-    return text.decode("utf-8", "replace") if text else ""
-
-
 def template_facts(files: ModelFiles, options: LoadOptions, loaded: Loaded) -> TemplateFacts:
     """What is known of a model's way of talking before its template is read."""
     vocab, meta = loaded.vocab, loaded.meta
@@ -473,7 +451,7 @@ def template_facts(files: ModelFiles, options: LoadOptions, loaded: Loaded) -> T
         if k.startswith("tokenizer.chat_template.")
     }
     return TemplateFacts(
-        template=chat_template(files, loaded),
+        template=files.chat_template or loaded.chat_template(),
         named_templates=named,
         architecture=meta.get("general.architecture", ""),
         name=files.name,

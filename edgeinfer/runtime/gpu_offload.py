@@ -8,7 +8,6 @@ and their streams do not end."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from edgeinfer.errors import (
     DecodeError,
@@ -33,7 +31,13 @@ from edgeinfer.runtime.llama.backends.devices import Device, Wishes
 from edgeinfer.runtime.llama.backends.devices import Loaded as LoadedBackend
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import Held, LoraAdapters
-from edgeinfer.runtime.llama.model import Loaded, Placement, open_model, with_another_context
+from edgeinfer.runtime.llama.model import (
+    Loaded,
+    Placement,
+    free_model,
+    open_model,
+    with_another_context,
+)
 from edgeinfer.runtime.memory_plan.offload import Offload, Room, fewer, make_offload
 from edgeinfer.runtime.memory_plan.plan import choose_repack
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -135,13 +139,14 @@ class Attachment:
             raise EngineClosedError("the engine is closed")
         self._lora.enter(target.loaded.model, target.active.adapters)
         self._blocks.leave()
-        knows = move_state(self._active, target.active)
+        knows = self._active.copy_state_to(target.active)
         self._scheduler.go_over(target.active, knows=knows, on_device=True)
         self._mark_cells()
         self._scheduler.on_failed_step = self._failed
         self._target = target
-        libllama.L.llama_memory_clear(self._cpu.memory, False)
-        self._cpu.cells.give_back()
+        cpu = self._cpu.active_context()
+        cpu.clear()
+        cpu.cells.give_back()
         self._enter(target.loaded)
 
     def _mark_cells(self) -> None:
@@ -162,7 +167,7 @@ class Attachment:
         names = self._note_failure(target, error.message)
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
         self._blocks.leave()
-        active = ActiveContext(self._cpu.context, self._cpu.memory, self._cpu.cells)
+        active = self._cpu.active_context()
         active.adapters = self._lora.leave()
         self._scheduler.go_over(active, knows=False, on_device=False)
         self._enter(self._cpu)
@@ -170,7 +175,7 @@ class Attachment:
 
     def _enter(self, loaded: Loaded) -> None:
         self.loaded = loaded
-        libllama.L.llama_set_n_threads(loaded.context, self._cpu.n_threads, self._cpu.n_threads)
+        loaded.active_context().set_threads(self._cpu.n_threads)
         self._blocks.enter(loaded)
 
 
@@ -239,7 +244,6 @@ class EngineBlocks:
             self._left.pop().join(FLUSH_S)
 
 
-_BYTES = ctypes.POINTER(ctypes.c_uint8)
 _WARM_UP_TOKENS = 64
 
 
@@ -271,7 +275,7 @@ class Target:
             batch.add(tokens, at, 0, outputs=1)
             if code := batch.decode(self.active):
                 raise DecodeError(f"llama_decode returned {code} for {len(tokens)} tokens")
-        libllama.L.llama_memory_seq_rm(self.active.memory, 0, -1, -1)
+        self.active.remove(0)
 
 
 class NoTarget(Exception):
@@ -327,20 +331,8 @@ def _load(
     try:
         loaded = with_another_context(cpu, model, options)
     except BaseException:
-        libllama.L.llama_model_free(model)
+        free_model(model)
         raise
     layers = Chosen(str(offload), offload.reason)
     loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
-    return Target(
-        loaded, ActiveContext(loaded.context, loaded.memory, loaded.cells), offload, placement
-    )
-
-
-def move_state(source: ActiveContext, target: ActiveContext) -> bool:
-    """Give one context everything that another has computed. False when it does not take it."""
-    llama = libllama.L
-    size = int(llama.llama_state_get_size(source.context))
-    state = np.empty(size, np.uint8)
-    pointer = state.ctypes.data_as(_BYTES)
-    n = int(llama.llama_state_get_data(source.context, pointer, size))
-    return bool(n and llama.llama_state_set_data(target.context, pointer, n) == n)
+    return Target(loaded, loaded.active_context(), offload, placement)

@@ -16,23 +16,70 @@ from edgeinfer.runtime.llama.libllama import L
 
 
 class ActiveContext:
-    """llama.cpp's pointers of one context, for whoever would otherwise keep them. One thread.
+    """The context that decodes, and its memory's sequences: the KV cache's `Memory`. One thread.
 
-    `cells`: where its KV cache lies; `adapters`: its model's LoRA adapters by their files' stamps.
+    `context` is llama.cpp's pointer; `cells`: where its KV cache lies; `adapters`: its model's LoRA
+    adapters by their files' stamps.
     """
 
     __slots__ = ("adapters", "cells", "context", "memory")
 
-    def __init__(self, context: Any, memory: Any = None, cells: CellMemory = NO_CELLS) -> None:
+    def __init__(self, context: Any, cells: CellMemory = NO_CELLS) -> None:
         self.context = context
-        self.memory = memory
+        self.memory = L.llama_get_memory(context) if context else None
         self.cells = cells
         self.adapters: dict[str, Any] = {}
 
-    def become(self, other: ActiveContext) -> None:
-        """Be another context from now on."""
+    def replace(self, other: ActiveContext) -> None:
+        """Switch to another context."""
         self.context, self.memory = other.context, other.memory
         self.cells, self.adapters = other.cells, other.adapters
+
+    @property
+    def n_cells(self) -> int:
+        return int(L.llama_n_ctx(self.context))
+
+    def set_threads(self, n: int) -> None:
+        """Decode with `n` threads from now on."""
+        L.llama_set_n_threads(self.context, n, n)
+
+    def free(self) -> None:
+        """Free the context. Idempotent."""
+        if self.context:
+            L.llama_free(self.context)
+            self.context = self.memory = None
+
+    def remove(self, seq_id: int, start: int = -1, end: int = -1) -> bool:
+        return bool(L.llama_memory_seq_rm(self.memory, seq_id, start, end))
+
+    def copy(self, source: int, target: int, end: int) -> None:
+        L.llama_memory_seq_cp(self.memory, source, target, 0, end)
+
+    def shift(self, seq_id: int, start: int, delta: int) -> None:
+        L.llama_memory_seq_add(self.memory, seq_id, start, -1, delta)
+
+    def first(self, seq_id: int) -> int:
+        return int(L.llama_memory_seq_pos_min(self.memory, seq_id))
+
+    def clear(self, *, zeros: bool = False) -> None:
+        """Remove every sequence; with `zeros` overwrite the cells too."""
+        if self.memory:
+            L.llama_memory_clear(self.memory, zeros)
+
+    def copy_state_to(self, target: ActiveContext) -> bool:
+        """Give `target` everything that this context has computed. False if it does not fit."""
+        state = np.empty(int(L.llama_state_get_size(self.context)), np.uint8)
+        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        n = int(L.llama_state_get_data(self.context, pointer, len(state)))
+        return bool(n and L.llama_state_set_data(target.context, pointer, n) == n)
+
+    def embedding(self, seq_id: int, width: int) -> npt.NDArray[np.float64]:
+        """Return a copy of the pooled embedding of a sequence. Raises DecodeError without one."""
+        pointer = L.llama_get_embeddings_seq(self.context, seq_id)
+        if not pointer:
+            raise DecodeError("llama.cpp gave no embedding")
+        row: Any = (ctypes.c_float * width).from_address(ctypes.addressof(pointer.contents))
+        return np.frombuffer(row, dtype=np.float32).astype(np.float64)
 
 
 _I32 = ctypes.POINTER(ctypes.c_int32)
@@ -127,25 +174,6 @@ class Logits:
             raise DecodeError(f"token {index} of the batch has no logits")
         row: Any = self._row_type.from_address(ctypes.addressof(pointer.contents))
         return np.frombuffer(row, dtype=np.float32)
-
-
-class LlamaMemory:
-    """The `Memory` of the KV cache's bookkeeping, in the active context."""
-
-    def __init__(self, active: ActiveContext) -> None:
-        self._active = active
-
-    def remove(self, seq_id: int, start: int, end: int) -> bool:
-        return bool(L.llama_memory_seq_rm(self._active.memory, seq_id, start, end))
-
-    def copy(self, source: int, target: int, end: int) -> None:
-        L.llama_memory_seq_cp(self._active.memory, source, target, 0, end)
-
-    def shift(self, seq_id: int, start: int, delta: int) -> None:
-        L.llama_memory_seq_add(self._active.memory, seq_id, start, -1, delta)
-
-    def first(self, seq_id: int) -> int:
-        return int(L.llama_memory_seq_pos_min(self._active.memory, seq_id))
 
 
 class Abort:

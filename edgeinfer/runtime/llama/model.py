@@ -17,6 +17,7 @@ from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.platform.machine import read_machine, read_rate
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory, cell_memory
+from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.mappings import HugePages
 from edgeinfer.runtime.llama.sparse_buffers import Buffer, sparse_buffers
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -63,6 +64,55 @@ class Loaded:
     def can_generate(self) -> bool:
         """False for encoders, which only embed."""
         return bool(self.memory)
+
+    @property
+    def supports_truncation(self) -> bool:
+        """False for recurrent and hybrid models, whose sequences cannot be truncated anywhere."""
+        return not self.shape.is_recurrent
+
+    @property
+    def sliding_window(self) -> int:
+        """Positions that layers with a sliding window see; 0 without such layers."""
+        return int(libllama.L.llama_model_n_swa(self.model))
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether a full context can drop its oldest tokens."""
+        return bool(self.memory and libllama.L.llama_memory_can_shift(self.memory))
+
+    @property
+    def n_params(self) -> int:
+        return int(libllama.L.llama_model_n_params(self.model))
+
+    @property
+    def n_ctx_train(self) -> int:
+        return int(libllama.L.llama_model_n_ctx_train(self.model))
+
+    @property
+    def n_embd(self) -> int:
+        """Width of an embedding."""
+        return int(libllama.L.llama_model_n_embd_out(self.model))
+
+    @property
+    def n_classes(self) -> int:
+        """Width of a reranking head's output."""
+        return int(libllama.L.llama_model_n_cls_out(self.model))
+
+    @property
+    def description(self) -> str:
+        """llama.cpp's line on architecture, size and type."""
+        buffer = ctypes.create_string_buffer(256)
+        libllama.L.llama_model_desc(self.model, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    def chat_template(self, name: str | None = None) -> str:
+        """The file's own template, or the one called `name`; "" without one."""
+        text = libllama.L.llama_model_chat_template(self.model, name.encode() if name else None)
+        return text.decode("utf-8", "replace") if text else ""
+
+    def active_context(self) -> ActiveContext:
+        """The main context for a decode loop."""
+        return ActiveContext(self.context, self.cells)
 
     def free(self) -> None:
         """Give everything back. Idempotent; nothing may use the pointers afterwards."""
@@ -173,6 +223,11 @@ def _last_words() -> str:
     return "; ".join(libllama.recent_log(3)) or "no reason given"
 
 
+def free_model(model: Any) -> None:
+    """Free a model that nothing uses any more."""
+    libllama.L.llama_model_free(model)
+
+
 def read_meta(model: Any) -> dict[str, str]:
     """The file's scalar metadata as text."""
     llama = libllama.lib()
@@ -222,7 +277,7 @@ def _with_context(
 ) -> Loaded:
     llama = libllama.lib()
     options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
-    context, lines, buffers = _make_context(model, _planned_params(options, plan))
+    context, lines, buffers = make_context(model, _planned_params(options, plan))
     choices = _choices(plan, options, lines)
     n_cells = int(llama.llama_n_ctx(context))
     return Loaded(
@@ -255,7 +310,7 @@ def with_another_context(loaded: Loaded, model: Any, options: LoadOptions) -> Lo
     kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
     params = _planned_params(msgspec.structs.replace(options, **kept), loaded.plan)
     params.n_threads = params.n_threads_batch = loaded.n_threads
-    context, lines, buffers = _make_context(model, params)
+    context, lines, buffers = make_context(model, params)
     return replace(
         loaded,
         model=model,
@@ -311,13 +366,35 @@ def context_params(
     return params
 
 
-def make_context(model: Any, params: Any) -> tuple[Any, list[str]]:
-    """A context and what llama.cpp said while making it. Raises ModelLoadError, OutOfMemoryError."""
-    return _make_context(model, params)[:2]
+def open_context(
+    model: Any,
+    options: LoadOptions,
+    *,
+    n_cells: int,
+    n_batch: int,
+    n_seq_max: int,
+    n_threads: int,
+    n_outputs: int = 0,
+    pooling: int | None = None,
+) -> ActiveContext:
+    """Make another context for a model; with `pooling` (llama.cpp's number) it embeds.
+
+    Raises ModelLoadError, OutOfMemoryError.
+    """
+    params = context_params(options, n_cells, n_batch, n_seq_max, n_threads)
+    if n_outputs:
+        params.n_outputs_max = n_outputs
+    if pooling is not None:
+        params.embeddings = True
+        params.pooling_type = pooling
+    return ActiveContext(make_context(model, params)[0])
 
 
-def _make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
-    """A context, what llama.cpp said while making it, and its large buffers that hold zeros."""
+def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
+    """Make a context; with it, llama.cpp's log meanwhile and the large buffers that hold zeros.
+
+    Raises ModelLoadError, OutOfMemoryError.
+    """
     llama = libllama.lib()
     with libllama.registry_lock:
         libllama.clear_log()

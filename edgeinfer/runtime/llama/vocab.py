@@ -37,6 +37,7 @@ class Vocab:
         self.n_vocab: int = L.llama_vocab_n_tokens(self.pointer)
         self.bos: int = L.llama_vocab_bos(self.pointer)
         self.eos: int = L.llama_vocab_eos(self.pointer)
+        self.sep: int = L.llama_vocab_sep(self.pointer)
         self.adds_bos: bool = L.llama_vocab_get_add_bos(self.pointer)
         self.kind: int = L.llama_vocab_type(self.pointer)
         self._normalizer = _read_normalizer(model)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from edgeinfer.runtime.kv_cache.cache import KvCache
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext
-from edgeinfer.runtime.llama.model import Loaded, context_params, make_context
+from edgeinfer.runtime.llama.model import Loaded, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.keys import model_key
@@ -59,43 +57,43 @@ def run_check(options: LoadOptions, loaded: Loaded) -> str:
 
 
 def _check(options: LoadOptions, loaded: Loaded) -> BlockCheck:
-    window = sliding_window(loaded)
+    window = loaded.sliding_window
+    options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
+
+    def open_small(n_cells: int, n_seq: int) -> ActiveContext:
+        return open_context(
+            loaded.model,
+            options,
+            n_cells=n_cells,
+            n_batch=_CHECK_BATCH,
+            n_seq_max=n_seq,
+            n_threads=loaded.n_threads,
+            n_outputs=n_seq,
+        )
+
     return BlockCheck(
-        lambda n_cells, n_seq: _small_context(loaded, options, n_cells, n_seq),
+        open_small,
         loaded.vocab.n_vocab,
         window,
         block_tokens(window),
-        can_cut=can_cut(loaded),
+        can_cut=loaded.supports_truncation,
     )
 
 
 def size_of_blocks(loaded: Loaded) -> int:
     """Tokens of a block. One of a recurrent model carries its state besides, which of some is large."""
     is_large = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
-    return _LONG_BLOCK if is_large else block_tokens(sliding_window(loaded))
-
-
-def can_cut(loaded: Loaded) -> bool:
-    """Whether the states of this model can be cut anywhere: not those of recurrent and hybrid ones."""
-    llama = libllama.lib()
-    return not (
-        llama.llama_model_is_recurrent(loaded.model) or llama.llama_model_is_hybrid(loaded.model)
-    )
+    return _LONG_BLOCK if is_large else block_tokens(loaded.sliding_window)
 
 
 def make_states(loaded: Loaded, active: ActiveContext) -> SequenceStates:
     """The states of the engine's context."""
-    return SequenceStates(active, scratch_id(loaded), can_cut=can_cut(loaded))
+    return SequenceStates(active, scratch_id(loaded), can_cut=loaded.supports_truncation)
 
 
 def scratch_id(loaded: Loaded) -> int:
     """The sequence id that parts of states pass through; the books of the cache do not give it away."""
     return loaded.n_seq_max - 1
-
-
-def sliding_window(loaded: Loaded) -> int:
-    """Positions that layers with a sliding window see; 0 without such layers."""
-    return int(libllama.lib().llama_model_n_swa(loaded.model))
 
 
 def identity(loaded: Loaded, size: int) -> dict[str, str]:
@@ -113,10 +111,3 @@ def identity(loaded: Loaded, size: int) -> dict[str, str]:
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
         "block": str(size),
     }
-
-
-def _small_context(loaded: Loaded, options: LoadOptions, n_cells: int, n_seq: int) -> Any:
-    options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
-    params = context_params(options, n_cells, _CHECK_BATCH, n_seq, loaded.n_threads)
-    params.n_outputs_max = n_seq
-    return make_context(loaded.model, params)[0]

@@ -10,13 +10,11 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.runtime.kv_cache.sequence_state import State
-from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext, Batch, Logits
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
@@ -46,7 +44,7 @@ class BlockCheck:
 
     def __init__(
         self,
-        make_context: Callable[[int, int], Any],
+        make_context: Callable[[int, int], ActiveContext],
         n_vocab: int,
         window: int,
         block_tokens: int,
@@ -68,7 +66,6 @@ class BlockCheck:
         return next(self._work)
 
     def _compare(self) -> Iterator[str | None]:
-        llama = libllama.lib()
         self._tokens = np.random.default_rng(7).integers(0, self._n_vocab, self.n_tokens).tolist()
         context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
         try:
@@ -80,7 +77,7 @@ class BlockCheck:
             blocks = list(self._read_blocks(probe.states))
             wanted = self._answers(probe, points)
             yield None
-            llama.llama_memory_clear(probe.memory, True)
+            context.clear(zeros=True)
             if None in blocks or not all(
                 probe.states.write(_SEQ_ID, b) for b in blocks if b is not None
             ):
@@ -89,7 +86,7 @@ class BlockCheck:
             probe.go_back(points[1], len(self._tokens))
             found = self._answers(probe, points)
         finally:
-            llama.llama_free(context)
+            context.free()
         worst = max(float(np.abs(a - b).max()) for a, b in zip(wanted, found, strict=True))
         yield "exact" if worst == 0 else f"after a restore the next logits differ by {worst:.3g}"
 
@@ -107,18 +104,12 @@ class BlockCheck:
 
 
 class _Probe:
-    def __init__(self, context: Any, n_vocab: int, *, can_cut: bool) -> None:
-        llama = libllama.lib()
+    def __init__(self, context: ActiveContext, n_vocab: int, *, can_cut: bool) -> None:
         self._can_cut = can_cut
-        self.memory = llama.llama_get_memory(context)
-        self._active = ActiveContext(context, self.memory)
+        self._active = context
         self.states = SequenceStates(self._active, _SCRATCH, can_cut=can_cut)
         self._batch = Batch(
-            capacity=_CHUNK,
-            max_outputs=1,
-            n_vocab=n_vocab,
-            n_seq_max=_N_SEQ,
-            n_cells=int(llama.llama_n_ctx(context)),
+            capacity=_CHUNK, max_outputs=1, n_vocab=n_vocab, n_seq_max=_N_SEQ, n_cells=context.n_cells
         )
         self._logits = Logits(self._active, n_vocab)
 
@@ -145,7 +136,7 @@ class _Probe:
         """Keep the first `n` positions, where `point` was taken."""
         if point is not None:
             self.states.write_point(_SEQ_ID, point)
-        libllama.lib().llama_memory_seq_rm(self.memory, _SEQ_ID, n, -1)
+        self._active.remove(_SEQ_ID, n)
 
 
 class Proof:

@@ -10,9 +10,8 @@ import numpy as np
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.kv_cache.cache import common_prefix
-from edgeinfer.runtime.llama.context import ActiveContext, Batch, Logits
-from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.model import Loaded, context_params, make_context, open_model
+from edgeinfer.runtime.llama.context import Batch, Logits
+from edgeinfer.runtime.llama.model import Loaded, free_model, open_context, open_model
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.sampling.speculative import Acceptance
@@ -33,15 +32,18 @@ class DraftModel:
         try:
             self._vocab = Vocab(self._model)
             check_same_vocabulary(main.vocab, self._vocab)
-            params = context_params(
-                options, main.n_cells, main.n_batch, main.n_parallel, main.n_threads
+            self._active = open_context(
+                self._model,
+                options,
+                n_cells=main.n_cells,
+                n_batch=main.n_batch,
+                n_seq_max=main.n_parallel,
+                n_threads=main.n_threads,
+                n_outputs=main.n_parallel,
             )
-            params.n_outputs_max = main.n_parallel
-            context, _ = make_context(self._model, params)
         except BaseException:
-            L.llama_model_free(self._model)
+            free_model(self._model)
             raise
-        self._active = ActiveContext(context, L.llama_get_memory(context))
         self._logits = Logits(self._active, self._vocab.n_vocab)
         self._batch = Batch(
             capacity=main.n_batch,
@@ -71,7 +73,7 @@ class DraftModel:
 
     def give_back(self, slot: int) -> None:
         """Forget a sequence."""
-        L.llama_memory_seq_rm(self._active.memory, slot, -1, -1)
+        self._active.remove(slot)
         del self._held[slot]
         self._free.append(slot)
 
@@ -93,7 +95,7 @@ class DraftModel:
     def _catch_up(self, slot: int, tokens: Sequence[int]) -> bool:
         held = self._held[slot]
         n = min(common_prefix(held, tokens), len(tokens) - 1)
-        L.llama_memory_seq_rm(self._active.memory, slot, n, -1)
+        self._active.remove(slot, n)
         del held[n:]
         while len(held) < len(tokens):
             if not self._compute(slot, list(tokens[len(held) : len(held) + self._batch.capacity])):
@@ -111,7 +113,7 @@ class DraftModel:
         return True
 
     def _forget_all(self) -> None:
-        L.llama_memory_clear(self._active.memory, False)
+        self._active.clear()
         for held in self._held.values():
             held.clear()
 
@@ -121,15 +123,14 @@ class DraftModel:
 
     def set_threads(self, n: int) -> None:
         """Decode threads from now on."""
-        L.llama_set_n_threads(self._active.context, n, n)
+        self._active.set_threads(n)
 
     def close(self) -> None:
         """Free model and context. Idempotent."""
         if self._model:
-            L.llama_free(self._active.context)
-            L.llama_model_free(self._model)
+            self._active.free()
+            free_model(self._model)
             self._model = None
-            self._active.become(ActiveContext(None))
 
 
 class ModelDrafter:

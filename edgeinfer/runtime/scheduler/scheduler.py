@@ -136,7 +136,7 @@ class Scheduler:
                 self.prefixes.give_up(seq, keep=False)
             self.kv.drop_idle(pinned=True)
         self._planner.exactness = Exactness(rows=1, cells=None) if on_device else self._exactness
-        self._active.become(active)
+        self._active.replace(active)
         self.execution.use_abort()
 
     def forget_adapters(self, stamps: Collection[str]) -> bool:
