@@ -51,6 +51,7 @@ class ExchangeMiddleware(_EndpointMiddleware):
             "x-content-type-options": "nosniff",
         }
         scope["edgeinfer"] = exchange
+        scope["app"] = self
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -249,8 +250,7 @@ def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
     if endpoint.payloads:
         app = PayloadMiddleware(app, endpoint.payloads, endpoint.log)
     app = RecordMiddleware(app, endpoint)
-    endpoint.app = ExchangeMiddleware(app, endpoint)
-    return endpoint.app
+    return ExchangeMiddleware(app, endpoint)
 
 
 async def _route(scope: Scope, receive: Receive, send: Send) -> None:

@@ -26,14 +26,13 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.middlewares import build_app
 from edgeinfer.server.observe.logs import capture_loop, capture_uvicorn
 
-#: After a drain's cancellations, this long for their last words to reach the clients.
-_LAST_WORDS_S = 2.0
+#: After a drain has cancelled the answers, clients get this long (s) to receive their last events.
+_DELIVERY_S = 2.0
 #: A connection accepted just now may be in its TLS handshake still, and is in no list.
-_ACCEPTED_S = 2.0
-_LOOK_S = 0.05
-#: How often, in seconds, it is looked whether other models have their snapshots by now, and whether
-#: answers are kept that somebody may come back for.
-_LOOK_AT_OTHERS_S = 5.0
+_ACCEPT_S = 2.0
+_POLL_S = 0.05
+#: Pause (s) between checks whether the other models have snapshots and no stored answers are left.
+_WARM_POLL_S = 5.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,67 +51,70 @@ class Ended(msgspec.Struct, frozen=True):
     cut_short: bool = False
 
 
-async def run(
-    endpoint: Endpoint,
-    gate: Gate,
-    listeners: Sequence[socket.socket],
-    options: RunOptions,
-    hand_over: HandOver | None = None,
-) -> Ended:
-    """Serve until a signal, idleness or a successor, and close the endpoint's models then.
+class EndpointServer(uvicorn.Server):
+    """uvicorn around one endpoint. `handoff`: see `Host.hand_over`."""
 
-    `hand_over`: see `Host.hand_over`. Raises what loading the model raises where this process is a
-    successor: it accepts nobody before it could answer.
-    """
-    capture_uvicorn(endpoint.log)
-    capture_loop(endpoint.log)
-    if hand_over is not None and hand_over.is_successor:
-        (await endpoint.models.acquire(endpoint.models.default)).release()
-    config = uvicorn.Config(
-        build_app(endpoint, gate),
-        http=guarded(endpoint.limits),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=int(endpoint.limits.idle_s),
-        timeout_graceful_shutdown=int(endpoint.limits.drain_s + _LAST_WORDS_S) + 1,
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
-    )
-    server = _Server(config, endpoint)
-    endpoint.drain = server.drain
-    with server.signals(), server.successor(hand_over):
-        serving = asyncio.create_task(server._serve(list(listeners)))
-        tending = asyncio.create_task(_tend(server, endpoint, listeners, options, hand_over))
-        try:
-            await serving
-        finally:
-            tending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await tending
-            if server.reason != "succeeded":
-                sockets.notify("STOPPING=1")
-            await endpoint.models.close()
-            endpoint.threads.shutdown(wait=False, cancel_futures=True)
-            endpoint.preparation.close()
-            endpoint.tracer.close()
-    return Ended(server.reason, server.cut_short)
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        gate: Gate,
+        listeners: Sequence[socket.socket],
+        options: RunOptions,
+        handoff: HandOver | None = None,
+    ) -> None:
+        limits = endpoint.limits
+        config = uvicorn.Config(
+            build_app(endpoint, gate),
+            http=guarded(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=int(limits.idle_s),
+            timeout_graceful_shutdown=int(limits.drain_s + _DELIVERY_S) + 1,
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+        )
         super().__init__(config)
         self._endpoint = endpoint
-        self.reason = "signal"
-        self.cut_short = False
-        self._guillotine: asyncio.TimerHandle | None = None
+        self._listeners = listeners
+        self._options = options
+        self._handoff = handoff
+        self._reason = "signal"
+        self._cut_short = False
+        self._drain_timer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> Ended:  # type: ignore[override]  # uvicorn's own makes an event loop
+        """Serve until a signal, idleness or a handoff, then close the endpoint's models.
+
+        A handoff's target accepts no client before it can answer: raises what loading the model raises.
+        """
+        endpoint = self._endpoint
+        capture_uvicorn(endpoint.log)
+        capture_loop(endpoint.log)
+        if self._handoff is not None and self._handoff.is_successor:
+            (await endpoint.models.acquire(endpoint.models.default)).release()
+        with self.signals(), self._as_handoff_source():
+            serving = asyncio.create_task(self._serve(list(self._listeners)))
+            tending = asyncio.create_task(self._tend())
+            try:
+                await serving
+            finally:
+                tending.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await tending
+                if self._reason != "succeeded":
+                    sockets.notify("STOPPING=1")
+                await endpoint.models.close()
+                endpoint.threads.shutdown(wait=False, cancel_futures=True)
+                endpoint.preparation.close()
+        return Ended(self._reason, self._cut_short)
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT drain, on the main thread; elsewhere whoever runs us calls `drain`."""
+        """Drain on SIGTERM and SIGINT. Only a main thread has signals: elsewhere the caller drains."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -126,20 +128,19 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     @contextlib.contextmanager
-    def successor(self, hand_over: HandOver | None) -> Iterator[None]:
-        """Leave the endpoint to a successor when there is one."""
-        if hand_over is None or hand_over.is_successor:
+    def _as_handoff_source(self) -> Iterator[None]:
+        if self._handoff is None or self._handoff.is_successor:
             yield
             return
-        handing_over = HandingOver(self._endpoint, hand_over, self._leave)
+        source = _HandoffSource(self._endpoint, self._handoff, self._leave)
         try:
             yield
         finally:
-            handing_over.close()
+            source.close()
 
     async def _leave(self) -> None:
         """Accept nobody, answer what still comes on the connections, and end with the last of them."""
-        self.reason = "succeeded"
+        self._reason = "succeeded"
         self._endpoint.is_leaving = True
         for server in self.servers:
             for listener in server.sockets:
@@ -148,9 +149,9 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         self._endpoint.log.info("handing-over", connections=len(self.server_state.connections))
-        await asyncio.sleep(_ACCEPTED_S)
+        await asyncio.sleep(_ACCEPT_S)
         while self.server_state.connections:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         self.should_exit = True
 
     def drain(self, why: str) -> None:
@@ -159,55 +160,49 @@ class _Server(uvicorn.Server):
             self._endpoint.cancel_all()
             self.force_exit = True
             return
-        if self.reason != "succeeded":
-            self.reason = "idle" if why == "idle" else "signal"
+        if self._reason != "succeeded":
+            self._reason = "idle" if why == "idle" else "signal"
         self._endpoint.draining = True
         self._endpoint.log.info("draining", why=why, running=self._endpoint.in_flight)
         sockets.notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
-        self._guillotine = asyncio.get_running_loop().call_later(
+        self._drain_timer = asyncio.get_running_loop().call_later(
             self._endpoint.limits.drain_s, self._cut
         )
         self.should_exit = True
 
     def _cut(self) -> None:
         if self._endpoint.running:
-            self.cut_short = True
+            self._cut_short = True
             self._endpoint.log.warning("drain-limit", running=len(self._endpoint.running))
         self._endpoint.cancel_all()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if self._guillotine is not None:
-            self._guillotine.cancel()
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
 
-
-async def _tend(
-    server: _Server,
-    endpoint: Endpoint,
-    listeners: Sequence[socket.socket],
-    options: RunOptions,
-    hand_over: HandOver | None,
-) -> None:
-    loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
-    while not server.started:
-        await asyncio.sleep(0.001)
-    where = [sockets.url(listener, tls=options.tls_cert is not None) for listener in listeners]
-    endpoint.listens_at(where[0])
-    endpoint.log.info("listening", url=" ".join(where), model=endpoint.models.default)
-    if loading is not None:
-        await loading
-    if hand_over is not None and hand_over.is_successor:
-        hand_over.ready()
-    sockets.notify("READY=1", f"STATUS=serving {endpoint.models.default} at {where[0]}")
-    if options.idle_exit_s is None:
-        return
-    endpoint.last_activity = time.monotonic()
-    while not endpoint.is_leaving:
-        idle_s = 0.0 if endpoint.in_flight else time.monotonic() - endpoint.last_activity
-        if idle_s >= options.idle_exit_s:
-            server.drain("idle")
+    async def _tend(self) -> None:
+        endpoint, options = self._endpoint, self._options
+        loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
+        while not self.started:
+            await asyncio.sleep(0.001)
+        urls = [sockets.url(one, tls=options.tls_cert is not None) for one in self._listeners]
+        endpoint.host.listens_at(urls[0])
+        endpoint.log.info("listening", url=" ".join(urls), model=endpoint.models.default)
+        if loading is not None:
+            await loading
+        if self._handoff is not None and self._handoff.is_successor:
+            self._handoff.ready()
+        sockets.notify("READY=1", f"STATUS=serving {endpoint.models.default} at {urls[0]}")
+        if options.idle_exit_s is None:
             return
-        await asyncio.sleep(min(1.0, max(0.05, options.idle_exit_s - idle_s)))
+        endpoint.last_activity = time.monotonic()
+        while not endpoint.is_leaving:
+            idle_s = 0.0 if endpoint.in_flight else time.monotonic() - endpoint.last_activity
+            if idle_s >= options.idle_exit_s:
+                self.drain("idle")
+                return
+            await asyncio.sleep(min(1.0, max(0.05, options.idle_exit_s - idle_s)))
 
 
 async def _preload(endpoint: Endpoint) -> None:
@@ -223,18 +218,18 @@ async def _preload(endpoint: Endpoint) -> None:
         endpoint.log.error("model-failed", error, model=models.default)
         return
     lease.release()
-    endpoint.ready_said = True
+    endpoint.was_ready = True
     endpoint.log.info(
         "ready",
         model=models.default,
         seconds=round(time.perf_counter() - begun, 3),
-        start=endpoint.start.how,
-        ready_ms=endpoint.start.ready_ms,
-        reason=endpoint.start.reason,
+        start=endpoint.host.start.how,
+        ready_ms=endpoint.host.start.ready_ms,
+        reason=endpoint.host.start.reason,
     )
 
 
-class HandingOver:
+class _HandoffSource:
     """Leaves the endpoint to a resumed process: the sockets stay, and no client is refused.
 
     Waits for the launcher's words, on the event loop; `leave` ends this process gently.
@@ -265,9 +260,9 @@ class HandingOver:
 
     async def _say_when_idle(self) -> None:
         while self._has_what_would_go() or not await self._others_return_at_once():
-            await asyncio.sleep(_LOOK_AT_OTHERS_S)
+            await asyncio.sleep(_WARM_POLL_S)
         while self._is_busy():
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         if self._has_what_would_go():  # by a request that came meanwhile
             await self._say_when_idle()
         else:
@@ -283,4 +278,4 @@ class HandingOver:
     async def _others_return_at_once(self) -> bool:
         models = self._endpoint.models
         others = {name for name, _ in models.engines()} - {models.default}
-        return not others or others <= await self._endpoint.in_thread(self._endpoint.warm_models)
+        return not others or others <= await self._endpoint.in_thread(self._endpoint.host.warm_models)

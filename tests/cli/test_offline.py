@@ -84,7 +84,6 @@ def _environment(home: Path) -> dict[str, str]:
         "PATH": os.environ["PATH"],
         "EDGEINFER_HOME": str(home / "ei"),
         "EDGEINFER_OFFLINE": "1",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://192.0.2.1:4318",
         "EDGEINFER_CRIU": "/bin/false",
         "LANG": "C.UTF-8",
     }

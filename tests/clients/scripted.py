@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineError
-from edgeinfer.host import Start
+from edgeinfer.host import Host
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, ToolCallDelta
 from edgeinfer.runtime.generation import EventStream
@@ -35,8 +35,7 @@ from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.tracing import NoTracer
-from edgeinfer.server.server import RunOptions, run
+from edgeinfer.server.server import EndpointServer, RunOptions
 
 #: What the first answer has done, whatever the client calls its tool for it.
 COMMAND = "echo hello > hello.txt"
@@ -183,8 +182,8 @@ async def serve(engine: Engine) -> None:
         pulled=lambda: [Pulled(name="reader", size_bytes=1)],
     )
     models = Models(sources, default="reader", keep_alive_s=-1)
-    endpoint = Endpoint(models, Limits(), Log("json"), NoTracer(), None, Start())
-    await run(endpoint, Gate(keys=Keys([])), listeners, RunOptions())
+    endpoint = Endpoint(models, Limits(), Log("json"), Host())
+    await EndpointServer(endpoint, Gate(keys=Keys([])), listeners, RunOptions()).run()
 
 
 def main() -> None:

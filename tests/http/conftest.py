@@ -22,7 +22,7 @@ import pytest
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.host import HandOver, Start
+from edgeinfer.host import HandOver, Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.core.batches import Batches
@@ -36,8 +36,7 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.payload_log import PayloadLog
-from edgeinfer.server.observe.tracing import NoTracer, Tracer
-from edgeinfer.server.server import Ended, RunOptions, run
+from edgeinfer.server.server import Ended, EndpointServer, RunOptions
 
 
 @dataclass
@@ -56,7 +55,6 @@ class Setup:
     available_bytes: Callable[[], int] = lambda: 1 << 50
     options: RunOptions = field(default_factory=RunOptions)
     payloads: PayloadLog | None = None
-    tracer: Tracer = field(default_factory=NoTracer)
     host: str = "127.0.0.1"
     hand_over: HandOver | None = None
     pulled: Callable[[], Sequence[Pulled]] | None = None
@@ -75,6 +73,7 @@ class Served:
     url: str
     port: int
     endpoint: Endpoint
+    server: EndpointServer
     loop: asyncio.AbstractEventLoop
     log: io.StringIO
     thread: threading.Thread
@@ -82,7 +81,7 @@ class Served:
     client: httpx2.Client
 
     def drain(self, why: str = "SIGTERM") -> None:
-        self.loop.call_soon_threadsafe(self.endpoint.drain, why)
+        self.loop.call_soon_threadsafe(self.server.drain, why)
 
     def wait_ended(self) -> Ended:
         self.thread.join(30)
@@ -126,18 +125,17 @@ def served(setup: Setup) -> Iterator[Served]:
             models,
             setup.limits,
             Log("json", log),
-            setup.tracer,
-            setup.payloads,
-            Start(),
+            Host(),
+            payloads=setup.payloads,
             refuse_unknown=setup.refuse_unknown,
+            stored=KeptAnswers(setup.limits) if setup.store_responses else None,
+            batches=Batches(setup.batches) if setup.batches else None,
+            shelf=setup.shelf,
         )
-        endpoint.shelf = setup.shelf
-        endpoint.batches = Batches(setup.batches) if setup.batches else None
-        if setup.store_responses:
-            endpoint.stored = KeptAnswers(setup.limits)
-        box.update(endpoint=endpoint, loop=asyncio.get_running_loop())
+        server = EndpointServer(endpoint, setup.gate, [listener], setup.options, setup.hand_over)
+        box.update(endpoint=endpoint, loop=asyncio.get_running_loop(), server=server)
         started.set()
-        return await run(endpoint, setup.gate, [listener], setup.options, setup.hand_over)
+        return await server.run()
 
     def body() -> None:
         try:
@@ -154,7 +152,9 @@ def served(setup: Setup) -> Iterator[Served]:
     assert not ended, ended
     url = f"{scheme}://127.0.0.1:{port}"
     with httpx2.Client(base_url=url, timeout=30, verify=scheme == "http") as client:
-        here = Served(url, port, box["endpoint"], box["loop"], log, thread, ended, client)
+        here = Served(
+            url, port, box["endpoint"], box["server"], box["loop"], log, thread, ended, client
+        )
         try:
             if setup.wait_ready and setup.options.preload:
                 wait_until(lambda: '"ready"' in log.getvalue() or ended, "the endpoint to be ready")

@@ -43,7 +43,6 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.middlewares import build_app
 from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.tracing import NoTracer
 from edgeinfer.server.offline import BatchLine
 
 #: After so many lines in a row without a final answer the run ends: what fails is not the request.
@@ -204,9 +203,7 @@ async def _run(
     models = Models(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     refuse_unknown = host.config.serve.unknown_fields == "refuse"
-    endpoint = Endpoint(
-        models, limits, Log("off"), NoTracer(), None, host.start, refuse_unknown=refuse_unknown
-    )
+    endpoint = Endpoint(models, limits, Log("off"), host, refuse_unknown=refuse_unknown)
     tally = _Tally(len(todo))
     try:
         width = options.concurrency or await _width(models, name)

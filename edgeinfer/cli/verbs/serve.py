@@ -18,7 +18,7 @@ from edgeinfer import requesting
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.cli.model_admin import ModelShelf
 from edgeinfer.cli.result import Result
-from edgeinfer.config.config_file import ServeConfig, offline, replica_range
+from edgeinfer.config.config_file import ServeConfig, replica_range
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.platform import paths, places
@@ -35,8 +35,7 @@ from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.payload_log import PayloadLog
-from edgeinfer.server.observe.tracing import tracer_from_environment
-from edgeinfer.server.server import Ended, RunOptions, run
+from edgeinfer.server.server import Ended, EndpointServer, RunOptions
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
@@ -91,7 +90,6 @@ async def _serve(
     endpoint: Endpoint
 
     def loaded(model: str, how: Loaded, seconds: float) -> None:
-        endpoint.start = host.start  # with the time at which it could compute
         endpoint.metrics.model_loaded(model, how.how, seconds, how.stages_ms)
         endpoint.log.info(
             "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)
@@ -120,31 +118,26 @@ async def _serve(
         PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None
     )
     log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
+    config = host.config.serve
+    most = limits(options, config.max_queue)
     endpoint = Endpoint(
         models,
-        limits(options, host.config.serve.max_queue),
+        most,
         log,
-        tracer_from_environment(log, offline=offline(host.config)),
-        payloads,
-        host.start,
-        refuse_unknown=_pick(options.unknown_fields, host.config.serve.unknown_fields) == "refuse",
+        host,
+        payloads=payloads,
+        refuse_unknown=_pick(options.unknown_fields, config.unknown_fields) == "refuse",
+        settled_lines=config.settled_lines,
+        stored=KeptAnswers(most) if config.store_responses else None,
+        batches=Batches(paths.data_dir() / "batches"),
+        shelf=ModelShelf(host) if _speaks_ollama(options, host) else None,
     )
-    endpoint.settled_lines = host.config.serve.settled_lines
-    if host.config.serve.store_responses:
-        endpoint.stored = KeptAnswers(endpoint.limits)
-    endpoint.batches = Batches(paths.data_dir() / "batches")
-    endpoint.note_prompt = host.note_prompt
-    endpoint.warm_models = host.warm_models
-    endpoint.take_snapshot = host.take_snapshot
-    endpoint.listens_at = host.listens_at
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
-    if _speaks_ollama(options, host):
-        endpoint.shelf = ModelShelf(host)
     purging = asyncio.create_task(_purge_daily())
     try:
-        return await run(endpoint, gate, listeners, run_options, host.hand_over())
+        return await EndpointServer(endpoint, gate, listeners, run_options, host.hand_over()).run()
     finally:
         purging.cancel()
 

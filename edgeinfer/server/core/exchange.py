@@ -12,18 +12,12 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from edgeinfer.agents import prompt_normalization
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.config_file import SettledLine
-from edgeinfer.errors import (
-    EngineClosedError,
-    QueueFullError,
-    SnapshotsUnavailableError,
-    UnknownModelError,
-)
-from edgeinfer.host import Start, TakenSnapshot
+from edgeinfer.errors import EngineClosedError, QueueFullError, UnknownModelError
+from edgeinfer.host import Host
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import Message
@@ -40,16 +34,11 @@ from edgeinfer.server.core.wire import Slot
 from edgeinfer.server.observe.logs import Log
 from edgeinfer.server.observe.metrics import Metrics, version_of
 from edgeinfer.server.observe.payload_log import Content, PayloadLog
-from edgeinfer.server.observe.tracing import Tracer
 
 #: Ended generations that /slots tells of.
 _SLOTS = 64
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-def _no_snapshots(_model: str, _name: str) -> TakenSnapshot:
-    raise SnapshotsUnavailableError("no snapshot can be taken of this endpoint")
 
 
 class Endpoint:
@@ -60,40 +49,39 @@ class Endpoint:
         models: Models,
         limits: Limits,
         log: Log,
-        tracer: Tracer,
-        payloads: PayloadLog | None,
-        start: Start,
+        host: Host,
         *,
+        payloads: PayloadLog | None = None,
         refuse_unknown: bool = False,
+        settled_lines: Collection[SettledLine] = prompt_normalization.NAMES,
+        stored: KeptAnswers | None = None,
+        batches: Batches | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.models = models
         self.limits = limits
         self.log = log
-        self.tracer = tracer
+        self.host = host
         self.payloads = payloads
-        self.start = start
-        #: Whether a field that no declaration of ours knows is an error, or ignored and named.
+        #: Whether an undeclared request field is an error; otherwise it is ignored and named.
         self.refuse_unknown = refuse_unknown
-        #: Answers that a dialect's clients may come back to by id; None where that is switched off.
-        self.stored: KeptAnswers | None = None
+        #: The prompt normalization rules that apply.
+        self.settled_lines = settled_lines
+        #: Stored responses; None where they are switched off.
+        self.stored = stored
+        #: Files and batches; None where none are kept.
+        self.batches = batches
+        #: Adds and removes models; None where no client may.
+        self.shelf = shelf
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
         self.preparation = Preparation(limits.prepare_s)
+        self.reminders = prompt_normalization.Reminders()
         self.draining = False
         #: Another process has the listening sockets: connections end with their next answer.
         self.is_leaving = False
-        self.ready_said = False
-        #: The rules of `changing_lines` that are applied.
-        self.settled_lines: Collection[SettledLine] = prompt_normalization.NAMES
-        self.reminders = prompt_normalization.Reminders()
-        #: Set by `build_app`.
-        self.app: ASGIApp
-        #: Files and batches; None where none are kept.
-        self.batches: Batches | None = None
-        #: Changes which models are here; None where nobody may.
-        self.shelf: Shelf | None = None
-        #: Set by whoever runs the endpoint: stop taking requests and end; called on the event loop.
-        self.drain: Callable[[str], None] = lambda why: None
+        #: Whether the default model was loaded once.
+        self.was_ready = False
         self.running: set[Generation] = set()
         self.in_flight = 0
         self.last_activity = time.monotonic()
@@ -102,15 +90,8 @@ class Endpoint:
         self._by_key: Counter[str] = Counter()
         #: The latest generations that have ended, with the names of their keys.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
-        #: Told of each of them; set by whoever runs the endpoint.
-        self.note_prompt: Callable[[CacheReport], None] = lambda last: None
-        #: See `Host`; set by whoever runs the endpoint.
-        self.take_snapshot: Callable[[str, str], TakenSnapshot] = _no_snapshots
-        self.listens_at: Callable[[str], None] = lambda url: None
         #: One snapshot is taken at a time.
         self.taking = asyncio.Lock()
-        #: Names of the models that start from a snapshot; set by whoever runs the endpoint.
-        self.warm_models: Callable[[], frozenset[str]] = frozenset
 
     @property
     def keeps_answers(self) -> bool:
@@ -198,7 +179,6 @@ class Exchange:
         #: What is computed for this key is found by requests of this key alone; "" shares it with all.
         self.cache_salt = ""
         self.started = time.perf_counter()
-        self.started_ns = time.time_ns()
         self.status = 0
         self.model = ""
         #: The adapter that was named in place of a model.
@@ -304,9 +284,8 @@ class Exchange:
         self.how = end.reason
         if end.divergence.cause != "off":  # `cache_prompt: false` leaves nothing
             self.endpoint.slots.appendleft((self.key, _slot(self, end)))
-            self.endpoint.note_prompt(CacheReport.of(self.model, end))
+            self.endpoint.host.note_prompt(CacheReport.of(self.model, end))
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
-        self.endpoint.tracer.generation(self.headers, self.model, self.route, self.started_ns, end)
 
 
 def _slot(exchange: Exchange, end: Finished) -> Slot:

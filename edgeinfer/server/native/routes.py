@@ -234,7 +234,7 @@ async def take_snapshot(request: Request) -> Response:
     endpoint = exchange_of(request).endpoint
     meant = _resolved(endpoint, request.path_params["id"])
     async with endpoint.taking:
-        taken = await asyncio.to_thread(endpoint.take_snapshot, meant, body.name)
+        taken = await asyncio.to_thread(endpoint.host.take_snapshot, meant, body.name)
     endpoint.log.info("snapshot-taken", model=meant, snapshot=taken.name, built=taken.was_built)
     return json_reply(
         wire.SnapshotReply(
@@ -286,14 +286,14 @@ async def health(request: Request) -> Response:
     endpoint = exchange_of(request).endpoint
     models = endpoint.models
     state = models.state(models.default)
-    endpoint.ready_said = endpoint.ready_said or state == "loaded"
+    endpoint.was_ready = endpoint.was_ready or state == "loaded"
     status: wire.Status = "ok"
     error = endpoint.failure()
     if endpoint.draining:
         status = "draining"
     elif error:
         status = "error"
-    elif not endpoint.ready_said:
+    elif not endpoint.was_ready:
         error = models.last_error
         status = "error" if state == "cold" and error else "loading"
     report = wire.Health(
@@ -338,9 +338,9 @@ async def props(request: Request) -> Response:
             version=__version__,
             default_model=endpoint.models.default,
             models=[msgspec.structs.replace(one, replicas=replicas.get(one.id)) for one in models],
-            how_started=endpoint.start.how,
-            start_reason=endpoint.start.reason,
-            start_stages_ms=endpoint.start.stages_ms,
+            how_started=endpoint.host.start.how,
+            start_reason=endpoint.host.start.reason,
+            start_stages_ms=endpoint.host.start.stages_ms,
             limits=msgspec.to_builtins(endpoint.limits),
             default_generation_settings=defaults,
             total_slots=info.n_parallel if info else 0,

@@ -1,1 +1,1 @@
-"""What the endpoint says of itself: logs, metrics, traces, the payload log."""
+"""What the endpoint says of itself: logs, metrics, the payload log."""

@@ -127,7 +127,7 @@ async def create(request: Request) -> Response:
         request_counts=BatchCounts(total=len(lines)),
         metadata=body.metadata,
     )
-    ask = functools.partial(offline.ask, exchange.endpoint.app, exchange.headers)
+    ask = functools.partial(offline.ask, request.scope["app"], exchange.headers)
     batches.begin(ask, folder, batch, lines)
     return json_reply(batch)
 

@@ -20,7 +20,7 @@ def test_one_is_taken_for_whoever_has_the_key(serve):
         asked.append((model, name))
         return TakenSnapshot(name=f"fake,{name}", disk_bytes=7, was_built=len(asked) == 1, seconds=0.5)
 
-    here.endpoint.take_snapshot = take
+    here.endpoint.host.take_snapshot = take
     assert here.client.post(PATH, json={"name": "x"}).status_code == 401
     key = {"authorization": "Bearer secret"}
     for state in ("taken", "unchanged"):
@@ -52,6 +52,6 @@ def test_what_went_wrong_is_told(serve, error, status, code):
         def fail(_model: str, _name: str) -> TakenSnapshot:
             raise error
 
-        here.endpoint.take_snapshot = fail
+        here.endpoint.host.take_snapshot = fail
     answer = here.client.post(PATH, json={})
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
