@@ -79,8 +79,7 @@ def test_cuts_and_passing_trouble(server, url, body, options, fault) -> None:
 @pytest.mark.parametrize("status", [403, 429, 503])
 def test_a_server_that_takes_one_connection(server, url, body, options, fault, status) -> None:
     server.faults.append(fault(pace=1 << 14))
-    times = 1 if status == 403 else options.patience.attempts
-    server.faults.extend(fault(status=status) for _ in range(7 * times))
+    server.faults.extend(fault(status=status) for _ in range(7))
     notes: set[str] = set()
     pull(url, lambda now: notes.add(now.note), options=options)
     assert is_right(body)
