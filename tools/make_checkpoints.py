@@ -100,16 +100,6 @@ CONFIGS = {
         original_max_position_embeddings=256,
     ),
     "gpt2": hf.GPT2Config(**OLD, n_embd=32, n_layer=2, n_head=4, n_positions=256),
-    "gptneox": hf.GPTNeoXConfig(**SIZE, hidden_act="gelu"),
-    "gptneox-serial": hf.GPTNeoXConfig(
-        **SIZE,
-        use_parallel_residual=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-    ),
-    "falcon7b": hf.FalconConfig(**SIZE),
-    "falcon40b": hf.FalconConfig(**SIZE, new_decoder_architecture=True, num_kv_heads=2),
-    "mpt": hf.MptConfig(**OLD, d_model=32, n_heads=4, n_layers=2, max_seq_len=256),
-    "starcoder": hf.GPTBigCodeConfig(**OLD, n_embd=32, n_head=4, n_layer=2, n_positions=256),
     "starcoder2": hf.Starcoder2Config(**GROUPED, sliding_window=None),
     "bert": hf.BertConfig(**SIZE),
     "xlm-roberta": hf.XLMRobertaConfig(

@@ -17,7 +17,7 @@ from edgeinfer.config import load_options
 from edgeinfer.errors import ConversionError, UsageError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.converting.files import ADAPTER_CONFIG
+from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched, plan
@@ -110,7 +110,7 @@ def _header(base: str) -> gguf.GgufHeader:
 def _converted(
     fetched: Sequence[Fetched], header: gguf.GgufHeader, base: str, target: Path, work: Path
 ) -> None:
-    from edgeinfer.models.converting.files import linked
+    from edgeinfer.models.converting.checkpoint_files import linked
     from edgeinfer.models.converting.lora import convert_adapter  # 150 ms: numpy, gguf
 
     first = fetched[0]

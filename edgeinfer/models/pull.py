@@ -16,7 +16,7 @@ import msgspec
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
 from edgeinfer.models import gguf, names, pins, sources, store
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.converting.files import DIRECT, convert_fetched
+from edgeinfer.models.converting.checkpoint_files import DIRECT, convert_fetched
 from edgeinfer.models.fetching.fetch import fetch
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.plan import Fetched, Plan, plan

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import ConversionError
-from edgeinfer.models.converting.files import CONFIG, INDEX, weight_files
+from edgeinfer.models.converting.checkpoint_files import CONFIG, INDEX, weight_files
 from edgeinfer.platform.disk import open_regular
 
 Array = npt.NDArray[Any]

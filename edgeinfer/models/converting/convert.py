@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from edgeinfer.errors import ConversionError
-from edgeinfer.models.converting import changes, families, hyperparameters, tokenizer
-from edgeinfer.models.converting.changes import Change
+from edgeinfer.models.converting import families, hyperparameters, tokenizer
 from edgeinfer.models.converting.checkpoint import (
     Array,
     Checkpoint,
@@ -27,6 +26,7 @@ from edgeinfer.models.converting.checkpoint import (
 )
 from edgeinfer.models.converting.families import Family
 from edgeinfer.models.converting.hyperparameters import Values, lookup, needed
+from edgeinfer.models.converting.tensor_transforms import Transform, drop_padding_rows, transpose
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.gguf import MAX_LAYERS
 from edgeinfer.models.progress import Job
@@ -50,7 +50,7 @@ class Planned(msgspec.Struct, frozen=True):
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
-    change: Change | None
+    transform: Transform | None
     exact: bool
 
 
@@ -118,20 +118,20 @@ def _planned(checkpoint: Checkpoint, family: Family, name: str, sources: tuple[s
     first = checkpoint.tensor(sources[0])
     if any(checkpoint.tensor(source).shape != first.shape for source in sources):
         raise ConversionError(f"{first.name} and its fellow experts differ in shape")
-    change = change_of(family, name)
+    transform = transform_of(family, name)
     shape = first.shape
-    if change is changes.transpose:
+    if transform is transpose:
         shape = shape[::-1]
-    if change is changes.drop_padding_rows:
+    if transform is drop_padding_rows:
         shape = (shape[0] - 2, *shape[1:])
     whole = (len(sources), *shape) if len(sources) > 1 else shape
     exact = len(shape) < 2 or name.endswith(_EXACT) or (family.embeds and "position_embd" in name)
-    return Planned(name, whole, sources, change, exact)
+    return Planned(name, whole, sources, transform, exact)
 
 
-def change_of(family: Family, name: str) -> Change | None:
+def transform_of(family: Family, name: str) -> Transform | None:
     """What the family does to the tensor called `name` in a GGUF."""
-    return next((how for end, how in family.changes.items() if _is(name, end)), None)
+    return next((how for end, how in family.transforms.items() if _is(name, end)), None)
 
 
 def _is(name: str, end: str) -> bool:
@@ -271,10 +271,10 @@ class _Conversion:
         for source in one.sources:
             stored = self.checkpoint.tensor(source).dtype
             values = self.checkpoint.view(source)
-            if one.change is not None:
+            if one.transform is not None:
                 if one.exact:
                     values, stored = to_float32(values, stored), "F32"
-                values = one.change(values, self.heads)
+                values = one.transform(values, self.heads)
             rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
             step = max(1, _BLOCK_BYTES // max(1, rows.shape[1] * 4))
             for at in range(0, len(rows), step):

@@ -1,4 +1,4 @@
-"""The families that are converted: a row each, and what config.json's keys are called in a GGUF.
+"""The families that are converted, a row each.
 
 The first name in `architectures` of config.json decides the row. A row says what llama.cpp calls the
 architecture, which activation its graph has, and what is peculiar: tensors in another order, keys of
@@ -13,23 +13,31 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import ConversionError
-from edgeinfer.models.converting import changes
-from edgeinfer.models.converting.changes import Change
 from edgeinfer.models.converting.hyperparameters import Values, rope_parameters
+from edgeinfer.models.converting.tensor_transforms import (
+    Transform,
+    drop_padding_rows,
+    pair_keys,
+    pair_queries,
+    plus_one,
+    transpose,
+)
 
-_NORM_PAIRS: dict[str, Change] = {"attn_q": changes.pair_queries, "attn_k": changes.pair_keys}
-_CONV1D: dict[str, Change] = dict.fromkeys(
-    ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"), changes.transpose
+_NORM_PAIRS: dict[str, Transform] = {"attn_q": pair_queries, "attn_k": pair_keys}
+_PLUS_ONE: dict[str, Transform] = {"norm.weight": plus_one}
+_CONV1D: dict[str, Transform] = dict.fromkeys(
+    ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"), transpose
 )
 _SILU = ("silu", "swish")
 _GELU = ("gelu",)
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 
 
-class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """One row. `changes` go by the GGUF name's end; `needs` are values without which it is refused.
+class Family(msgspec.Struct, frozen=True):
+    """One row. `checkpoints` are the words of `architectures`, `arch` is llama.cpp's.
 
-    `extra` computes keys under the architecture's name; `dropped` are tensors that nothing reads.
+    `transforms` go by the GGUF name's end; `needs` are values without which it is refused. `extra`
+    computes keys under the architecture's name; `dropped` are tensors that nothing reads.
     """
 
     title: str
@@ -37,7 +45,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[str, ...]
     activations: tuple[str, ...]
     rope: bool = True
-    changes: dict[str, Change] = {}
+    transforms: dict[str, Transform] = {}
     extra: Callable[[Values], Values] | None = None
     needs: dict[str, tuple[Any, ...]] = {}
     defaults: Values = {}
@@ -66,20 +74,6 @@ def _gemma3(config: Values) -> Values:
     return _gemma2(config) | {"rope.freq_base_swa": base}
 
 
-def _neox(config: Values) -> Values:
-    return {"use_parallel_residual": bool(config.get("use_parallel_residual", True))}
-
-
-def _mpt(config: Values) -> Values:
-    attention = config.get("attn_config") or {}
-    if not attention.get("alibi", True) or attention.get("qk_ln"):
-        raise ConversionError("config.json: an MPT without ALiBi, or with qk_ln, is not known here")
-    found: Values = {"attention.max_alibi_bias": float(attention.get("alibi_bias_max", 8))}
-    if attention.get("clip_qkv"):
-        found["attention.clamp_kqv"] = float(attention["clip_qkv"])
-    return found
-
-
 def _experts(config: Values) -> Values:
     shared = config.get("shared_expert_intermediate_size")
     return {"expert_shared_feed_forward_length": int(shared)} if shared else {}
@@ -94,96 +88,59 @@ def _roberta(config: Values) -> Values:
     return {"attention.causal": False, "context_length": int(config["max_position_embeddings"]) - 2}
 
 
+_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "LLaMAForCausalLM")
+_GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
+_ALL_SPARSE = _NO_WINDOW | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+_POOLER = ("pooler.dense.weight", "pooler.dense.bias", "position_ids")
+
 FAMILIES = (
     Family(
-        title="Llama 1 to 3.3, Mistral, Mixtral, SmolLM 1 and 2, and who took their shape",
-        arch="llama",
-        checkpoints=(
-            "LlamaForCausalLM",
-            "MistralForCausalLM",
-            "MixtralForCausalLM",
-            "LLaMAForCausalLM",
-        ),
-        activations=_SILU,
-        changes=_NORM_PAIRS,
+        "Llama 1 to 3.3, Mistral, Mixtral, SmolLM 1 and 2, and models of their shape",
+        "llama",
+        _LLAMA,
+        _SILU,
+        transforms=_NORM_PAIRS,
     ),
     Family(
-        title="SmolLM3",
-        arch="smollm3",
-        checkpoints=("SmolLM3ForCausalLM",),
-        activations=_SILU,
-        changes=_NORM_PAIRS,
-        needs={"no_rope_layer_interval": (4,), "use_sliding_window": (False,)},
+        "SmolLM3",
+        "smollm3",
+        ("SmolLM3ForCausalLM",),
+        _SILU,
+        transforms=_NORM_PAIRS,
+        needs=_NO_WINDOW | {"no_rope_layer_interval": (4,)},
     ),
     Family(
-        title="Granite 3",
-        arch="granite",
-        checkpoints=("GraniteForCausalLM",),
-        activations=_SILU,
-        changes=_NORM_PAIRS,
-        extra=_granite,
+        "Granite 3", "granite", ("GraniteForCausalLM",), _SILU, transforms=_NORM_PAIRS, extra=_granite
     ),
+    Family("Qwen2 and 2.5", "qwen2", ("Qwen2ForCausalLM",), _SILU, needs=_NO_WINDOW),
     Family(
-        title="Qwen2 and 2.5",
-        arch="qwen2",
-        checkpoints=("Qwen2ForCausalLM",),
-        activations=_SILU,
-        needs={"use_sliding_window": (False,)},
-    ),
-    Family(
-        title="Qwen2 MoE",
-        arch="qwen2moe",
-        checkpoints=("Qwen2MoeForCausalLM",),
-        activations=_SILU,
+        "Qwen2 MoE",
+        "qwen2moe",
+        ("Qwen2MoeForCausalLM",),
+        _SILU,
         extra=_experts,
-        needs={
-            "use_sliding_window": (False,),
-            "norm_topk_prob": (False,),
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([],),
-        },
+        needs=_ALL_SPARSE | {"norm_topk_prob": (False,)},
+    ),
+    Family("Qwen3", "qwen3", ("Qwen3ForCausalLM",), _SILU, needs=_NO_WINDOW),
+    Family(
+        "Qwen3 MoE",
+        "qwen3moe",
+        ("Qwen3MoeForCausalLM",),
+        _SILU,
+        needs=_ALL_SPARSE | {"norm_topk_prob": (True,)},
+    ),
+    Family("OLMo 2", "olmo2", ("Olmo2ForCausalLM",), _SILU),
+    Family("Gemma", "gemma", ("GemmaForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE),
+    Family(
+        "Gemma 2", "gemma2", ("Gemma2ForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE, extra=_gemma2
     ),
     Family(
-        title="Qwen3",
-        arch="qwen3",
-        checkpoints=("Qwen3ForCausalLM",),
-        activations=_SILU,
-        needs={"use_sliding_window": (False,)},
-    ),
-    Family(
-        title="Qwen3 MoE",
-        arch="qwen3moe",
-        checkpoints=("Qwen3MoeForCausalLM",),
-        activations=_SILU,
-        needs={
-            "use_sliding_window": (False,),
-            "norm_topk_prob": (True,),
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([],),
-        },
-    ),
-    Family(title="OLMo 2", arch="olmo2", checkpoints=("Olmo2ForCausalLM",), activations=_SILU),
-    Family(
-        title="Gemma",
-        arch="gemma",
-        checkpoints=("GemmaForCausalLM",),
-        activations=_GELU_TANH,
-        changes={"norm.weight": changes.plus_one},
-    ),
-    Family(
-        title="Gemma 2",
-        arch="gemma2",
-        checkpoints=("Gemma2ForCausalLM",),
-        extra=_gemma2,
-        activations=_GELU_TANH,
-        changes={"norm.weight": changes.plus_one},
-    ),
-    Family(
-        title="Gemma 3 (text)",
-        arch="gemma3",
-        checkpoints=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        activations=_GELU_TANH,
-        changes={"norm.weight": changes.plus_one},
+        "Gemma 3 (text)",
+        "gemma3",
+        _GEMMA3,
+        _GELU_TANH,
+        transforms=_PLUS_ONE,
         extra=_gemma3,
         needs={"use_bidirectional_attention": (False,)},
         defaults={
@@ -197,78 +154,37 @@ FAMILIES = (
             "vocab_size": 262_208,
         },
     ),
+    Family("Phi-3, 3.5 and Phi-4", "phi3", ("Phi3ForCausalLM",), _SILU),
     Family(
-        title="Phi-3, 3.5 and Phi-4", arch="phi3", checkpoints=("Phi3ForCausalLM",), activations=_SILU
-    ),
-    Family(
-        title="GPT-2",
-        arch="gpt2",
-        checkpoints=("GPT2LMHeadModel",),
-        activations=_GELU_TANH,
+        "GPT-2",
+        "gpt2",
+        ("GPT2LMHeadModel",),
+        _GELU_TANH,
         rope=False,
-        changes=_CONV1D,
+        transforms=_CONV1D,
         needs={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
         dropped=(".attn.bias", ".attn.masked_bias"),
     ),
+    Family("StarCoder2", "starcoder2", ("Starcoder2ForCausalLM",), _GELU_TANH),
     Family(
-        title="GPT-NeoX, Pythia, Dolly",
-        arch="gptneox",
-        checkpoints=("GPTNeoXForCausalLM",),
-        activations=_GELU,
-        changes={"attn_qkv": changes.unzip_heads},
-        extra=_neox,
-        dropped=(".attention.bias", ".attention.masked_bias"),
-    ),
-    Family(
-        title="Falcon 7B to 180B",
-        arch="falcon",
-        checkpoints=("FalconForCausalLM", "RWForCausalLM"),
-        activations=_GELU,
-        changes={"attn_qkv": changes.unzip_groups},
-        needs={"alibi": (False,), "parallel_attn": (True,)},
-    ),
-    Family(
-        title="MPT",
-        arch="mpt",
-        checkpoints=("MptForCausalLM", "MPTForCausalLM"),
-        activations=_GELU,
-        rope=False,
-        extra=_mpt,
-    ),
-    Family(
-        title="StarCoder, SantaCoder's successors",
-        arch="starcoder",
-        checkpoints=("GPTBigCodeForCausalLM",),
-        activations=_GELU_TANH,
-        rope=False,
-        needs={"multi_query": (True,)},
-        dropped=(".attn.bias", ".attn.masked_bias"),
-    ),
-    Family(
-        title="StarCoder2",
-        arch="starcoder2",
-        checkpoints=("Starcoder2ForCausalLM",),
-        activations=_GELU_TANH,
-    ),
-    Family(
-        title="BERT embedders (BGE, E5, GTE, MiniLM)",
-        arch="bert",
-        checkpoints=("BertModel", "BertForMaskedLM"),
-        activations=_GELU,
+        "BERT embedders (BGE, E5, GTE, MiniLM)",
+        "bert",
+        ("BertModel", "BertForMaskedLM"),
+        _GELU,
         rope=False,
         extra=_encoder,
-        dropped=("pooler.dense.weight", "pooler.dense.bias", "position_ids", "cls.predictions"),
+        dropped=(*_POOLER, "cls.predictions"),
         embeds=True,
     ),
     Family(
-        title="XLM-RoBERTa embedders (multilingual E5, BGE-M3)",
-        arch="bert",
-        checkpoints=("XLMRobertaModel", "XLMRobertaForMaskedLM"),
-        activations=_GELU,
+        "XLM-RoBERTa embedders (multilingual E5, BGE-M3)",
+        "bert",
+        ("XLMRobertaModel", "XLMRobertaForMaskedLM"),
+        _GELU,
         rope=False,
-        changes={"position_embd.weight": changes.drop_padding_rows},
+        transforms={"position_embd.weight": drop_padding_rows},
         extra=_roberta,
-        dropped=("pooler.dense.weight", "pooler.dense.bias", "position_ids", "lm_head."),
+        dropped=(*_POOLER, "lm_head."),
         embeds=True,
     ),
 )

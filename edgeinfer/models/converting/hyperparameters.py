@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from edgeinfer.errors import ConversionError
-from edgeinfer.models.converting.changes import Heads
 from edgeinfer.models.converting.checkpoint import Array
+from edgeinfer.models.converting.tensor_transforms import Heads
 
 if TYPE_CHECKING:
     from edgeinfer.models.converting.families import Family
@@ -37,11 +37,11 @@ def _key(name: str, kind: type, spellings: str) -> Key:
 #: A key that config.json lacks, or has as null, is left out.
 KEYS = (
     _key("vocab_size", int, "vocab_size"),
-    _key("context_length", int, "max_position_embeddings n_positions n_ctx max_seq_len"),
-    _key("embedding_length", int, "hidden_size n_embd d_model"),
-    _key("block_count", int, "num_hidden_layers n_layer n_layers"),
-    _key("feed_forward_length", int, "ffn_hidden_size intermediate_size n_inner"),
-    _key("attention.head_count", int, "num_attention_heads n_head n_heads"),
+    _key("context_length", int, "max_position_embeddings n_positions n_ctx"),
+    _key("embedding_length", int, "hidden_size n_embd"),
+    _key("block_count", int, "num_hidden_layers n_layer"),
+    _key("feed_forward_length", int, "intermediate_size n_inner"),
+    _key("attention.head_count", int, "num_attention_heads n_head"),
     _key("attention.layer_norm_rms_epsilon", float, "rms_norm_eps"),
     _key("attention.layer_norm_epsilon", float, "layer_norm_eps layer_norm_epsilon norm_epsilon"),
     _key("expert_count", int, "num_local_experts num_experts"),
@@ -73,22 +73,12 @@ def count_heads(config: Values) -> Heads:
     width = needed(config, "embedding_length")
     head_dim = config.get("head_dim")
     head_dim = width // n_head if head_dim is None else int(head_dim)
-    n_head_kv = _key_value_heads(config, n_head)
+    n_head_kv = int(config.get("num_key_value_heads") or n_head)
     if not 1 <= n_head_kv <= n_head or head_dim < 1:
         raise ConversionError(
             f"config.json: {n_head} heads, {n_head_kv} of them for keys and values, of {head_dim} each"
         )
     return Heads(n_head, n_head_kv, head_dim)
-
-
-def _key_value_heads(config: Values, n_head: int) -> int:
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return 1  # Falcon 7B, StarCoder
-    attention = config.get("attn_config")
-    nested = attention.get("kv_n_heads") if isinstance(attention, dict) else None
-    words = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-    found = next((config[word] for word in words if config.get(word) is not None), nested)
-    return n_head if found is None else int(found)
 
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:
@@ -100,12 +90,9 @@ def metadata(family: Family, config: Values) -> dict[str, Any]:
         value = lookup(config, key.name)
         if value is not None and value is not False:
             found[key.name] = key.kind(value)
-    expansion = int(config.get("expansion_ratio") or 4)
-    found.setdefault("feed_forward_length", expansion * found["embedding_length"])
+    found.setdefault("feed_forward_length", 4 * found["embedding_length"])
     found["attention.head_count_kv"] = heads.n_head_kv
     found["attention.key_length"] = found["attention.value_length"] = heads.head_dim
-    if family.arch == "mpt":
-        found.setdefault("attention.layer_norm_epsilon", 1e-5)
     if family.rope:
         found |= _rope_metadata(config, heads.head_dim)
     if family.extra:
@@ -121,15 +108,15 @@ def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
     found: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(found.get(layers), dict):
         found = found[layers]
-    base = config.get("rope_theta", config.get("rotary_emb_base"))
-    return {"rope_theta": base or 10_000.0} | {k: v for k, v in found.items() if v is not None}
+    return {"rope_theta": config.get("rope_theta") or 10_000.0} | {
+        k: v for k, v in found.items() if v is not None
+    }
 
 
 def _rope_metadata(config: Values, head_dim: int) -> Values:
     """Keys under the architecture's name. Raises ConversionError for a kind llama.cpp lacks."""
     rope = rope_parameters(config)
-    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    share = share or config.get("rotary_pct") or 1.0
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     found: Values = {
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(head_dim * share),

@@ -22,8 +22,6 @@ import numpy as np
 
 from edgeinfer.errors import ConversionError
 from edgeinfer.models import gguf
-from edgeinfer.models.converting import changes
-from edgeinfer.models.converting.changes import Heads
 from edgeinfer.models.converting.checkpoint import (
     Array,
     Safetensors,
@@ -31,9 +29,10 @@ from edgeinfer.models.converting.checkpoint import (
     read_json,
     to_float32,
 )
-from edgeinfer.models.converting.convert import change_of, plain_name
+from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from edgeinfer.models.converting.convert import plain_name, transform_of
 from edgeinfer.models.converting.families import FAMILIES, Family
-from edgeinfer.models.converting.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from edgeinfer.models.converting.tensor_transforms import Heads, plus_one, transpose
 from edgeinfer.models.ggml_types import TENSOR_TYPES
 from edgeinfer.models.gguf import GgufHeader, TensorInfo
 from edgeinfer.models.progress import Job
@@ -79,9 +78,9 @@ def _convert_checked(folder: Path, base: GgufHeader, base_name: str, target: Pat
             b = b * np.float32(_scale(config, module, len(a)) * len(a))
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise ConversionError(f"the adapter's {name} holds numbers that are none (NaN, infinity)")
-        change = change_of(family, name)
-        if change is not None and change not in (changes.transpose, changes.plus_one):
-            b = change(b, _heads(base))
+        transform = transform_of(family, name)
+        if transform is not None and transform not in (transpose, plus_one):
+            b = transform(b, _heads(base))
         writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
         writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))
     try:

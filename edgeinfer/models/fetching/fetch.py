@@ -20,7 +20,7 @@ import stat
 
 from edgeinfer.errors import InvalidGgufError, SourceNotFoundError
 from edgeinfer.models import gguf
-from edgeinfer.models.converting.files import ADAPTER_CONFIG, CONFIG
+from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.platform.disk import CHUNK_BYTES, room_errors, share_blocks
 
 Resolve = Callable[[], "list[Remote]"]

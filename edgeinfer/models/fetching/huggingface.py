@@ -20,7 +20,7 @@ from edgeinfer.errors import (
     SourceNotFoundError,
 )
 from edgeinfer.models import names
-from edgeinfer.models.converting.files import checkpoint_files, flat_name
+from edgeinfer.models.converting.checkpoint_files import checkpoint_files, flat_name
 from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.sources import HubFile, HubQuant
 

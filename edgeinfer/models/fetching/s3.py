@@ -15,7 +15,7 @@ from typing import Any
 
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError, UsageError
 from edgeinfer.models import names
-from edgeinfer.models.converting.files import checkpoint_files, flat_name
+from edgeinfer.models.converting.checkpoint_files import checkpoint_files, flat_name
 from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.sources import StoredObject
 

@@ -22,12 +22,7 @@ from edgeinfer.models.remove import remove
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-BASES = {
-    "llama3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"),
-    "qwen3": ATTENTION,
-    "gptneox": ("query_key_value", "dense"),
-    "falcon40b": ("query_key_value",),
-}
+BASES = {"llama3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"), "qwen3": ATTENTION}
 
 
 def pulled_base(name, tmp_path) -> None:

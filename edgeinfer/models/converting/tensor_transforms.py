@@ -1,7 +1,7 @@
-"""What some families' tensors need on the way: llama.cpp keeps them in another order than their makers.
+"""Reorder tensors that llama.cpp keeps in another order than their makers do.
 
-A change takes the stored values of one tensor (slowest dimension first) and the facts of the model, and
-returns values of the same type, except `plus_one`, which is told float32.
+A transform takes the stored values of one tensor (slowest dimension first) and the model's heads, and
+returns values of the same type, except `plus_one`, which is given float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Heads(msgspec.Struct, frozen=True):
     head_dim: int
 
 
-Change = Callable[[Array, Heads], Array]
+Transform = Callable[[Array, Heads], Array]
 
 
 def _interleaved(values: Array, n_head: int) -> Array:
@@ -50,22 +50,6 @@ def transpose(values: Array, _heads: Heads) -> Array:
 def plus_one(values: Array, _heads: Heads) -> Array:
     """Norms that are stored as the difference from one, float32."""
     return values + np.float32(1)
-
-
-def unzip_heads(values: Array, heads: Heads) -> Array:
-    """[head, (q, k, v), head_dim] to [(q, k, v), head, head_dim] rows: GPT-NeoX."""
-    shape = values.shape
-    zipped = values.reshape(heads.n_head, 3, heads.head_dim, *shape[1:])
-    return np.ascontiguousarray(zipped.swapaxes(0, 1)).reshape(shape)
-
-
-def unzip_groups(values: Array, heads: Heads) -> Array:
-    """Each group's queries, then its key and value, to all queries, all keys, all values: Falcon."""
-    shape = values.shape
-    per_group = heads.n_head // heads.n_head_kv + 2
-    groups = values.reshape(heads.n_head_kv, per_group, heads.head_dim, *shape[1:])
-    parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
-    return np.concatenate([part.reshape(-1, *shape[1:]) for part in parts])
 
 
 def drop_padding_rows(values: Array, _heads: Heads) -> Array:
