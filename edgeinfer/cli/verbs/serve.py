@@ -40,8 +40,8 @@ from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
 if TYPE_CHECKING:
-    from edgeinfer.models.external_stores.reader import Found
-    from edgeinfer.models.external_stores.stores import Watched
+    from edgeinfer.models.external_stores.reader import ExternalModel
+    from edgeinfer.models.external_stores.stores import StoreWatcher
 
 T = TypeVar("T")
 #: Descriptors that are for files, models and workers rather than for connections.
@@ -232,13 +232,13 @@ def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
 
 def pulled_models() -> Callable[[], Sequence[Pulled]]:
     """Make what lists every model that is here, other programs' after our own."""
-    watched: list[Watched] = []
+    watched: list[StoreWatcher] = []
 
     def listed() -> Sequence[Pulled]:
         # the catalogue is not needed until a second model is named
         from edgeinfer.models.external_stores import stores
 
-        watched[:] = watched or [stores.Watched()]
+        watched[:] = watched or [stores.StoreWatcher()]
         return [*_own_models(), *_others_models(watched[0].usable())]
 
     return listed
@@ -262,7 +262,7 @@ def _own_models() -> list[Pulled]:
     ]
 
 
-def _others_models(found: Sequence[Found]) -> list[Pulled]:
+def _others_models(found: Sequence[ExternalModel]) -> list[Pulled]:
     from edgeinfer.models.external_stores.stores import digest
 
     return [
