@@ -25,17 +25,16 @@ from edgeinfer.platform import paths, places
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan.plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.server.core.batches import Batches
-from edgeinfer.server.core.exchange import Endpoint
-from edgeinfer.server.core.kept import KeptAnswers
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.values import Loaded, Pulled, Sources
+from edgeinfer.server.answer_journal import KeptAnswers
+from edgeinfer.server.batches import Batches
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.payload_log import PayloadLog
-from edgeinfer.server.server import Ended, EndpointServer, RunOptions
+from edgeinfer.server.lifecycle import Ended, EndpointServer, RunOptions
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
