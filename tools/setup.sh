@@ -1,21 +1,27 @@
 #!/usr/bin/env bash
-# setup.sh [test|bench]: everything a fresh machine needs, once; a second call takes milliseconds.
+# setup.sh [run|lint|full|gpu|test|bench]: what a fresh machine needs, once; a second call takes milliseconds.
 #
-#   .venv                a virtual environment with this project in it, editable
-#   llama-cpp-python     compiled once and kept as a wheel in the build cache (8 to 15 minutes on 2 cores the first time).
-#                        One build serves development, tests and the binary: each instruction set is a variant, and ggml
-#                        takes this machine's at run time (docs/decisions/001-one-build.md)
-#   libggml-vulkan.so    ggml's Vulkan backend of the same source, compiled beside it and kept likewise; 6 minutes of one core.
-#                        It lies in .venv/lib/edgeinfer/backends and is opened when a GPU is asked for
-#   .venv/lib/edgeinfer/native  our own C++ (native/build.sh), which takes seconds
-#   .venv/criu           CRIU >= 4.1 beside the system's, where the system has none that works and apt is there
-#   with `test`:         the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some tests drive,
-#                        through apt where this is root's call (else it says what to type, and those tests are skipped);
-#                        glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from; a Vulkan device
-#                        in software; as root also podman and Debian 13's systemd, which run the units and manifests of docs/
-#   with `bench`:        the same two models; llama-server and llama-bench in the build cache, to measure beside
+#   lint                 .venv with the packages of requirements/tools.txt: ruff, mypy, pytest and what the project imports.
+#                        Compiles nothing and needs only Python; `make lint` and `make test-fast` need no more
+#   run (the default)    that, and llama.cpp compiled for this machine's processor alone (four minutes on 2 cores), our own
+#                        C++ (native/build.sh, seconds), and CRIU >= 4.1 in .venv/criu where the system's does not do:
+#                        what a first answer needs
+#   full                 the packages of requirements/dev.txt; llama.cpp with all CPU variants, of which ggml takes this
+#                        machine's at run time (8 to 15 minutes), and ggml's Vulkan backend beside it (6 minutes of one core):
+#                        what tests and the shipped file need (docs/decisions/001-one-build.md)
+#   gpu                  `run`, and the Vulkan backend. It lies in .venv/lib/edgeinfer/backends, opened when a GPU is asked for
+#   test                 `full`; the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some
+#                        tests drive, through apt where this is root's call (else it says what to type, and those tests are
+#                        skipped); glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from; a
+#                        Vulkan device in software; as root also podman and Debian 13's systemd, which run the units and
+#                        manifests of docs/
+#   bench                `full`; the same two models; llama-server and llama-bench in the build cache, to measure beside
 #
-# Needs: Python >= 3.11 with venv, gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
+# Each build of llama.cpp is a wheel in the build cache. `run` takes the full one if it is there. The builds do not mix: a
+# snapshot names the libraries it maps by build id, size and time, and the prefix cache's keys name llama.cpp's build and CPU
+# variant. The variant is compiled with the same options in both, so its scores are the same.
+#
+# Needs: Python >= 3.11 with venv; for all but `lint` gcc, cmake, make. EDGEINFER_BUILD_CACHE moves the cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
@@ -40,19 +46,46 @@ make_venv() {
   rm -rf .venv && "$py" -m venv .venv
 }
 
-build_llama() {  # a wheel in the cache, keyed by what went into it
-  flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA_BUILD=OFF"
-  [ "$(uname -s)" = Linux ] || flags="-DLLAVA_BUILD=OFF"
-  key=$(printf '%s' "$llama $flags $(uname -sm) $(ldd --version 2>/dev/null | head -1)" | cksum | cut -d' ' -f1)
-  wheels=$cache/wheels/llama-$llama-$key
+flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA_BUILD=OFF"
+[ "$(uname -s)" = Linux ] || flags="-DLLAVA_BUILD=OFF"
+key=$(printf '%s' "$llama $flags $(uname -sm) $(ldd --version 2>/dev/null | head -1)" | cksum | cut -d' ' -f1)
+all_variants=$cache/wheels/llama-$llama-$key
+one_variant=$all_variants-cpu$({ grep -m1 ^flags /proc/cpuinfo || true; } 2>/dev/null | cksum | cut -d' ' -f1)
+
+build_llama() {  # a wheel in the cache, keyed by what went into it; sets `wheels`
+  wheels=$all_variants
   ls "$wheels"/*.whl >/dev/null 2>&1 && return
   for tool in gcc g++ cmake make; do command -v $tool >/dev/null || die "$tool is missing" "apt-get install build-essential cmake"; done
-  say "compiling llama-cpp-python $llama, once; 8 to 15 minutes on 2 cores"
-  mkdir -p "$wheels.tmp" "$cache/logs"
-  local log=$cache/logs/llama-$llama-$key.log started=$SECONDS
-  CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) CMAKE_ARGS=$flags .venv/bin/pip wheel -v --no-deps \
-    --no-binary llama-cpp-python -w "$wheels.tmp" "llama-cpp-python==$llama" >"$log" 2>&1 &
-  local pid=$! step='' last=''
+  if [ "$1" = one ] && build_one_variant; then wheels=$one_variant; return; fi
+  say "compiling llama-cpp-python $llama with all CPU variants, once; 8 to 15 minutes on 2 cores"
+  compile_wheel "$wheels" --no-binary llama-cpp-python "llama-cpp-python==$llama" ||
+    die "llama-cpp-python did not compile" "the whole log: $log"
+}
+
+build_one_variant() {  # fails if this machine's variant is not known: then all are compiled
+  ls "$one_variant"/*.whl >/dev/null 2>&1 && return
+  local source=$cache/source.$$ variant done=1
+  mkdir -p "$source"
+  # not --no-binary :all:, which compiles CMake and ninja first
+  if .venv/bin/pip download -q --no-deps --no-binary llama-cpp-python -d "$source" "llama-cpp-python==$llama" >/dev/null 2>&1 &&
+    tar xf "$source"/*.tar.gz -C "$source" && variant=$(.venv/bin/python tools/one_variant.py "$source"/*/); then
+    say "compiling llama-cpp-python $llama for this processor ($variant), once; about four minutes on 2 cores"
+    compile_wheel "$one_variant" "$source"/*/ && unzip_names "$one_variant" | grep -q "libggml-cpu-$variant\.so" && done=0
+    [ $done = 0 ] || rm -rf "$one_variant"
+  fi
+  rm -rf "$source"
+  return $done
+}
+
+unzip_names() { .venv/bin/python -m zipfile -l "$1"/*.whl; }
+
+compile_wheel() {  # FOLDER WHAT...: sets `log`
+  local out=$1 started=$SECONDS step='' last='' pid
+  shift
+  mkdir -p "$out.tmp" "$cache/logs"
+  log=$cache/logs/$(basename "$out").log
+  CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} CMAKE_ARGS=$flags .venv/bin/pip wheel -v --no-deps -w "$out.tmp" "$@" >"$log" 2>&1 &
+  pid=$!
   while kill -0 $pid 2>/dev/null; do
     sleep 2
     step=$(grep -oE '^ *\[[0-9]+/[0-9]+\]' "$log" 2>/dev/null | tail -1 | tr -d ' ' || true)
@@ -62,8 +95,8 @@ build_llama() {  # a wheel in the cache, keyed by what went into it
     last=$step
   done
   [ -t 2 ] && printf '\n' >&2
-  wait $pid || { tail -20 "$log" >&2; die "llama-cpp-python did not compile" "the whole log: $log"; }
-  rm -rf "$wheels" && mv "$wheels.tmp" "$wheels"
+  wait $pid || { tail -20 "$log" >&2; rm -rf "$out.tmp"; return 1; }
+  rm -rf "$out" && mv "$out.tmp" "$out"
   say "compiled in $((SECONDS - started)) s; the wheel is kept in the build cache"
 }
 
@@ -84,13 +117,30 @@ install_native() {
   native/build.sh >&2 || say "our own C++ did not compile: llama.cpp's attention serves, and a GPU that is lost ends the process"
 }
 
-install() {  # again only when pyproject.toml or the wheel changed
-  local stamp=.venv/.installed want; want=$(cat pyproject.toml <(ls "$wheels") | cksum)
+# Packages come from the lock files, each checked against its hashes; `make lock` writes those. A full environment is not
+# reduced again by `run` or `lint`. The stamps say what was installed from what.
+install_packages() {  # tools|dev
+  local want; want="$(cksum <requirements/dev.txt) $(cksum <requirements/tools.txt)"
+  [ "$(cat .venv/.packages 2>/dev/null)" != "dev $want" ] || return 0
+  [ "$(cat .venv/.packages 2>/dev/null)" != "$1 $want" ] || return 0
+  say "installing the packages of requirements/$1.txt"
+  rm -f .venv/.packages
+  if command -v uv >/dev/null && [ "$1" = tools ]; then
+    uv pip install -q --python .venv/bin/python --no-deps --require-hashes -r requirements/tools.txt
+  else
+    .venv/bin/pip install -q --upgrade pip  # what older ones write as `edgeinfer` imports `re`: 3 ms a start
+    .venv/bin/pip install -q --no-deps --no-compile --require-hashes -r "requirements/$1.txt"
+  fi
+  printf '%s' "$1 $want" > .venv/.packages
+}
+
+install() {  # again only when pyproject.toml, the packages or the wheel changed
+  local stamp=.venv/.installed want; want=$(cat pyproject.toml .venv/.packages <(ls "$wheels"; echo "$wheels") | cksum)
   [ "$(cat $stamp 2>/dev/null)" = "$want" ] && return
-  say "installing the packages of pyproject.toml"
-  .venv/bin/pip install -q --upgrade pip  # what older ones write as `edgeinfer` imports `re`: 3 ms a start
+  say "installing llama-cpp-python and this project"
   .venv/bin/pip install -q --no-deps --force-reinstall "$wheels"/*.whl
-  .venv/bin/pip install -q --config-settings editable_mode=compat -e '.[dev]'  # a plain path: a finder costs 10 ms a start
+  # a plain path: a finder costs 10 ms a start
+  .venv/bin/pip install -q --no-deps --config-settings editable_mode=compat -e .
   .venv/bin/python -m compileall -q edgeinfer .venv/lib/python3*/site-packages >/dev/null 2>&1 || true
   printf '%s' "$want" > $stamp
 }
@@ -157,12 +207,21 @@ peers() {
     tools/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to measure beside"
 }
 
-mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
+mode=${1:-run}
+case $mode in run | lint | full | gpu | test | bench) ;; *) die "no such set: $mode" "setup.sh [run|lint|full|gpu|test|bench]" ;; esac
 make_venv
-build_vulkan & vulkan=$!
-build_llama; install; install_native; install_criu
-wait $vulkan; install_vulkan
-case ${1:-} in
+if [ "$mode" = lint ]; then install_packages tools; exit; fi
+mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
+case $mode in
+  run | gpu) packages=tools variants=one ;;
+  *) packages=dev variants=all ;;
+esac
+vulkan=
+[ $mode = run ] || { build_vulkan & vulkan=$!; }
+build_llama $variants; install_packages $packages; install; install_native; install_criu
+[ -z "$vulkan" ] || wait $vulkan
+install_vulkan
+case $mode in
   test) test_programs; test_models; test_libc; test_registry; test_vulkan; test_systemd ;;
   bench) test_models; peers ;;
 esac
