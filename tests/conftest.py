@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.abc
 import os
 import re
 import signal
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,13 @@ GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 #: The folders whose files take longest, in that order.
 _LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "engine", "http"))}
+#: What `--fast` leaves out: tests with these marks; tests that reach these fixtures, which need a model, build the shipped
+#: file or draw the chat; tests that import these packages, which the environment of `make lint` has not; and tests
+#: that start a program.
+_SLOW_MARKS = ("model", "criu", "binary", "slow")
+_SLOW_FIXTURES = ("smollm2", "gemma3", "lavapipe", "place", "binary", "drive", "snap_compare")
+_LARGE_PACKAGES = "llama_cpp anthropic botocore flask kubernetes_validate moto ollama openai PyInstaller ray schemathesis".split()
+_STARTS_A_PROGRAM = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 #: Session fixtures that take many seconds: the shipped file built, and a warm home each of a user and of root.
 _EXPENSIVE = ("binary", "anybody")
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
@@ -51,14 +60,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="TABLE",
         help="fail when a test is skipped for a reason that is not in this table of .ci/allowed-skips.toml",
     )
+    parser.addoption("--as-root", action="store_true", help="leave out what an ordinary user's run has")
+    parser.addoption("--fast", action="store_true", help="no llama.cpp, CRIU, models or slow tests")
 
 
-def pytest_configure() -> None:
+class _LargePackages(importlib.abc.MetaPathFinder):
+    """Skip the test, or the test module, that imports a large package."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name.partition(".")[0] in _LARGE_PACKAGES:
+            raise pytest.skip.Exception(f"--fast: imports {name}", allow_module_level=True)
+
+
+def _refuse_programs(event: str, args: tuple[object, ...]) -> None:
+    """Skip the test whose thread starts a program."""
+    if event in _STARTS_A_PROGRAM and threading.current_thread() is threading.main_thread():
+        raise pytest.skip.Exception("--fast: starts a program")
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    marked = any(item.get_closest_marker(mark) for mark in _SLOW_MARKS)
+    return marked or not set(_SLOW_FIXTURES).isdisjoint(item.fixturenames)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Give each of the processes that `-n` starts its share of the processors, and so all that it starts.
 
     llama.cpp's threads wait for each other by turning: two programs that both take every processor are
     many times slower than two that have one each.
     """
+    if config.getoption("--fast"):
+        hypothesis.settings.register_profile(
+            "fast", hypothesis.settings.get_profile("busy"), max_examples=20
+        )
+        hypothesis.settings.load_profile("fast")
+        sys.meta_path.insert(0, _LargePackages())
+        sys.addaudithook(_refuse_programs)
     if not WORKER:
         return
     number, workers = int(WORKER.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -90,9 +128,18 @@ def _room(item: pytest.Item) -> str:
     return item.path.relative_to(ROOT).parts[1]
 
 
+def _is_an_ordinary_users(item: pytest.Item) -> bool:
+    """Tell whether `item` is the half of a test of both users that an ordinary user's run has too."""
+    return "ordinary user" in getattr(getattr(item, "callspec", None), "params", {}).values()
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under `-n`, keep together what shares fixtures, and begin with what takes longest."""
+    left_out = _is_slow if config.getoption("--fast") else _is_an_ordinary_users
+    if config.getoption("--fast") or config.getoption("--as-root"):
+        config.hook.pytest_deselected(items=[item for item in items if left_out(item)])
+        items[:] = [item for item in items if not left_out(item)]
     if not WORKER:
         return
     items.sort(key=lambda item: _LONGEST.get(_room(item), len(_LONGEST)))

@@ -41,7 +41,7 @@ from edgeinfer.runtime.llama.model import (
 from edgeinfer.runtime.memory_plan.offload import Offload, Room, fewer, make_offload
 from edgeinfer.runtime.memory_plan.plan import choose_repack
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
+from edgeinfer.runtime.prefix_cache.lookup import BlockCache
 from edgeinfer.runtime.prefix_cache.opening import open_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
@@ -51,7 +51,7 @@ _log = logging.getLogger("edgeinfer.gpu")
 FLUSH_S = 30.0
 
 
-class GpuOffload:
+class Attachment:
     """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
 
     `call` runs work between two steps, `blocks` are the engine's, and `loaded` what it computes with.
@@ -66,7 +66,7 @@ class GpuOffload:
         lora: LoraAdapters,
         scheduler: Scheduler,
         call: Callable[[Callable[[], Any]], Any],
-        blocks: PrefixCacheSwitch,
+        blocks: EngineBlocks,
     ) -> None:
         self._files, self._options = files, options
         self._cpu = cpu
@@ -74,7 +74,7 @@ class GpuOffload:
         self._lora = lora
         self._scheduler = scheduler
         self._call, self._blocks = call, blocks
-        self._target: DeviceContext | None = None
+        self._target: Target | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self.loaded = cpu
@@ -90,7 +90,7 @@ class GpuOffload:
             )
             self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until devices are attached, or none will be; False when it takes longer."""
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -100,7 +100,7 @@ class GpuOffload:
     def close(self) -> None:
         """End attaching, and free what is attached. When nothing decodes any more."""
         self._is_closing = True
-        self.wait()
+        self.settle()
         if self._target is not None:
             self._target.loaded.free()
             self._target = None
@@ -108,7 +108,7 @@ class GpuOffload:
     def _main(self, wishes: Wishes) -> None:
         try:
             self._attach(wishes)
-        except OffloadRefused as error:
+        except NoTarget as error:
             self._cpu.choices["gpu_layers"] = Chosen("none", str(error))
             if wishes.is_explicit:
                 _log.warning("no layers on a GPU: %s", error)
@@ -120,12 +120,12 @@ class GpuOffload:
         devices = find_devices(wishes)
         rooms = tuple(wishes.room(device) for device in devices)
         planned = make_offload(self._cpu.shape, self._cpu.plan, rooms, wishes.layers)
-        target = load_device_context(
+        target = load_target(
             self._files.paths, self._options, self._cpu, self._lora, devices, rooms, planned
         )
         try:
             target.warm_up()  # here, and not while somebody waits for the next token
-            self._call(lambda: self._switch(target))
+            self._call(lambda: self._go_over(target))
         except BaseException:
             if self._target is None:
                 target.loaded.free()
@@ -133,14 +133,14 @@ class GpuOffload:
         if target.failed:
             _log.warning("the devices had room for %s: %s", target.offload, target.failed)
 
-    def _switch(self, target: DeviceContext) -> None:
+    def _go_over(self, target: Target) -> None:
         """Between two steps: decode with `target` from now on."""
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
-        self._lora.attach(target.loaded.model, target.active.adapters)
-        self._blocks.detach()
+        self._lora.enter(target.loaded.model, target.active.adapters)
+        self._blocks.leave()
         knows = self._active.copy_state_to(target.active)
-        self._scheduler.switch_context(target.active, knows=knows, on_device=True)
+        self._scheduler.go_over(target.active, knows=knows, on_device=True)
         self._mark_cells()
         self._scheduler.on_failed_step = self._failed
         self._target = target
@@ -151,10 +151,10 @@ class GpuOffload:
 
     def _mark_cells(self) -> None:
         """What is in the cells was computed elsewhere, or otherwise: no block of what comes now."""
-        for cached_seq in self._scheduler.kv.cached_sequences:
-            cached_seq.is_shifted = True
+        for resident in self._scheduler.kv.residents:
+            resident.is_shifted = True
 
-    def _note_failure(self, target: DeviceContext, failure: str) -> str:
+    def _note_failure(self, target: Target, failure: str) -> str:
         names = " and ".join(part.device for part in target.offload.parts)
         self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {failure}")
         return names
@@ -166,17 +166,17 @@ class GpuOffload:
             return False
         names = self._note_failure(target, error.message)
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
-        self._blocks.detach()
+        self._blocks.leave()
         active = self._cpu.active_context()
-        active.adapters = self._lora.detach()
-        self._scheduler.switch_context(active, knows=False, on_device=False)
+        active.adapters = self._lora.leave()
+        self._scheduler.go_over(active, knows=False, on_device=False)
         self._enter(self._cpu)
         return True
 
     def _enter(self, loaded: Loaded) -> None:
         self.loaded = loaded
         loaded.active_context().set_threads(self._cpu.n_threads)
-        self._blocks.attach(loaded)
+        self._blocks.enter(loaded)
 
 
 def find_devices(wishes: Wishes) -> tuple[Device, ...]:
@@ -191,12 +191,12 @@ def find_devices(wishes: Wishes) -> tuple[Device, ...]:
             reasons.append(f"{file.name} has no such device")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
-    raise OffloadRefused(
+    raise NoTarget(
         "; ".join(reasons) or "there is no library for one: `edgeinfer backend` says where it goes"
     )
 
 
-class PrefixCacheSwitch:
+class EngineBlocks:
     """Opens and closes the blocks of what `scheduler` decodes with."""
 
     def __init__(
@@ -204,13 +204,13 @@ class PrefixCacheSwitch:
     ) -> None:
         self._files, self._options = files, options
         self._active = active
-        self._prefixes, self._queue = scheduler.prefixes, scheduler.queue
+        self._prefixes, self._roster = scheduler.prefixes, scheduler.roster
         self._kv = scheduler.kv
         self._store: BlockStore | None = None
         self._left: list[threading.Thread] = []
 
     @property
-    def cache(self) -> PrefixCache | None:
+    def cache(self) -> BlockCache | None:
         """What is open."""
         return self._prefixes.blocks
 
@@ -221,15 +221,15 @@ class PrefixCacheSwitch:
             store, self._files, self._options, loaded, self._active, self._kv, checked
         )
 
-    def detach(self) -> None:
+    def leave(self) -> None:
         """Use no blocks until `enter`. Between two steps; what is written goes on being written."""
-        blocks = self._prefixes.detach_store(self._queue.running)
+        blocks = self._prefixes.leave_store(self._roster.running)
         if blocks is not None:
             thread = threading.Thread(target=blocks.blocks.close, args=(FLUSH_S,), daemon=True)
             thread.start()
             self._left.append(thread)
 
-    def attach(self, loaded: Loaded) -> None:
+    def enter(self, loaded: Loaded) -> None:
         """Use the blocks of what `loaded` computes, where a store is used at all. Between two steps."""
         if self._store is not None:
             self.open(self._store, loaded, "")
@@ -248,7 +248,7 @@ _WARM_UP_TOKENS = 64
 
 
 @dataclass(slots=True)
-class DeviceContext:
+class Target:
     """What an engine can go over to. llama.cpp may look into `placement` while the model is there.
 
     `failed` says what happened to more layers than these, "" when they are those that were planned.
@@ -278,11 +278,11 @@ class DeviceContext:
         self.active.remove(0)
 
 
-class OffloadRefused(Exception):
+class NoTarget(Exception):
     """Layers cannot lie on devices; the reason in words."""
 
 
-def load_device_context(
+def load_target(
     paths: tuple[str, ...],
     options: LoadOptions,
     cpu: Loaded,
@@ -290,7 +290,7 @@ def load_device_context(
     devices: Sequence[Device],
     rooms: tuple[Room, ...],
     planned: Offload,
-) -> DeviceContext:
+) -> Target:
     """Load `cpu`'s model again as `planned`, with fewer layers if they do not fit. Raises NoTarget."""
     offload, failed = planned, ""
     while offload.parts:
@@ -303,10 +303,10 @@ def load_device_context(
             continue
         found.failed = failed
         return found
-    raise OffloadRefused(failed or offload.reason)
+    raise NoTarget(failed or offload.reason)
 
 
-def _adapters(lora: LoraAdapters, target: DeviceContext) -> Held:
+def _adapters(lora: LoraAdapters, target: Target) -> Held:
     try:
         return lora.open(target.loaded.model)
     except BaseException:
@@ -320,7 +320,7 @@ def _load(
     cpu: Loaded,
     devices: Sequence[Device],
     offload: Offload,
-) -> DeviceContext:
+) -> Target:
     pointers = {device.name: device.pointer for device in devices}
     placement = Placement([pointers[part.device] for part in offload.parts], offload)
     on_devices = sum(part.weights_bytes for part in offload.parts)
@@ -335,4 +335,4 @@ def _load(
         raise
     layers = Chosen(str(offload), offload.reason)
     loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
-    return DeviceContext(loaded, loaded.active_context(), offload, placement)
+    return Target(loaded, loaded.active_context(), offload, placement)

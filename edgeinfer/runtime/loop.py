@@ -18,18 +18,19 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 T = TypeVar("T")
 _log = logging.getLogger("edgeinfer.engine")
 
-#: Requests to an idle engine within this time (s) of each other, up to `_BURST`, start in one batch.
+#: Requests to an idle engine that come within this time of each other (seconds), up to so many, begin
+#: in one batch.
 _BURST_S = 0.0005
 _BURST = 64
 
 
 class DecodeLoop:
-    """Run the scheduler's steps, and other native work between two; at most `capacity` requests."""
+    """Runs the scheduler's steps, and other native work between two; at most `capacity` requests."""
 
     def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
         self._scheduler, self._capacity = scheduler, capacity
-        self._queue = scheduler.queue
-        self._queue.on_end = self._ended
+        self._roster = scheduler.roster
+        self._roster.on_end = self._ended
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -37,7 +38,7 @@ class DecodeLoop:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
-        #: Why the thread has died, "" while it lives.
+        #: Why the thread has died, "" while it has not: nothing is computed any more.
         self.failure = ""
 
     @property
@@ -57,10 +58,10 @@ class DecodeLoop:
             self._start()
             self._changed.notify_all()
         if not seq.is_prefill_only:
-            self._scheduler.executor.cancellation.for_incoming_request(len(seq.tokens))
+            self._scheduler.execution.interruptions.for_newcomer(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the loop's thread between two steps; return or raise its result."""
+        """Run `work` on the loop's thread between two steps; return or raise what it does."""
         done: Future[T] = Future()
         with self._changed:
             self._check_open()
@@ -70,8 +71,8 @@ class DecodeLoop:
         return done.result()
 
     def wake(self) -> None:
-        """Make the loop look for cancelled requests."""
-        self._scheduler.executor.abort_cancelled()
+        """Have the loop look again: something was cancelled."""
+        self._scheduler.execution.look_at_cancelled()
         with self._changed:
             self._changed.notify_all()
 
@@ -86,7 +87,7 @@ class DecodeLoop:
         if thread is not None:
             thread.join()
         self._stopping = False
-        self._scheduler.executor.low_priority.end()
+        self._scheduler.execution.background.end()
 
     def close(self) -> None:
         """Cancel everything and end the thread for good. Idempotent; not from the loop's own thread."""
@@ -96,7 +97,7 @@ class DecodeLoop:
             self._changed.notify_all()
         if thread is not None:
             thread.join()
-        self._scheduler.executor.low_priority.end()
+        self._scheduler.execution.background.end()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -127,7 +128,7 @@ class DecodeLoop:
             self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
             self._thread = None
             self._inside = 0
-            sequences = [*self._queue.running, *self._queue.waiting]
+            sequences = [*self._roster.running, *self._roster.waiting]
             while not self._inbox.empty():
                 sequences.append(self._inbox.get())
         _log.error("%s", self.failure)
@@ -140,10 +141,10 @@ class DecodeLoop:
     def _work(self) -> None:
         while self._has_more():
             self._run_jobs()
-            if self._queue.is_empty:
+            if self._roster.is_empty:
                 self._gather()
-            self._drain_inbox()
-            if not self._queue.is_empty:
+            self._take_inbox()
+            if not self._roster.is_empty:
                 self._guarded(self._scheduler.step)
             elif self._jobs.empty():
                 self._guarded(self._scheduler.do_chore)
@@ -154,8 +155,8 @@ class DecodeLoop:
             while not (self._has_work() or self._stopping or self._closed):
                 self._changed.wait(self._scheduler.chore_due_in_s())
             if self._closed:
-                self._drain_inbox()
-                for seq in [*self._queue.running, *self._queue.waiting]:
+                self._take_inbox()
+                for seq in [*self._roster.running, *self._roster.waiting]:
                     seq.cancelled = True
             if not self._has_work():
                 self._thread = None  # under the lock, so that the next work starts another thread
@@ -163,26 +164,26 @@ class DecodeLoop:
             return True
 
     def _has_work(self) -> bool:
-        is_idle = self._queue.is_empty and self._inbox.empty() and self._jobs.empty()
+        is_idle = self._roster.is_empty and self._inbox.empty() and self._jobs.empty()
         return not is_idle or self._scheduler.chore_due_in_s() == 0.0
 
     def _gather(self) -> None:
-        """Wait for the rest of a burst: started one by one, 8 streams lose 2 % of their rate."""
+        """Wait for the rest of a burst: begun one by one, 8 streams lose 2 % of their rate."""
         seen = 0
         while seen < self._inbox.qsize() < _BURST:
             seen = self._inbox.qsize()
             time.sleep(_BURST_S)
 
-    def _drain_inbox(self) -> None:
+    def _take_inbox(self) -> None:
         while not self._inbox.empty():
-            self._queue.add(self._inbox.get())
+            self._roster.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
-        for _ in range(self._jobs.qsize()):  # a repeated job comes after the inbox
+        for _ in range(self._jobs.qsize()):  # who asks again for one comes after the inbox
             work, done = self._jobs.get()
             try:
                 done.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised again in the caller
+            except BaseException as error:  # noqa: BLE001  raised again where it was asked for
                 done.set_exception(error)
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -18,8 +18,7 @@ from edgeinfer.runtime.requests import (
     Tool,
     ToolCall,
 )
-from edgeinfer.server.ollama import wire
-from edgeinfer.server.request_fields import (
+from edgeinfer.server.core.request_parts import (
     loras,
     overridden,
     reasoning,
@@ -27,6 +26,7 @@ from edgeinfer.server.request_fields import (
     stop_strings,
     unique_tools,
 )
+from edgeinfer.server.ollama import wire
 
 #: A template that only repeats the prompt asks for what `raw` does.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")

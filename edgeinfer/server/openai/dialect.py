@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from edgeinfer.server.batches import BatchObject, FileObject
-from edgeinfer.server.dialect import Dialect, Lookup, Operation
+from edgeinfer.server.core.batches import BatchObject, FileObject
+from edgeinfer.server.core.dialect import Dialect, Lookup, Operation
 from edgeinfer.server.openai import batches, routes, wire
-from edgeinfer.server.openai.render import error_body, error_events
+from edgeinfer.server.openai import wire_replies as replies
+from edgeinfer.server.openai.errors import error_body, error_events
 
 OPENAI = Dialect(
     name="openai",
-    error_type=wire.ErrorReply,
+    error_type=replies.ErrorReply,
     error_body=error_body,
     error_events=error_events,
     operations=(
@@ -18,7 +19,7 @@ OPENAI = Dialect(
             routes.chat_completions,
             "Answer a conversation.",
             body=wire.ChatRequest,
-            reply=wire.ChatCompletion,
+            reply=replies.ChatCompletion,
             streams=True,
         ),
         Operation(
@@ -26,7 +27,7 @@ OPENAI = Dialect(
             routes.completions,
             "Continue a text.",
             body=wire.CompletionRequest,
-            reply=wire.Completion,
+            reply=replies.Completion,
             streams=True,
         ),
         Operation(
@@ -34,10 +35,10 @@ OPENAI = Dialect(
             routes.embeddings,
             "Embed texts.",
             body=wire.EmbeddingRequest,
-            reply=wire.EmbeddingReply,
+            reply=replies.EmbeddingReply,
         ),
-        Lookup("/v1/models", routes.list_models, "The pulled models.", reply=wire.ModelList),
-        Lookup("/v1/models/{id}", routes.one_model, "One pulled model.", reply=wire.ModelCard),
+        Lookup("/v1/models", routes.list_models, "The pulled models.", reply=replies.ModelList),
+        Lookup("/v1/models/{id}", routes.one_model, "One pulled model.", reply=replies.ModelCard),
         Operation(
             "/v1/files",
             batches.upload,

@@ -17,7 +17,7 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
-from edgeinfer.server.request_fields import (
+from edgeinfer.server.core.request_parts import (
     allowed,
     caching,
     loras,

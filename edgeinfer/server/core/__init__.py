@@ -1,0 +1,1 @@
+"""What every dialect shares: exchanges, jobs, models on demand, problems, streaming."""

@@ -1,0 +1,1 @@
+"""What the endpoint says of itself: logs, metrics, the payload log."""
