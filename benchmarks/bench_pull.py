@@ -20,7 +20,7 @@ from pathlib import Path
 from common import add_out, write_figure
 
 from edgeinfer.models.fetching import download
-from edgeinfer.models.progress import Job, Patience
+from edgeinfer.models.progress import Job, RetryPolicy
 
 _PIECE = 1 << 16
 
@@ -67,7 +67,7 @@ def timed(url: str, size: int, digest: str, connections: int, work: Path) -> flo
     """Bytes per second of one download, whose bytes are checked afterwards."""
     folder = Path(tempfile.mkdtemp(dir=work))
     remote = download.Remote(url=url, file_name="x.gguf", origin=url)
-    job = Job(patience=Patience(connections=connections))
+    job = Job(retry_policy=RetryPolicy(connections=connections))
     began = time.monotonic()
     part = download.fetch(remote, folder, job)
     took = time.monotonic() - began

@@ -162,7 +162,7 @@ def converted_families() -> str:
 
 def metrics() -> str:
     """Every Prometheus metric of the endpoint."""
-    from edgeinfer.server.observe.metrics import Metrics
+    from edgeinfer.server.metrics import Metrics
 
     rows = [
         f"| `{name}` | {kind} | {labels} | {text} |"
@@ -221,7 +221,7 @@ def fields(root: str) -> str:
 
 
 def _fields_row(where: str, kind: type) -> str:
-    from edgeinfer.server.core.reading import facts_of
+    from edgeinfer.server.request_body import facts_of
 
     facts = facts_of(kind)
     hints = [f"`{name}`" for name in sorted(facts.hints)]
@@ -245,7 +245,7 @@ def _named(types: Sequence[str]) -> str:
 
 def places_of(kind: type) -> list[tuple[str, type]]:
     """The objects in a wire type, each with the place in which it stands."""
-    from edgeinfer.server.core.reading import facts_of
+    from edgeinfer.server.request_body import facts_of
 
     found = []
     for name, field in facts_of(kind).fields.items():

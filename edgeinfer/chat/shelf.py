@@ -12,7 +12,7 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.models import fits, gguf
 from edgeinfer.models.catalog import Model, load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.reader import Found
+from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.fits import header_plan
 from edgeinfer.models.store import PulledModel, list_pulled
 from edgeinfer.platform.machine import Machine, read_machine
@@ -103,7 +103,7 @@ def _needs(paths: Sequence[str | Path], machine: Machine) -> int:
         return 0
 
 
-def _found(found: Found, machine: Machine, warm: bool) -> Shelved:
+def _found(found: ExternalModel, machine: Machine, warm: bool) -> Shelved:
     """A model of another program. What is wrong with its file is said when it is taken."""
     return Shelved(
         name=found.name,

@@ -13,12 +13,12 @@ from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import prefix_affinity
 from edgeinfer.cluster.messages import Ack, Chunk, Request, ResponseStart, strip_hop_by_hop
-from edgeinfer.server import operations
-from edgeinfer.server.core.dialect import Dialect
-from edgeinfer.server.core.exchange import json_reply
-from edgeinfer.server.core.problems import Problem, unavailable
+from edgeinfer.server import app
+from edgeinfer.server.context import json_reply
+from edgeinfer.server.dialect import Dialect
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
+from edgeinfer.server.problems import Problem, unavailable
 
 #: Which replica answered, by Ray's id of it.
 REPLICA_HEADER = "x-edgeinfer-replica"
@@ -48,14 +48,14 @@ class Front:
     async def answer(self, request: HttpRequest) -> Response:
         """Answer by a replica; health and the list of models are answered here and wake none."""
         path = request.scope["path"]  # a foreign Host may make no URL
-        place = operations.find(path)
+        place = app.find(path)
         try:
             self._gate.check_host(request.headers)  # an endpoint sees a Host that is made anew
         except Problem as problem:
             return _refusal(place.dialect, problem)
         if path in _OWN:
             return json_reply({"status": "ok"})
-        if request.method == "GET" and place is operations.find("/v1/models"):
+        if request.method == "GET" and place is app.find("/v1/models"):
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
         body = await request.body()
         fields = decoded(body)

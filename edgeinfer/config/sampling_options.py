@@ -1,7 +1,7 @@
 """The options of sampling, a row each: field, kind, range, help, and who may set it.
 
 Whoever names them reads this table: the parser (`arguments.launch_args`), the chat (`chat.presets`),
-the catalogue (`catalog.models`), the engine (`runtime.requests`) and the endpoint (`server.core.wire`,
+the catalogue (`catalog.models`), the engine (`runtime.requests`) and the endpoint (`server.wire_types`,
 `server.openai.translate`). Defaults are `runtime.requests.Sampling`'s.
 """
 

@@ -22,7 +22,7 @@ from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
-from edgeinfer.models.pull import PullOptions, first_that_works
+from edgeinfer.models.pull import PullOptions, fetch_first_working
 from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.models.quantizing.quantize import publish
 from edgeinfer.models.reference import resolve
@@ -80,10 +80,10 @@ def pull_adapter(
     header = _header(base)
     todo = plan(text, load_catalog(), options.name)
     ref = Reference(names.model_name(options.name or _name_of(text, todo.ref.name)))
-    job = Job(progress, None, options.patience)
+    job = Job(progress, None, options.retry_policy)
     paths.private_dir(paths.adapters_dir())
     with changing(ref, FETCHED_IS_KEPT, ".adapter") as work:
-        fetched, _ = first_that_works(todo, work, job, options)
+        fetched, _ = fetch_first_working(todo, work, job, options)
         target = work / "adapter.gguf.part"
         _converted(fetched, header, base, target, work)
         sync(target)
@@ -135,7 +135,7 @@ def merge_model(
             f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
         )
     before = _header(model)
-    ref = names.reference(name)
+    ref = names.parse_reference(name)
     job = Job(progress)
     with changing(ref) as work, tempfile.TemporaryDirectory() as scratch:
         wanted = _opened(adapters, before, model, Path(scratch))

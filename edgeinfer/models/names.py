@@ -46,7 +46,7 @@ def model_name(text: str) -> str:
     return text
 
 
-def reference(text: str) -> Reference:
+def parse_reference(text: str) -> Reference:
     """Parse `NAME` or `NAME:QUANT`, in any letter case. Raises UsageError."""
     name, colon, quant = text.partition(":")
     if colon and file_type(quant) is None:
@@ -77,7 +77,7 @@ def file_name(text: str) -> str:
     return name
 
 
-def tamed_file_name(text: str) -> str:
+def sanitize_file_name(text: str) -> str:
     """Make a path's or URL's last component a safe file name. Raises UsageError for none."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
     return file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
@@ -120,7 +120,7 @@ def split_names(file_name: str) -> list[str]:
     return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
 
 
-def whole_digest(digests: Sequence[str]) -> str:
+def combined_digest(digests: Sequence[str]) -> str:
     """The SHA-256 of a model: its file's, or that of its files' digests in order."""
     if len(digests) == 1:
         return digests[0]

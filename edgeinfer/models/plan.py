@@ -49,7 +49,7 @@ class Fetched(msgspec.Struct, kw_only=True):
 
 def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
     """Plan for a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
-    wanted = names.reference(name) if name else None
+    wanted = names.parse_reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
         return Plan(
@@ -59,7 +59,7 @@ def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
     if sources.looks_like_source(text):
         source = sources.parse(text)
         return Plan(ref=wanted or _named_after(_stem(source), catalog), candidates=((source,),))
-    ref = names.reference(text)
+    ref = names.parse_reference(text)
     entry = catalog.get(ref.name)
     if entry is None:
         raise UnknownModelError(f"no model is called {text!r}", hint=nearest(ref.name, catalog.models))

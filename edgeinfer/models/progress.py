@@ -62,7 +62,7 @@ class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
 OnProgress = Callable[[PullProgress], None]
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How a server is asked: `attempts` without a new byte, waits doubling from `pause_s` up to 30 s.
 
     A file of which `parallel_bytes` or more are missing comes over as many as `connections`.
@@ -87,9 +87,9 @@ class Job:
         self,
         on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
     ) -> None:
-        self.patience = patience or Patience()
+        self.retry_policy = retry_policy or RetryPolicy()
         self._on_progress = on_progress or (lambda _: None)
         self._cancellable = cancel is not None
         self._cancel = cancel or threading.Event()

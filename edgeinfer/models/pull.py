@@ -20,7 +20,7 @@ from edgeinfer.models.converting.checkpoint_files import DIRECT, convert_fetched
 from edgeinfer.models.fetching.fetch import fetch
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.plan import Fetched, Plan, plan
-from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, Patience
+from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPolicy
 from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.platform.disk import sha256_of
 
@@ -37,7 +37,7 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     in_place: bool = False
     again: bool = False
-    patience: Patience = Patience()
+    retry_policy: RetryPolicy = RetryPolicy()
 
 
 def pull(
@@ -53,7 +53,7 @@ def pull(
     DiskFullError, InterruptedByUser.
     """
     options = options or PullOptions()
-    job = Job(progress, cancel, options.patience)
+    job = Job(progress, cancel, options.retry_policy)
     todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
     if options.sha256:
         todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
@@ -62,7 +62,7 @@ def pull(
         if here is not None and (not options.sha256 or here.sha256 == todo.sha256):
             _refuse_other_type(here, options.quantize)
             return here
-        fetched, source = first_that_works(todo, work, job, options)
+        fetched, source = fetch_first_working(todo, work, job, options)
         todo = _in_type(todo, _named_type(todo, fetched))
         return _publish(todo, fetched, source, work, job)
 
@@ -117,7 +117,7 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
     return record
 
 
-def first_that_works(
+def fetch_first_working(
     todo: Plan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[Fetched], str]:
     """Fetch from the first good candidate. Raises the last error, with the others' words."""

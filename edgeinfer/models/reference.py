@@ -22,7 +22,7 @@ from edgeinfer.errors import (
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import Model, load_catalog, nearest
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.reader import Found
+from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.names import Reference
 from edgeinfer.models.store import PulledFile, PulledModel, list_pulled, read_record
 from edgeinfer.runtime.options import ModelFiles
@@ -41,7 +41,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["file", "pulled", "external", "absent"]
     name: str
     pulled: PulledModel | None = None
-    external: Found | None = None
+    external: ExternalModel | None = None
     entry: Model | None = None
 
     @property
@@ -82,7 +82,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     def absence(self) -> CatalogError:
         """Return the error for a model whose files are not here: unknown, or known and not pulled."""
         if stores.is_name(self.text):
-            return stores.not_found(self.text)
+            return stores.not_found_error(self.text)
         if self.entry is not None or sources.looks_like_source(self.text):
             return ModelNotPulledError(
                 f"{self.text} is not on this machine yet",
@@ -118,7 +118,7 @@ def _resolve(text: str) -> ModelRef:
         return ModelRef(text=text, kind="external", name=external.name, external=external)
     if sources.looks_like_source(text):
         return ModelRef(text=text, kind="absent", name=text)
-    ref = names.reference(text)
+    ref = names.parse_reference(text)
     return ModelRef(text=text, kind="absent", name=str(ref), entry=load_catalog().get(ref.name))
 
 
@@ -127,7 +127,7 @@ def _find_pulled(text: str) -> PulledModel | None:
     if sources.looks_like_source(text):
         wanted = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == wanted), None)
-    ref = names.reference(text)
+    ref = names.parse_reference(text)
     exact = read_record(names.folder(ref))
     if exact is not None or not ref.quant:
         return exact
@@ -160,7 +160,7 @@ def _offer() -> str:
 
 
 def _with_suggestions(error: _E, text: str) -> _E:
-    near = stores.alike(text)
+    near = stores.similar_names(text)
     return type(error)(error.message, hint=f"did you mean {' or '.join(near[:3])}?") if near else error
 
 

@@ -31,7 +31,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
     found = _removable(text)
     if found is not None and found.kind == "absent" and sources.looks_like_source(text):
         raise found.absence()
-    ref = found.pulled.reference if found is not None and found.pulled else names.reference(text)
+    ref = found.pulled.reference if found is not None and found.pulled else names.parse_reference(text)
     with model_lock(ref):
         folder, partial = names.folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
         pinned = forget and pins.place(ref).exists()

@@ -103,7 +103,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reference(self) -> Reference:
-        return names.reference(self.name)
+        return names.parse_reference(self.name)
 
     @property
     def folder(self) -> Path:
@@ -134,7 +134,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sha256(self) -> str:
         """The file's SHA-256; of a split model, the SHA-256 of its files' digests in order."""
-        return names.whole_digest([file.sha256 for file in self.files])
+        return names.combined_digest([file.sha256 for file in self.files])
 
 
 def read_record(folder: Path) -> PulledModel | None:
@@ -244,7 +244,7 @@ def copy(source: PulledModel, name: str) -> PulledModel:
 
     Raises UsageError if `name` is taken or no name, ModelBusyError, CatalogError.
     """
-    ref = names.reference(name)
+    ref = names.parse_reference(name)
     with model_lock(ref):
         folder = names.folder(ref)
         if read_record(folder) is not None:

@@ -13,16 +13,16 @@ from edgeinfer.runtime.chat_format.control_tokens import unmarked
 from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.gpu_offload import FLUSH_S, Attachment, EngineBlocks
+from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
 from edgeinfer.runtime.kv_cache.cache import KvCache
-from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Points
+from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends.devices import Wishes
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import Loaded, load_model
 from edgeinfer.runtime.loop import DecodeLoop
-from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT, exact_rows
+from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT, invariant_rows
 from edgeinfer.runtime.options import (
     Adapter,
     Chosen,
@@ -31,13 +31,13 @@ from edgeinfer.runtime.options import (
     LoadOptions,
     ModelFiles,
 )
-from edgeinfer.runtime.prefix_cache.lookup import BlockCache
+from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import make_states, run_check, scratch_id
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_length, preparing
 from edgeinfer.runtime.sampling.draft_model import DraftModel
 from edgeinfer.runtime.sampling.grammar import Constraints
-from edgeinfer.runtime.scheduler.prefill_policy import Exactness
+from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 
@@ -46,7 +46,7 @@ from edgeinfer.runtime.scheduler.scheduler import Scheduler
 _PREFILL_S_PER_BYTE = 1e-11
 #: What llama.cpp's own attention over an f16 cache allows: from 64 tokens on it is another kernel, and
 #: from 512 cells on, padded to 256, a lone token's is split among threads.
-_LLAMA_EXACTNESS = Exactness(rows=60, cells=192)
+_LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
 #: Ends of keys in the metadata of models that are left to it (decision 095).
 _LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
 
@@ -87,8 +87,8 @@ class LlamaEngine:
         )
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
-        self._blocks = EngineBlocks(files, options, self._active, self._scheduler)
-        self._attachment = Attachment(
+        self._blocks = PrefixCacheSwitch(files, options, self._active, self._scheduler)
+        self._gpu = GpuOffload(
             files,
             options,
             loaded,
@@ -115,7 +115,7 @@ class LlamaEngine:
 
     @property
     def info(self) -> EngineInfo:
-        found = self._attachment.loaded.choices["gpu_layers"]
+        found = self._gpu.loaded.choices["gpu_layers"]
         if found is not self._info.choices["gpu_layers"]:
             choices = self._info.choices | {"gpu_layers": found}
             self._info = msgspec.structs.replace(self._info, choices=choices)
@@ -223,7 +223,7 @@ class LlamaEngine:
 
     def metrics(self) -> EngineMetrics:
         s = self._scheduler
-        running = len(s.roster.running)
+        running = len(s.queue.running)
         return s.counters.frozen(
             queued=max(0, self._loop.inside - running),
             running=running,
@@ -235,7 +235,7 @@ class LlamaEngine:
     # computed blocks and devices: not in a process that is to be parked
 
     @property
-    def _cache(self) -> BlockCache | None:
+    def _cache(self) -> PrefixCache | None:
         return self._blocks.cache
 
     def use_blocks(self, store: BlockStore) -> None:
@@ -244,16 +244,16 @@ class LlamaEngine:
         Nothing happens where no state can be kept. Raises OSError.
         """
         if self._loaded.can_generate and self._cache is None:
-            self._blocks.open(store, self._attachment.loaded, self._checked)
+            self._blocks.open(store, self._gpu.loaded, self._checked)
 
     def use_devices(self, wishes: Wishes) -> None:
         """Put layers on devices, in the background, while the CPU goes on; once for an engine."""
         if self._loaded.can_generate:
-            self._attachment.begin(wishes)
+            self._gpu.begin(wishes)
 
     def settle_devices(self, timeout_s: float | None = None) -> bool:
         """Wait until devices are in use, or none will be; False when it takes longer."""
-        return self._attachment.settle(timeout_s)
+        return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
         """Wait until what was computed is in the store; False when it takes longer. Only while idle."""
@@ -337,7 +337,7 @@ class LlamaEngine:
         if self._cache is not None:
             self._cache.writing.is_leaving = True
         self._loop.close()
-        self._attachment.close()
+        self._gpu.close()
         self._blocks.close()
         self._embedder.close()
         if self._draft is not None:
@@ -351,12 +351,12 @@ def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Sch
         active,
         n_cells=loaded.n_cells,
         n_seq_max=scratch_id(loaded),
-        whole_only=not cuttable,
+        supports_truncation=cuttable,
         window=loaded.sliding_window,
     )
     states = make_states(loaded, active) if loaded.memory else None
     if not cuttable and states is not None:
-        kv.points = Points(states)
+        kv.checkpoints = Checkpoints(states)
     batch = Batch(
         capacity=loaded.n_batch,
         max_outputs=loaded.n_outputs_max,
@@ -372,20 +372,20 @@ def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Sch
         adapters=lora,
         n_parallel=loaded.n_parallel,
         n_ctx=loaded.n_ctx,
-        can_cut=cuttable,
-        exactness=_exactness(loaded),
+        supports_truncation=cuttable,
+        batch_invariance=_batch_invariance(loaded),
         s_per_token=loaded.shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE,
         states=states,
     )
 
 
-def _exactness(loaded: Loaded) -> Exactness:
-    rows = exact_rows(loaded.n_batch, loaded.shape.file_type)
+def _batch_invariance(loaded: Loaded) -> BatchInvariance:
+    rows = invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
     is_ours = flash == "on" and libllama.build_info().attention
     if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
-        return Exactness(rows, cells=None)
-    return Exactness(min(rows, _LLAMA_EXACTNESS.rows), _LLAMA_EXACTNESS.cells)
+        return BatchInvariance(rows, cells=None)
+    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells)
 
 
 def make_info(

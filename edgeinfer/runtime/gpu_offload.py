@@ -41,7 +41,7 @@ from edgeinfer.runtime.llama.model import (
 from edgeinfer.runtime.memory_plan.offload import Offload, Room, fewer, make_offload
 from edgeinfer.runtime.memory_plan.plan import choose_repack
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.lookup import BlockCache
+from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import open_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
@@ -51,7 +51,7 @@ _log = logging.getLogger("edgeinfer.gpu")
 FLUSH_S = 30.0
 
 
-class Attachment:
+class GpuOffload:
     """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
 
     `call` runs work between two steps, `blocks` are the engine's, and `loaded` what it computes with.
@@ -66,7 +66,7 @@ class Attachment:
         lora: LoraAdapters,
         scheduler: Scheduler,
         call: Callable[[Callable[[], Any]], Any],
-        blocks: EngineBlocks,
+        blocks: PrefixCacheSwitch,
     ) -> None:
         self._files, self._options = files, options
         self._cpu = cpu
@@ -74,7 +74,7 @@ class Attachment:
         self._lora = lora
         self._scheduler = scheduler
         self._call, self._blocks = call, blocks
-        self._target: Target | None = None
+        self._target: DeviceContext | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self.loaded = cpu
@@ -90,7 +90,7 @@ class Attachment:
             )
             self._thread.start()
 
-    def settle(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until devices are attached, or none will be; False when it takes longer."""
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -100,7 +100,7 @@ class Attachment:
     def close(self) -> None:
         """End attaching, and free what is attached. When nothing decodes any more."""
         self._is_closing = True
-        self.settle()
+        self.wait()
         if self._target is not None:
             self._target.loaded.free()
             self._target = None
@@ -108,7 +108,7 @@ class Attachment:
     def _main(self, wishes: Wishes) -> None:
         try:
             self._attach(wishes)
-        except NoTarget as error:
+        except OffloadRefused as error:
             self._cpu.choices["gpu_layers"] = Chosen("none", str(error))
             if wishes.is_explicit:
                 _log.warning("no layers on a GPU: %s", error)
@@ -120,12 +120,12 @@ class Attachment:
         devices = find_devices(wishes)
         rooms = tuple(wishes.room(device) for device in devices)
         planned = make_offload(self._cpu.shape, self._cpu.plan, rooms, wishes.layers)
-        target = load_target(
+        target = load_device_context(
             self._files.paths, self._options, self._cpu, self._lora, devices, rooms, planned
         )
         try:
             target.warm_up()  # here, and not while somebody waits for the next token
-            self._call(lambda: self._go_over(target))
+            self._call(lambda: self._switch(target))
         except BaseException:
             if self._target is None:
                 target.loaded.free()
@@ -133,14 +133,14 @@ class Attachment:
         if target.failed:
             _log.warning("the devices had room for %s: %s", target.offload, target.failed)
 
-    def _go_over(self, target: Target) -> None:
+    def _switch(self, target: DeviceContext) -> None:
         """Between two steps: decode with `target` from now on."""
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
-        self._lora.enter(target.loaded.model, target.active.adapters)
-        self._blocks.leave()
+        self._lora.attach(target.loaded.model, target.active.adapters)
+        self._blocks.detach()
         knows = self._active.copy_state_to(target.active)
-        self._scheduler.go_over(target.active, knows=knows, on_device=True)
+        self._scheduler.switch_context(target.active, knows=knows, on_device=True)
         self._mark_cells()
         self._scheduler.on_failed_step = self._failed
         self._target = target
@@ -151,10 +151,10 @@ class Attachment:
 
     def _mark_cells(self) -> None:
         """What is in the cells was computed elsewhere, or otherwise: no block of what comes now."""
-        for resident in self._scheduler.kv.residents:
-            resident.is_shifted = True
+        for cached_seq in self._scheduler.kv.cached_sequences:
+            cached_seq.is_shifted = True
 
-    def _note_failure(self, target: Target, failure: str) -> str:
+    def _note_failure(self, target: DeviceContext, failure: str) -> str:
         names = " and ".join(part.device for part in target.offload.parts)
         self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {failure}")
         return names
@@ -166,17 +166,17 @@ class Attachment:
             return False
         names = self._note_failure(target, error.message)
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
-        self._blocks.leave()
+        self._blocks.detach()
         active = self._cpu.active_context()
-        active.adapters = self._lora.leave()
-        self._scheduler.go_over(active, knows=False, on_device=False)
+        active.adapters = self._lora.detach()
+        self._scheduler.switch_context(active, knows=False, on_device=False)
         self._enter(self._cpu)
         return True
 
     def _enter(self, loaded: Loaded) -> None:
         self.loaded = loaded
         loaded.active_context().set_threads(self._cpu.n_threads)
-        self._blocks.enter(loaded)
+        self._blocks.attach(loaded)
 
 
 def find_devices(wishes: Wishes) -> tuple[Device, ...]:
@@ -191,12 +191,12 @@ def find_devices(wishes: Wishes) -> tuple[Device, ...]:
             reasons.append(f"{file.name} has no such device")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
-    raise NoTarget(
+    raise OffloadRefused(
         "; ".join(reasons) or "there is no library for one: `edgeinfer backend` says where it goes"
     )
 
 
-class EngineBlocks:
+class PrefixCacheSwitch:
     """Opens and closes the blocks of what `scheduler` decodes with."""
 
     def __init__(
@@ -204,13 +204,13 @@ class EngineBlocks:
     ) -> None:
         self._files, self._options = files, options
         self._active = active
-        self._prefixes, self._roster = scheduler.prefixes, scheduler.roster
+        self._prefixes, self._queue = scheduler.prefixes, scheduler.queue
         self._kv = scheduler.kv
         self._store: BlockStore | None = None
         self._left: list[threading.Thread] = []
 
     @property
-    def cache(self) -> BlockCache | None:
+    def cache(self) -> PrefixCache | None:
         """What is open."""
         return self._prefixes.blocks
 
@@ -221,15 +221,15 @@ class EngineBlocks:
             store, self._files, self._options, loaded, self._active, self._kv, checked
         )
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Use no blocks until `enter`. Between two steps; what is written goes on being written."""
-        blocks = self._prefixes.leave_store(self._roster.running)
+        blocks = self._prefixes.detach_store(self._queue.running)
         if blocks is not None:
             thread = threading.Thread(target=blocks.blocks.close, args=(FLUSH_S,), daemon=True)
             thread.start()
             self._left.append(thread)
 
-    def enter(self, loaded: Loaded) -> None:
+    def attach(self, loaded: Loaded) -> None:
         """Use the blocks of what `loaded` computes, where a store is used at all. Between two steps."""
         if self._store is not None:
             self.open(self._store, loaded, "")
@@ -248,7 +248,7 @@ _WARM_UP_TOKENS = 64
 
 
 @dataclass(slots=True)
-class Target:
+class DeviceContext:
     """What an engine can go over to. llama.cpp may look into `placement` while the model is there.
 
     `failed` says what happened to more layers than these, "" when they are those that were planned.
@@ -278,11 +278,11 @@ class Target:
         self.active.remove(0)
 
 
-class NoTarget(Exception):
+class OffloadRefused(Exception):
     """Layers cannot lie on devices; the reason in words."""
 
 
-def load_target(
+def load_device_context(
     paths: tuple[str, ...],
     options: LoadOptions,
     cpu: Loaded,
@@ -290,7 +290,7 @@ def load_target(
     devices: Sequence[Device],
     rooms: tuple[Room, ...],
     planned: Offload,
-) -> Target:
+) -> DeviceContext:
     """Load `cpu`'s model again as `planned`, with fewer layers if they do not fit. Raises NoTarget."""
     offload, failed = planned, ""
     while offload.parts:
@@ -303,10 +303,10 @@ def load_target(
             continue
         found.failed = failed
         return found
-    raise NoTarget(failed or offload.reason)
+    raise OffloadRefused(failed or offload.reason)
 
 
-def _adapters(lora: LoraAdapters, target: Target) -> Held:
+def _adapters(lora: LoraAdapters, target: DeviceContext) -> Held:
     try:
         return lora.open(target.loaded.model)
     except BaseException:
@@ -320,7 +320,7 @@ def _load(
     cpu: Loaded,
     devices: Sequence[Device],
     offload: Offload,
-) -> Target:
+) -> DeviceContext:
     pointers = {device.name: device.pointer for device in devices}
     placement = Placement([pointers[part.device] for part in offload.parts], offload)
     on_devices = sum(part.weights_bytes for part in offload.parts)
@@ -335,4 +335,4 @@ def _load(
         raise
     layers = Chosen(str(offload), offload.reason)
     loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
-    return Target(loaded, loaded.active_context(), offload, placement)
+    return DeviceContext(loaded, loaded.active_context(), offload, placement)

@@ -18,19 +18,18 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 T = TypeVar("T")
 _log = logging.getLogger("edgeinfer.engine")
 
-#: Requests to an idle engine that come within this time of each other (seconds), up to so many, begin
-#: in one batch.
+#: Requests to an idle engine within this time (s) of each other, up to `_BURST`, start in one batch.
 _BURST_S = 0.0005
 _BURST = 64
 
 
 class DecodeLoop:
-    """Runs the scheduler's steps, and other native work between two; at most `capacity` requests."""
+    """Run the scheduler's steps, and other native work between two; at most `capacity` requests."""
 
     def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
         self._scheduler, self._capacity = scheduler, capacity
-        self._roster = scheduler.roster
-        self._roster.on_end = self._ended
+        self._queue = scheduler.queue
+        self._queue.on_end = self._ended
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -38,7 +37,7 @@ class DecodeLoop:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
-        #: Why the thread has died, "" while it has not: nothing is computed any more.
+        #: Why the thread has died, "" while it lives.
         self.failure = ""
 
     @property
@@ -58,10 +57,10 @@ class DecodeLoop:
             self._start()
             self._changed.notify_all()
         if not seq.is_prefill_only:
-            self._scheduler.execution.interruptions.for_newcomer(len(seq.tokens))
+            self._scheduler.executor.cancellation.for_incoming_request(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the loop's thread between two steps; return or raise what it does."""
+        """Run `work` on the loop's thread between two steps; return or raise its result."""
         done: Future[T] = Future()
         with self._changed:
             self._check_open()
@@ -71,8 +70,8 @@ class DecodeLoop:
         return done.result()
 
     def wake(self) -> None:
-        """Have the loop look again: something was cancelled."""
-        self._scheduler.execution.look_at_cancelled()
+        """Make the loop look for cancelled requests."""
+        self._scheduler.executor.abort_cancelled()
         with self._changed:
             self._changed.notify_all()
 
@@ -87,7 +86,7 @@ class DecodeLoop:
         if thread is not None:
             thread.join()
         self._stopping = False
-        self._scheduler.execution.background.end()
+        self._scheduler.executor.low_priority.end()
 
     def close(self) -> None:
         """Cancel everything and end the thread for good. Idempotent; not from the loop's own thread."""
@@ -97,7 +96,7 @@ class DecodeLoop:
             self._changed.notify_all()
         if thread is not None:
             thread.join()
-        self._scheduler.execution.background.end()
+        self._scheduler.executor.low_priority.end()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -128,7 +127,7 @@ class DecodeLoop:
             self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
             self._thread = None
             self._inside = 0
-            sequences = [*self._roster.running, *self._roster.waiting]
+            sequences = [*self._queue.running, *self._queue.waiting]
             while not self._inbox.empty():
                 sequences.append(self._inbox.get())
         _log.error("%s", self.failure)
@@ -141,10 +140,10 @@ class DecodeLoop:
     def _work(self) -> None:
         while self._has_more():
             self._run_jobs()
-            if self._roster.is_empty:
+            if self._queue.is_empty:
                 self._gather()
-            self._take_inbox()
-            if not self._roster.is_empty:
+            self._drain_inbox()
+            if not self._queue.is_empty:
                 self._guarded(self._scheduler.step)
             elif self._jobs.empty():
                 self._guarded(self._scheduler.do_chore)
@@ -155,8 +154,8 @@ class DecodeLoop:
             while not (self._has_work() or self._stopping or self._closed):
                 self._changed.wait(self._scheduler.chore_due_in_s())
             if self._closed:
-                self._take_inbox()
-                for seq in [*self._roster.running, *self._roster.waiting]:
+                self._drain_inbox()
+                for seq in [*self._queue.running, *self._queue.waiting]:
                     seq.cancelled = True
             if not self._has_work():
                 self._thread = None  # under the lock, so that the next work starts another thread
@@ -164,26 +163,26 @@ class DecodeLoop:
             return True
 
     def _has_work(self) -> bool:
-        is_idle = self._roster.is_empty and self._inbox.empty() and self._jobs.empty()
+        is_idle = self._queue.is_empty and self._inbox.empty() and self._jobs.empty()
         return not is_idle or self._scheduler.chore_due_in_s() == 0.0
 
     def _gather(self) -> None:
-        """Wait for the rest of a burst: begun one by one, 8 streams lose 2 % of their rate."""
+        """Wait for the rest of a burst: started one by one, 8 streams lose 2 % of their rate."""
         seen = 0
         while seen < self._inbox.qsize() < _BURST:
             seen = self._inbox.qsize()
             time.sleep(_BURST_S)
 
-    def _take_inbox(self) -> None:
+    def _drain_inbox(self) -> None:
         while not self._inbox.empty():
-            self._roster.add(self._inbox.get())
+            self._queue.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
-        for _ in range(self._jobs.qsize()):  # who asks again for one comes after the inbox
+        for _ in range(self._jobs.qsize()):  # a repeated job comes after the inbox
             work, done = self._jobs.get()
             try:
                 done.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised again where it was asked for
+            except BaseException as error:  # noqa: BLE001  raised again in the caller
                 done.set_exception(error)
 
     def _guarded(self, work: Callable[[], None]) -> None:

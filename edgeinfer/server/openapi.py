@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from edgeinfer import __version__
-from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.core.reading import NOTHING, facts_of, parts_of
-from edgeinfer.server.core.wire import Wire
+from edgeinfer.server.dialect import Dialect, Operation
+from edgeinfer.server.request_body import NOTHING, facts_of, parts_of
+from edgeinfer.server.wire_types import Wire
 
 _REF = "#/components/schemas/{name}"
 #: Status → what it says; every operation may give these.

@@ -24,40 +24,40 @@ def folder(tmp_path):
 
 def test_one_session_keeps_nothing_and_two_keep_what_they_share(tmp_path, folder):
     retention.note_session(folder, "codex", _names("a", "b", "c", "person"))
-    assert retention.kept_names(tmp_path) == set()
+    assert retention.retained_names(tmp_path) == set()
     retention.note_session(folder, "codex", _names("a", "b", "c", "another", "more"))
-    assert retention.kept_names(tmp_path) == set(_names("a", "b", "c"))
+    assert retention.retained_names(tmp_path) == set(_names("a", "b", "c"))
     retention.note_session(folder, "codex", _names("a", "b", "third"))
-    assert retention.kept_names(tmp_path) == set(_names("a", "b"))
+    assert retention.retained_names(tmp_path) == set(_names("a", "b"))
 
 
 def test_where_sessions_part_is_known_by_the_block_before(folder):
     retention.note_session(folder, "codex", _names("a", "b", "person"))
     retention.note_session(folder, "codex", _names("a", "b", "another"))
-    assert retention.straddling(folder, *_names("b")) == tuple(_names("person"))
-    assert retention.straddling(folder, *_names("a")) == ()
+    assert retention.boundary_blocks(folder, *_names("b")) == tuple(_names("person"))
+    assert retention.boundary_blocks(folder, *_names("a")) == ()
 
 
 def test_the_latest_blocks_in_which_sessions_part_are_known(folder):
     for names in (_names("a", "b"), _names("a", "b")):
         retention.note_session(folder, "codex", names)
     for number in range(10):
-        retention.note_parting(folder, *_names("b", f"folder {number}"))
-    retention.note_parting(folder, *_names("b", "folder 5"))
-    retention.note_parting(folder, *_names("a", "elsewhere"))
-    assert retention.straddling(folder, *_names("b")) == tuple(
+        retention.note_fork(folder, *_names("b", f"folder {number}"))
+    retention.note_fork(folder, *_names("b", "folder 5"))
+    retention.note_fork(folder, *_names("a", "elsewhere"))
+    assert retention.boundary_blocks(folder, *_names("b")) == tuple(
         _names(*(f"folder {number}" for number in (5, 9, 8, 7, 6, 4, 3, 2)))
     )
     retention.note_session(folder, "codex", _names("a", "b", "more"))
-    assert len(retention.straddling(folder, *_names("b"))) == 8
+    assert len(retention.boundary_blocks(folder, *_names("b"))) == 8
 
 
 def test_a_tail_behind_the_last_block_in_which_sessions_part_is_known_too(folder):
     for names in (_names("a", "b"), _names("a", "b")):
         retention.note_session(folder, "codex", names)
-    retention.note_parting(folder, *_names("b", "folder"))
-    retention.note_parting(folder, *_names("folder", "whole"))
-    retention.note_parting(folder, *_names("folder", "words"), is_tail=True)
+    retention.note_fork(folder, *_names("b", "folder"))
+    retention.note_fork(folder, *_names("folder", "whole"))
+    retention.note_fork(folder, *_names("folder", "words"), is_tail=True)
     assert retention.begun_with(folder, "codex") == tuple(_names("a", "b", "words", "folder"))
     assert retention.begun_with(folder, "../codex") == ()
 
@@ -65,9 +65,9 @@ def test_a_tail_behind_the_last_block_in_which_sessions_part_is_known_too(folder
 def test_an_agent_that_was_changed_begins_anew(tmp_path, folder):
     for names in (_names("a", "b", "c"), _names("a", "b", "c"), _names("new", "b", "c")):
         retention.note_session(folder, "codex", names)
-    assert retention.kept_names(tmp_path) == set()
+    assert retention.retained_names(tmp_path) == set()
     retention.note_session(folder, "codex", _names("new", "b", "c"))
-    assert retention.kept_names(tmp_path) == set(_names("new", "b", "c"))
+    assert retention.retained_names(tmp_path) == set(_names("new", "b", "c"))
 
 
 def test_a_name_that_is_no_agents_and_a_file_that_is_not_ours_count_for_nothing(tmp_path, folder):
@@ -76,15 +76,15 @@ def test_a_name_that_is_no_agents_and_a_file_that_is_not_ours_count_for_nothing(
     retention.note_session(folder, "codex", _names("a"))
     for damaged in ("", "two\nabc", "2\nnothex\n\n", "2\nabc\n\nxyz", "\xff"):
         (folder / "kept/codex").write_text(damaged, "utf-8")
-        assert retention.kept_names(tmp_path) == set()
-        assert retention.straddling(folder, "abc") == ()
+        assert retention.retained_names(tmp_path) == set()
+        assert retention.boundary_blocks(folder, "abc") == ()
     retention.note_session(folder, "codex", _names("a"))
 
 
 def test_sessions_of_two_keys_do_not_disturb_each_other(tmp_path, folder):
     for salt in ("mine", "theirs", "mine", "theirs", ""):
         retention.note_session(folder, "codex", _names(f"{salt} a", f"{salt} b"), salt)
-    assert retention.kept_names(tmp_path) == set(_names("mine a", "mine b", "theirs a", "theirs b"))
+    assert retention.retained_names(tmp_path) == set(_names("mine a", "mine b", "theirs a", "theirs b"))
     assert retention.begun_with(folder, "codex", "mine") == tuple(_names("mine a", "mine b"))
     assert retention.begun_with(folder, "codex", "another") == ()
 

@@ -11,7 +11,7 @@ import yaml
 from kubernetes_validate import validate
 
 from edgeinfer.cli.main import build_parser
-from edgeinfer.server import operations
+from edgeinfer.server import app
 
 FOLDER = Path(__file__).parents[2] / "docs/kubernetes"
 
@@ -48,7 +48,7 @@ def test_containers_are_started_and_asked_as_this_program_is(name: str) -> None:
         build_parser().parse_args([str(word) for word in container["args"]])
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = container.get(probe, {}).get("httpGet")
-            assert asked is None or "GET" in operations.find(asked["path"]).methods
+            assert asked is None or "GET" in app.find(asked["path"]).methods
         assert container["securityContext"]["readOnlyRootFilesystem"]
 
 

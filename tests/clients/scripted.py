@@ -26,16 +26,16 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoice
-from edgeinfer.server.core import bodies
-from edgeinfer.server.core.exchange import Endpoint, exchange_of
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.values import Loaded, Pulled, Sources
+from edgeinfer.server import request_body
+from edgeinfer.server.context import exchange_of
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.server import EndpointServer, RunOptions
+from edgeinfer.server.lifecycle import EndpointServer, RunOptions
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.model_pool import Loaded, Models, Pulled, Sources
 
 #: What the first answer has done, whatever the client calls its tool for it.
 COMMAND = "echo hello > hello.txt"
@@ -156,7 +156,7 @@ def reader(folder: Path, vocabulary_of: Path) -> Engine:
 
 def keep_bodies(folder: Path) -> None:
     """Keep what is read of every request, in order, as it came."""
-    plain = bodies.read_body
+    plain = request_body.read_body
     count = 0
 
     async def keeping(request: Any) -> bytes:
@@ -171,7 +171,7 @@ def keep_bodies(folder: Path) -> None:
         (folder / f"request-{count:03}.json").write_text(json.dumps(kept), "utf-8")
         return raw
 
-    bodies.read_body = keeping
+    request_body.read_body = keeping
 
 
 async def serve(engine: Engine) -> None:

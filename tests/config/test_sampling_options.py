@@ -16,8 +16,8 @@ from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.models.catalog import SamplingDefaults
 from edgeinfer.runtime.requests import Sampling, check_sampling
-from edgeinfer.server.core.wire import SamplingFields
 from edgeinfer.server.openai.wire import ChatRequest
+from edgeinfer.server.wire_types import SamplingFields
 
 every = pytest.mark.parametrize("option", SAMPLING_OPTIONS, ids=lambda option: option.field)
 

@@ -12,7 +12,7 @@ from edgeinfer.runtime.memory_plan.plan import (
     choose_parallel,
     choose_repack,
     choose_threads,
-    exact_rows,
+    invariant_rows,
 )
 
 GIB = 1 << 30
@@ -90,5 +90,5 @@ def test_cells_hold_one_context_or_all_sequences() -> None:
 
 def test_how_many_tokens_keep_their_bits_depends_on_the_weights_kernels() -> None:
     q4_1, q4_k_m = 3, 15
-    assert exact_rows(512, q4_1) == 512
-    assert exact_rows(512, q4_k_m) == 3
+    assert invariant_rows(512, q4_1) == 512
+    assert invariant_rows(512, q4_k_m) == 3

@@ -25,18 +25,17 @@ from other_processes import wait_until
 from edgeinfer.host import HandOver, Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.core.batches import Batches
-from edgeinfer.server.core.exchange import Endpoint
-from edgeinfer.server.core.kept import KeptAnswers
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.values import Loaded, Progress, Pulled, Shelf, Sources
+from edgeinfer.server.answer_journal import KeptAnswers
+from edgeinfer.server.batches import Batches
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.payload_log import PayloadLog
-from edgeinfer.server.server import Ended, EndpointServer, RunOptions
+from edgeinfer.server.lifecycle import Ended, EndpointServer, RunOptions
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.model_pool import Loaded, Models, Progress, Pulled, Shelf, Sources
+from edgeinfer.server.payload_log import PayloadLog
 
 
 @dataclass

@@ -13,11 +13,11 @@ import pytest
 from fake_hub import Fault, FaultServer, sha
 from made_gguf import gguf_bytes
 
-from edgeinfer.models.progress import Patience
+from edgeinfer.models.progress import RetryPolicy
 from edgeinfer.platform import paths
 
 #: Waits of microseconds instead of seconds, and a short belief in silence.
-HASTY = Patience(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
+HASTY = RetryPolicy(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def make_gguf() -> Callable[..., bytes]:
 
 
 @pytest.fixture
-def hasty() -> Patience:
+def hasty() -> RetryPolicy:
     return HASTY
 
 

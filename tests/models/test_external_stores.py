@@ -336,7 +336,7 @@ def test_a_store_is_searched_again_only_when_something_in_it_has_changed(made, m
         return plain(prefix)
 
     monkeypatch.setattr(stores, "search", counted)
-    watched = stores.Watched()
+    watched = stores.StoreWatcher()
     names = [[model.name for model in watched.usable()] for _ in range(3)]
     assert names == [[made.name]] * 3
     assert len(searches) == 1

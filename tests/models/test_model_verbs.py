@@ -11,7 +11,7 @@ import pytest
 from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.cli.main import main
-from edgeinfer.models.names import reference
+from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import Job, PlainLines, PullProgress, progress_on, progress_text
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
@@ -195,7 +195,7 @@ def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
     (folder.parent / "empty").mkdir()
     listed = "mine: 5.0 kB of an unfinished pull; the same pull goes on, `edgeinfer rm mine` removes it"
     assert listed in run(capsys, "list", "--pulled")[1]
-    with model_lock(reference("mine")):
+    with model_lock(parse_reference("mine")):
         assert "unfinished" not in run(capsys, "list")[1]
     assert run(capsys, "rm", "mine")[0] == 0
     assert "unfinished" not in run(capsys, "list")[1]

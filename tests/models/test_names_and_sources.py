@@ -42,15 +42,15 @@ def test_bad_names(name: str) -> None:
 
 
 def test_a_reference_has_a_folder_of_its_own() -> None:
-    assert names.folder(names.reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
-    assert names.folder(names.reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
-    assert str(names.reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
+    assert names.folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
+    assert names.folder(names.parse_reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
+    assert str(names.parse_reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
 
 
 @pytest.mark.parametrize("text", ["x:", "x:Q9", "x:../y", ":Q8_0", "x:Q8_0:Q8_0"])
 def test_bad_references(text: str) -> None:
     with pytest.raises(UsageError):
-        names.reference(text)
+        names.parse_reference(text)
 
 
 def test_digest() -> None:
@@ -70,7 +70,7 @@ def test_file_names(text: str) -> None:
     [("/x/My Model (v2).gguf", "My-Model-v2-.gguf"), ("../..x..y", "x.y"), ("ü ber.gguf", "ber.gguf")],
 )
 def test_names_people_have_are_tamed(text: str, name: str) -> None:
-    assert names.tamed_file_name(text) == name
+    assert names.sanitize_file_name(text) == name
     assert names.file_name(name) == name
 
 

@@ -84,7 +84,9 @@ def test_a_file_that_is_gone_is_an_error(tmp_path) -> None:
 def test_what_was_just_pulled_is_read_from_no_disk(server, make_gguf, hasty) -> None:
     """A cold start after a download over several connections begins with the whole file in memory."""
     server.files["/tiny.gguf"] = make_gguf(tensors=[("token_embd.weight", 2 << 20)])
-    patience = msgspec.structs.replace(hasty, parallel_bytes=1 << 20)
-    record = pull(f"{server.url}/tiny.gguf", options=PullOptions(name="tiny", patience=patience))
+    retry_policy = msgspec.structs.replace(hasty, parallel_bytes=1 << 20)
+    record = pull(
+        f"{server.url}/tiny.gguf", options=PullOptions(name="tiny", retry_policy=retry_policy)
+    )
     [path] = record.paths
     assert is_resident(path)

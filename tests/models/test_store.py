@@ -17,7 +17,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.models import names, store
-from edgeinfer.models.names import reference
+from edgeinfer.models.names import parse_reference
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.remove import remove
@@ -210,7 +210,7 @@ def test_removing_what_is_not_here() -> None:
 
 def test_removing_needs_the_lock(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine"))
-    with model_lock(reference("mine")), pytest.raises(ModelBusyError):
+    with model_lock(parse_reference("mine")), pytest.raises(ModelBusyError):
         remove("mine")
     assert resolve("mine").files().name == "mine"
 

@@ -34,16 +34,15 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import Host
 from edgeinfer.platform.disk import try_lock
-from edgeinfer.server import offline
-from edgeinfer.server.core.exchange import Endpoint
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.values import Sources
+from edgeinfer.server import batches
+from edgeinfer.server.app import build_app
+from edgeinfer.server.batches import BatchLine
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.middlewares import build_app
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.offline import BatchLine
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.model_pool import Models, Sources
 
 #: After so many lines in a row without a final answer the run ends: what fails is not the request.
 _LEFT_IN_A_ROW = 16
@@ -186,7 +185,7 @@ class _Tally:
     def seconds(self) -> float:
         return time.perf_counter() - self.begun
 
-    def count(self, reply: offline.Reply) -> None:
+    def count(self, reply: batches.BatchReply) -> None:
         """Count a final answer."""
         self.done += 1
         self.failed += reply.status >= 400
@@ -243,8 +242,8 @@ async def _work(
 
     async def worker() -> None:
         for line in todo:
-            reply = await offline.ask(app, {}, line)
-            if offline.may_pass(reply):
+            reply = await batches.ask_again(app, {}, line)
+            if batches.may_pass(reply):
                 tally.left_in_a_row += 1
                 tally.left_reason = _reason(reply)
             else:
@@ -262,14 +261,14 @@ async def _work(
         raise several.exceptions[0] from None
 
 
-def _reason(reply: offline.Reply) -> str:
+def _reason(reply: batches.BatchReply) -> str:
     error = msgspec.json.decode(reply.body).get("error") or {}
     return f"{reply.status} {error.get('code') or error.get('message') or ''}".rstrip()
 
 
-def _append(output: int, line: BatchLine, reply: offline.Reply) -> None:
+def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
     """One line in one write; what a kill leaves of it is cut off by the next run."""
-    rest = memoryview(offline.answer_line(line, reply))
+    rest = memoryview(batches.answer_line(line, reply))
     while rest:
         try:
             rest = rest[os.write(output, rest) :]
@@ -279,7 +278,7 @@ def _append(output: int, line: BatchLine, reply: offline.Reply) -> None:
             raise EdgeInferError(f"the output file cannot be written: {error.strerror}") from error
 
 
-def _completion_tokens(reply: offline.Reply) -> int:
+def _completion_tokens(reply: batches.BatchReply) -> int:
     if reply.status != 200:
         return 0
     usage = msgspec.json.decode(reply.body).get("usage") or {}

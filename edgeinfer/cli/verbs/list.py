@@ -19,7 +19,7 @@ from edgeinfer.models import fits
 from edgeinfer.models.adapters import PulledAdapter, list_adapters
 from edgeinfer.models.catalog import Catalog, Model, load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.reader import Found
+from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.fits import Fit
 from edgeinfer.models.store import PulledModel, list_pulled, unfinished
 from edgeinfer.platform.machine import read_memory
@@ -190,7 +190,7 @@ def _matches(model: ListedModel, wanted: list[str]) -> bool:
     return all(word in text for word in wanted)
 
 
-def _found(model: Found, counts: dict[str, int]) -> ListedModel | UnusableModel:
+def _found(model: ExternalModel, counts: dict[str, int]) -> ListedModel | UnusableModel:
     try:
         parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
     except CatalogError as error:

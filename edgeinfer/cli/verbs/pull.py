@@ -19,7 +19,7 @@ from edgeinfer.models.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.fetching import fetch
-from edgeinfer.models.progress import FETCHED_IS_KEPT, Patience, PullProgress, progress_on
+from edgeinfer.models.progress import FETCHED_IS_KEPT, PullProgress, RetryPolicy, progress_on
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.models.reference import resolve
 from edgeinfer.units import format_bytes
@@ -116,7 +116,7 @@ def pull(options: argparse.Namespace, host: Host) -> Result:
         sha256=options.sha256,
         in_place=options.in_place,
         again=options.again,
-        patience=Patience(connections=options.connections),
+        retry_policy=RetryPolicy(connections=options.connections),
     )
     fetched = False
 

@@ -25,23 +25,22 @@ from edgeinfer.platform import paths, places
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan.plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.server.core.batches import Batches
-from edgeinfer.server.core.exchange import Endpoint
-from edgeinfer.server.core.kept import KeptAnswers
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.values import Loaded, Pulled, Sources
+from edgeinfer.server.answer_journal import KeptAnswers
+from edgeinfer.server.batches import Batches
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.payload_log import PayloadLog
-from edgeinfer.server.server import Ended, EndpointServer, RunOptions
+from edgeinfer.server.lifecycle import Ended, EndpointServer, RunOptions
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
 if TYPE_CHECKING:
-    from edgeinfer.models.external_stores.reader import Found
-    from edgeinfer.models.external_stores.stores import Watched
+    from edgeinfer.models.external_stores.reader import ExternalModel
+    from edgeinfer.models.external_stores.stores import StoreWatcher
 
 T = TypeVar("T")
 #: Descriptors that are for files, models and workers rather than for connections.
@@ -232,13 +231,13 @@ def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
 
 def pulled_models() -> Callable[[], Sequence[Pulled]]:
     """Make what lists every model that is here, other programs' after our own."""
-    watched: list[Watched] = []
+    watched: list[StoreWatcher] = []
 
     def listed() -> Sequence[Pulled]:
         # the catalogue is not needed until a second model is named
         from edgeinfer.models.external_stores import stores
 
-        watched[:] = watched or [stores.Watched()]
+        watched[:] = watched or [stores.StoreWatcher()]
         return [*_own_models(), *_others_models(watched[0].usable())]
 
     return listed
@@ -262,7 +261,7 @@ def _own_models() -> list[Pulled]:
     ]
 
 
-def _others_models(found: Sequence[Found]) -> list[Pulled]:
+def _others_models(found: Sequence[ExternalModel]) -> list[Pulled]:
     from edgeinfer.models.external_stores.stores import digest
 
     return [

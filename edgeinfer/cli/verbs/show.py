@@ -16,7 +16,7 @@ from edgeinfer.host import Host
 from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, SamplingDefaults
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.reader import Found, FoundFile
+from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel
 from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
@@ -84,7 +84,7 @@ class ShowResult(Result, frozen=True, kw_only=True):
     system_prompt: str = ""
     stop: tuple[str, ...] = ()
     sampling: dict[str, float] = msgspec.field(default_factory=dict)
-    files: tuple[FoundFile, ...] = ()
+    files: tuple[ExternalFile, ...] = ()
     header: HeaderShown | None = None
     memory: MemoryShown | None = None
     notes: tuple[str, ...] = ()
@@ -218,8 +218,8 @@ def show(options: argparse.Namespace, host: Host) -> ShowResult:
     return _shown(name, ref, ref.entry, ref.parts, options, host)
 
 
-def _shown_found(found: Found, options: argparse.Namespace, host: Host) -> ShowResult:
-    said = stores.words(found, stores.headers(found)[0])
+def _shown_found(found: ExternalModel, options: argparse.Namespace, host: Host) -> ShowResult:
+    said = stores.settings(found, stores.headers(found)[0])
     entry = Model(
         title="",
         sources=(),
@@ -291,10 +291,10 @@ def _notes(ref: ModelRef) -> tuple[str, ...]:
     return ()
 
 
-def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[FoundFile, ...]:
+def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[ExternalFile, ...]:
     digests = [file.sha256 for file in pulled.files] if pulled else [""] * len(parts)
     return tuple(
-        FoundFile(path=str(part), size_bytes=part.stat().st_size, sha256=digest)
+        ExternalFile(path=str(part), size_bytes=part.stat().st_size, sha256=digest)
         for part, digest in zip(parts, digests, strict=True)
     )
 

@@ -6,7 +6,7 @@ import msgspec
 
 from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.runtime.llama.backends.devices import Loaded, Wishes, survey
-from edgeinfer.runtime.memory_plan.offload import Part, make_offload
+from edgeinfer.runtime.memory_plan.offload import DeviceShare, make_offload
 from edgeinfer.runtime.memory_plan.plan import Plan
 from edgeinfer.runtime.memory_plan.shape import Shape
 
@@ -17,7 +17,7 @@ class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):
     n_layers: int
     n_all: int
     n_without_experts: int
-    parts: tuple[Part, ...]
+    parts: tuple[DeviceShare, ...]
     reason: str
     summary: str
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.models.external_stores.reader import (
-    Found,
-    FoundFile,
+    ExternalFile,
+    ExternalModel,
     UnusableError,
     entries,
     file_in,
@@ -51,7 +51,7 @@ def roots(environment: Mapping[str, str]) -> list[Path]:
     return [Path(told)] * bool(told) + [Path.home() / ".ollama/models", Path(_SERVICE)]
 
 
-def search(root: Path) -> Iterator[Found]:
+def search(root: Path) -> Iterator[ExternalModel]:
     """Yield every model of a store, by name. Raises UnusableError when the store is closed."""
     root = Path(os.path.realpath(root))
     for registry in folders(root / "manifests"):
@@ -69,7 +69,7 @@ def _name(manifest: Path) -> str:
     return PREFIX + "/".join([*place, f"{model}:{tag}"]).removesuffix(_TAG)
 
 
-def _model(root: Path, manifest: Path) -> Found:
+def _model(root: Path, manifest: Path) -> ExternalModel:
     name = _name(manifest)
     try:
         _, info = file_in(manifest, root)
@@ -78,14 +78,16 @@ def _model(root: Path, manifest: Path) -> Found:
         weights = _weights(files)
     except UnusableError as error:
         typed = name.removeprefix(PREFIX)
-        return Found(
+        return ExternalModel(
             name=name,
             store=STORE,
             problem=error.message,
             fix=error.hint or f"fetch it again with its owner: `ollama pull {typed}`",
         )
     others = {kind: file.path for kind, file in files.items() if kind != "model"}
-    return Found(name=name, store=STORE, files=(weights,), layers=others, modified_s=info.st_mtime)
+    return ExternalModel(
+        name=name, store=STORE, files=(weights,), layers=others, modified_s=info.st_mtime
+    )
 
 
 def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
@@ -102,17 +104,17 @@ def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
     return dict(zip(kinds, found, strict=True))
 
 
-def _blob(root: Path, layer: _Layer) -> FoundFile:
+def _blob(root: Path, layer: _Layer) -> ExternalFile:
     digest = _DIGEST.fullmatch(layer.digest)
     if digest is None:
         raise UnusableError(f"its manifest names {layer.digest[:80]!r}, which is no SHA-256")
     path, info = file_in(root / "blobs" / f"sha256-{digest[1]}", root)
     if layer.size and info.st_size != layer.size:
         raise UnusableError(f"{path} has {info.st_size} bytes, and its manifest says {layer.size}")
-    return FoundFile(path=path, size_bytes=info.st_size, sha256=digest[1])
+    return ExternalFile(path=path, size_bytes=info.st_size, sha256=digest[1])
 
 
-def _weights(files: Mapping[str, FoundFile]) -> FoundFile:
+def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
     if "adapter" in files:
         paths = files["model"].path, files["adapter"].path
         raise UnusableError(

@@ -76,7 +76,7 @@ _FAMILIES = (
 )
 
 
-class Words(msgspec.Struct, kw_only=True):
+class OllamaSettings(msgspec.Struct, kw_only=True):
     """What is used of a model's layers; `used` and `unused` say so, for a person.
 
     `chat_template` None leaves the file's own.
@@ -90,18 +90,18 @@ class Words(msgspec.Struct, kw_only=True):
     unused: list[str] = []
 
 
-def read(layers: Mapping[str, str], *, has_template: bool) -> Words:
+def read(layers: Mapping[str, str], *, has_template: bool) -> OllamaSettings:
     """Read the layers of a model whose GGUF has a template, or none. Never raises."""
-    words = Words(used=[], unused=[])
+    settings = OllamaSettings(used=[], unused=[])
     for kind, path in sorted(layers.items()):
         if kind == "license":
             continue
         take = _TAKES.get(kind)
         if take is None:
-            words.unused.append(f"{kind}: not supported here")
-        elif not take(words, _text(path), has_template):
-            words.unused.append(f"{kind}: it can't be read")
-    return words
+            settings.unused.append(f"{kind}: not supported here")
+        elif not take(settings, _text(path), has_template):
+            settings.unused.append(f"{kind}: it can't be read")
+    return settings
 
 
 def _text(path: str) -> str:
@@ -112,27 +112,29 @@ def _text(path: str) -> str:
         return ""
 
 
-def _template(words: Words, text: str, has_template: bool) -> bool:
+def _template(settings: OllamaSettings, text: str, has_template: bool) -> bool:
     if has_template:
-        words.unused.append("template: the GGUF's own is used instead")
+        settings.unused.append("template: the GGUF's own is used instead")
         return True
     for family, markers, jinja in _FAMILIES:
         if all(marker in text for marker in markers):
-            words.chat_template = jinja
-            words.used.append(f"template: recognised as {family}'s")
+            settings.chat_template = jinja
+            settings.used.append(f"template: recognised as {family}'s")
             return True
-    words.unused.append("template: its notation isn't known; `chat-template` in models.toml can say it")
+    settings.unused.append(
+        "template: its notation isn't known; `chat-template` in models.toml can say it"
+    )
     return True
 
 
-def _system(words: Words, text: str, _has_template: bool) -> bool:
-    words.system_prompt = text.strip()
-    if words.system_prompt:
-        words.used.append("system prompt")
+def _system(settings: OllamaSettings, text: str, _has_template: bool) -> bool:
+    settings.system_prompt = text.strip()
+    if settings.system_prompt:
+        settings.used.append("system prompt")
     return True
 
 
-def _params(words: Words, text: str, _has_template: bool) -> bool:
+def _params(settings: OllamaSettings, text: str, _has_template: bool) -> bool:
     try:
         given = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError):
@@ -140,26 +142,28 @@ def _params(words: Words, text: str, _has_template: bool) -> bool:
     if not isinstance(given, dict):
         return False
     for key, value in given.items():
-        if not _took(words, key, value):
+        if not _took(settings, key, value):
             option = _HOW.get(key)
-            words.unused.append(f"{key[:40]} {value!r:.40}" + (f": {option} says it" if option else ""))
+            settings.unused.append(
+                f"{key[:40]} {value!r:.40}" + (f": {option} says it" if option else "")
+            )
     return True
 
 
-def _took(words: Words, key: str, value: object) -> bool:
+def _took(settings: OllamaSettings, key: str, value: object) -> bool:
     if key == "stop":
         stops = value if isinstance(value, list) else [value]
-        words.stop = tuple(s for s in stops if isinstance(s, str) and 0 < len(s) <= _STOP_CHARACTERS)
-        words.stop = words.stop[:_STOPS]
-        words.used += ["stop strings"] * bool(words.stop)
-        return bool(words.stop)
+        settings.stop = tuple(s for s in stops if isinstance(s, str) and 0 < len(s) <= _STOP_CHARACTERS)
+        settings.stop = settings.stop[:_STOPS]
+        settings.used += ["stop strings"] * bool(settings.stop)
+        return bool(settings.stop)
     option = BY_FIELD.get(key)
     if option is None or key == "seed" or not isinstance(value, int | float) or isinstance(value, bool):
         return False
     if not option.low <= value <= option.high or option.kind(value) != value:
         return False
-    words.sampling[key] = option.kind(value)
-    words.used.append(f"{option.label} {value:g}")
+    settings.sampling[key] = option.kind(value)
+    settings.used.append(f"{option.label} {value:g}")
     return True
 
 

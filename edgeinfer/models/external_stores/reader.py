@@ -22,7 +22,7 @@ from edgeinfer.platform.cache_files import CacheTable
 from edgeinfer.platform.disk import sha256_of
 
 
-class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
+class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):
     """One GGUF file. `path` is the file itself, no link; `sha256` is what its name promises, or ""."""
 
     path: str
@@ -30,7 +30,7 @@ class FoundFile(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model of another program. `name` is what a person types to use it.
 
     `problem` says why it can't be used and `fix` what to do about it. `layers` are Ollama's further
@@ -39,7 +39,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     store: str
-    files: tuple[FoundFile, ...] = ()
+    files: tuple[ExternalFile, ...] = ()
     modified_s: float = 0.0
     problem: str = ""
     fix: str = ""
@@ -69,7 +69,7 @@ class _Seen(msgspec.Struct, frozen=True):
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
-def verify(file: FoundFile, progress: OnRead) -> None:
+def verify(file: ExternalFile, progress: OnRead) -> None:
     """Compare a file with the digest in its name, once. Raises ChecksumError, OSError."""
     if not file.sha256:
         return
@@ -83,7 +83,7 @@ def verify(file: FoundFile, progress: OnRead) -> None:
         _VERIFIED.put(file.path, now)
 
 
-def _look(file: FoundFile) -> _Seen:
+def _look(file: ExternalFile) -> _Seen:
     info = os.stat(file.path)
     return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
 

@@ -21,8 +21,8 @@ import msgspec
 
 from edgeinfer.models import names
 from edgeinfer.models.external_stores.reader import (
-    Found,
-    FoundFile,
+    ExternalFile,
+    ExternalModel,
     UnusableError,
     file_in,
     folders,
@@ -48,7 +48,7 @@ def _grouped(
     name: _Naming,
     fix: _Fix,
     promised: _Digest = lambda _path: "",
-) -> Iterator[Found]:
+) -> Iterator[ExternalModel]:
     """Yield the models among a repository's files, `folder` being its top and `root` its store's.
 
     A quantization names a model where it is the only one of it; projectors are passed over.
@@ -63,10 +63,12 @@ def _grouped(
         try:
             files = [_found_file(folder / part, root, promised) for part in _parts(first)]
         except UnusableError as error:
-            yield Found(name=called, store=store, problem=error.message, fix=error.hint or fix(called))
+            yield ExternalModel(
+                name=called, store=store, problem=error.message, fix=error.hint or fix(called)
+            )
             continue
         stamp = max(os.stat(file.path).st_mtime for file in files)
-        yield Found(name=called, store=store, files=tuple(files), modified_s=stamp)
+        yield ExternalModel(name=called, store=store, files=tuple(files), modified_s=stamp)
 
 
 def _parts(file: str) -> list[str]:
@@ -74,11 +76,11 @@ def _parts(file: str) -> list[str]:
     return [f"{folder}{slash}{part}" for part in names.split_names(last)] or [file]
 
 
-def _found_file(path: Path, root: Path, promised: _Digest) -> FoundFile:
+def _found_file(path: Path, root: Path, promised: _Digest) -> ExternalFile:
     if not os.path.lexists(path):
         raise UnusableError(f"its part {path.name} is missing")
     real, info = file_in(path, root)
-    return FoundFile(path=real, size_bytes=info.st_size, sha256=promised(real))
+    return ExternalFile(path=real, size_bytes=info.st_size, sha256=promised(real))
 
 
 HUGGING_FACE = "Hugging Face"
@@ -99,7 +101,7 @@ def hf_roots(environment: Mapping[str, str]) -> list[Path]:
     return [Path(home).expanduser() / "hub"]
 
 
-def search_hf(root: Path) -> Iterator[Found]:
+def search_hf(root: Path) -> Iterator[ExternalModel]:
     """Yield every model of a cache. Raises UnusableError when it is closed."""
     root = Path(os.path.realpath(root))
     for repo in folders(root):
@@ -108,7 +110,7 @@ def search_hf(root: Path) -> Iterator[Found]:
             yield from _hf_repository(root, repo, f"{owner_and_name[1]}/{owner_and_name[2]}")
 
 
-def _hf_repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
+def _hf_repository(root: Path, repo: Path, called: str) -> Iterator[ExternalModel]:
     try:
         latest_first = sorted(folders(repo / "snapshots"), key=lambda path: -path.stat().st_mtime)
         main = _main(root, repo, latest_first)
@@ -116,7 +118,9 @@ def _hf_repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
         listed = {revision.name: list(ggufs(revision, _HF_DEPTH)) for revision in revisions}
     except UnusableError as error:
         fix = error.hint or _pull(f"{HF_PREFIX}{called}")
-        yield Found(name=f"{HF_PREFIX}{called}", store=HUGGING_FACE, problem=error.message, fix=fix)
+        yield ExternalModel(
+            name=f"{HF_PREFIX}{called}", store=HUGGING_FACE, problem=error.message, fix=fix
+        )
         return
     seen: set[tuple[str, ...]] = set()
     for revision in revisions:
@@ -198,7 +202,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def search_lm(root: Path) -> Iterator[Found]:
+def search_lm(root: Path) -> Iterator[ExternalModel]:
     """Yield every model of a folder. Raises UnusableError when it is closed."""
     root = Path(os.path.realpath(root))
     for publisher in folders(root):
@@ -206,7 +210,7 @@ def search_lm(root: Path) -> Iterator[Found]:
             yield from _lm_repository(root, repo, f"{publisher.name}/{repo.name}")
 
 
-def _lm_repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
+def _lm_repository(root: Path, repo: Path, called: str) -> Iterator[ExternalModel]:
     def name(path: str, quant: str) -> str:
         stem = path[: -len(".gguf")]
         return f"{LM_PREFIX}{called}:{quant}" if quant else f"{LM_PREFIX}{called}/{stem}"
@@ -215,6 +219,8 @@ def _lm_repository(root: Path, repo: Path, called: str) -> Iterator[Found]:
     try:
         files = list(ggufs(repo, _LM_DEPTH))
     except UnusableError as error:
-        yield Found(name=f"{LM_PREFIX}{called}", store=LM_STUDIO, problem=error.message, fix=fix)
+        yield ExternalModel(
+            name=f"{LM_PREFIX}{called}", store=LM_STUDIO, problem=error.message, fix=fix
+        )
         return
     yield from _grouped(files, repo, root, store=LM_STUDIO, name=name, fix=lambda _name: fix)

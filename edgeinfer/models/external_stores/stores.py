@@ -17,8 +17,8 @@ import msgspec
 from edgeinfer.errors import ChecksumError, InvalidGgufError, ModelNotPulledError
 from edgeinfer.models import gguf, names
 from edgeinfer.models.external_stores import ollama, ollama_template, reader, repositories
-from edgeinfer.models.external_stores.ollama_template import Words
-from edgeinfer.models.external_stores.reader import Found, UnusableError, verify
+from edgeinfer.models.external_stores.ollama_template import OllamaSettings
+from edgeinfer.models.external_stores.reader import ExternalModel, UnusableError, verify
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
@@ -30,7 +30,7 @@ class _Store(NamedTuple):
     name: str
     prefix: str
     roots: Callable[[Mapping[str, str]], list[Path]]
-    search: Callable[[Path], Iterator[Found]]
+    search: Callable[[Path], Iterator[ExternalModel]]
 
 
 _STORES = (
@@ -49,9 +49,9 @@ def is_name(text: str) -> bool:
     return text.lower().startswith((ollama.PREFIX, repositories.LM_PREFIX))
 
 
-def search(prefix: str = "") -> list[Found]:
+def search(prefix: str = "") -> list[ExternalModel]:
     """List every model of every store whose names begin so, those that can't be used included."""
-    found: dict[str, Found] = {}
+    found: dict[str, ExternalModel] = {}
     for store in _STORES:
         if store.prefix.startswith(prefix) or prefix.startswith(store.prefix):
             for model in _in_store(store):
@@ -59,7 +59,7 @@ def search(prefix: str = "") -> list[Found]:
     return list(found.values())
 
 
-def _in_store(store: _Store) -> Iterator[Found]:
+def _in_store(store: _Store) -> Iterator[ExternalModel]:
     searched: set[str] = set()
     for root in store.roots(os.environ):
         real = os.path.realpath(root)
@@ -69,7 +69,7 @@ def _in_store(store: _Store) -> Iterator[Found]:
         try:
             yield from map(_printable, store.search(root))
         except (UnusableError, OSError) as error:
-            yield Found(
+            yield ExternalModel(
                 name=f"{store.prefix}*",
                 store=store.name,
                 problem=str(error),
@@ -77,14 +77,16 @@ def _in_store(store: _Store) -> Iterator[Found]:
             )
 
 
-def _printable(model: Found) -> Found:
+def _printable(model: ExternalModel) -> ExternalModel:
     if model.name.isprintable():
         return model
     shown = "".join(c if c.isprintable() else "?" for c in model.name)
-    return Found(name=shown, store=model.store, problem="its name can't be shown", fix="rename it")
+    return ExternalModel(
+        name=shown, store=model.store, problem="its name can't be shown", fix="rename it"
+    )
 
 
-def find(text: str) -> Found | None:
+def find(text: str) -> ExternalModel | None:
     """Find the model that a person means by `text`, in any letter case; None when there is none.
 
     `hf:` may be left out. Of Ollama's, `:latest` goes without saying.
@@ -100,26 +102,26 @@ def find(text: str) -> Found | None:
     return next((model for model in search(prefix) if model.name.lower() == wanted), None)
 
 
-def alike(text: str) -> list[str]:
+def similar_names(text: str) -> list[str]:
     """Names of usable models that end in what was typed: `ollama/llama3.2:1b` for `llama3.2:1b`."""
     end = f"/{text.lower()}"
     return [m.name for m in search() if not m.problem and m.name.lower().endswith(end)]
 
 
-def usable() -> list[Found]:
+def usable() -> list[ExternalModel]:
     """List the models that can be tried."""
     return [model for model in search() if not model.problem]
 
 
-class Watched:
+class StoreWatcher:
     """The usable models, searched for again once anything in a store has changed; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._noted: dict[str, reader.Stamp] = {}
-        self._found: list[Found] = []
+        self._found: list[ExternalModel] = []
 
-    def usable(self) -> list[Found]:
+    def usable(self) -> list[ExternalModel]:
         """List the models that can be tried."""
         with self._lock:
             has_changed = any(reader.stamp_of(path) != stamp for path, stamp in self._noted.items())
@@ -129,7 +131,7 @@ class Watched:
             return self._found
 
 
-def headers(model: Found, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
+def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
     """Read the headers of all files. Raises ModelNotPulledError, InvalidGgufError."""
     if model.problem:
         raise ModelNotPulledError(
@@ -146,12 +148,12 @@ def headers(model: Found, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
     return found
 
 
-def words(model: Found, header: gguf.GgufHeader) -> Words:
+def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
     """What its owner says of a model beside its weights."""
     return ollama_template.read(model.layers, has_template=bool(header.chat_template))
 
 
-def verified_files(model: Found, progress: Progress | None = None) -> ModelFiles:
+def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
     """Check headers and digests of a model and return its files, where they are.
 
     Raises ModelNotPulledError for one that can't be used, InvalidGgufError, ChecksumError.
@@ -161,12 +163,12 @@ def verified_files(model: Found, progress: Progress | None = None) -> ModelFiles
     return files
 
 
-def described(model: Found) -> ModelFiles:
+def described(model: ExternalModel) -> ModelFiles:
     """A model's files as their headers and its owner describe them, before their bytes are checked.
 
     Raises ModelNotPulledError, InvalidGgufError.
     """
-    said = words(model, headers(model)[0])
+    said = settings(model, headers(model)[0])
     return ModelFiles(
         name=model.name,
         paths=model.paths,
@@ -178,13 +180,13 @@ def described(model: Found) -> ModelFiles:
     )
 
 
-def digest(model: Found) -> str:
+def digest(model: ExternalModel) -> str:
     """The SHA-256 that the names promise; "" where one has none."""
     known = [file.sha256 for file in model.files]
-    return names.whole_digest(known) if all(known) else ""
+    return names.combined_digest(known) if all(known) else ""
 
 
-def not_found(text: str) -> ModelNotPulledError:
+def not_found_error(text: str) -> ModelNotPulledError:
     """The error for a name of another program's model that isn't there."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
@@ -195,7 +197,7 @@ def not_found(text: str) -> ModelNotPulledError:
     )
 
 
-def _verify(model: Found, progress: Progress | None) -> None:
+def _verify(model: ExternalModel, progress: Progress | None) -> None:
     report = progress or (lambda stage, fraction: None)
     for file in model.files:
         stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"

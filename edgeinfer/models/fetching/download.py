@@ -26,7 +26,7 @@ import msgspec
 
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError
 from edgeinfer.models.fetching import http_client
-from edgeinfer.models.fetching.http_client import AgainError, WholeOnlyError
+from edgeinfer.models.fetching.http_client import NoRangesError, RetryableError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.platform.disk import need_room, room_errors, size_or_zero, write_whole
 from edgeinfer.units import format_bytes
@@ -77,27 +77,27 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     out to be of another file.
     """
     part = folder / (remote.file_name + PART)
-    patience = job.patience
+    retry_policy = job.retry_policy
     failures = 0
-    parallel = patience.connections > 1
-    timeout = httpx2.Timeout(patience.silence_s, connect=patience.connect_s)
+    parallel = retry_policy.connections > 1
+    timeout = httpx2.Timeout(retry_policy.silence_s, connect=retry_policy.connect_s)
     with http_client.client(remote.origin, timeout) as client:
         while True:
             had = fetched_bytes(part)
             try:
                 _try_once(client, remote, part, job, parallel=parallel)
                 return part
-            except AgainError as again:
+            except RetryableError as again:
                 job.check()  # a connection that was shut down because of a cancellation
-                parallel &= not isinstance(again, WholeOnlyError)
+                parallel &= not isinstance(again, NoRangesError)
                 kept = fetched_bytes(part)
                 failures = 0 if kept > had else failures + 1
-                if failures >= patience.attempts:
+                if failures >= retry_policy.attempts:
                     raise DownloadError(
                         f"{remote.origin}: {again}; gave up after {failures} attempts, "
                         f"{format_bytes(kept)} are kept"
                     ) from again
-                pause = patience.pause(failures, again.wait_s)
+                pause = retry_policy.pause(failures, again.wait_s)
                 job.note(f"{again}; trying again in {pause:.0f} s")
                 job.wait(pause)
 
@@ -122,12 +122,12 @@ def _try_once(client: httpx2.Client, remote: Remote, part: Path, job: Job, *, pa
     except (httpx2.TransportError, httpx2.DecodingError) as error:
         if http_client.is_untrusted(error):
             raise DownloadError(
-                f"{remote.origin}: {http_client.describe_trouble(error)}",
+                f"{remote.origin}: {http_client.describe_transport_error(error)}",
                 hint="SSL_CERT_FILE=FILE names the certificates to trust, as a company's proxy needs",
             ) from error
         if isinstance(error, httpx2.ConnectError) and http_client.is_loopback(error.request.url.host):
             raise DownloadError(f"{remote.origin}: nothing listens there ({error})") from error
-        raise AgainError(http_client.describe_trouble(error)) from error
+        raise RetryableError(http_client.describe_transport_error(error)) from error
     except httpx2.TooManyRedirects as error:
         raise DownloadError(f"{remote.origin}: the server redirects for ever") from error
 
@@ -183,7 +183,7 @@ def _worth_splitting(
     """Whether several connections help: much is missing, and no two files can be mixed."""
     missing = total - fetched_bytes(part)
     known = bool(state.sha256 or state.validator)
-    begun = missing >= job.patience.parallel_bytes or _spans_path(part).exists()
+    begun = missing >= job.retry_policy.parallel_bytes or _spans_path(part).exists()
     return begun and known and http_client.has_ranges(response)
 
 
@@ -203,7 +203,7 @@ def _receive_whole(
             job.at(offset)
         file.truncate(offset)  # a longer tail of an earlier file ends here
     if total is not None and offset != total:
-        raise AgainError(f"the server sent {offset} of {total} bytes")
+        raise RetryableError(f"the server sent {offset} of {total} bytes")
 
 
 def _write(descriptor: int, chunk: bytes | memoryview, offset: int) -> None:
@@ -219,7 +219,7 @@ def _after_416(remote: Remote, response: httpx2.Response, part: Path, start: int
     expected = int(total) if total.isdecimal() else remote.size_bytes
     if expected != start:
         _drop(part)
-        raise AgainError("the file on the server is shorter than what is here; starting over")
+        raise RetryableError("the file on the server is shorter than what is here; starting over")
     _truncate_to_first_span(part, checked=bool(remote.sha256))
 
 
@@ -264,7 +264,7 @@ class _Pool:
         self._state = threading.Condition()
         self._stopped = threading.Event()
         self._failure: BaseException | None = None
-        self._last_error: Exception = AgainError("the connections ended early")
+        self._last_error: Exception = RetryableError("the connections ended early")
         self._working: list[_Segment] = []
         self._responses: set[httpx2.Response] = set()
         self._notes: list[str] = []
@@ -274,16 +274,16 @@ class _Pool:
     def run(self, first: httpx2.Response, offset: int, job: Job) -> None:
         """Fetch what is missing of the file; the body of the response `first` begins at `offset`.
 
-        Raises WholeOnlyError if the server turns out to give no ranges, AgainError if the file changed
-        (nothing of it is kept) or no connection is left, DownloadError and its kin, DiskFullError,
-        InterruptedByUser.
+        Raises NoRangesError if the server turns out to give no ranges, RetryableError if the file
+        changed (nothing of it is kept) or no connection is left, DownloadError and its kin,
+        DiskFullError, InterruptedByUser.
         """
         try:
             with self._state:
                 segment = self._begin(*self._pending.pop(0))
                 assert segment.start == offset
             self._spawn(lambda: self._work(segment, first))
-            for _ in range(job.patience.connections - 1):
+            for _ in range(job.retry_policy.connections - 1):
                 self._spawn(self._work)
             while self._is_running():
                 notes, self._notes = self._notes, []
@@ -294,13 +294,13 @@ class _Pool:
             self._stop()
         if isinstance(self._failure, _ChangedError):
             _drop(self._part)
-            raise AgainError("the server has another file now; starting over")
+            raise RetryableError("the server has another file now; starting over")
         if self._failure is not None:
             raise self._failure
         if self._done < self._size_bytes:
-            if isinstance(self._last_error, AgainError | AuthenticationError):
+            if isinstance(self._last_error, RetryableError | AuthenticationError):
                 raise self._last_error
-            raise AgainError(_describe(self._last_error)) from self._last_error
+            raise RetryableError(_describe(self._last_error)) from self._last_error
         os.truncate(self._part, self._size_bytes)
         _spans_path(self._part).unlink()
         job.at(self._size_bytes, self._size_bytes)
@@ -364,7 +364,7 @@ class _Pool:
                     self._request(segment)
                 else:
                     self._receive(segment, first)
-            except (AgainError, AuthenticationError, httpx2.TransportError) as error:
+            except (RetryableError, AuthenticationError, httpx2.TransportError) as error:
                 if not self._stopped.is_set() and not self._goes_on(error, segment.at > had):
                     return
             finally:
@@ -421,7 +421,7 @@ class _Pool:
             if self._remote.validator and http_client.validator(response) != self._remote.validator:
                 raise _ChangedError
             if response.status_code == 200 and segment.at:
-                raise WholeOnlyError("the server gives the file as a whole only")
+                raise NoRangesError("the server gives the file as a whole only")
             if http_client.placement(response, segment.at)[1] != self._size_bytes:
                 raise _ChangedError
             self._receive(segment, response)
@@ -434,7 +434,7 @@ class _Pool:
                 if not self._store(segment, chunk):
                     return
             if segment.missing > 0 and not self._stopped.is_set():
-                raise AgainError("the connection was dropped")
+                raise RetryableError("the connection was dropped")
         finally:
             with self._state:
                 self._responses.discard(response)
@@ -456,7 +456,9 @@ class _Pool:
 
 def _describe(error: Exception) -> str:
     return (
-        http_client.describe_trouble(error) if isinstance(error, httpx2.TransportError) else str(error)
+        http_client.describe_transport_error(error)
+        if isinstance(error, httpx2.TransportError)
+        else str(error)
     )
 
 

@@ -67,7 +67,7 @@ def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fet
 
     from edgeinfer.models.fetching import download  # 75–120 ms: httpx2
 
-    name = todo.file_name or names.tamed_file_name(unquote(urlsplit(source.url).path))
+    name = todo.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
     siblings = names.split_names(name) or [name]
     found = []
     for index, sibling in enumerate(siblings):
@@ -178,7 +178,7 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
         found.append(
             Fetched(
                 path=ours,
-                file_name=names.tamed_file_name(part.name),
+                file_name=names.sanitize_file_name(part.name),
                 ours=not in_place,
                 pinned=False,
                 index=index,
@@ -215,7 +215,7 @@ def _checkpoint_folder(folder: Path) -> Fetched:
             f"{folder} has no config.json: it is no checkpoint",
             hint="name a GGUF file, or a folder of config.json, tokenizer.json and safetensors",
         )
-    name = names.tamed_file_name(folder.name)
+    name = names.sanitize_file_name(folder.name)
     return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
 
 
@@ -224,7 +224,7 @@ def copy_file(source: Path, work: Path, job: Job, index: int = 0, n_files: int =
 
     Raises DiskFullError, InterruptedByUser.
     """
-    target = work / (names.tamed_file_name(source.name) + ".part")
+    target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)
     with (

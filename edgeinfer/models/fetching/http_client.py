@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
     return name == "localhost" or name.startswith("127.") or name in ("::1", "[::1]")
 
 
-class AgainError(Exception):
+class RetryableError(Exception):
     """This attempt failed in a way another may not. `wait_s` is what the server asked for."""
 
     def __init__(self, what: str, wait_s: float = 0.0) -> None:
@@ -58,7 +58,7 @@ class AgainError(Exception):
         self.wait_s = wait_s
 
 
-class WholeOnlyError(AgainError):
+class NoRangesError(RetryableError):
     """The server gives the file as a whole only, whatever it said before."""
 
 
@@ -75,7 +75,7 @@ def range_headers(start: int, end: int | None, validator: str) -> dict[str, str]
 def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     """(where the body begins, the whole file's length or None), from the response's own words.
 
-    Raises DownloadError, AgainError.
+    Raises DownloadError, RetryableError.
     """
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
         raise DownloadError(f"{response.url.host} sends the file in an encoding that was not asked for")
@@ -86,7 +86,7 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     span, _, total = rest.partition("/")
     first, _, _last = span.partition("-")
     if unit != "bytes" or not first.isdecimal() or int(first) != start:
-        raise AgainError(
+        raise RetryableError(
             f"asked to go on at byte {start}, the server answers {rest or 'without saying where'}"
         )
     if total.isdecimal():
@@ -108,7 +108,7 @@ def validator(response: httpx2.Response) -> str:
 
 
 def refuse_status(origin: str, response: httpx2.Response) -> None:
-    """Raise for an answer without a body of the file: DownloadError and its kin, AgainError."""
+    """Raise for an answer without a body of the file: DownloadError and its kin, RetryableError."""
     status = response.status_code
     if status in (200, 206):
         return
@@ -122,7 +122,7 @@ def refuse_status(origin: str, response: httpx2.Response) -> None:
         )
     if status in _AGAIN:
         after = response.headers.get("Retry-After", "")
-        raise AgainError(f"the server answers {status}", float(after) if after.isdecimal() else 0.0)
+        raise RetryableError(f"the server answers {status}", float(after) if after.isdecimal() else 0.0)
     raise DownloadError(f"{origin}: the server answers {status}")
 
 
@@ -144,7 +144,7 @@ def is_untrusted(error: BaseException | None) -> bool:
     return error is not None
 
 
-def describe_trouble(error: Exception) -> str:
+def describe_transport_error(error: Exception) -> str:
     """A broken connection in a few words."""
     known: dict[type[Exception], str] = {
         httpx2.ConnectError: "cannot connect",

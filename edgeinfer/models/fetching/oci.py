@@ -61,7 +61,7 @@ def resolve(source: OciArtifact) -> list[Remote]:
             file_names = _file_names(source, layers)
             return [registry.blob(*pair) for pair in zip(layers, file_names, strict=True)]
     except httpx2.TransportError as error:
-        raise DownloadError(f"{source}: {http_client.describe_trouble(error)}") from error
+        raise DownloadError(f"{source}: {http_client.describe_transport_error(error)}") from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise DownloadError(f"{source}: the registry's manifest is none: {error!r}") from error
 
@@ -87,7 +87,7 @@ def _title(layer: dict[str, Any]) -> str:
 
 
 def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
-    made = names.tamed_file_name(source.stem)
+    made = names.sanitize_file_name(source.stem)
     if len(layers) == 1:
         return [f"{made}.gguf"]
     return [f"{made}-{i:05d}-of-{len(layers):05d}.gguf" for i in range(1, len(layers) + 1)]

@@ -41,7 +41,7 @@ def resolve(source: StoredObject) -> list[Remote]:
 
 def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
     if not source.key.endswith("/"):
-        name = names.tamed_file_name(source.key)
+        name = names.sanitize_file_name(source.key)
         siblings = names.split_names(name) or [name]
         return [(source.key.replace(name, one), one) for one in siblings]
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=source.bucket, Prefix=source.key)

@@ -115,7 +115,7 @@ def _reference(
     text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
 ) -> Reference:
     if options.name:
-        ref = names.reference(options.name)
+        ref = names.parse_reference(options.name)
     elif origin is not None:
         ref = Reference(origin.reference.name, type_name)
     else:

@@ -10,19 +10,18 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from edgeinfer.runtime.events import Divergence, TokenLogprobs
-from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Point, Points
+from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoint, Checkpoints
 
-#: Stamps of the adapters' files, and scales, that a sequence was computed with; another set's cells are
-#: of no use.
+#: Stamps of the adapters' files, and scales, that a sequence was computed with.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
-#: Ghosts are dropped once they hold so many cells, of a small cache an eighth: attention walks over
+#: Pending-free sequences are dropped at this many cells, of a small cache an eighth: attention scans
 #: them.
-_GHOST_CELLS = 512
-_GHOST_SHARE = 8
-#: While so many sequences run, idle ones below so many tokens may hold so many cells together: every
-#: step of every stream walks over them, and they are soon computed again (decision 056).
+_PENDING_FREE_CELLS = 512
+_PENDING_FREE_SHARE = 8
+#: While at least `_MANY` sequences run, idle ones below `_SHORT` tokens may hold `_SHORT_CELLS` cells
+#: together: attention scans them in every step, and they are cheap to prefill again (decision 056).
 _MANY = 3
 _SHORT = 192
 _SHORT_CELLS = 384
@@ -56,16 +55,16 @@ class Memory(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
-    """The tokens one sequence id has in the cache; their `cells` may be those of several residents.
+class CachedSequence:
+    """The tokens one sequence id has in the cache; several sequences may share its `cells`.
 
-    A `ghost` is of no use to anybody and only waits to be dropped at a moment when that moves nobody's
-    next cell. Requests with another `salt` cannot use it, and no other request one that `is_private`.
-    `conversation` is whose it was last.
-    One that was shifted has keys that were turned, or brought from another context, not computed where
-    they are. Of its tokens the first `n_unchanged` have stood since whoever writes them last looked;
-    those from `memory_only_from` on are not to be written. One `is_read_ahead` waits for a request
-    that is yet to come. `logprobs[i]` is of token `i + 1`, with `n_top` alternatives each.
+    `pending_free`: no longer reusable; its cells are released later, because llama.cpp refills freed
+    cells at once, which would reorder running sequences and change their rounding. Requests with
+    another `salt` cannot use it, and no other request one that `is_private`. `conversation` names its
+    last owner. `is_shifted`: its keys were rotated, or copied from another context, so it is not stored
+    on disk. Its first `n_unchanged` tokens have not changed since the last store; those from
+    `memory_only_from` on are never stored. `is_prefetched`: prefilled for a request that is still
+    expected. `logprobs[i]` is of token `i + 1`, with `n_top` alternatives each.
     """
 
     seq_id: int
@@ -75,52 +74,58 @@ class Resident:
     is_shifted: bool = False
     n_unchanged: int = 0
     memory_only_from: int | None = None
-    points: list[Point] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
     active: bool = True
     pinned: bool = False
     is_private: bool = False
-    is_read_ahead: bool = False
-    ghost: bool = False
+    is_prefetched: bool = False
+    pending_free: bool = False
     used_at: int = 0
     n_top: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def serves(self, adapters: AdapterKey, salt: str) -> bool:
-        """Whether a new request with `adapters` and `salt` may use, and learn of, these tokens."""
+        """Tell if a new request with `adapters` and `salt` may use, and learn of, these tokens."""
         is_shared = self.pinned or self.salt == salt
-        return is_shared and self.adapters == adapters and not (self.ghost or self.is_private)
+        return is_shared and self.adapters == adapters and not (self.pending_free or self.is_private)
 
 
 class KvCache:
-    """The books of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
+    """Accounting of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
 
-    `whole_only`: the model's state cannot be cut (recurrent, hybrid), so a resident is reused whole, or
-    up to one of its `points`. `window`: positions that layers with a sliding window see, 0 without such
-    layers. `before_drop` is told of each resident that is about to be forgotten.
+    Without `supports_truncation` (recurrent, hybrid models) a sequence is reused whole, or up to one of
+    its `checkpoints`. `window`: positions that layers with a sliding window see, 0 without such layers.
+    `before_drop` is called with each cached sequence that is about to be dropped.
     """
 
     def __init__(
-        self, memory: Memory, *, n_cells: int, n_seq_max: int, whole_only: bool = False, window: int = 0
+        self,
+        memory: Memory,
+        *,
+        n_cells: int,
+        n_seq_max: int,
+        supports_truncation: bool = True,
+        window: int = 0,
     ) -> None:
         self._memory = memory
         self.n_cells = n_cells
-        self._whole_only = whole_only
+        self._supports_truncation = supports_truncation
         self._window = window
-        self.points: Points | None = None
-        self.before_drop: Callable[[Resident], None] = lambda resident: None
+        self.checkpoints: Checkpoints | None = None
+        self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
         self._shares = [0] * n_cells
         self._clock = 0
-        self._ghosts_allowed = min(_GHOST_CELLS, n_cells // _GHOST_SHARE)
-        self.residents: list[Resident] = []
+        self._pending_free_allowed = min(_PENDING_FREE_CELLS, n_cells // _PENDING_FREE_SHARE)
+        self.cached_sequences: list[CachedSequence] = []
 
     @property
     def pinned_cells(self) -> int:
-        """Cells of pinned prompts: the first ones, and what comes after them lies behind."""
-        return len({cell for r in self.residents if r.pinned for cell in r.cells})
+        """Cells of pinned prompts, which are the first ones."""
+        return len({cell for c in self.cached_sequences if c.pinned for cell in c.cells})
 
     @property
     def used_cells(self) -> int:
@@ -132,34 +137,40 @@ class KvCache:
 
     def match(
         self, tokens: Sequence[int], adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
-    ) -> tuple[Resident | None, int]:
-        """The resident that shares the longest prefix with `tokens`, and how much of it can be used.
+    ) -> tuple[CachedSequence | None, int]:
+        """Find the cached sequence that shares the longest prefix with `tokens`, and the usable length.
 
         At least one token of `tokens` is always left to compute, because its logits are wanted; with
         `n_top`, the logits behind each token whose successor has no cached log-probabilities.
         """
         best, length = None, 0
         limit = len(tokens) - 1
-        for resident in self.residents:
-            if not resident.serves(adapters, salt):
+        for cached_seq in self.cached_sequences:
+            if not cached_seq.serves(adapters, salt):
                 continue
-            shared = common_prefix(resident.tokens, tokens)
+            shared = common_prefix(cached_seq.tokens, tokens)
             if n_top is not None:
-                known = len(resident.logprobs) if resident.n_top == n_top else 0
+                known = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
                 shared = min(known, max(0, shared - 1))
-            n = self._usable(resident, min(shared, limit))
+            n = self._usable(cached_seq, min(shared, limit))
             if n > length or (
-                n == length and n and best is not None and best.active and not resident.active
+                n == length and n and best is not None and best.active and not cached_seq.active
             ):
-                best, length = resident, n
+                best, length = cached_seq, n
         return best, length
 
-    def _usable(self, resident: Resident, n: int) -> int:
-        """How many of `n` tokens are usable: cells that a sliding window has passed may be others'."""
-        if self._whole_only and n < len(resident.tokens):
-            point = self.points.best(resident.points, n) if self.points is not None else None
-            return point.n_tokens if point is not None else 0
-        lost = self._window and self._memory.first(resident.seq_id) > max(0, n - self._window)
+    def _usable(self, cached_seq: CachedSequence, n: int) -> int:
+        """Count the usable tokens of `n`: other sequences may own cells that a sliding window has
+        passed.
+        """
+        if not self._supports_truncation and n < len(cached_seq.tokens):
+            checkpoint = (
+                self.checkpoints.latest_before(cached_seq.checkpoints, n)
+                if self.checkpoints is not None
+                else None
+            )
+            return checkpoint.n_tokens if checkpoint is not None else 0
+        lost = self._window and self._memory.first(cached_seq.seq_id) > max(0, n - self._window)
         return 0 if lost else n
 
     def claim(
@@ -170,8 +181,8 @@ class KvCache:
         *,
         reuse: bool = True,
         n_top: int | None = None,
-    ) -> Resident | None:
-        """A resident with the longest cached prefix of `tokens`; None when every id is active."""
+    ) -> CachedSequence | None:
+        """Get a cached sequence with the longest prefix of `tokens`; None if every id is active."""
         source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
         if source is not None and not source.active and not source.pinned and n == len(source.tokens):
             source.active = True  # the next turn of the same conversation: go on in place
@@ -181,20 +192,20 @@ class KvCache:
                 return None
             source.active = True
             return source
-        resident = Resident(self._ids.pop(), adapters, salt)
-        self.residents.append(resident)
+        cached_seq = CachedSequence(self._ids.pop(), adapters, salt)
+        self.cached_sequences.append(cached_seq)
         if source is not None and n:
-            self._share(source, resident, n)
-        return resident
+            self._share(source, cached_seq, n)
+        return cached_seq
 
-    def _share(self, source: Resident, target: Resident, n: int) -> None:
+    def _share(self, source: CachedSequence, target: CachedSequence, n: int) -> None:
         self._memory.copy(source.seq_id, target.seq_id, -1 if n == len(source.tokens) else n)
-        if self.points is not None and n < len(source.tokens):
-            point = self.points.best(source.points, n)
-            if point is None or not self.points.go_back(target.seq_id, point):
+        if self.checkpoints is not None and n < len(source.tokens):
+            checkpoint = self.checkpoints.latest_before(source.checkpoints, n)
+            if checkpoint is None or not self.checkpoints.restore(target.seq_id, checkpoint):
                 self._memory.remove(target.seq_id, -1, -1)
                 return
-            self.points.keep(target.points, point)
+            self.checkpoints.add(target.checkpoints, checkpoint)
         target.is_shifted = source.is_shifted
         if source.memory_only_from is not None and source.memory_only_from < n:
             target.memory_only_from = source.memory_only_from
@@ -204,58 +215,61 @@ class KvCache:
         for cell in target.cells:
             self._shares[cell] += 1
 
-    def extend(self, resident: Resident, tokens: Sequence[int]) -> None:
-        """Note that `tokens` were computed and stored behind what `resident` has."""
+    def extend(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> None:
+        """Record that `tokens` were computed and stored behind the others."""
         for _ in tokens:
             cell = self._free.pop()
             self._shares[cell] = 1
-            resident.cells.append(cell)
-        resident.tokens.extend(tokens)
+            cached_seq.cells.append(cell)
+        cached_seq.tokens.extend(tokens)
 
-    def truncate(self, resident: Resident, n: int) -> bool:
-        """Keep the first `n` tokens. False, and all dropped, when the model's state cannot be cut."""
-        if n == len(resident.tokens):
+    def truncate(self, cached_seq: CachedSequence, n: int) -> bool:
+        """Keep the first `n` tokens. False, and all dropped, if the model does not support it."""
+        if n == len(cached_seq.tokens):
             return True
-        cut = self._go_back(resident, n) and self._memory.remove(resident.seq_id, n, -1)
+        cut = self._restore_checkpoint(cached_seq, n) and self._memory.remove(cached_seq.seq_id, n, -1)
         if not cut:
-            self._memory.remove(resident.seq_id, -1, -1)
+            self._memory.remove(cached_seq.seq_id, -1, -1)
             n = 0
-        self._give_back(resident.cells[n:])
-        del resident.tokens[n:], resident.cells[n:]
-        resident.n_unchanged = min(resident.n_unchanged, n)
-        resident.logprobs = resident.logprobs[: max(0, n - 1)]
-        if resident.memory_only_from is not None:
-            resident.memory_only_from = min(resident.memory_only_from, n)
-        if self.points is not None:
-            self.points.forget(resident.points, n)
+        self._give_back(cached_seq.cells[n:])
+        del cached_seq.tokens[n:], cached_seq.cells[n:]
+        cached_seq.n_unchanged = min(cached_seq.n_unchanged, n)
+        cached_seq.logprobs = cached_seq.logprobs[: max(0, n - 1)]
+        if cached_seq.memory_only_from is not None:
+            cached_seq.memory_only_from = min(cached_seq.memory_only_from, n)
+        if self.checkpoints is not None:
+            self.checkpoints.drop_after(cached_seq.checkpoints, n)
         return cut
 
-    def _go_back(self, resident: Resident, n: int) -> bool:
-        """Give a state that cannot be cut the one of the point at `n`. False when there is none."""
-        if not (self._whole_only and n):
+    def _restore_checkpoint(self, cached_seq: CachedSequence, n: int) -> bool:
+        if self._supports_truncation or not n:
             return True
-        point = self.points.best(resident.points, n) if self.points is not None else None
-        if self.points is None or point is None or point.n_tokens != n:
+        checkpoint = (
+            self.checkpoints.latest_before(cached_seq.checkpoints, n)
+            if self.checkpoints is not None
+            else None
+        )
+        if self.checkpoints is None or checkpoint is None or checkpoint.n_tokens != n:
             return False
-        return self.points.go_back(resident.seq_id, point)
+        return self.checkpoints.restore(cached_seq.seq_id, checkpoint)
 
-    def keep_in_memory(self, resident: Resident) -> None:
-        """Let nothing be written of what comes behind the tokens that are there."""
-        if resident.memory_only_from is None:
-            resident.memory_only_from = len(resident.tokens)
+    def keep_in_memory(self, cached_seq: CachedSequence) -> None:
+        """Never store the tokens that follow those that are there."""
+        if cached_seq.memory_only_from is None:
+            cached_seq.memory_only_from = len(cached_seq.tokens)
 
-    def take_point(self, resident: Resident) -> None:
-        """Note where `resident` is, so that a state that cannot be cut can come back to here."""
-        if self.points is not None:
-            self.points.take(resident.points, resident.seq_id, len(resident.tokens))
+    def save_checkpoint(self, cached_seq: CachedSequence) -> None:
+        """Save the recurrent state where the sequence is now."""
+        if self.checkpoints is not None:
+            self.checkpoints.save(cached_seq.checkpoints, cached_seq.seq_id, len(cached_seq.tokens))
 
-    def remove_behind(self, resident: Resident) -> None:
-        """Remove what llama.cpp may have behind the tokens that are noted."""
-        self._memory.remove(resident.seq_id, len(resident.tokens), -1)
+    def remove_behind(self, cached_seq: CachedSequence) -> None:
+        """Remove what llama.cpp may have behind the recorded tokens."""
+        self._memory.remove(cached_seq.seq_id, len(cached_seq.tokens), -1)
 
-    def clear_cells(self, resident: Resident) -> None:
-        """Empty the cells of a resident in llama.cpp, to be written again: its books stay."""
-        self._memory.remove(resident.seq_id, -1, -1)
+    def clear_cells(self, cached_seq: CachedSequence) -> None:
+        """Empty the cells in llama.cpp, to be written again; the accounting stays."""
+        self._memory.remove(cached_seq.seq_id, -1, -1)
 
     def _give_back(self, cells: Iterable[int]) -> None:
         for cell in cells:
@@ -263,70 +277,73 @@ class KvCache:
             if not self._shares[cell]:
                 self._free.append(cell)
 
-    def shift(self, resident: Resident, keep: int, drop: int) -> bool:
-        """Drop `drop` tokens behind the first `keep`. False when others share the moved cells."""
-        if self._whole_only or any(self._shares[cell] > 1 for cell in resident.cells[keep:]):
+    def shift(self, cached_seq: CachedSequence, keep: int, drop: int) -> bool:
+        """Drop `drop` tokens behind the first `keep`. False if moved cells are shared."""
+        if not self._supports_truncation or any(
+            self._shares[cell] > 1 for cell in cached_seq.cells[keep:]
+        ):
             return False
-        if not self._memory.remove(resident.seq_id, keep, keep + drop):
+        if not self._memory.remove(cached_seq.seq_id, keep, keep + drop):
             return False
-        self._memory.shift(resident.seq_id, keep + drop, -drop)
-        resident.is_shifted = True
-        resident.logprobs = []
-        self._give_back(resident.cells[keep : keep + drop])
-        del resident.tokens[keep : keep + drop], resident.cells[keep : keep + drop]
-        resident.n_unchanged = min(resident.n_unchanged, keep)
+        self._memory.shift(cached_seq.seq_id, keep + drop, -drop)
+        cached_seq.is_shifted = True
+        cached_seq.logprobs = []
+        self._give_back(cached_seq.cells[keep : keep + drop])
+        del cached_seq.tokens[keep : keep + drop], cached_seq.cells[keep : keep + drop]
+        cached_seq.n_unchanged = min(cached_seq.n_unchanged, keep)
         return True
 
-    def release(self, resident: Resident, *, keep: bool) -> None:
-        """The sequence has ended; if `keep`, its tokens stay for a request that begins like them.
+    def release(self, cached_seq: CachedSequence, *, keep: bool) -> None:
+        """End the use of a sequence; if `keep`, later requests may reuse its tokens.
 
-        What is not kept becomes a ghost while others run. llama.cpp would fill freed cells at once,
-        with tokens that come before older ones of their sequence then, and attention that sums in
-        another order rounds otherwise: an answer would depend on who ended beside it.
+        Otherwise it is `pending_free` while others run (see `CachedSequence`): an answer must not
+        depend on which request ended beside it.
         """
         self._clock += 1
-        resident.active, resident.used_at = False, self._clock
-        resident.ghost = not keep or not resident.tokens
-        resident.logprobs = resident.logprobs[: max(0, len(resident.tokens) - 1)]
-        self._retire_short()
-        ghosts = [r for r in self.residents if r.ghost]
+        cached_seq.active, cached_seq.used_at = False, self._clock
+        cached_seq.pending_free = not keep or not cached_seq.tokens
+        cached_seq.logprobs = cached_seq.logprobs[: max(0, len(cached_seq.tokens) - 1)]
+        self._limit_short_idle()
+        pending_free = [c for c in self.cached_sequences if c.pending_free]
         if (
-            not any(r.active for r in self.residents)
-            or sum(len(r.cells) for r in ghosts) > self._ghosts_allowed
+            not any(c.active for c in self.cached_sequences)
+            or sum(len(c.cells) for c in pending_free) > self._pending_free_allowed
         ):
-            for ghost in ghosts:
-                self.drop(ghost)
+            for cached_seq in pending_free:
+                self.drop(cached_seq)
 
-    def _retire_short(self) -> None:
-        if sum(r.active for r in self.residents) < _MANY:
+    def _limit_short_idle(self) -> None:
+        if sum(c.active for c in self.cached_sequences) < _MANY:
             return
         idle = [
-            r
-            for r in self.residents
-            if not (r.active or r.pinned or r.ghost) and len(r.tokens) < _SHORT
+            c
+            for c in self.cached_sequences
+            if not (c.active or c.pinned or c.pending_free) and len(c.tokens) < _SHORT
         ]
         left = _SHORT_CELLS
-        for resident in sorted(idle, key=lambda r: -r.used_at):
-            left -= len(resident.cells)
-            resident.ghost = left < 0
+        for cached_seq in sorted(idle, key=lambda c: -c.used_at):
+            left -= len(cached_seq.cells)
+            cached_seq.pending_free = left < 0
 
-    def drop(self, resident: Resident) -> None:
-        """Forget a resident and free what it shares with nobody."""
-        if not resident.ghost:
-            self.before_drop(resident)
-        self._memory.remove(resident.seq_id, -1, -1)
-        self._give_back(resident.cells)
-        if self.points is not None:
-            self.points.forget(resident.points)
-        resident.tokens, resident.cells = [], []
-        resident.active = False
-        self.residents.remove(resident)
-        self._ids.append(resident.seq_id)
+    def drop(self, cached_seq: CachedSequence) -> None:
+        """Forget a cached sequence and free the cells that it shares with none."""
+        if not cached_seq.pending_free:
+            self.before_drop(cached_seq)
+        self._memory.remove(cached_seq.seq_id, -1, -1)
+        self._give_back(cached_seq.cells)
+        if self.checkpoints is not None:
+            self.checkpoints.drop_after(cached_seq.checkpoints)
+        cached_seq.tokens, cached_seq.cells = [], []
+        cached_seq.active = False
+        self.cached_sequences.remove(cached_seq)
+        self._ids.append(cached_seq.seq_id)
 
     def drop_idle(self, *, pinned: bool = False) -> None:
-        """Forget everything that no sequence uses; pinned residents too, if asked."""
-        for resident in [r for r in self.residents if not r.active and (pinned or not r.pinned)]:
-            self.drop(resident)
+        """Drop every sequence that no request uses; pinned ones too, if `pinned`."""
+        for cached_seq in [
+            c for c in self.cached_sequences if not c.active and (pinned or not c.pinned)
+        ]:
+            self.drop(cached_seq)
 
     def make_room(self, n: int) -> bool:
         """Evict, least recently used first, pinned last, until `n` cells are free; False if too few."""
@@ -335,11 +352,11 @@ class KvCache:
                 return False
         return True
 
-    def _evict_one(self, keep: Resident | None = None) -> bool:
-        idle = [r for r in self.residents if not r.active and r is not keep]
+    def _evict_one(self, keep: CachedSequence | None = None) -> bool:
+        idle = [c for c in self.cached_sequences if not c.active and c is not keep]
         if not idle:
             return False
-        self.drop(min(idle, key=lambda r: (r.pinned, not r.ghost, r.used_at)))
+        self.drop(min(idle, key=lambda c: (c.pinned, not c.pending_free, c.used_at)))
         return True
 
 
@@ -349,26 +366,26 @@ _AROUND = 12
 
 @dataclass(frozen=True, slots=True)
 class Closest:
-    """What memory has closest to a prompt: `n` tokens agree, and `there` is what it goes on with."""
+    """The cached sequence closest to a prompt: `n` tokens agree, and it goes on with `there`."""
 
     n: int = 0
     there: tuple[int, ...] = ()
 
 
 def closest(
-    residents: Iterable[Resident], tokens: Sequence[int], adapters: AdapterKey, salt: str
+    cached_sequences: Iterable[CachedSequence], tokens: Sequence[int], adapters: AdapterKey, salt: str
 ) -> Closest:
-    """Find what agrees longest with `tokens` among what its request may see.
+    """Find the longest match of `tokens` among what its request may see.
 
     A pinned prompt is shared with every client, but its text is shown to none.
     """
     best = Closest()
-    for resident in residents:
-        if not resident.serves(adapters, salt):
+    for cached_seq in cached_sequences:
+        if not cached_seq.serves(adapters, salt):
             continue
-        n = common_prefix(resident.tokens, tokens)
+        n = common_prefix(cached_seq.tokens, tokens)
         if n > best.n:
-            there = () if resident.pinned else tuple(resident.tokens[n : n + _AROUND])
+            there = () if cached_seq.pinned else tuple(cached_seq.tokens[n : n + _AROUND])
             best = Closest(n, there)
     return best
 
@@ -376,7 +393,7 @@ def closest(
 def describe_divergence(
     prompt: Sequence[int], found: Closest, cached: int, detokenize: Callable[[Sequence[int]], bytes]
 ) -> Divergence:
-    """Describe where `prompt`, of which `cached` tokens were remembered, goes a way of its own."""
+    """Describe where `prompt`, of which `cached` tokens were cached, diverges."""
     at = max(found.n, cached)
     if at >= len(prompt) - 1:
         return Divergence(n_tokens=len(prompt), cause="none")

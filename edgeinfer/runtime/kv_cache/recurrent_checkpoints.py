@@ -1,8 +1,8 @@
-"""Points that the sequences of recurrent and hybrid models can go back to.
+"""Checkpoints of the recurrent state of sequences whose model does not support truncation.
 
-Their state cannot be cut. A copy of its recurrent part, taken at some length, takes a sequence back to
-that length: then an edited message, another answer to the same question, or a template that leaves out
-earlier reasoning computes what is new and not the whole conversation.
+A checkpoint, taken at some length, takes a sequence back to that length: an edited message, another
+answer to the same question, or a template that leaves out earlier reasoning then computes what is new
+and not the whole conversation.
 """
 
 from __future__ import annotations
@@ -11,85 +11,85 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-#: All points together take at most so much memory; the oldest go first.
+#: Memory (bytes) of all checkpoints together.
 _MOST_BYTES = 512 << 20
-#: While a prompt is computed a point is taken about every so many tokens.
-EVERY_TOKENS = 2048
-#: Fewer tokens are computed again: a step of its own for the last one would cost as much.
+#: Distance (tokens) of checkpoints during prefill.
+INTERVAL_TOKENS = 2048
+#: Shorter prompts get none: a step of its own for the last token costs as much as the prefill.
 SHORT = 32
 
 
-def tokens_to_next(n_past: int, n_tokens: int) -> int:
-    """How many tokens a step may compute of a prompt of `n_tokens`, `n_past` of which are done, to end
-    where a point is taken: the same question asked again begins to differ behind all but its last
-    token.
+def tokens_to_next_checkpoint(n_past: int, n_tokens: int) -> int:
+    """Limit a step to end at the next checkpoint of a prompt of `n_tokens`, `n_past` of them computed.
+
+    The last checkpoint lies before the last token: a repeated prompt differs only behind it.
     """
     to_end = n_tokens - 1 - n_past
     if n_tokens - n_past < SHORT or to_end <= 0:
         return n_tokens - n_past
-    return min(to_end, EVERY_TOKENS - n_past % EVERY_TOKENS)
+    return min(to_end, INTERVAL_TOKENS - n_past % INTERVAL_TOKENS)
 
 
-def is_worth_a_point(n_past: int, n_tokens: int) -> bool:
-    """Whether a point is taken here."""
-    return n_past == n_tokens - 1 or n_past % EVERY_TOKENS == 0
+def is_checkpoint_position(n_past: int, n_tokens: int) -> bool:
+    """Tell if a checkpoint is saved at this length."""
+    return n_past == n_tokens - 1 or n_past % INTERVAL_TOKENS == 0
 
 
-class PointStates(Protocol):
+class CheckpointStates(Protocol):
     """llama.cpp's side: the recurrent state of a sequence as bytes, and back."""
 
-    def read_point(self, seq_id: int) -> memoryview | None: ...
+    def read_checkpoint(self, seq_id: int) -> memoryview | None: ...
 
-    def write_point(self, seq_id: int, state: memoryview) -> bool: ...
+    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Point:
+class Checkpoint:
     """The recurrent state behind the first `n_tokens` of a sequence."""
 
     n_tokens: int
     state: memoryview
 
 
-class Points:
-    """Points by sequence of tokens, within a bound. One thread."""
+class Checkpoints:
+    """Checkpoints by sequence, within a bound of memory; the oldest are evicted first. One thread."""
 
-    def __init__(self, states: PointStates, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, states: CheckpointStates, most_bytes: int = _MOST_BYTES) -> None:
         self._states, self._most_bytes = states, most_bytes
-        self._lists: deque[tuple[list[Point], Point]] = deque()
+        self._lists: deque[tuple[list[Checkpoint], Checkpoint]] = deque()
         self._bytes = 0
 
-    def take(self, points: list[Point], seq_id: int, n_tokens: int) -> None:
-        """Add a point where `seq_id` is now, `n_tokens` long; nothing when there is one already."""
-        if not n_tokens or any(point.n_tokens == n_tokens for point in points):
+    def save(self, checkpoints: list[Checkpoint], seq_id: int, n_tokens: int) -> None:
+        """Save a checkpoint of `seq_id` at `n_tokens`; nothing if there is one already."""
+        if not n_tokens or any(checkpoint.n_tokens == n_tokens for checkpoint in checkpoints):
             return
-        state = self._states.read_point(seq_id)
+        state = self._states.read_checkpoint(seq_id)
         if state is not None:
-            self.keep(points, Point(n_tokens, state))
+            self.add(checkpoints, Checkpoint(n_tokens, state))
 
-    def keep(self, points: list[Point], point: Point) -> None:
-        """Add a point to a sequence's; the oldest of all go where there are too many."""
-        points.append(point)
-        self._lists.append((points, point))
-        self._bytes += len(point.state)
+    def add(self, checkpoints: list[Checkpoint], checkpoint: Checkpoint) -> None:
+        """Add a checkpoint to a sequence's, and evict the oldest beyond the bound."""
+        checkpoints.append(checkpoint)
+        self._lists.append((checkpoints, checkpoint))
+        self._bytes += len(checkpoint.state)
         while self._bytes > self._most_bytes:
             kept_in, oldest = self._lists.popleft()
             self._bytes -= len(oldest.state)
             if oldest in kept_in:
                 kept_in.remove(oldest)
 
-    def forget(self, points: list[Point], n_tokens: int = 0) -> None:
-        """Drop those of a sequence's points that are behind its first `n_tokens`."""
-        gone = [point for point in points if point.n_tokens > n_tokens]
-        self._bytes -= sum(len(point.state) for point in gone)
-        self._lists = deque(e for e in self._lists if e[0] is not points or e[1] not in gone)
-        points[:] = [point for point in points if point not in gone]
+    def drop_after(self, checkpoints: list[Checkpoint], n_tokens: int = 0) -> None:
+        """Drop a sequence's checkpoints beyond its first `n_tokens`."""
+        gone = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens > n_tokens]
+        self._bytes -= sum(len(checkpoint.state) for checkpoint in gone)
+        self._lists = deque(e for e in self._lists if e[0] is not checkpoints or e[1] not in gone)
+        checkpoints[:] = [checkpoint for checkpoint in checkpoints if checkpoint not in gone]
 
-    def best(self, points: list[Point], n_tokens: int) -> Point | None:
-        """The last point within the first `n_tokens`."""
-        within = [point for point in points if point.n_tokens <= n_tokens]
-        return max(within, key=lambda point: point.n_tokens, default=None)
+    def latest_before(self, checkpoints: list[Checkpoint], n_tokens: int) -> Checkpoint | None:
+        """Find the last checkpoint within the first `n_tokens`."""
+        within = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens <= n_tokens]
+        return max(within, key=lambda checkpoint: checkpoint.n_tokens, default=None)
 
-    def go_back(self, seq_id: int, point: Point) -> bool:
-        """Give `seq_id` the state of a point."""
-        return self._states.write_point(seq_id, point.state)
+    def restore(self, seq_id: int, checkpoint: Checkpoint) -> bool:
+        """Restore the state of `seq_id` from a checkpoint."""
+        return self._states.write_checkpoint(seq_id, checkpoint.state)

@@ -11,10 +11,7 @@ ANYWHERE = -1
 
 
 class MappedFile:
-    """A file that is mapped from its first byte on, at `address`.
-
-    Its descriptor is this object's, and closed when nobody has this any more.
-    """
+    """A file mapped from its first byte on, at `address`; its descriptor is closed with this object."""
 
     def __init__(self, descriptor: int, address: int) -> None:
         self.descriptor, self.address = descriptor, address
@@ -24,10 +21,8 @@ class MappedFile:
 
 
 class State(msgspec.Struct, frozen=True):
-    """A sequence state, bytes, in `pieces` that make it up in order.
-
-    `places` say for each where in a page (bytes) it lies best, or ANYWHERE. `file` is what they are
-    views of, None for other memory.
+    """The bytes of a sequence state, in `pieces` in order. `places` are the best offsets within a page,
+    or ANYWHERE. `file` is the file that the pieces are views of, None for other memory.
     """
 
     pieces: tuple[memoryview, ...]
@@ -40,15 +35,14 @@ class State(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """What the header says of it."""
         sizes = (piece.nbytes for piece in self.pieces)
         return tuple(zip(sizes, self.places, strict=True))
 
     def joined(self) -> memoryview:
-        """Its bytes in one place."""
+        """Return the bytes in one piece."""
         return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
 
 
 def whole(state: memoryview) -> State:
-    """A state in one piece, which may lie anywhere."""
+    """Make a state of one piece, which may lie anywhere."""
     return State((state,), (ANYWHERE,))

@@ -176,7 +176,7 @@ class Logits:
         return np.frombuffer(row, dtype=np.float32)
 
 
-class Abort:
+class AbortFlag:
     """Ends a llama_decode early. Any thread may call `ask`, the one that decodes the rest.
 
     llama.cpp asks a callback before each node of its graph. One in Python would take the interpreter's

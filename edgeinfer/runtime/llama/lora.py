@@ -120,12 +120,12 @@ class LoraAdapters:
         _fill(model, held, self._named)
         return held
 
-    def enter(self, model: Any, held: Held) -> None:
+    def attach(self, model: Any, held: Held) -> None:
         """Have another model, with `held` loaded by `open`, follow changes. Raises ModelLoadError."""
         _fill(model, held, self._named)
         self._homes.append((model, held))
 
-    def leave(self) -> Held:
+    def detach(self) -> Held:
         """Forget the model that was entered; what the first one has."""
         del self._homes[1:]
         return self._homes[0][1]

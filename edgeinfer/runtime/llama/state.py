@@ -1,11 +1,9 @@
-"""Parts of a sequence's state as bytes, and back: what a block of the store holds.
+"""Ranges of a sequence's state as bytes, and back: the contents of a KV block.
 
-llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: a
-part is copied to it, which costs a bit per cell, and written from there; a part that comes back is read
-into it and copied behind what the sequence has.
-
-What of a state is cells of a tensor is a piece of its own (native/cells.cpp), which comes back from
-where it lies; pages of files become pages of the cells.
+llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: the
+positions are copied to it, which costs a bit per cell, and written from there; a range that comes back
+is read into it and copied behind what the sequence has. Cells of a tensor are pieces of their own
+(native/cells.cpp); pages of files become pages of the cells.
 """
 
 from __future__ import annotations
@@ -22,30 +20,32 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import Copied, Piece
 from edgeinfer.runtime.llama.context import ActiveContext
 
-#: Only the part of a state that cannot be cut: of recurrent and hybrid models, the recurrent one.
+#: Only the recurrent part of a state.
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-#: Fewer bytes of a tensor than this are no piece of their own: to copy them is as fast.
+#: Smaller pieces (bytes) are copied: mapping them is no faster.
 _WORTH_MAPPING = 32 << 10
 
 
 class SequenceStates:
-    """Sequences' states. `scratch` is an id of nobody else; `can_cut`: not recurrent. One thread."""
+    """Save and restore states. No request uses the id `scratch`. One thread."""
 
-    def __init__(self, active: ActiveContext, scratch: int, *, can_cut: bool = True) -> None:
+    def __init__(
+        self, active: ActiveContext, scratch: int, *, supports_truncation: bool = True
+    ) -> None:
         self._llama = libllama.lib()
         self._active = active
         self._scratch = scratch
-        self._can_cut = can_cut
+        self._supports_truncation = supports_truncation
 
     def read(self, seq_id: int, start: int, end: int, shift: int = 0) -> State | None:
-        """The state of positions [start, end); None where the context has not all of them.
+        """Save positions [start, end); None if the context does not have all of them.
 
-        It is laid out for coming back `shift` cells behind those that its positions number.
+        The layout suits a restore `shift` cells behind those that the positions number.
         """
         first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
-        if self._can_cut and first > start:
+        if self._supports_truncation and first > start:
             return None  # cells behind a sliding window may have been taken for others
         self._clear()
         self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, start, end)
@@ -54,7 +54,7 @@ class SequenceStates:
         return state
 
     def write(self, seq_id: int, state: State) -> bool:
-        """Put a part back where it was, behind what `seq_id` has. False when there was no room."""
+        """Append a saved range behind what `seq_id` has. False if there is no room."""
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.joined(), 0)
         if done:
@@ -62,12 +62,12 @@ class SequenceStates:
         self._clear()
         return done
 
-    def read_point(self, seq_id: int) -> memoryview | None:
-        """The recurrent state of `seq_id` where it is now."""
+    def read_checkpoint(self, seq_id: int) -> memoryview | None:
+        """Save the recurrent state of `seq_id`."""
         return self._get(seq_id, _PARTIAL_ONLY)
 
-    def write_point(self, seq_id: int, state: memoryview) -> bool:
-        """Take the recurrent state of `seq_id` back to a point; what is behind can be cut then."""
+    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
+        """Restore the recurrent state of `seq_id`; later positions can be removed then."""
         return self._set(seq_id, state, _PARTIAL_ONLY)
 
     def _clear(self) -> None:
@@ -85,7 +85,6 @@ class SequenceStates:
         return _cut(memoryview(buffer.data), _runs(copied), n_tokens, cell) if done else None
 
     def _set_pieces(self, state: State) -> bool:
-        """Set the scratch sequence from pieces where they lie. False: no room, or other pieces."""
         cells = self._active.cells
         if cells.copies is None or len(state.pieces) == 1:
             return False
@@ -125,7 +124,6 @@ class SequenceStates:
 
 
 def _runs(copied: Sequence[Copied]) -> list[Copied]:
-    """What was copied, of each tensor in one piece where that lies together in the state."""
     runs: list[Copied] = []
     for one in copied:
         last = runs[-1] if runs else None
@@ -137,7 +135,7 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
 
 
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
-    """The state in pieces: cells of tensors, placed like those from `cell` on, and what is between."""
+    """Cut a state into cells of tensors, placed like those from `cell` on, and the rest."""
     pieces: list[memoryview] = []
     places: list[int] = []
     at = 0

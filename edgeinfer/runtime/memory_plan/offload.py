@@ -31,7 +31,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
     """What lies on one device. `n_layers` counts the output."""
 
     device: str
@@ -55,7 +55,7 @@ class Offload(msgspec.Struct, frozen=True, kw_only=True):
     n_layers: int
     n_all: int
     n_without_experts: int
-    parts: tuple[Part, ...]
+    parts: tuple[DeviceShare, ...]
     reason: str
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ def _asked(sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int) ->
     return _offload(parts, n_all, 0, "as asked")
 
 
-def _offload(parts: tuple[Part, ...], n_all: int, n_without: int, reason: str) -> Offload:
+def _offload(parts: tuple[DeviceShare, ...], n_all: int, n_without: int, reason: str) -> Offload:
     return Offload(
         n_layers=sum(part.n_layers for part in parts),
         n_all=n_all,
@@ -169,7 +169,7 @@ def _layers(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[in
 
 def _spread(
     sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int
-) -> tuple[Part, ...]:
+) -> tuple[DeviceShare, ...]:
     """Parts that fit, each device filled to the same share; none when they do not fit."""
     usable = [_usable(room, sizes, n_layers, n_all) for room in rooms]
     weights = _layers(sizes, n_layers, n_all, n_without)
@@ -214,12 +214,12 @@ def _even(rooms: tuple[Room, ...], n_layers: int) -> list[int]:
 
 def _placed(
     sizes: _Sizes, counts: list[int], rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int
-) -> tuple[Part, ...]:
+) -> tuple[DeviceShare, ...]:
     weights = _layers(sizes, n_layers, n_all, n_without)
     parts, at = [], 0
     for room, count in zip(rooms, counts, strict=True):
         n_with_kv = min(at + count, n_layers - 1) - at  # the output has none
-        part = Part(
+        part = DeviceShare(
             device=room.name,
             n_layers=count,
             weights_bytes=sum(weights[at : at + count]),

@@ -141,7 +141,7 @@ def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
     return Chosen("on", "weights are rearranged for this CPU")
 
 
-def exact_rows(n_batch: int, file_type: int) -> int:
+def invariant_rows(n_batch: int, file_type: int) -> int:
     """Tokens of a batch up to which kernels give each the bits it gives alone (decision 022)."""
     return n_batch if file_type in _DOT_ONLY else _REPACKED_ROWS
 

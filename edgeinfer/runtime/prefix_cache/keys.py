@@ -67,7 +67,7 @@ class Names:
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
-    def point(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+    def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The name of a point at the end of `tokens`; one a few tokens further on supersedes it."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
@@ -85,7 +85,7 @@ def owner_name(secret: bytes, conversation: str) -> str:
     return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()
 
 
-class BlockNames:
+class PrefixKeys:
     """Names of one model's blocks of `block_tokens`."""
 
     def __init__(self, blocks: ModelBlocks, block_tokens: int) -> None:
@@ -126,7 +126,7 @@ class BlockNames:
             header = behind.get(header.name)
         return tokens
 
-    def last_point(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+    def last_checkpoint(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
         """The longest point behind `parent` that `tokens` begin with, and its tokens; 0 for none."""
         best, n_best = b"", 0
         for name in self._places(parent, tokens):
@@ -142,7 +142,7 @@ class BlockNames:
         if len(tokens) >= TAIL_KEY_TOKENS:
             yield names.tail(parent, tokens)
         for n in range(len(tokens), TAIL_KEY_TOKENS - 1, -TAIL_KEY_TOKENS):
-            yield names.point(parent, tokens[:n])
+            yield names.checkpoint(parent, tokens[:n])
 
     def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
         """The unfinished block behind `parent` most like `tokens`, and how much agrees; 0 for none."""
@@ -167,11 +167,11 @@ class BlockNames:
             if header is not None:
                 yield name, unpack_tokens(header.tokens)
 
-    def straddling(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
+    def boundary_blocks(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
         """A whole block behind `parent` in which what an agent's sessions share ends: the one that
         agrees furthest with `tokens`, and how far; 0 where none is known.
         """
-        headers = ((name, self._blocks.header(name)) for name in self._blocks.straddling(parent))
+        headers = ((name, self._blocks.header(name)) for name in self._blocks.boundary_blocks(parent))
         found = [
             (name, common_prefix(unpack_tokens(header.tokens), tokens))
             for name, header in headers

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache, Resident, common_prefix
+from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.format import Block
-from edgeinfer.runtime.prefix_cache.keys import BlockNames
-from edgeinfer.runtime.prefix_cache.roundtrip_check import BlockCheck, Proof
+from edgeinfer.runtime.prefix_cache.keys import PrefixKeys
+from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
-from edgeinfer.runtime.prefix_cache.writer import BlockWriting
+from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.requests import GenerateRequest
 
 #: Tokens of a block where no sliding window asks for fewer.
@@ -42,7 +42,7 @@ def block_tokens(window: int) -> int:
     return max(1, 1 << ((window - 1).bit_length() - 1))
 
 
-class BlockCache:
+class PrefixCache:
     """`active` is where blocks are put back; `check` is this model's, not yet begun."""
 
     def __init__(
@@ -53,16 +53,16 @@ class BlockCache:
         active: ActiveContext,
         kv: KvCache,
         block_tokens: int,
-        check: BlockCheck,
+        check: RoundtripCheck,
     ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self._states, self._active = states, active
         self._kv = kv
-        self.names = BlockNames(blocks, block_tokens)
-        self.proof = Proof(blocks, check)
-        self.writing = BlockWriting(
-            blocks=blocks, states=states, kv=kv, names=self.names, proof=self.proof
+        self.names = PrefixKeys(blocks, block_tokens)
+        self.verdict = RoundtripVerdict(blocks, check)
+        self.writing = BlockWriter(
+            blocks=blocks, states=states, kv=kv, names=self.names, verdict=self.verdict
         )
 
     # match
@@ -75,26 +75,26 @@ class BlockCache:
         The blocks begin at or before `cached`. None when that is not worth it. A model that has not
         been checked is checked now where much is to be gained and nobody else waits (`is_alone`).
         """
-        if self.proof.is_refused or len(tokens) - cached <= _WORTH_READING:
+        if self.verdict.is_refused or len(tokens) - cached <= _WORTH_READING:
             return None
         size = self.block_tokens
         chain = self.names.chain(tokens, adapters, salt)
         n_full = next(
             (i for i, name in enumerate(chain[1:]) if not self.blocks.has(name)), len(chain) - 1
         )
-        if self._kv.points is not None:
-            n_full, tail, n_tail = self._last_point(chain[: n_full + 1], tokens)
+        if self._kv.checkpoints is not None:
+            n_full, tail, n_tail = self._last_checkpoint(chain[: n_full + 1], tokens)
             first = 0
         else:
             rest = tokens[n_full * size :]
             tail, n_tail = max(
                 self.names.tail(chain[n_full], rest),
-                self.names.straddling(chain[n_full], rest),
+                self.names.boundary_blocks(chain[n_full], rest),
                 key=lambda found: found[1],
             )
             first = min(cached // size, n_full)
         end = min(n_full * size + n_tail, len(tokens) - 1)
-        if end - cached < _WORTH_READING or not self._is_proven(end - cached, is_alone=is_alone):
+        if end - cached < _WORTH_READING or not self._is_verified(end - cached, is_alone=is_alone):
             return None
         wanted = [*chain[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.blocks.touch([*chain[1 : 1 + n_full], tail])
@@ -109,71 +109,73 @@ class BlockCache:
             return lambda i: None
         return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
 
-    def _last_point(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
+    def _last_checkpoint(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
         """The last point: the whole blocks before it, its name, and its own tokens, 0 for none."""
         size = self.block_tokens
         for i in range(len(chain) - 1, -1, -1):
             end = min((i + 1) * size, len(tokens) - 1)
-            name, n = self.names.last_point(chain[i], tokens[i * size : end])
+            name, n = self.names.last_checkpoint(chain[i], tokens[i * size : end])
             if n:
                 return i, name, n
         return 0, b"", 0
 
-    def _is_proven(self, gain_tokens: int, *, is_alone: bool) -> bool:
-        if is_alone and gain_tokens >= _WORTH_CHECKING * self.proof.n_tokens:
-            while not self.proof.found:
-                self.proof.go_on()
-        return self.proof.found == "exact"
+    def _is_verified(self, gain_tokens: int, *, is_alone: bool) -> bool:
+        if is_alone and gain_tokens >= _WORTH_CHECKING * self.verdict.n_tokens:
+            while not self.verdict.found:
+                self.verdict.step()
+        return self.verdict.found == "exact"
 
     @property
-    def keeps(self) -> bool:
+    def can_store(self) -> bool:
         """Whether what is written now comes back as it was."""
-        return self.proof.found == "exact" and self.blocks.can_write
+        return self.verdict.found == "exact" and self.blocks.can_write
 
-    def can_come_back(self, resident: Resident) -> bool:
+    def can_evict(self, cached_seq: CachedSequence) -> bool:
         """Whether the store has, or takes at once, a conversation that nobody expects in memory."""
-        if resident.active or resident.pinned or resident.is_read_ahead:
+        if cached_seq.active or cached_seq.pinned or cached_seq.is_prefetched:
             return False
-        if len(resident.cells) < self.block_tokens:
+        if len(cached_seq.cells) < self.block_tokens:
             return False
-        return self.keeps and self.writing.takes(resident)
+        return self.can_store and self.writing.takes(cached_seq)
 
-    def keep_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
+    def note_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
         """Note how a session of an agent begins; the blocks themselves are written as all are."""
-        if request.preamble and not self.proof.is_refused:
+        if request.preamble and not self.verdict.is_refused:
             names = self.names.chain(tokens, adapters, request.cache_salt)[1:]
-            self.blocks.keep(request.preamble, names, request.cache_salt)
+            self.blocks.note_session(request.preamble, names, request.cache_salt)
 
     # read
 
-    def read(self, restore: Restore, resident: Resident, tokens: list[int]) -> bool:
-        """Put the next block, which is ready, behind `resident`. False: the rest is to be computed."""
+    def read(self, restore: Restore, cached_seq: CachedSequence, tokens: list[int]) -> bool:
+        """Append the next block, which is ready. False if the rest must be computed."""
         block = restore.take()
-        at = len(resident.tokens)
+        at = len(cached_seq.tokens)
         if block is None:
             return False
         its = block.tokens
         n = min(common_prefix(its, tokens[at:]), restore.end - at)
         fits = n > 0 and self._kv.make_room(len(its))
-        if not fits or not self._states.write(resident.seq_id, block.states[0]):
+        if not fits or not self._states.write(cached_seq.seq_id, block.states[0]):
             return False
-        self._kv.extend(resident, its)
-        if self._kv.points is None:
-            return self._kv.truncate(resident, at + n) and n == len(its)
+        self._kv.extend(cached_seq, its)
+        if self._kv.checkpoints is None:
+            return self._kv.truncate(cached_seq, at + n) and n == len(its)
         if not restore.is_over:
             return True
-        back = n == len(its) and self._states.write_point(resident.seq_id, block.states[1].joined())
-        self._kv.take_point(resident)
+        back = n == len(its) and self._states.write_checkpoint(
+            cached_seq.seq_id, block.states[1].joined()
+        )
+        self._kv.save_checkpoint(cached_seq)
         return back
 
-    def drop_unfinished(self, resident: Resident) -> None:
+    def drop_unfinished(self, cached_seq: CachedSequence) -> None:
         """A restore has ended before its last block: a state that cannot be cut is of no use then."""
-        if self._kv.points is not None:
-            self._kv.truncate(resident, 0)
+        if self._kv.checkpoints is not None:
+            self._kv.truncate(cached_seq, 0)
 
     def close(self, timeout_s: float) -> bool:
         """Write what waits; False when that took longer."""
-        self._kv.before_drop = lambda resident: None
+        self._kv.before_drop = lambda cached_seq: None
         return self.blocks.close(timeout_s)
 
 
@@ -190,7 +192,7 @@ class Restore:
     end: int
     done: int = 0
     cached: int = 0
-    has_ended_well: bool = False
+    succeeded: bool = False
     waits_since: float = field(default_factory=time.monotonic)
 
     @property

@@ -11,8 +11,8 @@ from edgeinfer.runtime.llama.model import Loaded, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.keys import model_key
-from edgeinfer.runtime.prefix_cache.lookup import BlockCache, block_tokens
-from edgeinfer.runtime.prefix_cache.roundtrip_check import BlockCheck
+from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, block_tokens
+from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 #: Tokens of a block whose model has a large state besides its attention.
@@ -29,7 +29,7 @@ def open_blocks(
     active: ActiveContext,
     kv: KvCache,
     checked: str = "",
-) -> BlockCache:
+) -> PrefixCache:
     """The blocks of this model, to be used by the thread that decodes.
 
     `checked`: what `run_check` found before, in this very build. Raises OSError.
@@ -38,7 +38,7 @@ def open_blocks(
     blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))
     if checked and not blocks.read_check():
         blocks.note_check(checked)
-    return BlockCache(
+    return PrefixCache(
         blocks=blocks,
         states=make_states(loaded, active),
         active=active,
@@ -56,7 +56,7 @@ def run_check(options: LoadOptions, loaded: Loaded) -> str:
     return found
 
 
-def _check(options: LoadOptions, loaded: Loaded) -> BlockCheck:
+def _check(options: LoadOptions, loaded: Loaded) -> RoundtripCheck:
     window = loaded.sliding_window
     options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
 
@@ -71,12 +71,12 @@ def _check(options: LoadOptions, loaded: Loaded) -> BlockCheck:
             n_outputs=n_seq,
         )
 
-    return BlockCheck(
+    return RoundtripCheck(
         open_small,
         loaded.vocab.n_vocab,
         window,
         block_tokens(window),
-        can_cut=loaded.supports_truncation,
+        supports_truncation=loaded.supports_truncation,
     )
 
 
@@ -88,7 +88,7 @@ def size_of_blocks(loaded: Loaded) -> int:
 
 def make_states(loaded: Loaded, active: ActiveContext) -> SequenceStates:
     """The states of the engine's context."""
-    return SequenceStates(active, scratch_id(loaded), can_cut=loaded.supports_truncation)
+    return SequenceStates(active, scratch_id(loaded), supports_truncation=loaded.supports_truncation)
 
 
 def scratch_id(loaded: Loaded) -> int:

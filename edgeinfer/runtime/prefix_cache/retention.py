@@ -94,7 +94,7 @@ def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
     if used + extra_bytes <= allowed:
         return 0, used
     removed = 0
-    kept = kept_names(root)
+    kept = retained_names(root)
     for block in sorted(blocks, key=lambda block: block.path.name.removesuffix(SUFFIX) in kept):
         if used + extra_bytes <= allowed * _PRUNE_TO:
             break
@@ -151,7 +151,7 @@ def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "")
         _write(path, now)
 
 
-def note_parting(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
+def note_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
     """Note that a block stands behind `parent`, if that is the last that an agent's sessions share.
 
     A tail is noted behind the last of those too: who names a folder may begin at a block's end. Raises
@@ -164,7 +164,7 @@ def note_parting(folder: Path, parent: str, name: str, *, is_tail: bool = False)
             _write(path, _Noted(one.sessions, one.shared, behind[:_BEHIND]))
 
 
-def kept_names(root: Path) -> set[str]:
+def retained_names(root: Path) -> set[str]:
     """Names of all blocks below `root` that two sessions of an agent began with."""
     noted = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
     return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
@@ -178,7 +178,7 @@ def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
     return noted.shared + noted.behind
 
 
-def straddling(folder: Path, parent: str) -> tuple[str, ...]:
+def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
     """The blocks behind `parent` in which sessions part, if `parent` is the last that they share."""
     return next((one.behind for _, one in _all(folder) if one.shared[-1:] == (parent,)), ())
 

@@ -39,7 +39,7 @@ def text_tokens(window: int, block_tokens: int) -> int:
     return max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens
 
 
-class BlockCheck:
+class RoundtripCheck:
     """One check. `make_context(n_cells, n_seq)` gives a context like the engine's own, only smaller."""
 
     def __init__(
@@ -49,9 +49,9 @@ class BlockCheck:
         window: int,
         block_tokens: int,
         *,
-        can_cut: bool = True,
+        supports_truncation: bool = True,
     ) -> None:
-        self._can_cut = can_cut
+        self._supports_truncation = supports_truncation
         self._make_context, self._n_vocab = make_context, n_vocab
         self._block_tokens = min(block_tokens, _BLOCK_TOKENS) if not window else block_tokens
         self.n_tokens = text_tokens(window, block_tokens)
@@ -69,13 +69,13 @@ class BlockCheck:
         self._tokens = np.random.default_rng(7).integers(0, self._n_vocab, self.n_tokens).tolist()
         context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
         try:
-            probe = _Probe(context, self._n_vocab, can_cut=self._can_cut)
+            probe = _Probe(context, self._n_vocab, supports_truncation=self._supports_truncation)
             yield from probe.compute(self._tokens[: self._cut], 0)
-            points = [probe.point()]
+            checkpoints = [probe.checkpoint()]
             yield from probe.compute(self._tokens[self._cut :], self._cut)
-            points.append(probe.point())
+            checkpoints.append(probe.checkpoint())
             blocks = list(self._read_blocks(probe.states))
-            wanted = self._answers(probe, points)
+            wanted = self._answers(probe, checkpoints)
             yield None
             context.clear(zeros=True)
             if None in blocks or not all(
@@ -83,8 +83,8 @@ class BlockCheck:
             ):
                 yield "llama.cpp does not give parts of this model's state"
                 return
-            probe.go_back(points[1], len(self._tokens))
-            found = self._answers(probe, points)
+            probe.restore(checkpoints[1], len(self._tokens))
+            found = self._answers(probe, checkpoints)
         finally:
             context.free()
         worst = max(float(np.abs(a - b).max()) for a, b in zip(wanted, found, strict=True))
@@ -95,19 +95,21 @@ class BlockCheck:
         for start in range(0, n, self._block_tokens):
             yield states.read(_SEQ_ID, start, min(n, start + self._block_tokens))
 
-    def _answers(self, probe: _Probe, points: list[memoryview | None]) -> list[npt.NDArray[np.float32]]:
+    def _answers(
+        self, probe: _Probe, checkpoints: list[memoryview | None]
+    ) -> list[npt.NDArray[np.float32]]:
         """The next logits behind the text, and behind another tail after a cut in its middle."""
         straight = probe.logits(self._tokens[:1], len(self._tokens))
-        probe.go_back(points[0], self._cut)
+        probe.restore(checkpoints[0], self._cut)
         other = self._tokens[-_TAIL_TOKENS:]
         return [straight, probe.logits(other, self._cut)]
 
 
 class _Probe:
-    def __init__(self, context: ActiveContext, n_vocab: int, *, can_cut: bool) -> None:
-        self._can_cut = can_cut
+    def __init__(self, context: ActiveContext, n_vocab: int, *, supports_truncation: bool) -> None:
+        self._supports_truncation = supports_truncation
         self._active = context
-        self.states = SequenceStates(self._active, _SCRATCH, can_cut=can_cut)
+        self.states = SequenceStates(self._active, _SCRATCH, supports_truncation=supports_truncation)
         self._batch = Batch(
             capacity=_CHUNK, max_outputs=1, n_vocab=n_vocab, n_seq_max=_N_SEQ, n_cells=context.n_cells
         )
@@ -128,21 +130,21 @@ class _Probe:
             continue
         return self._logits.row(len(tokens) - 1).copy()
 
-    def point(self) -> memoryview | None:
+    def checkpoint(self) -> memoryview | None:
         """The state here, of a model whose state cannot be cut."""
-        return None if self._can_cut else self.states.read_point(_SEQ_ID)
+        return None if self._supports_truncation else self.states.read_checkpoint(_SEQ_ID)
 
-    def go_back(self, point: memoryview | None, n: int) -> None:
-        """Keep the first `n` positions, where `point` was taken."""
-        if point is not None:
-            self.states.write_point(_SEQ_ID, point)
+    def restore(self, checkpoint: memoryview | None, n: int) -> None:
+        """Keep the first `n` positions, where `checkpoint` was taken."""
+        if checkpoint is not None:
+            self.states.write_checkpoint(_SEQ_ID, checkpoint)
         self._active.remove(_SEQ_ID, n)
 
 
-class Proof:
+class RoundtripVerdict:
     """What the check of a model found: "" before it has ended, "exact", or what is wrong."""
 
-    def __init__(self, blocks: ModelBlocks, check: BlockCheck) -> None:
+    def __init__(self, blocks: ModelBlocks, check: RoundtripCheck) -> None:
         self._blocks, self._check = blocks, check
         self.found = blocks.read_check()
 
@@ -156,7 +158,7 @@ class Proof:
         """Whether the check found that this model's blocks do not come back as they were."""
         return self.found not in ("", "exact")
 
-    def go_on(self) -> None:
+    def step(self) -> None:
         """Check a little further. What was written before is deleted where the check ends badly."""
         found = self._check.step()
         if found is None:

@@ -158,7 +158,7 @@ class ModelBlocks:
         self._store = store
         self._folder = folder
         self.names = names
-        self.writer = Writer()
+        self.writer = WriterThread()
         self._readers: ThreadPoolExecutor | None = None
         self._owned: dict[str, set[bytes]] = {}
         self._checked = ""
@@ -196,9 +196,9 @@ class ModelBlocks:
             except OSError:
                 continue
 
-    def straddling(self, parent: bytes) -> list[bytes]:
+    def boundary_blocks(self, parent: bytes) -> list[bytes]:
         """The blocks behind `parent` in which what sessions of an agent share ends."""
-        return [bytes.fromhex(name) for name in retention.straddling(self._folder, parent.hex())]
+        return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def begun_with(self, agent: str, salt: str) -> list[bytes]:
         """The blocks that sessions of `agent` begin with, in order; then those behind them."""
@@ -273,11 +273,11 @@ class ModelBlocks:
             self._store.note_owner(conversation, new)
             known.update(new)
 
-    def keep(self, agent: str, names: Sequence[bytes], salt: str) -> None:
+    def note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         """Note that a session of `agent` begins with these blocks: what all share is pruned last."""
-        self.writer.put(lambda: self._keep(agent, names, salt))
+        self.writer.put(lambda: self._note_session(agent, names, salt))
 
-    def _keep(self, agent: str, names: Sequence[bytes], salt: str) -> None:
+    def _note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         try:
             retention.note_session(self._folder, agent, [name.hex() for name in names], salt)
         except OSError as error:
@@ -291,7 +291,7 @@ class ModelBlocks:
             self.traffic.bytes_written += n_bytes
             if block.header.kind != "point":
                 parent, name = block.header.parent.hex(), block.header.name.hex()
-                retention.note_parting(self._folder, parent, name, is_tail=block.header.kind == "tail")
+                retention.note_fork(self._folder, parent, name, is_tail=block.header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
         """Write something; again once the folder is made again, where it was deleted under this process
@@ -406,7 +406,7 @@ _log = logging.getLogger("edgeinfer.blocks")
 _QUEUE_BYTES = 256 << 20
 
 
-class Writer:
+class WriterThread:
     """Runs jobs in a thread of its own, in order. Any thread may call any method."""
 
     def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:

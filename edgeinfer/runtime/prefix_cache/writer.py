@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.kv_cache.cache import KvCache, Resident
+from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.kv_cache.sequence_state import State, whole
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.format import Block, Header, Kind, pack_tokens, unpack_tokens
-from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, BlockNames
-from edgeinfer.runtime.prefix_cache.roundtrip_check import Proof
+from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, PrefixKeys
+from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 
 #: What is computed again in less time than this (seconds) is not written: a file costs as much.
@@ -34,7 +34,7 @@ class _Pass:
     conversations: set[str] = field(default_factory=set)
 
 
-class BlockWriting:
+class BlockWriter:
     """Writes what sequences that have ended leave in `kv`, once this model is proven. One thread."""
 
     def __init__(
@@ -43,13 +43,13 @@ class BlockWriting:
         blocks: ModelBlocks,
         states: SequenceStates,
         kv: KvCache,
-        names: BlockNames,
-        proof: Proof,
+        names: PrefixKeys,
+        verdict: RoundtripVerdict,
     ) -> None:
         self._blocks, self._states = blocks, states
         self._kv, self._names = kv, names
-        self._proof = proof
-        self._passes: dict[Resident, _Pass] = {}
+        self._verdict = verdict
+        self._passes: dict[CachedSequence, _Pass] = {}
         self._queued: set[bytes] = set()
         self._rest_until = 0.0
         #: The process is about to end: what is there is written, and checked by another.
@@ -61,28 +61,28 @@ class BlockWriting:
         """Whether something waits to be written."""
         return bool(self._passes)
 
-    def add(self, resident: Resident, s_per_token: float) -> None:
-        """Have what `resident` holds written, if computing it again would take long enough."""
-        n = len(resident.tokens)
-        if self._proof.is_refused or resident.is_shifted or n < TAIL_KEY_TOKENS:
+    def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
+        """Have what `cached_seq` holds written, if computing it again would take long enough."""
+        n = len(cached_seq.tokens)
+        if self._verdict.is_refused or cached_seq.is_shifted or n < TAIL_KEY_TOKENS:
             return
         if n * s_per_token < _WORTH_WRITING_S:
             return
-        found = self._passes.get(resident)
+        found = self._passes.get(cached_seq)
         if found is None:
             if self._blocks.writer.is_idle:
                 self._queued.clear()  # what was forgotten meanwhile is written again
-            root = self._names.root(resident.adapters, resident.salt)
-            found = self._passes[resident] = _Pass([root])
-            resident.n_unchanged = 0
-        if resident.conversation:
-            found.conversations.add(resident.conversation)
+            root = self._names.root(cached_seq.adapters, cached_seq.salt)
+            found = self._passes[cached_seq] = _Pass([root])
+            cached_seq.n_unchanged = 0
+        if cached_seq.conversation:
+            found.conversations.add(cached_seq.conversation)
 
-    def takes(self, resident: Resident) -> bool:
-        """Whether all of `resident` may be written, and would be if it went now."""
-        if resident.is_shifted or resident.memory_only_from is not None:
+    def takes(self, cached_seq: CachedSequence) -> bool:
+        """Whether all of `cached_seq` may be written, and would be if it went now."""
+        if cached_seq.is_shifted or cached_seq.memory_only_from is not None:
             return False
-        return resident not in self._passes or self._blocks.writer.has_room
+        return cached_seq not in self._passes or self._blocks.writer.has_room
 
     def work(self, *, is_idle: bool) -> None:
         """Do one piece of what waits: copy a block out, or check this model a little further.
@@ -92,44 +92,44 @@ class BlockWriting:
         """
         if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
             return
-        if not self._proof.found and is_idle and not self.is_leaving:
-            self._proof.go_on()
+        if not self._verdict.found and is_idle and not self.is_leaving:
+            self._verdict.step()
             return
         if not self._blocks.writer.has_room:
             if is_idle:
                 self._blocks.writer.wait_for_room(_WAIT_S)
             return
-        if self._proof.is_refused or not self._blocks.can_write:
+        if self._verdict.is_refused or not self._blocks.can_write:
             self._passes.clear()
             return
         began = time.monotonic()
-        resident = next(iter(self._passes))
-        if not self._write_one(resident, self._passes[resident]):
-            del self._passes[resident]
+        cached_seq = next(iter(self._passes))
+        if not self._write_one(cached_seq, self._passes[cached_seq]):
+            del self._passes[cached_seq]
         took_s = time.monotonic() - began
         self._rest_until = began + took_s / _WRITE_SHARE
 
-    def _before_drop(self, resident: Resident) -> None:
-        found = self._passes.pop(resident, None)
+    def _before_drop(self, cached_seq: CachedSequence) -> None:
+        found = self._passes.pop(cached_seq, None)
         if found is None:
             return
         while self._blocks.can_write and self._blocks.writer.has_room:
-            if not self._write_one(resident, found):
+            if not self._write_one(cached_seq, found):
                 break
 
-    def _write_one(self, resident: Resident, found: _Pass) -> bool:
-        """Write the first block of `resident` that is not there. False when all are."""
-        if self._proof.is_refused or resident.is_shifted:
+    def _write_one(self, cached_seq: CachedSequence, found: _Pass) -> bool:
+        """Write the first block of `cached_seq` that is not there. False when all are."""
+        if self._verdict.is_refused or cached_seq.is_shifted:
             return False
-        if resident not in self._kv.residents or resident.ghost:
+        if cached_seq not in self._kv.cached_sequences or cached_seq.pending_free:
             return False
-        missing = next(self._missing(resident, found), None)
+        missing = next(self._missing(cached_seq, found), None)
         if missing is None:
-            self._note_owners(resident, found)
+            self._note_owners(cached_seq, found)
             return False
         header, start, superseded = missing
         self._queued.add(header.name + header.tokens)
-        states = self._read_states(resident, header, start)
+        states = self._read_states(cached_seq, header, start)
         if states is None:
             return False
         # first: a killed process leaves no block without owner
@@ -140,31 +140,35 @@ class BlockWriting:
             self._blocks.writer.put(lambda: self._blocks.remove(superseded))
         return True
 
-    def _read_states(self, resident: Resident, header: Header, start: int) -> tuple[State, ...] | None:
+    def _read_states(
+        self, cached_seq: CachedSequence, header: Header, start: int
+    ) -> tuple[State, ...] | None:
         """A block's state, and that at its end point; None when llama.cpp does not have it whole."""
         end = start + len(unpack_tokens(header.tokens))
-        state = self._states.read(resident.seq_id, start, end, self._kv.pinned_cells)
-        if state is None or self._kv.points is None or header.kind == "full":
+        state = self._states.read(cached_seq.seq_id, start, end, self._kv.pinned_cells)
+        if state is None or self._kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
-        point = next((point for point in resident.points if point.n_tokens == end), None)
-        return None if point is None else (state, whole(point.state))
+        checkpoint = next(
+            (checkpoint for checkpoint in cached_seq.checkpoints if checkpoint.n_tokens == end), None
+        )
+        return None if checkpoint is None else (state, whole(checkpoint.state))
 
-    def _missing(self, resident: Resident, found: _Pass) -> Iterator[_Missing]:
-        tokens = _writable(resident)
-        self._name(resident, tokens, found)
+    def _missing(self, cached_seq: CachedSequence, found: _Pass) -> Iterator[_Missing]:
+        tokens = _writable(cached_seq)
+        self._name(cached_seq, tokens, found)
         yield from self._missing_whole(tokens, found)
-        if self._kv.points is not None:
-            yield from self._missing_points(resident, tokens, found.chain)
-        elif not resident.active:
+        if self._kv.checkpoints is not None:
+            yield from self._missing_checkpoints(cached_seq, tokens, found.chain)
+        elif not cached_seq.active:
             yield from self._missing_tail(tokens, found.chain)
 
-    def _name(self, resident: Resident, tokens: list[int], found: _Pass) -> None:
+    def _name(self, cached_seq: CachedSequence, tokens: list[int], found: _Pass) -> None:
         """Name the blocks that came since the last look, and again those whose tokens have changed."""
-        n_same = resident.n_unchanged // self._names.block_tokens
+        n_same = cached_seq.n_unchanged // self._names.block_tokens
         del found.chain[n_same + 1 :]
         found.n_seen = min(found.n_seen, n_same)
         self._names.extend(found.chain, tokens)
-        resident.n_unchanged = len(resident.tokens)
+        cached_seq.n_unchanged = len(cached_seq.tokens)
 
     def _missing_whole(self, tokens: list[int], found: _Pass) -> Iterator[_Missing]:
         size, chain = self._names.block_tokens, found.chain
@@ -187,14 +191,14 @@ class BlockWriting:
         if n < len(rest) and not self._is_queued(header):
             yield header, start, self._names.superseded(chain[-1], rest, header.name)
 
-    def _missing_points(
-        self, resident: Resident, tokens: list[int], chain: list[bytes]
+    def _missing_checkpoints(
+        self, cached_seq: CachedSequence, tokens: list[int], chain: list[bytes]
     ) -> Iterator[_Missing]:
-        if resident.active:
+        if cached_seq.active:
             return
         size, names = self._names.block_tokens, self._blocks.names
         found: dict[bytes, tuple[Header, int]] = {}
-        for n_tokens in sorted(p.n_tokens for p in resident.points if p.n_tokens <= len(tokens)):
+        for n_tokens in sorted(p.n_tokens for p in cached_seq.checkpoints if p.n_tokens <= len(tokens)):
             i = n_tokens // size
             rest = tokens[i * size : n_tokens]
             if len(rest) < TAIL_KEY_TOKENS:
@@ -202,7 +206,7 @@ class BlockWriting:
             if n_tokens == len(tokens):
                 header = self._header("tail", names.tail(chain[i], rest), chain[i], rest)
             else:
-                header = self._header("point", names.point(chain[i], rest), chain[i], rest)
+                header = self._header("point", names.checkpoint(chain[i], rest), chain[i], rest)
             found[header.name] = header, i * size
         for header, start in found.values():
             if self._is_queued(header):
@@ -217,10 +221,10 @@ class BlockWriting:
     def _is_queued(self, header: Header) -> bool:
         return header.name + header.tokens in self._queued
 
-    def _note_owners(self, resident: Resident, found: _Pass) -> None:
+    def _note_owners(self, cached_seq: CachedSequence, found: _Pass) -> None:
         """Note that the beginning was used last, and whose blocks they are that others had written."""
         chain, conversations = found.chain, found.conversations
-        rest = _writable(resident)[(len(chain) - 1) * self._names.block_tokens :]
+        rest = _writable(cached_seq)[(len(chain) - 1) * self._names.block_tokens :]
 
         def note() -> None:  # the tail, for one, is there only now
             tail, n = self._names.tail(chain[-1], rest)
@@ -232,6 +236,6 @@ class BlockWriting:
         self._blocks.writer.put(note)
 
 
-def _writable(resident: Resident) -> list[int]:
-    end = resident.memory_only_from
-    return resident.tokens if end is None else resident.tokens[:end]
+def _writable(cached_seq: CachedSequence) -> list[int]:
+    end = cached_seq.memory_only_from
+    return cached_seq.tokens if end is None else cached_seq.tokens[:end]

@@ -177,7 +177,7 @@ class Drafting:
             n += 1
         return n
 
-    def settle(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+    def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Compare the prediction with the `tokens` that came, and book the rows that were drafted."""
         self.drafted += drafted
         self.accepted += accepted

@@ -12,23 +12,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from edgeinfer.errors import DecodeError
-from edgeinfer.runtime.kv_cache.cache import KvCache, Resident
-from edgeinfer.runtime.llama.context import Abort, ActiveContext, Batch
+from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
+from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
 from edgeinfer.runtime.sampling.speculative import StepCosts
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, Chunks
-from edgeinfer.runtime.scheduler.sequence import Part, Sequence
+from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: What llama_decode returns when it was ended early.
+#: llama_decode's return code after an abort.
 _ABORTED = 2
 T = TypeVar("T")
 
-#: As niceness: a tenth of what others get where there is not enough for all.
+#: Niceness: a tenth of the processor time of others if there is not enough for all.
 _NICE = 10
 
 
-class Execution:
-    """Runs batches on the active context, given up early only where its state `can_cut`."""
+class Executor:
+    """Run batches on the active context; only a state that `supports_truncation` can be aborted."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Execution:
         chunks: Chunks,
         costs: StepCosts,
         counters: Counters,
-        can_cut: bool,
+        supports_truncation: bool,
     ) -> None:
         self._active = active
         self._batch = batch
@@ -47,27 +47,27 @@ class Execution:
         self._chunks = chunks
         self._costs = costs
         self._counters = counters
-        self._abort = Abort() if can_cut else None
-        self.background = Background()
+        self._abort = AbortFlag() if supports_truncation else None
+        self.low_priority = LowPriorityExecutor()
         self.use_abort()
-        self.interruptions = Interruptions(self._abort.ask if self._abort else lambda: None)
+        self.cancellation = StepCancellation(self._abort.ask if self._abort else lambda: None)
         self._in_step: list[Sequence] = []
 
     def use_abort(self) -> None:
-        """Have the steps of the active context be given up too."""
+        """Make the steps of the active context abortable."""
         if self._abort is not None:
             self._abort.put_on(self._active.context)
 
-    def run(self, parts: list[Part]) -> float | None:
-        """Compute the batch; seconds, None when given up for a newcomer. Raises DecodeError."""
+    def run(self, entries: list[BatchEntry]) -> float | None:
+        """Compute the batch; seconds, None if aborted for an incoming request. Raises DecodeError."""
         began = time.perf_counter()
-        if all(part.seq.is_in_background for part in parts):
-            code = self.background.run(lambda: self._decode_or_abort(parts))
+        if all(entry.seq.is_low_priority for entry in entries):
+            code = self.low_priority.run(lambda: self._decode_or_abort(entries))
         else:
-            code = self._decode_or_abort(parts)
+            code = self._decode_or_abort(entries)
         if code == _ABORTED:
             return None
-        if code == 1:  # no cells, although our books say there are: free what can be spared, once more
+        if code == 1:  # no cells although the accounting has some: free what can be spared, and retry
             self._kv.drop_idle(pinned=True)
             code = self._batch.decode(self._active)
         seconds = time.perf_counter() - began
@@ -75,69 +75,69 @@ class Execution:
             raise DecodeError(
                 f"llama_decode returned {code} for a batch of {self._batch.n_tokens} tokens"
             )
-        for part in parts:
-            assert part.seq.resident is not None
-            self._kv.extend(part.seq.resident, part.tokens)
-        self._book_time(parts, seconds)
+        for entry in entries:
+            assert entry.seq.cached_seq is not None
+            self._kv.extend(entry.seq.cached_seq, entry.tokens)
+        self._book_time(entries, seconds)
         return seconds
 
-    def _decode_or_abort(self, parts: list[Part]) -> int:
-        """A step of nothing but prefill can be given up while it runs; what it computed is dropped."""
-        if self._abort is None or not all(part.is_prefill for part in parts):
+    def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
+        """Decode; a prefill-only step can be aborted, and its computed cells are dropped then."""
+        if self._abort is None or not all(entry.is_prefill for entry in entries):
             return self._batch.decode(self._active)
         self._abort.clear()
-        self._in_step = [part.seq for part in parts]
-        self.interruptions.begin(
-            is_early=all(seq.is_prefill_only for seq in self._in_step),
+        self._in_step = [entry.seq for entry in entries]
+        self.cancellation.begin(
+            is_prefill_only=all(seq.is_prefill_only for seq in self._in_step),
             expected_s=self._batch.n_tokens * self._chunks.s_per_token,
         )
         code = self._batch.decode(self._active)
-        self.interruptions.end(lost=code == _ABORTED)
+        self.cancellation.end(lost=code == _ABORTED)
         self._in_step = []
         self._abort.clear()
         if code == _ABORTED:
-            for part in parts:
-                assert part.seq.resident is not None
-                self._kv.remove_behind(part.seq.resident)
+            for entry in entries:
+                assert entry.seq.cached_seq is not None
+                self._kv.remove_behind(entry.seq.cached_seq)
         return code
 
-    def look_at_cancelled(self) -> None:
-        """Something was cancelled: a step that nobody waits for any more is given up. Any thread."""
-        self.interruptions.for_cancel([seq.cancelled for seq in self._in_step])
+    def abort_cancelled(self) -> None:
+        """Abort the running step if all its requests are cancelled. Any thread."""
+        self.cancellation.for_cancel([seq.cancelled for seq in self._in_step])
 
-    def _book_time(self, parts: list[Part], seconds: float) -> None:
-        decode_tokens = sum(len(p.tokens) for p in parts if not p.is_prefill)
+    def _book_time(self, entries: list[BatchEntry], seconds: float) -> None:
+        decode_tokens = sum(len(p.tokens) for p in entries if not p.is_prefill)
         prefill_tokens = self._batch.n_tokens - decode_tokens
         if not prefill_tokens:
-            n_drafts = sum(len(p.drafts) for p in parts)
-            self._costs.note(len(parts), n_drafts, seconds)
+            n_drafts = sum(len(p.drafts) for p in entries)
+            self._costs.note(len(entries), n_drafts, seconds)
             self._counters.decode_s += seconds
             return
         decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0)
         self._counters.decode_s += decode_share
         self._counters.prefill_s += seconds - decode_share
-        is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in parts)
+        is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in entries)
         self._chunks.note(prefill_tokens, seconds - decode_share, is_long=is_long)
 
-    def compute(self, resident: Resident, tokens: list[int]) -> None:
-        """Compute `tokens` behind what `resident` has, outside of any request. Raises DecodeError."""
+    def compute(self, cached_seq: CachedSequence, tokens: list[int]) -> None:
+        """Prefill `tokens` behind `cached_seq`, outside of any request. Raises DecodeError."""
         for at in range(0, len(tokens), self._batch.capacity):
             chunk = tokens[at : at + self._batch.capacity]
             self._batch.clear()
-            self._batch.add(chunk, len(resident.tokens), resident.seq_id, outputs=0)
+            self._batch.add(chunk, len(cached_seq.tokens), cached_seq.seq_id, outputs=0)
             code = self._batch.decode(self._active)
             if code:
                 raise DecodeError(
                     f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"
                 )
-            self._kv.extend(resident, chunk)
+            self._kv.extend(cached_seq, chunk)
 
 
-class Background:
-    """Runs work in a thread of low priority, which begins with the first.
+class LowPriorityExecutor:
+    """Run work in a thread of low priority, started with the first.
 
-    llama.cpp's threads begin in the one that computes (OpenMP has a team for each), and have its
-    priority. To lower that of the decode thread would be for good: only root may raise it again.
+    llama.cpp's threads start in the one that computes (OpenMP has a team for each), and inherit its
+    priority. Lowering that of the decode thread would be final: only root may raise it again.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Background:
     def run(self, work: Callable[[], T]) -> T:
         """Run `work`, wait for it, and return what it returns."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "edgeinfer-background", initializer=_be_nice)
+            self._thread = ThreadPoolExecutor(1, "edgeinfer-low-priority", initializer=_be_nice)
         return self._thread.submit(work).result()
 
     def end(self) -> None:
@@ -164,53 +164,55 @@ def _be_nice() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
-#: Work thrown away is at most this share of the prefill that was done.
+#: Share of the prefill work that aborted steps may lose.
 _LOST_SHARE = 0.05
 _MOST_LOST_S = 1.0
-#: A step that will be over so soon (seconds) is waited for, if half of it is done.
+#: A step this close to its end (s), with half of it done, is not aborted.
 _SOON_S = 0.3
 
 
-class Interruptions:
-    """`ask` ends the running llama_decode. One thread begins and ends steps, any may call the rest."""
+class StepCancellation:
+    """Decide when a prefill step is aborted, and how much work may be lost that way. `ask` ends the
+    running llama_decode. One thread begins and ends steps, any may call the rest.
+    """
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask
         self._lock = threading.Lock()
         self._began: float | None = None
-        self._is_early = False
+        self._is_prefill_only = False
         self._expected_s = 0.0
         self._allowed_s = _MOST_LOST_S
 
-    def begin(self, *, is_early: bool, expected_s: float) -> None:
-        """A step of prefill begins; `is_early` when nobody waits for its prompts yet."""
+    def begin(self, *, is_prefill_only: bool, expected_s: float) -> None:
+        """A prefill step begins; `is_prefill_only` if no client waits for its prompts yet."""
         with self._lock:
-            self._began, self._is_early = time.monotonic(), is_early
+            self._began, self._is_prefill_only = time.monotonic(), is_prefill_only
             self._expected_s = expected_s
 
     def end(self, *, lost: bool) -> None:
-        """The step has ended, or has been given up."""
+        """The step has ended; `lost` if it was aborted."""
         with self._lock:
             if self._began is None:
                 return
             took_s, self._began = time.monotonic() - self._began, None
-            if not self._is_early:
+            if not self._is_prefill_only:
                 change_s = -took_s if lost else took_s * _LOST_SHARE
                 self._allowed_s = min(_MOST_LOST_S, self._allowed_s + change_s)
 
-    def for_newcomer(self, n_tokens: int) -> None:
-        """A request has come that has at most so many tokens to compute."""
+    def for_incoming_request(self, n_tokens: int) -> None:
+        """Abort for a request with at most `n_tokens` to compute, if the loss is worth it."""
         with self._lock:
             if self._began is None:
                 return
             lost_s = time.monotonic() - self._began
             is_late = lost_s > max(self._expected_s / 2, self._expected_s - _SOON_S)
             is_worth_it = n_tokens <= SHORT_TOKENS and lost_s <= self._allowed_s and not is_late
-            if self._is_early or is_worth_it:
+            if self._is_prefill_only or is_worth_it:
                 self._ask()
 
     def for_cancel(self, cancelled: list[bool]) -> None:
-        """Requests of the running step were cancelled, or not."""
+        """Abort if every request of the step was cancelled."""
         with self._lock:
             if self._began is not None and cancelled and all(cancelled):
                 self._ask()

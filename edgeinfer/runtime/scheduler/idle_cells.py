@@ -1,30 +1,30 @@
-"""Gives the memory of the KV cache back when nobody has asked for a while.
+"""Return the memory of the KV cache to the kernel after some minutes without a request.
 
-What was in the cells is in the store of computed blocks then, and comes back from there. llama.cpp does
-not say which cells are free, so all are emptied; a pinned prefix is put back (decision 088).
+The cells' contents are in the prefix cache on disk then. llama.cpp does not say which cells are free,
+so all are emptied; a pinned prefix is written back (decision 088).
 """
 
 from __future__ import annotations
 
 import time
 
-from edgeinfer.runtime.kv_cache.cache import KvCache, Resident
+from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.prefix_cache.lookup import BlockCache
+from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 
-#: Seconds without a request, after which cells are emptied.
+#: Idle time (s) after which cells are emptied.
 _IDLE_S = 300.0
-#: The disk is waited for in pieces of this length (seconds).
+#: Interval (s) at which pending writes are checked.
 _WRITING_S = 0.5
-#: Fewer tokens are left where they are.
+#: Fewer tokens stay.
 _WORTH_TOKENS = 512
 
 
 class IdleCells:
-    """Empties `kv`, the active context's cells. `states` are those of its sequences. One thread."""
+    """Empty `kv`, the active context's cells. `states` are those of its sequences. One thread."""
 
     def __init__(
         self,
@@ -33,22 +33,22 @@ class IdleCells:
         states: SequenceStates | None,
         active: ActiveContext,
         *,
-        can_cut: bool,
+        supports_truncation: bool,
     ) -> None:
         self._kv, self._prefixes = kv, prefixes
         self._states = states
         self._active = active
         self._left: list[Range] = []
         self._used_at = time.monotonic()
-        self._can_cut = can_cut
+        self._supports_truncation = supports_truncation
 
     def note_use(self) -> None:
-        """A step is about to use cells: no more of them is given back now."""
+        """Stop returning memory: a step is about to use cells."""
         self._used_at = time.monotonic()
         self._left.clear()
 
     def due_in_s(self) -> float | None:
-        """Seconds until there is something to do; None while there is nothing."""
+        """Return the seconds until there is work; None without any."""
         if self._left:
             return 0.0
         blocks = self._prefixes.blocks
@@ -57,39 +57,41 @@ class IdleCells:
         least_s = 0.0 if blocks.blocks.writer.is_idle else _WRITING_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
 
-    def _can_come_back(self, blocks: BlockCache) -> bool:
-        if not blocks.keeps:
+    def _can_come_back(self, blocks: PrefixCache) -> bool:
+        if not blocks.can_store:
             return False
-        idle = [resident for resident in self._kv.residents if not resident.pinned]
-        if blocks.writing.has_work or sum(len(r.cells) for r in idle) < _WORTH_TOKENS:
+        idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
+        if blocks.writing.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
             return False
-        return all(not r.active and blocks.writing.takes(r) for r in idle)
+        return all(not c.active and blocks.writing.takes(c) for c in idle)
 
     def work(self) -> None:
-        """Give a piece of the memory back, the cells emptied first. Only while idle."""
+        """Empty the cells, then return one piece of their memory. Only while idle."""
         if self._left:
             self._active.cells.give_back([self._left.pop()])
             return
         self._kv.drop_idle()
-        pinned = [resident for resident in self._kv.residents if resident.pinned]
+        pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
         if pinned:
             self._give_back_around(pinned)
         else:
             self._left = list(self._active.cells.pages())
 
-    def _give_back_around(self, pinned: list[Resident]) -> None:
+    def _give_back_around(self, pinned: list[CachedSequence]) -> None:
         assert self._states is not None
         kept = []
-        for resident in pinned:
-            state = self._states.read(resident.seq_id, 0, len(resident.tokens))
-            point = None if self._can_cut else self._states.read_point(resident.seq_id)
-            kept.append((resident, state, point))
-        for resident in pinned:
-            self._kv.clear_cells(resident)
+        for cached_seq in pinned:
+            state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
+            checkpoint = (
+                None if self._supports_truncation else self._states.read_checkpoint(cached_seq.seq_id)
+            )
+            kept.append((cached_seq, state, checkpoint))
+        for cached_seq in pinned:
+            self._kv.clear_cells(cached_seq)
         self._active.cells.give_back()
-        for resident, state, point in kept:
-            is_back = state is not None and self._states.write(resident.seq_id, state)
-            if is_back and point is not None:
-                is_back = self._states.write_point(resident.seq_id, point)
+        for cached_seq, state, checkpoint in kept:
+            is_back = state is not None and self._states.write(cached_seq.seq_id, state)
+            if is_back and checkpoint is not None:
+                is_back = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)
             if not is_back:
-                self._kv.drop(resident)
+                self._kv.drop(cached_seq)

@@ -1,4 +1,4 @@
-"""Takes what a batch gives: tokens to be sampled, progress of prompts, requests that have ended."""
+"""Process the output of a batch: sample tokens, report prefill progress, end requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.sampling.output import chosen_logprobs, token_logprobs
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
-from edgeinfer.runtime.scheduler.request_queue import Roster
-from edgeinfer.runtime.scheduler.sequence import Part
+from edgeinfer.runtime.scheduler.request_queue import RequestQueue
+from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 
-class Harvest:
-    """Samples from the last batch's logits."""
+class OutputProcessor:
+    """Sample from the last batch's logits."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Harvest:
         vocab: Vocab,
         kv: KvCache,
         *,
-        roster: Roster,
+        queue: RequestQueue,
         prefixes: Prefixes,
         counters: Counters,
     ) -> None:
@@ -31,79 +31,79 @@ class Harvest:
         self._vocab = vocab
         self._kv = kv
         self._logits = Logits(active, vocab.n_vocab)
-        self._roster, self._prefixes = roster, prefixes
+        self._queue, self._prefixes = queue, prefixes
         self._counters = counters
 
-    def take(self, parts: list[Part]) -> None:
-        """Hand over what each part of the batch gave."""
-        for part in parts:
-            if part.is_prefill:
-                part.seq.progress()
-                self._take_prompt_logprobs(part)
-                self._prefixes.take_point(part.seq)
-            if part.has_output:
-                self._sample_or_fail(part)
-            elif part.seq.max_tokens == 0 and not part.seq.n_pending:
-                self._roster.end(part.seq, "length")
+    def process(self, entries: list[BatchEntry]) -> None:
+        """Report the result of each entry of the batch."""
+        for entry in entries:
+            if entry.is_prefill:
+                entry.seq.progress()
+                self._report_prompt_logprobs(entry)
+                self._prefixes.save_checkpoint(entry.seq)
+            if entry.has_output:
+                self._sample_or_fail(entry)
+            elif entry.seq.max_tokens == 0 and not entry.seq.n_pending:
+                self._queue.end(entry.seq, "length")
 
-    def _take_prompt_logprobs(self, part: Part) -> None:
+    def _report_prompt_logprobs(self, entry: BatchEntry) -> None:
         """Reduce the prompt's rows at once: a row of logits takes 0.2 to 1 MB."""
-        seq, n_top = part.seq, part.seq.request.prompt_logprobs
-        if n_top is None or seq.resident is None:
+        seq, n_top = entry.seq, entry.seq.request.prompt_logprobs
+        if n_top is None or seq.cached_seq is None:
             return
-        n_before = seq.n_past - len(part.tokens)
-        first_row = part.row - len(part.tokens) + 1
+        n_before = seq.n_past - len(entry.tokens)
+        first_row = entry.row - len(entry.tokens) + 1
         following = seq.tokens[n_before + 1 : min(seq.n_past + 1, seq.prompt_tokens)]
         for row, token in enumerate(following, first_row):
             logprobs, top = token_logprobs(self._vocab, self._logits.row(row), n_top)
             seq.prompt_logprobs.append(chosen_logprobs(self._vocab, token, logprobs, top))
-        seq.resident.n_top, seq.resident.logprobs = n_top, seq.prompt_logprobs
+        seq.cached_seq.n_top, seq.cached_seq.logprobs = n_top, seq.prompt_logprobs
         if n_before < seq.prompt_tokens <= seq.n_past and not seq.n_generated:
             first = self._vocab.piece(seq.tokens[0], special=True)
             seq.stream.put(PromptLogprobs(first, tuple(seq.prompt_logprobs)))
 
-    def _sample_or_fail(self, part: Part) -> None:
-        """A constraint that outgrew its parser ends its own request and no other."""
+    def _sample_or_fail(self, entry: BatchEntry) -> None:
+        """Sample; a constraint that outgrew its parser ends its own request and no other."""
         try:
-            self._sample(part)
+            self._sample(entry)
         except InvalidRequestError as error:
-            self._roster.fail(part.seq, error)
+            self._queue.fail(entry.seq, error)
 
-    def _sample(self, part: Part) -> None:
-        seq = part.seq
+    def _sample(self, entry: BatchEntry) -> None:
+        seq = entry.seq
         first = not seq.n_generated
         before = seq.clock.last
         reason = None
-        for i in range(len(part.drafts) + 1):
+        for i in range(len(entry.drafts) + 1):
             length = len(seq.tokens)
             reason = seq.sample(
-                self._vocab, self._active.context, part.row + i, self._logits.row(part.row + i)
+                self._vocab, self._active.context, entry.row + i, self._logits.row(entry.row + i)
             )
-            guessed = (
-                i < len(part.drafts)
+            accepted = (
+                i < len(entry.drafts)
                 and len(seq.tokens) == length + 1
-                and seq.tokens[-1] == part.drafts[i]
+                and seq.tokens[-1] == entry.drafts[i]
             )
-            if reason is not None or not guessed:
+            if reason is not None or not accepted:
                 break
-        self._settle(part)
+        self._verify_drafts(entry)
         if first:
             self._counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
         else:
             self._counters.inter_token_ms.append((seq.clock.last - before) * 1000.0)
         if reason is not None:
-            self._roster.end(seq, reason)
+            self._queue.end(seq, reason)
 
-    def _settle(self, part: Part) -> None:
-        seq = part.seq
-        if not part.drafts:
-            seq.drafting.settle(seq.tokens, 0, 0)
+    def _verify_drafts(self, entry: BatchEntry) -> None:
+        seq = entry.seq
+        if not entry.drafts:
+            seq.drafting.record_acceptance(seq.tokens, 0, 0)
             return
-        assert seq.resident is not None
-        right = common_prefix(seq.resident.tokens, seq.tokens, seq.n_past - len(part.drafts))
+        assert seq.cached_seq is not None
+        right = common_prefix(seq.cached_seq.tokens, seq.tokens, seq.n_past - len(entry.drafts))
         # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
-        # still to come
+        # not computed yet
         right = min(right, len(seq.tokens) - 1)
-        n_drafts = len(part.drafts)
-        seq.drafting.settle(seq.tokens, n_drafts, n_drafts - (seq.n_past - right))
-        self._kv.truncate(seq.resident, right)
+        n_drafts = len(entry.drafts)
+        seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - right))
+        self._kv.truncate(seq.cached_seq, right)

@@ -8,26 +8,25 @@ from dataclasses import dataclass
 
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: While others decode, a chunk of prefill is held to about this long (seconds), and to at least so many
-#: tokens.
+#: While others decode, a chunk takes about this long (s), with at least `_CHUNK_MIN` tokens.
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
-#: While nobody decodes, a prompt longer than `SHORT_TOKENS` is computed in pieces of this length, for
-#: those who may come (decision 081). Not by time: with repacked weights the size decides bits.
+#: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length, for the sake
+#: of incoming requests (decision 081). Not by time: with repacked weights the size decides rounding.
 _ALONE = 128
-#: A prompt that is computed before longer ones, whoever came first.
+#: Prompts up to this length are prefilled before longer ones.
 SHORT_TOKENS = 256
-#: The share of a long prompt's time that it lends, and how far ahead of it (seconds).
+#: Share of a long prefill's time for decode-only steps, and how much (s) is granted in advance.
 _SHARE = 0.1
 _AHEAD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Exactness:
-    """Up to what a step in company computes the very bits that one alone does (decision 022).
+class BatchInvariance:
+    """Bounds within which a batched step is bit-identical to unbatched ones (decision 022).
 
     `rows`: tokens in the batch, beyond which kernels round otherwise. `cells`: used cells, beyond which
-    a lone token's attention does; None for no such bound.
+    the attention of a single token does; None for no such bound.
     """
 
     rows: int
@@ -35,26 +34,26 @@ class Exactness:
 
 
 class Chunks:
-    """Learns what a token of prefill costs, and says how many fit into the next step.
-
-    `s_per_token` is what it is taken for (seconds) before any was computed.
+    """Learn what a token of prefill costs, and size the next chunk. `s_per_token` is the assumed cost
+    (s).
     """
 
-    def __init__(self, exactness: Exactness, s_per_token: float = 0.001) -> None:
-        self._exact_rows = exactness.rows
+    def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
+        self._invariant_rows = batch_invariance.rows
         self._s_per_token = s_per_token
-        #: The same for long prompts, which attend to more; None before there was one.
+        #: That of long prompts, which attend to more; None before the first.
         self._long_s: float | None = None
 
     @property
     def s_per_token(self) -> float:
-        """Seconds a token of prefill has taken lately."""
+        """The recent cost (s) of a token of prefill."""
         return self._s_per_token
 
     def budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
-        """Tokens of prompts, `pending` long, for a batch with `room` left beside `n_decoding` tokens.
+        """Return the tokens of prompts for a batch with `room` left beside `n_decoding` tokens.
 
-        Short prompts stay together where each gives the bits that it gives alone.
+        `pending` are the prompts' lengths. Short prompts stay together while they are bit-identical to
+        unbatched ones.
         """
         longest = max(pending, default=0)
         budget = room
@@ -63,11 +62,11 @@ class Chunks:
             budget = min(room, max(_CHUNK_MIN, within))
         elif longest > SHORT_TOKENS:
             budget = min(room, _ALONE)
-        exact = self._exact_rows - n_decoding
+        exact = self._invariant_rows - n_decoding
         return min(budget, exact) if longest <= exact else budget
 
     def note(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
-        """Learn that so many tokens of prefill took so long. Few say little about many."""
+        """Record `n_tokens` of prefill in `seconds`. Few tokens say little about many."""
         if n_tokens < _CHUNK_MIN:
             return
         took_s = seconds / n_tokens
@@ -80,34 +79,36 @@ def _towards(found: float, known: float | None) -> float:
     return found if known is None else known + 0.3 * (found - known)
 
 
-def lendable_s(elapsed_s: float, rest_s: float) -> float:
-    """Seconds that a prompt computed for `elapsed_s`, with `rest_s` to come, may have lent."""
+def decode_budget_s(elapsed_s: float, rest_s: float) -> float:
+    """Return how long (s) decode-only steps may delay this prefill: 10 % of the time spent on it, plus
+    up to 1 s borrowed from the rest.
+    """
     return _SHARE * elapsed_s + min(_SHARE * rest_s, _AHEAD_S)
 
 
-class Loans:
-    """Lets running streams decode without a piece of a long prompt beside them, now and then.
+class DecodeBudget:
+    """Grant running streams decode-only steps beside a long prefill.
 
-    A short answer is over before the long prompt has noticed, and is not stretched over many of its
-    pieces, which are small while others decode. `chunks` knows what computing its rest costs.
+    A short answer then ends before the long prompt notices, and is not stretched over many of its
+    chunks, which are small while others decode.
     """
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
-        self._lender: Sequence | None = None
+        self._delayed: Sequence | None = None
         self._began = 0.0
 
-    def settle(self) -> None:
-        """A step is over: book it, if it was lent."""
-        if self._lender is not None:
-            self._lender.lent_s += time.monotonic() - self._began
-            self._lender = None
+    def record(self) -> None:
+        """Book the last step, if it was granted."""
+        if self._delayed is not None:
+            self._delayed.delayed_s += time.monotonic() - self._began
+            self._delayed = None
 
-    def lend(self, seq: Sequence) -> bool:
-        """Whether the next step is lent by the long prompt of `seq`."""
+    def grant(self, seq: Sequence) -> bool:
+        """Tell if the next step leaves out the long prompt of `seq`."""
         now = time.monotonic()
         rest_s = seq.n_pending * self._chunks.s_per_token
-        if seq.lent_s >= lendable_s(now - seq.clock.started, rest_s):
+        if seq.delayed_s >= decode_budget_s(now - seq.clock.started, rest_s):
             return False
-        self._lender, self._began = seq, now
+        self._delayed, self._began = seq, now
         return True

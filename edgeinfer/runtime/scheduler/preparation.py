@@ -1,4 +1,4 @@
-"""From a request to a sequence: all that can be refused is refused here, in the caller's thread."""
+"""Turn a request into a sequence; every refusal happens here, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 
 
 class Preparer:
-    """Turns requests into sequences for one loaded model, without their adapters. Any thread."""
+    """Turn requests into sequences of one loaded model, without their adapters. Any thread."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Preparer:
         self._n_ctx = n_ctx
         self._max_draft = max_draft
         self._can_shift = can_shift
-        #: What a resume brought, for every seed drawn.
+        #: Entropy of the last resume, mixed into every seed.
         self.entropy = b""
         self.draft_model: DraftModel | None = None
 
     def sequence(self, request: GenerateRequest) -> Sequence:
-        """A sequence ready to be queued. Raises InvalidRequestError and its kin."""
+        """Make a sequence ready to be queued. Raises InvalidRequestError and its kin."""
         with preparing():
             return self._sequence(request)
 
@@ -127,13 +127,13 @@ class Preparer:
         return tokens[:keep] + tokens[-tail:]
 
     def _keep_tokens(self, request: GenerateRequest, tokens: list[int]) -> int:
-        """Tokens at the front that survive a context shift: the system prompt, or BOS."""
+        """Count the tokens at the front that survive a context shift: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
         return int(tokens[0] == self._vocab.bos)
 
     def system_prefix(self, system: str) -> list[int]:
-        """The tokens that every conversation with this system prompt begins with."""
+        """Return the tokens that every conversation with this system prompt starts with."""
 
         def begin(user: str) -> list[int]:
             turns = ((Message(role="system", content=system),) if system else ()) + (

@@ -14,8 +14,8 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 
-class Roster:
-    """Requests `waiting` for a place, or `running`. `on_end` is told of each that leaves."""
+class RequestQueue:
+    """Requests `waiting` for a place, or `running`. `on_end` is called with each that leaves."""
 
     def __init__(self, prefixes: Prefixes, counters: Counters) -> None:
         self._prefixes, self._counters = prefixes, counters
@@ -33,7 +33,7 @@ class Roster:
         self.waiting.append(seq)
 
     def end_cancelled_and_late(self) -> None:
-        """End what was cancelled, and what is beyond its deadline."""
+        """End cancelled requests, and those beyond their deadline."""
         now = time.monotonic()
         for seq in [*self.running, *self.waiting]:
             if seq.cancelled:
@@ -43,7 +43,7 @@ class Roster:
                 self.end(seq, "deadline")
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a request that has its answer, or will have no more of it."""
+        """End a request with a finish reason."""
         self._leave(seq, lambda s: s.finish(reason), keep=seq.request.cache_prompt)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:
@@ -55,9 +55,9 @@ class Roster:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
-        self._prefixes.leave_behind(seq, keep=keep)
+        self._prefixes.release(seq, keep=keep)
         self._book(seq)
-        self.on_end(seq)  # before the consumer learns of it, who may look at the metrics then
+        self.on_end(seq)  # before the consumer hears of it: it may read the metrics then
         farewell(seq)
 
     def _book(self, seq: Sequence) -> None:
@@ -68,64 +68,73 @@ class Roster:
         c.draft_accepted += seq.drafting.accepted
 
 
-#: A prefix that another sequence is about to compute is waited for when it saves at least this many
-#: tokens.
+#: Tokens that waiting for another sequence's prefix must save.
 _WORTH_WAITING = 32
 
 
 class Admission:
-    """Lets `n_parallel` requests of the roster run. `can_cut`: a prefix can be shared anywhere."""
+    """Admit up to `n_parallel` requests. `supports_truncation`: prefixes are shared at any length."""
 
     def __init__(
-        self, roster: Roster, prefixes: Prefixes, kv: KvCache, *, n_parallel: int, can_cut: bool
+        self,
+        queue: RequestQueue,
+        prefixes: Prefixes,
+        kv: KvCache,
+        *,
+        n_parallel: int,
+        supports_truncation: bool,
     ) -> None:
-        self._roster = roster
+        self._queue = queue
         self._prefixes = prefixes
         self._kv = kv
-        self._n_parallel, self._can_cut = n_parallel, can_cut
+        self._n_parallel, self._supports_truncation = n_parallel, supports_truncation
 
     def admit(self) -> None:
-        """Let requests in, those that only compute a prompt when nobody else wants the place."""
-        waiting, running = self._roster.waiting, self._roster.running
+        """Admit waiting requests, prefill-only ones last."""
+        waiting, running = self._queue.waiting, self._queue.running
         while waiting:
             seq = next((s for s in waiting if not s.is_prefill_only), waiting[0])
-            if len(running) >= self._n_parallel and not self._make_place(seq):
+            if len(running) >= self._n_parallel and not self._preempt_prefill_only(seq):
                 break
             waiting.remove(seq)
             running.append(seq)
-        self._give_cells()
+        self._start_admitted()
 
-    def _make_place(self, seq: Sequence) -> bool:
-        """Send one that only computes a prompt back to the queue, with what it has computed kept."""
-        early = [s for s in self._roster.running if s.is_prefill_only]
+    def _preempt_prefill_only(self, seq: Sequence) -> bool:
+        """Requeue a running prefill-only request for `seq`; its prefix stays cached."""
+        early = [s for s in self._queue.running if s.is_prefill_only]
         if seq.is_prefill_only or not early:
             return False
-        self._prefixes.give_up(early[-1], keep=True)
-        self._roster.running.remove(early[-1])
-        self._roster.waiting.append(early[-1])
+        self._prefixes.preempt(early[-1], keep=True)
+        self._queue.running.remove(early[-1])
+        self._queue.waiting.append(early[-1])
         return True
 
-    def _give_cells(self) -> None:
-        """Who waits for a prefix lets later ones pass; who waits for cells does not, lest it starve."""
-        running = self._roster.running
-        for seq in [s for s in running if s.resident is None]:
+    def _start_admitted(self) -> None:
+        """Start sequences while cells last.
+
+        A sequence that waits for a shared prefix lets later ones pass; one that waits for cells does
+        not, or it would starve.
+        """
+        running = self._queue.running
+        for seq in [s for s in running if s.cached_seq is None]:
             cached = self._prefixes.in_memory(seq)
-            active = [s for s in running if s.resident is not None]
-            if self._soon_shared(seq, active) >= cached + _WORTH_WAITING:
+            active = [s for s in running if s.cached_seq is not None]
+            if self._soon_cached(seq, active) >= cached + _WORTH_WAITING:
                 continue
             if active and not self._fits(seq, cached, active):
                 return
-            self._prefixes.take_over(seq, is_alone=len(running) == 1)
+            self._prefixes.acquire(seq, is_alone=len(running) == 1)
 
     def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
-        """Whether cells are left for `seq` beside those in use and those promised to other prompts."""
-        in_use = len(set().union(*(s.resident.cells for s in active if s.resident)))
+        """Tell if cells are left for `seq` beside used cells and those promised to other prompts."""
+        in_use = len(set().union(*(s.cached_seq.cells for s in active if s.cached_seq)))
         promised = sum(s.n_pending for s in active)
         return in_use + promised + len(seq.tokens) - cached <= self._kv.n_cells
 
-    def _soon_shared(self, seq: Sequence, active: list[Sequence]) -> int:
-        """The longest prefix of `seq` that a sequence still prefilling is going to have."""
-        if not (self._can_cut and seq.request.cache_prompt):
+    def _soon_cached(self, seq: Sequence, active: list[Sequence]) -> int:
+        """Return the longest prefix of `seq` that a sequence in prefill is about to cache."""
+        if not (self._supports_truncation and seq.request.cache_prompt):
             return 0
         prefilling = [
             s

@@ -1,4 +1,4 @@
-"""One request while it is decoded: its tokens, sampler, clock, and way to the consumer."""
+"""One request while it is decoded: its tokens, sampler, timings, and event stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, Closest, Resident
+from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, Closest
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.prefix_cache.lookup import Restore
@@ -36,7 +36,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 @dataclass(slots=True)
 class Clock:
-    """Monotonic seconds of a request's stations; 0.0 while not reached."""
+    """Monotonic seconds of a request's stages; 0.0 before each."""
 
     submitted: float = field(default_factory=time.monotonic)
     started: float = 0.0
@@ -46,11 +46,11 @@ class Clock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request. `tokens` are the prompt and what was sampled; `n_past` of them are in the KV cache.
+    """A request. `tokens` are the prompt and the sampled tokens; `n_past` of them are in the KV cache.
 
-    `keep_tokens` says how many tokens at the front survive a context shift; `lent_s`, for how long its
-    prompt has let others go on without it.
-    While blocks come from the store (`restore`), nothing of it is computed.
+    `keep_tokens` returns how many tokens at the front survive a context shift; `delayed_s` is how long
+    decode-only steps have delayed its prefill. While blocks are restored (`restore`), nothing of it is
+    computed.
     """
 
     request: GenerateRequest
@@ -67,7 +67,7 @@ class Sequence:
     deadline: float | None = None
     stream: EventStream = field(init=False)
     clock: Clock = field(default_factory=Clock)
-    resident: Resident | None = None
+    cached_seq: CachedSequence | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
@@ -76,7 +76,7 @@ class Sequence:
     restore: Restore | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     n_generated: int = 0
-    lent_s: float = 0.0
+    delayed_s: float = 0.0
     constraint_s: float = 0.0
     cancelled: bool = False
     wake: Callable[[], None] = lambda: None
@@ -88,13 +88,13 @@ class Sequence:
             self.sampler.accept(self.tokens[-self.sampler.history :])
 
     def cancel(self) -> None:
-        """Ask for the end; the loop sees it at its next step. Any thread."""
+        """Request the end; the loop sees it at its next step. Any thread."""
         self.cancelled = True
         self.wake()
 
     @property
     def n_past(self) -> int:
-        return len(self.resident.tokens) if self.resident else 0
+        return len(self.cached_seq.tokens) if self.cached_seq else 0
 
     @property
     def n_pending(self) -> int:
@@ -103,28 +103,28 @@ class Sequence:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether a part of the prompt is on its way from the store."""
+        """Tell if a part of the prompt is being read from disk."""
         return self.restore is not None
 
     @property
     def is_prefill_only(self) -> bool:
-        """The prompt is computed and nothing is sampled or reported: for a request that is expected."""
+        """Tell if only the prompt is computed: a warm-up for an expected request."""
         return self.max_tokens == 0 and self.request.prompt_logprobs is None
 
     @property
-    def is_in_background(self) -> bool:
-        """Whatever else runs on the machine goes first."""
+    def is_low_priority(self) -> bool:
+        """Tell if other processes go first."""
         return self.request.background and self.is_prefill_only
 
     @property
     def is_decoding(self) -> bool:
-        """Only the last sampled token is to be computed."""
+        """Tell if only the last sampled token is to be computed."""
         return self.n_generated > 0 and self.n_pending == 1
 
     def sample(
         self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]
     ) -> FinishReason | None:
-        """Sample from a row of logits, hand events over, and say why the generation ended, if so."""
+        """Sample from a row of logits and emit events; return the finish reason, if it ended."""
         report = None
         top = self.request.logprobs
         if top is not None:
@@ -172,7 +172,7 @@ class Sequence:
         return done
 
     def _close_reasoning(self, vocab: Vocab, close: Tokens[int]) -> FinishReason | None:
-        """End the reasoning span, unless a constraint has to see another token before."""
+        """End the reasoning span, unless a constraint needs another token before."""
         if self.matcher is not None and not self.matcher.allows(close):
             return None
         return self._take_all(vocab, close)
@@ -191,12 +191,12 @@ class Sequence:
         self.clock.last = now
 
     def progress(self) -> None:
-        """Tell the consumer how far the prefill is."""
+        """Report how far the prefill is."""
         done = min(self.n_past, self.prompt_tokens)
-        self.stream.put(Progress(done, self.prompt_tokens, queued=self.resident is None))
+        self.stream.put(Progress(done, self.prompt_tokens, queued=self.cached_seq is None))
 
     def finish(self, reason: FinishReason) -> None:
-        """Hand over what was held back and the end. Frees the sampler."""
+        """Emit the held text and the end. Frees the sampler."""
         for event in self.output.finish():
             self.stream.put(event)
         if reason == "stop" and self.output.has_tool_calls:
@@ -246,8 +246,8 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Part:
-    """A sequence's share of a batch: its tokens with guesses, and the first row that has logits."""
+class BatchEntry:
+    """A sequence's share of a batch: its tokens with draft tokens, and the first row with logits."""
 
     seq: Sequence
     row: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.server.anthropic import routes, wire
 from edgeinfer.server.anthropic.render import error_body, error_events
-from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.dialect import Dialect, Operation
 
 ANTHROPIC = Dialect(
     name="anthropic",

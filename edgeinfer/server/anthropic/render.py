@@ -20,8 +20,8 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.server.anthropic import wire
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.renderer import sse_comment, wire_timings
+from edgeinfer.server.dialect import sse_comment, wire_timings
+from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -8,11 +8,10 @@ from starlette.responses import Response
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer
-from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.exchange import exchange_of, json_reply, with_engine
-from edgeinfer.server.core.request_parts import stop_strings
-from edgeinfer.server.core.stream import answer
+from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.request_body import decode
+from edgeinfer.server.request_fields import stop_strings
 
 
 async def messages(request: Request) -> Response:

@@ -11,7 +11,7 @@ import msgspec
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
-from edgeinfer.server.core.request_parts import (
+from edgeinfer.server.request_fields import (
     caching,
     loras,
     named_tool,

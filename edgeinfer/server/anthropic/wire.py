@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.core.wire import (
+from edgeinfer.server.wire_types import (
     CachePrompt,
     CacheSalt,
     Deadline,

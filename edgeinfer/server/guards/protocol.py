@@ -13,8 +13,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from edgeinfer.server.core.connection import Connection
-from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.connection import Connection
+from edgeinfer.server.limits import Limits
 
 #: A client that was answered before it sent its whole body may go on with it for so long (s): closed at
 #: once, the kernel would reset the connection and the client might never see the answer.

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from edgeinfer.server.core.connection import Connection
-from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.connection import Connection
 from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.problems import Problem
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 #: Routes that a probe may ask without a key; they name no model's content. /metrics wants the key.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from edgeinfer.server.core.dialect import Dialect, Lookup, Operation
-from edgeinfer.server.native import adapters, llama_routes, llama_wire, routes, wire
-from edgeinfer.server.openai.errors import error_body, error_events
-from edgeinfer.server.openai.wire_replies import ErrorReply
+from edgeinfer.server.dialect import Dialect, Lookup, Operation
+from edgeinfer.server.native import llama_routes, routes, wire
+from edgeinfer.server.openai.render import error_body, error_events
+from edgeinfer.server.openai.wire import ErrorReply
 
 NATIVE = Dialect(
     name="native",
@@ -58,63 +58,63 @@ NATIVE = Dialect(
             "/completion",
             llama_routes.completion,
             "Continue a text, in llama.cpp's shape.",
-            body=llama_wire.LlamaCompletion,
-            reply=llama_wire.LlamaAnswer,
-            list_of=llama_wire.LlamaAnswer,
+            body=wire.LlamaCompletion,
+            reply=wire.LlamaAnswer,
+            list_of=wire.LlamaAnswer,
             streams=True,
         ),
         Operation(
             "/infill",
             llama_routes.infill,
             "Write what stands between a prefix and a suffix, in llama.cpp's shape.",
-            body=llama_wire.LlamaInfill,
-            reply=llama_wire.LlamaAnswer,
+            body=wire.LlamaInfill,
+            reply=wire.LlamaAnswer,
             streams=True,
         ),
         Operation(
             "/embedding",
             llama_routes.embedding,
             "Embed texts, in llama.cpp's shape.",
-            body=llama_wire.LlamaEmbedding,
-            reply=llama_wire.LlamaVector,
+            body=wire.LlamaEmbedding,
+            reply=wire.LlamaVector,
             is_list=True,
         ),
         Lookup(
             "/lora-adapters",
-            adapters.listed,
+            llama_routes.listed,
             "A model's adapters, in llama.cpp's shape.",
-            query=llama_wire.AdaptersQuery,
-            reply=llama_wire.LoadedAdapter,
+            query=wire.AdaptersQuery,
+            reply=wire.LoadedAdapter,
             is_list=True,
         ),
         Operation(
             "/lora-adapters",
-            adapters.scaled,
+            llama_routes.scaled,
             "Scales of adapters for requests that name none, in llama.cpp's shape.",
-            query=llama_wire.AdaptersQuery,
-            body=llama_wire.LoraById,
+            query=wire.AdaptersQuery,
+            body=wire.LoraById,
             takes_list=True,
-            reply=llama_wire.LoadedAdapter,
+            reply=wire.LoadedAdapter,
             is_list=True,
             is_admin=True,
         ),
         Operation(
             "/v1/load_lora_adapter",
-            adapters.loaded,
+            llama_routes.loaded,
             "Load an adapter while the model runs, in vLLM's shape.",
-            body=llama_wire.LoadAdapter,
+            body=wire.LoadAdapter,
             reply_type="text/plain",
             is_admin=True,
         ),
         Operation(
             "/v1/unload_lora_adapter",
-            adapters.unloaded,
+            llama_routes.unloaded,
             "Unload an adapter while the model runs, in vLLM's shape.",
-            body=llama_wire.UnloadAdapter,
+            body=wire.UnloadAdapter,
             reply_type="text/plain",
             is_admin=True,
         ),
-        Lookup("/version", llama_routes.version, "This program's version.", reply=llama_wire.Version),
+        Lookup("/version", llama_routes.version, "This program's version.", reply=wire.Version),
         Operation(
             "/tokenize",
             routes.tokenize,
@@ -134,7 +134,7 @@ NATIVE = Dialect(
             routes.tokenizer_info,
             "The default model's special tokens and template, or those of `?model=`.",
             method="GET",
-            query=llama_wire.AdaptersQuery,
+            query=wire.AdaptersQuery,
             reply=wire.TokenizerInfo,
         ),
         Operation(

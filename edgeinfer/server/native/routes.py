@@ -19,17 +19,17 @@ from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.bodies import decode, decode_query
-from edgeinfer.server.core.exchange import Endpoint, exchange_of, json_reply, with_engine
-from edgeinfer.server.core.problems import no_such_model
-from edgeinfer.server.core.renderer import wire_timings
-from edgeinfer.server.core.request_parts import caching, loras, overridden, seed_of, stop_strings
-from edgeinfer.server.core.stream import answer
+from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.dialect import wire_timings
+from edgeinfer.server.endpoint import Endpoint
+from edgeinfer.server.generation import Job, answer
 from edgeinfer.server.native import wire
-from edgeinfer.server.native.llama_wire import AdaptersQuery, LlamaDefaults
+from edgeinfer.server.native.wire import AdaptersQuery, LlamaDefaults
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, finish_reason
+from edgeinfer.server.problems import no_such_model
+from edgeinfer.server.request_body import decode, decode_query
+from edgeinfer.server.request_fields import caching, loras, overridden, seed_of, stop_strings
 
 #: prometheus_client's own content type: the constant is the contract.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -18,10 +18,10 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
 )
 from edgeinfer.runtime.generation import Collected, CollectedCall
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.ollama import wire_replies as wire
+from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.render import wire_logprobs
-from edgeinfer.server.openai.wire_replies import TokenLogprob
+from edgeinfer.server.openai.wire import TokenLogprob
+from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
 _MS = 1_000_000

@@ -13,16 +13,13 @@ from edgeinfer import __version__
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply, with_engine
-from edgeinfer.server.core.models.names import listed_name
-from edgeinfer.server.core.models.values import LoadedModel, Pulled
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.stream import answer
-from edgeinfer.server.ollama import library, translate, wire
-from edgeinfer.server.ollama import wire_replies as replies
+from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
+from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.model_pool import LoadedModel, Pulled, listed_name
+from edgeinfer.server.ollama import model_view, translate, wire
 from edgeinfer.server.ollama.render import ChatRenderer, Clock, GenerateRenderer, Shape, stamp
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.request_body import decode
 
 #: Ollama's API as of this version is what is followed; clients refuse versions that they find too old.
 API_VERSION = "0.13.0"
@@ -86,11 +83,11 @@ async def embed(request: Request) -> Response:
     body = await decode(request, wire.OllamaEmbedRequest)
     texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
 
-    def work(engine: Engine) -> replies.OllamaEmbedReply:
+    def work(engine: Engine) -> wire.OllamaEmbedReply:
         clock = Clock(exchange.started)
         inputs = _tokens(engine, texts, cut=body.truncate is not False)
         vectors = engine.embed(inputs) if inputs else []
-        return replies.OllamaEmbedReply(
+        return wire.OllamaEmbedReply(
             model=body.model,
             embeddings=[_shortened(vector, body.dimensions) for vector in vectors],
             total_duration=clock.total_ns(),
@@ -106,10 +103,10 @@ async def embed(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     body = await decode(request, wire.OllamaEmbeddingsRequest)
 
-    def work(engine: Engine) -> replies.OllamaEmbeddingsReply:
+    def work(engine: Engine) -> wire.OllamaEmbeddingsReply:
         inputs = _tokens(engine, [body.prompt] if body.prompt else [], cut=True)
         vectors = engine.embed(inputs) if inputs else [[]]
-        return replies.OllamaEmbeddingsReply(embedding=vectors[0])
+        return wire.OllamaEmbeddingsReply(embedding=vectors[0])
 
     exchange = exchange_of(request)
     return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
@@ -132,7 +129,7 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
 async def tags(request: Request) -> Response:
     models = exchange_of(request).endpoint.models
     pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
-    return json_reply(library.listed(pulled))
+    return json_reply(model_view.listed(pulled))
 
 
 async def show(request: Request) -> Response:
@@ -140,7 +137,7 @@ async def show(request: Request) -> Response:
     body = await decode(request, wire.OllamaShowRequest)
     models = exchange.endpoint.models
     model = await find(exchange, named(body.model, body.name))
-    reply = await exchange.endpoint.in_thread(library.describe, model, models.info(model.name))
+    reply = await exchange.endpoint.in_thread(model_view.describe, model, models.info(model.name))
     exchange.answer = reply
     return json_reply(reply)
 
@@ -174,18 +171,18 @@ async def running(request: Request) -> Response:
         for loaded in models.report()
         if (info := models.info(loaded.id)) is not None
     ]
-    return json_reply(replies.OllamaProcesses(models=found))
+    return json_reply(wire.OllamaProcesses(models=found))
 
 
-def _running(loaded: LoadedModel, info: EngineInfo, pulled: Pulled) -> replies.RunningModel:
+def _running(loaded: LoadedModel, info: EngineInfo, pulled: Pulled) -> wire.RunningModel:
     name = listed_name(loaded.id)
     left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
-    return replies.RunningModel(
+    return wire.RunningModel(
         name=name,
         model=name,
         size=loaded.size_bytes,
         digest=pulled.sha256 or info.sha256,
-        details=library.details(pulled, info),
+        details=model_view.details(pulled, info),
         expires_at=stamp(time.time() + left_s),
         size_vram=0,
         context_length=info.n_ctx,
@@ -193,4 +190,4 @@ def _running(loaded: LoadedModel, info: EngineInfo, pulled: Pulled) -> replies.R
 
 
 async def version(request: Request) -> Response:
-    return json_reply(replies.OllamaVersion(version=API_VERSION, edgeinfer=__version__))
+    return json_reply(wire.OllamaVersion(version=API_VERSION, edgeinfer=__version__))

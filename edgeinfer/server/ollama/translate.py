@@ -18,7 +18,8 @@ from edgeinfer.runtime.requests import (
     Tool,
     ToolCall,
 )
-from edgeinfer.server.core.request_parts import (
+from edgeinfer.server.ollama import wire
+from edgeinfer.server.request_fields import (
     loras,
     overridden,
     reasoning,
@@ -26,7 +27,6 @@ from edgeinfer.server.core.request_parts import (
     stop_strings,
     unique_tools,
 )
-from edgeinfer.server.ollama import wire
 
 #: A template that only repeats the prompt asks for what `raw` does.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")

@@ -14,21 +14,23 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.server import offline
-from edgeinfer.server.core.batches import (
+from edgeinfer.server.batches import (
     MOST_BYTES,
     BatchCounts,
     Batches,
+    BatchLine,
     BatchObject,
+    BatchUrl,
     FileObject,
+    ask_again,
     new_file,
-    read,
-    write,
+    read_record,
+    write_record,
 )
-from edgeinfer.server.core.bodies import decode, read_body
-from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply
-from edgeinfer.server.core.problems import Problem, shutting_down
-from edgeinfer.server.core.wire import Reply, Wire
+from edgeinfer.server.context import Exchange, exchange_of, json_reply
+from edgeinfer.server.problems import Problem, shutting_down
+from edgeinfer.server.request_body import decode, read_body
+from edgeinfer.server.wire_types import Reply, Wire
 
 _FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
 
@@ -45,7 +47,7 @@ class BatchRequest(Wire, frozen=True, kw_only=True):
     hints: ClassVar = frozenset({"output_expires_after"})
 
     input_file_id: str
-    endpoint: offline.BatchUrl
+    endpoint: BatchUrl
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
 
@@ -72,7 +74,7 @@ async def upload(request: Request) -> Response:
         raise Problem(413, said, param="file", code="request_too_large")
     record = new_file(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
     await asyncio.to_thread((folder / f"{record.id}.jsonl").write_bytes, content)
-    write(folder, record)
+    write_record(folder, record)
     return json_reply(record)
 
 
@@ -90,19 +92,19 @@ def _form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
 
 async def one_file(request: Request) -> Response:
     _, _, folder = _place(request)
-    return json_reply(read(folder, request.path_params["id"], FileObject))
+    return json_reply(read_record(folder, request.path_params["id"], FileObject))
 
 
 async def content_of(request: Request) -> Response:
     _, _, folder = _place(request)
-    record = read(folder, request.path_params["id"], FileObject)
+    record = read_record(folder, request.path_params["id"], FileObject)
     content = await asyncio.to_thread((folder / f"{record.id}.jsonl").read_bytes)
     return Response(content, media_type="application/jsonl")
 
 
 async def delete_file(request: Request) -> Response:
     _, _, folder = _place(request)
-    record = read(folder, request.path_params["id"], FileObject)
+    record = read_record(folder, request.path_params["id"], FileObject)
     for ending in ("json", "jsonl"):
         (folder / f"{record.id}.{ending}").unlink(missing_ok=True)
     return json_reply(FileDeleted(id=record.id))
@@ -113,7 +115,7 @@ async def create(request: Request) -> Response:
     exchange, batches, folder = _place(request)
     if exchange.endpoint.draining:
         raise shutting_down()
-    source = read(folder, body.input_file_id, FileObject)
+    source = read_record(folder, body.input_file_id, FileObject)
     raw = await asyncio.to_thread((folder / f"{source.id}.jsonl").read_bytes)
     lines = await asyncio.to_thread(_lines, raw, body.endpoint)
     now = int(time.time())
@@ -127,14 +129,14 @@ async def create(request: Request) -> Response:
         request_counts=BatchCounts(total=len(lines)),
         metadata=body.metadata,
     )
-    ask = functools.partial(offline.ask, request.scope["app"], exchange.headers)
+    ask = functools.partial(ask_again, request.scope["app"], exchange.headers)
     batches.begin(ask, folder, batch, lines)
     return json_reply(batch)
 
 
-def _lines(raw: bytes, url: str) -> list[offline.BatchLine]:
-    decoder = msgspec.json.Decoder(offline.BatchLine)
-    lines: dict[str, offline.BatchLine] = {}
+def _lines(raw: bytes, url: str) -> list[BatchLine]:
+    decoder = msgspec.json.Decoder(BatchLine)
+    lines: dict[str, BatchLine] = {}
     for number, text in enumerate(raw.splitlines(), 1):
         if not text.strip():
             continue

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from edgeinfer.server.core.batches import BatchObject, FileObject
-from edgeinfer.server.core.dialect import Dialect, Lookup, Operation
+from edgeinfer.server.batches import BatchObject, FileObject
+from edgeinfer.server.dialect import Dialect, Lookup, Operation
 from edgeinfer.server.openai import batches, routes, wire
-from edgeinfer.server.openai import wire_replies as replies
-from edgeinfer.server.openai.errors import error_body, error_events
+from edgeinfer.server.openai.render import error_body, error_events
 
 OPENAI = Dialect(
     name="openai",
-    error_type=replies.ErrorReply,
+    error_type=wire.ErrorReply,
     error_body=error_body,
     error_events=error_events,
     operations=(
@@ -19,7 +18,7 @@ OPENAI = Dialect(
             routes.chat_completions,
             "Answer a conversation.",
             body=wire.ChatRequest,
-            reply=replies.ChatCompletion,
+            reply=wire.ChatCompletion,
             streams=True,
         ),
         Operation(
@@ -27,7 +26,7 @@ OPENAI = Dialect(
             routes.completions,
             "Continue a text.",
             body=wire.CompletionRequest,
-            reply=replies.Completion,
+            reply=wire.Completion,
             streams=True,
         ),
         Operation(
@@ -35,10 +34,10 @@ OPENAI = Dialect(
             routes.embeddings,
             "Embed texts.",
             body=wire.EmbeddingRequest,
-            reply=replies.EmbeddingReply,
+            reply=wire.EmbeddingReply,
         ),
-        Lookup("/v1/models", routes.list_models, "The pulled models.", reply=replies.ModelList),
-        Lookup("/v1/models/{id}", routes.one_model, "One pulled model.", reply=replies.ModelCard),
+        Lookup("/v1/models", routes.list_models, "The pulled models.", reply=wire.ModelList),
+        Lookup("/v1/models/{id}", routes.one_model, "One pulled model.", reply=wire.ModelCard),
         Operation(
             "/v1/files",
             batches.upload,

@@ -23,11 +23,10 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import Collected
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.renderer import sse_comment, total, wire_timings
-from edgeinfer.server.openai import wire_replies as wire
-from edgeinfer.server.openai.errors import DONE, error_events
-from edgeinfer.server.openai.wire import CompletionRequest
+from edgeinfer.server.dialect import sse_comment, total, wire_timings
+from edgeinfer.server.openai import wire
+from edgeinfer.server.openai.wire import CompletionRequest, ErrorBody, ErrorReply
+from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
 #: Ends a chunk. It has no `usage`: strands-agents drops the text of a chunk that has it, even null.
@@ -240,6 +239,33 @@ class ChatRenderer(_OpenAI):
         )
 
 
+class FunctionsRenderer(ChatRenderer):
+    """Chat completions whose calls are told as `function_call`."""
+
+    def event(self, index: int, event: Event) -> bytes:
+        if isinstance(event, ToolCallDelta):
+            function = wire.DeltaFunction(name=event.name or None, arguments=event.arguments)
+            return self._delta(index, b'{"function_call":' + _encode(function))
+        return super().event(index, event)
+
+    def _finish(self, index: int, end: Finished) -> bytes:
+        if end.reason != "tool_calls":
+            return super()._finish(index, end)
+        return self._end(index, end, chunk_end(index, "function_call"))
+
+    def _choice(self, index: int, answer: Collected) -> wire.ChatChoice:
+        choice = super()._choice(index, answer)
+        calls = choice.message.tool_calls
+        if not calls:
+            return choice
+        message = msgspec.structs.replace(
+            choice.message, tool_calls=None, function_call=calls[0].function
+        )
+        is_call = choice.finish_reason == "tool_calls"
+        reason: wire.WireFinish = "function_call" if is_call else choice.finish_reason
+        return msgspec.structs.replace(choice, message=message, finish_reason=reason)
+
+
 def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
     function = wire.DeltaFunction(name=event.name or None, arguments=event.arguments)
     if event.id or event.name:
@@ -407,3 +433,31 @@ class CompletionRenderer(_OpenAI):
             top_logprobs=[{_piece(o): _finite(o.logprob) for o in t.top} for t in tokens],
             text_offset=offsets,
         )
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sentence(problem: Problem) -> str:
+    """The message; a prompt that is too long is told in the words by which clients know it."""
+    if problem.lengths is None:
+        return problem.message
+    n_tokens, n_ctx = problem.lengths
+    known = (
+        f"This model's maximum context length is {n_ctx} tokens. However, your messages resulted in "
+        f"{n_tokens} tokens, which exceeds the context window."
+    )
+    return f"{known} Here {problem.message}"
+
+
+def error_body(problem: Problem, request_id: str) -> bytes:
+    """`{"error": {"message", "type", "param", "code"}}`; OpenAI's has no place for the request's id."""
+    error = ErrorBody(
+        message=sentence(problem), type=problem.kind, param=problem.param, code=problem.code
+    )
+    return msgspec.json.encode(ErrorReply(error=error))
+
+
+def error_events(problem: Problem, request_id: str) -> bytes:
+    """The envelope as the last chunk of a stream."""
+    return b"data: " + error_body(problem, request_id) + b"\n\n" + DONE

@@ -15,16 +15,14 @@ from edgeinfer import __version__
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.exchange import Exchange, exchange_of, json_reply, with_engine
-from edgeinfer.server.core.models.values import Pulled
-from edgeinfer.server.core.problems import no_such_model
-from edgeinfer.server.core.stream import answer
-from edgeinfer.server.observe.metrics import version_of
-from edgeinfer.server.openai import functions, translate, wire
-from edgeinfer.server.openai import wire_replies as replies
-from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer
+from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
+from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.metrics import version_of
+from edgeinfer.server.model_pool import Pulled
+from edgeinfer.server.openai import translate, wire
+from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, FunctionsRenderer
+from edgeinfer.server.problems import no_such_model
+from edgeinfer.server.request_body import decode
 
 #: Texts of one request, as many as OpenAI takes; the engine embeds some at a time.
 _MAX_EMBEDDED = 2048
@@ -38,8 +36,8 @@ def fingerprint(info: EngineInfo) -> str:
 async def chat_completions(request: Request) -> Response:
     exchange = exchange_of(request)
     asked = await decode(request, wire.ChatRequest)
-    body = functions.modern(asked)
-    kind = functions.FunctionsRenderer if functions.is_older(asked) else ChatRenderer
+    body = translate.as_tools(asked)
+    kind = FunctionsRenderer if translate.uses_functions(asked) else ChatRenderer
     usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def renderer(model: str, info: EngineInfo) -> ChatRenderer:
@@ -107,10 +105,10 @@ async def embed(
     texts: Sequence[str | tuple[int, ...]],
     encoding: str | None = None,
     dimensions: int | None = None,
-) -> replies.EmbeddingReply:
+) -> wire.EmbeddingReply:
     """One vector a text. Raises InvalidRequestError and as holding a model does."""
 
-    def work(engine: Engine) -> replies.EmbeddingReply:
+    def work(engine: Engine) -> wire.EmbeddingReply:
         _check_embeds(engine.info, dimensions)
         vectors = engine.embed(texts)
         return _embedded(vectors, _count(engine, texts), exchange.model, encoding)
@@ -139,13 +137,13 @@ def _count(engine: Engine, texts: Sequence[str | tuple[int, ...]]) -> int:
 
 def _embedded(
     vectors: Sequence[Sequence[float]], tokens: int, model: str, encoding: str | None
-) -> replies.EmbeddingReply:
+) -> wire.EmbeddingReply:
     data = [
-        replies.Embedding(index=i, embedding=_base64(v) if encoding == "base64" else list(v))
+        wire.Embedding(index=i, embedding=_base64(v) if encoding == "base64" else list(v))
         for i, v in enumerate(vectors)
     ]
-    usage = replies.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-    return replies.EmbeddingReply(data=data, model=model, usage=usage)
+    usage = wire.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
+    return wire.EmbeddingReply(data=data, model=model, usage=usage)
 
 
 def _base64(vector: Sequence[float]) -> str:
@@ -158,7 +156,7 @@ async def list_models(request: Request) -> Response:
     pulled = await exchange.endpoint.in_thread(models.pulled)
     cards = [_card(exchange, model) for model in pulled]
     first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
-    return json_reply(replies.ModelList(data=cards, first_id=first, last_id=last))
+    return json_reply(wire.ModelList(data=cards, first_id=first, last_id=last))
 
 
 async def one_model(request: Request) -> Response:
@@ -175,12 +173,12 @@ async def one_model(request: Request) -> Response:
     return json_reply(_card(exchange, pulled[name]))
 
 
-def _card(exchange: Exchange, pulled: Pulled) -> replies.ModelCard:
+def _card(exchange: Exchange, pulled: Pulled) -> wire.ModelCard:
     models = exchange.endpoint.models
     meant = pulled.alias_of or pulled.name
     info = models.info(meant)
     n_ctx = info.n_ctx if info else pulled.n_ctx_train
-    return replies.ModelCard(
+    return wire.ModelCard(
         id=pulled.name,
         created=pulled.created,
         state=models.state(meant),
@@ -191,7 +189,7 @@ def _card(exchange: Exchange, pulled: Pulled) -> replies.ModelCard:
         max_model_len=n_ctx,
         context_length=n_ctx,
         max_input_tokens=n_ctx,
-        meta=replies.ModelMeta(n_ctx_train=pulled.n_ctx_train or (info.n_ctx_train if info else 0)),
+        meta=wire.ModelMeta(n_ctx_train=pulled.n_ctx_train or (info.n_ctx_train if info else 0)),
         sha256=pulled.sha256 or (info.sha256 if info else ""),
         alias_of=pulled.alias_of,
     )

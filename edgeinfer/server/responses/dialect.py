@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from edgeinfer.server.core.dialect import Dialect, Lookup, Operation
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.openai.errors import error_body, sentence
-from edgeinfer.server.openai.wire_replies import ErrorReply
-from edgeinfer.server.responses import routes, wire, wire_replies
+from edgeinfer.server.dialect import Dialect, Lookup, Operation
+from edgeinfer.server.openai.render import error_body, sentence
+from edgeinfer.server.openai.wire import ErrorReply
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.responses import routes, wire
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
@@ -34,7 +34,7 @@ RESPONSES = Dialect(
             routes.responses,
             "Answer a conversation.",
             body=wire.ResponsesRequest,
-            reply=wire_replies.ResponseReply,
+            reply=wire.ResponseReply,
             streams=True,
             may_store=True,
         ),
@@ -43,7 +43,7 @@ RESPONSES = Dialect(
             routes.stored_response,
             "A stored response, or its stream from behind an event.",
             query=wire.StoredQuery,
-            reply=wire_replies.ResponseReply,
+            reply=wire.ResponseReply,
             streams=True,
         ),
         Operation(
@@ -51,14 +51,14 @@ RESPONSES = Dialect(
             routes.delete_response,
             "Forget a stored response, and end it if it is being made.",
             method="DELETE",
-            reply=wire_replies.DeletedResponse,
+            reply=wire.DeletedResponse,
             uses_model=False,
         ),
         Operation(
             "/v1/responses/{id}/cancel",
             routes.cancel_response,
             "End a response that is made in the background.",
-            reply=wire_replies.ResponseReply,
+            reply=wire.ResponseReply,
             uses_model=False,
         ),
         Lookup(
@@ -66,14 +66,14 @@ RESPONSES = Dialect(
             routes.input_items,
             "What a stored response answers.",
             query=wire.InputItemsQuery,
-            reply=wire_replies.InputItems,
+            reply=wire.InputItems,
         ),
         Operation(
             "/v1/responses/input_tokens",
             routes.input_tokens,
             "Count a conversation's tokens.",
             body=wire.ResponsesRequest,
-            reply=wire_replies.InputTokensReply,
+            reply=wire.InputTokensReply,
         ),
     ),
 )

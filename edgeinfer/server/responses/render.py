@@ -13,11 +13,10 @@ import msgspec
 
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from edgeinfer.runtime.generation import Collected
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.renderer import sse_comment, wire_timings
-from edgeinfer.server.openai.errors import sentence
-from edgeinfer.server.openai.render import wire_logprobs
-from edgeinfer.server.responses import wire, wire_replies
+from edgeinfer.server.dialect import sse_comment, wire_timings
+from edgeinfer.server.openai.render import sentence, wire_logprobs
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.translate import offered
 
 _encode = msgspec.json.Encoder().encode
@@ -40,7 +39,7 @@ class ResponseRenderer:
         self._sequence = -1
         self._items: list[tuple[str, int]] = []
 
-    def reply(self, status: Any) -> wire_replies.ResponseReply:
+    def reply(self, status: Any) -> wire.ResponseReply:
         """The response without an answer."""
         return self._reply(status, [], None)
 
@@ -87,9 +86,7 @@ class ResponseRenderer:
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         reply = self.reply("failed")
-        error = wire_replies.ResponseError(
-            code=problem.code or "server_error", message=sentence(problem)
-        )
+        error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
         return self._sse("response.failed", response=msgspec.structs.replace(reply, error=error))
 
     def waiting(self, said: str) -> bytes:
@@ -119,12 +116,10 @@ class ResponseRenderer:
             item=self._item(place, "in_progress", empty=True),
         )
         if kind == "message":
-            said = wire_replies.OutputTextOut(text="")
+            said = wire.OutputTextOut(text="")
             out += self._part("response.content_part.added", part=said)
         elif kind == "reasoning":
-            out += self._part(
-                "response.content_part.added", part=wire_replies.ReasoningTextOut(text="")
-            )
+            out += self._part("response.content_part.added", part=wire.ReasoningTextOut(text=""))
         return out
 
     def _finish_item(self) -> bytes:
@@ -133,11 +128,11 @@ class ResponseRenderer:
         place = len(self._items) - 1
         item = self._item(place, "completed")
         out = b""
-        if isinstance(item, wire_replies.MessageOut):
+        if isinstance(item, wire.MessageOut):
             part = item.content[0]
             out += self._part("response.output_text.done", text=part.text, logprobs=part.logprobs)
             out += self._part("response.content_part.done", part=part)
-        elif isinstance(item, wire_replies.ReasoningOut):
+        elif isinstance(item, wire.ReasoningOut):
             out += self._part("response.reasoning_text.done", text=item.content[0].text)
             out += self._part("response.content_part.done", part=item.content[0])
         else:
@@ -155,9 +150,7 @@ class ResponseRenderer:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         return f"{prefix}_{self.id.removeprefix('resp_')}_{place}"
 
-    def _item(
-        self, place: int, status: wire.ItemStatus, *, empty: bool = False
-    ) -> wire_replies.OutputItem:
+    def _item(self, place: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
         kind, number = self._items[place]
         return self._output_item(self._item_id(place), kind, number, self._answer, status, empty=empty)
 
@@ -173,14 +166,14 @@ class ResponseRenderer:
         self._answer = answer
         return _encode(self._whole(answer))
 
-    def _whole(self, answer: Collected) -> wire_replies.ResponseReply:
+    def _whole(self, answer: Collected) -> wire.ResponseReply:
         end = answer.finished
         short = end.reason in ("length", "deadline")
         output = [self._item(place, "completed") for place in range(len(self._items))]
         if short and output:
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
         reply = self._reply("incomplete" if short else "completed", output, end.usage)
-        details = wire_replies.IncompleteDetails(reason="max_output_tokens") if short else None
+        details = wire.IncompleteDetails(reason="max_output_tokens") if short else None
         return msgspec.structs.replace(
             reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings)
         )
@@ -194,22 +187,22 @@ class ResponseRenderer:
         status: wire.ItemStatus,
         *,
         empty: bool,
-    ) -> wire_replies.OutputItem:
+    ) -> wire.OutputItem:
         if kind == "message":
             logprobs = (
                 msgspec.to_builtins(wire_logprobs(answer.logprobs).content)
                 if answer.logprobs and not empty
                 else []
             )
-            content = [] if empty else [wire_replies.OutputTextOut(text=answer.text, logprobs=logprobs)]
-            return wire_replies.MessageOut(id=item_id, content=content, status=status)
+            content = [] if empty else [wire.OutputTextOut(text=answer.text, logprobs=logprobs)]
+            return wire.MessageOut(id=item_id, content=content, status=status)
         if kind == "reasoning":
-            content_out = [] if empty else [wire_replies.ReasoningTextOut(text=answer.reasoning)]
-            return wire_replies.ReasoningOut(id=item_id, content=content_out, status=status)
+            content_out = [] if empty else [wire.ReasoningTextOut(text=answer.reasoning)]
+            return wire.ReasoningOut(id=item_id, content=content_out, status=status)
         call = answer.calls[number]
         arguments = "" if empty else call.arguments
         namespace, name = self._names.get(call.name, (None, call.name))
-        return wire_replies.FunctionCallOut(
+        return wire.FunctionCallOut(
             id=item_id,
             call_id=call.id,
             name=name,
@@ -219,11 +212,11 @@ class ResponseRenderer:
         )
 
     def _reply(
-        self, status: Any, output: list[wire_replies.OutputItem], usage: Usage | None
-    ) -> wire_replies.ResponseReply:
+        self, status: Any, output: list[wire.OutputItem], usage: Usage | None
+    ) -> wire.ResponseReply:
         body = self._request
         text = (body.text and body.text.format) or wire.PlainText()
-        return wire_replies.ResponseReply(
+        return wire.ResponseReply(
             id=self.id,
             created_at=self.created,
             model=self.model,
@@ -246,13 +239,13 @@ class ResponseRenderer:
         )
 
 
-def _wire_usage(usage: Usage) -> wire_replies.ResponseUsage:
-    return wire_replies.ResponseUsage(
+def _wire_usage(usage: Usage) -> wire.ResponseUsage:
+    return wire.ResponseUsage(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        input_tokens_details=wire_replies.InputDetails(
+        input_tokens_details=wire.InputDetails(
             cached_tokens=usage.cached_tokens, cached_disk_tokens=usage.cached_disk_tokens
         ),
-        output_tokens_details=wire_replies.OutputDetails(reasoning_tokens=usage.reasoning_tokens),
+        output_tokens_details=wire.OutputDetails(reasoning_tokens=usage.reasoning_tokens),
     )

@@ -7,16 +7,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.core.begin import Job
-from edgeinfer.server.core.bodies import decode, decode_query
-from edgeinfer.server.core.exchange import exchange_of, json_reply, with_engine
-from edgeinfer.server.core.kept import Cut, Kept
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.stream import answer
+from edgeinfer.server.answer_journal import Cut, Kept
+from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
-from edgeinfer.server.responses.wire import InputItemsQuery, ResponsesRequest, StoredQuery
-from edgeinfer.server.responses.wire_replies import DeletedResponse, InputTokensReply
+from edgeinfer.server.responses.wire import (
+    DeletedResponse,
+    InputItemsQuery,
+    InputTokensReply,
+    ResponsesRequest,
+    StoredQuery,
+)
 
 
 async def responses(request: Request) -> Response:

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.server.core.exchange import Exchange
-from edgeinfer.server.core.kept import Cut, Kept, KeptAnswers
-from edgeinfer.server.core.problems import Problem, from_error
-from edgeinfer.server.core.reading import Reading
-from edgeinfer.server.openai.errors import sentence
-from edgeinfer.server.responses import wire, wire_replies
+from edgeinfer.server.answer_journal import Cut, Kept, KeptAnswers
+from edgeinfer.server.context import Exchange
+from edgeinfer.server.openai.render import sentence
+from edgeinfer.server.problems import Problem, from_error
+from edgeinfer.server.request_body import Reading
+from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.render import ResponseRenderer
 
 _OFF = "responses are not stored, send the conversation; `store-responses` under [serve] switches it on"
@@ -31,7 +31,7 @@ class Stored(msgspec.Struct):
     """What is kept beside an answer: the items before it, and the response before it has ended."""
 
     items: tuple[wire.Item, ...]
-    in_progress: wire_replies.ResponseReply
+    in_progress: wire.ResponseReply
     is_cancelled: bool = False
 
 
@@ -104,7 +104,7 @@ def _check_background(body: wire.ResponsesRequest, *, is_on: bool) -> None:
         raise Problem(400, "'background' needs 'store'.", param="background", code="invalid_value")
 
 
-def _as_queued(reply: wire_replies.ResponseReply) -> bytes:
+def _as_queued(reply: wire.ResponseReply) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(reply, status="queued"))
 
 
@@ -121,7 +121,7 @@ def cancel(kept: Kept) -> bytes:
     return reply_of(kept)
 
 
-def input_items(kept: Kept, name: str, query: wire.InputItemsQuery) -> wire_replies.InputItems:
+def input_items(kept: Kept, name: str, query: wire.InputItemsQuery) -> wire.InputItems:
     """A page of what the response called `name` answers. Raises Problem 400."""
     items = [_shown(item, f"{name}_{n}") for n, item in enumerate(_about(kept).items)]
     if query.order == "desc":
@@ -131,7 +131,7 @@ def input_items(kept: Kept, name: str, query: wire.InputItemsQuery) -> wire_repl
         raise Problem(400, f"No item has the id '{query.after}'.", param="after", code="invalid_value")
     begin = 0 if query.after is None else ids.index(query.after) + 1
     page = items[begin : begin + query.limit]
-    return wire_replies.InputItems(
+    return wire.InputItems(
         data=page,
         first_id=page[0]["id"] if page else None,
         last_id=page[-1]["id"] if page else None,
@@ -175,7 +175,7 @@ def _failed(kept: Kept) -> bytes:
     problem = from_error(cause) if isinstance(cause, EdgeInferError) else cause
     if not isinstance(problem, Problem):
         problem = Problem(500, "The response could not be made.", code="server_error")
-    error = wire_replies.ResponseError(code=problem.code or "server_error", message=sentence(problem))
+    error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
     reply = msgspec.structs.replace(_about(kept).in_progress, status="failed", error=error)
     return msgspec.json.encode(reply)
 

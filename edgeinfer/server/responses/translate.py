@@ -17,7 +17,7 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
-from edgeinfer.server.core.request_parts import (
+from edgeinfer.server.request_fields import (
     allowed,
     caching,
     loras,

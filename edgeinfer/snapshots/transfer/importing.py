@@ -25,7 +25,7 @@ from edgeinfer.host import Host
 from edgeinfer.launcher import messages
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.names import Reference, reference, tamed_file_name
+from edgeinfer.models.names import Reference, parse_reference, sanitize_file_name
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
@@ -287,7 +287,7 @@ class Placing:
     def refuse_other_wishes(self) -> None:
         """Raises SnapshotStaleError where this user's models.toml names what the snapshot lacks."""
         what = self._what
-        entry = load_catalog().get(reference(what.model).name)
+        entry = load_catalog().get(parse_reference(what.model).name)
         for option in (LORA, DRAFT):
             wish = entry and getattr(entry, option.field)
             if wish and option.field not in what.requested:
@@ -335,7 +335,7 @@ class Placing:
         self._progress("model", None)
         need_room(paths.models_dir(), 2 * sum(one.size for one in files), name)
         with _scratch() as work:
-            found = {one.member: work / tamed_file_name(one.path) for one in files}
+            found = {one.member: work / sanitize_file_name(one.path) for one in files}
             self._unpack(found)
             return _pulled(name, found[files[0].member], in_place=False)
 

@@ -31,7 +31,7 @@ def opened(artifact: OciArtifact) -> Iterator[RegistryStore]:
         with http_client.client(str(artifact), _TIMEOUT_S) as client:
             yield RegistryStore(artifact, client)
     except httpx2.TransportError as error:
-        raise DownloadError(f"{artifact}: {http_client.describe_trouble(error)}") from error
+        raise DownloadError(f"{artifact}: {http_client.describe_transport_error(error)}") from error
 
 
 class RegistryStore(Registry):

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, QueueFullError
-from edgeinfer.runtime.engine import LlamaEngine, _exactness, load_engine
+from edgeinfer.runtime.engine import LlamaEngine, _batch_invariance, load_engine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.memory_plan import plan
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
-from edgeinfer.runtime.scheduler.executor import Execution
-from edgeinfer.runtime.scheduler.prefill_policy import Exactness
-from edgeinfer.runtime.scheduler.sequence import Part
+from edgeinfer.runtime.scheduler.executor import Executor
+from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
+from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 GREEDY = Sampling(temperature=0)
 SUBJECTS = (
@@ -164,9 +164,9 @@ def test_the_attention_that_serves_decides_what_is_exact(
 ) -> None:
     loaded, build = engine._loaded, libllama.build_info()
     capped = replace(loaded, meta=loaded.meta | {"gemma2.attn_logit_softcapping": "50.0"})
-    unbounded = Exactness(rows=loaded.n_batch, cells=None)
+    unbounded = BatchInvariance(rows=loaded.n_batch, cells=None)
     is_f16 = loaded.choices["kv_type"].value == "f16"
-    llamas = Exactness(rows=60, cells=192) if is_f16 else unbounded
+    llamas = BatchInvariance(rows=60, cells=192) if is_f16 else unbounded
     for attention, model, expected in (
         ("v3", loaded, unbounded),
         ("v3", capped, llamas),
@@ -175,7 +175,7 @@ def test_the_attention_that_serves_decides_what_is_exact(
         monkeypatch.setattr(
             libllama, "build_info", lambda a=attention: msgspec.structs.replace(build, attention=a)
         )
-        assert _exactness(model) == expected
+        assert _batch_invariance(model) == expected
 
 
 def test_a_prefix_shared_by_many_is_computed_once(plain: LlamaEngine) -> None:
@@ -283,16 +283,16 @@ def test_a_long_prompt_does_not_stop_a_running_stream(
     """Every step that computes a part of the prompt computes the stream's next token too."""
     plain.park()
     steps: list[list[bool]] = []
-    run = Execution.run
+    run = Executor.run
 
-    def spy(execution: Execution, parts: list[Part]) -> float | None:
-        steps.append([part.is_prefill for part in parts])
-        return run(execution, parts)
+    def spy(execution: Executor, entries: list[BatchEntry]) -> float | None:
+        steps.append([entry.is_prefill for entry in entries])
+        return run(execution, entries)
 
     running = iter(plain.submit(written("tea", max_tokens=900)))
     while not isinstance(next(running), TextDelta):
         pass
-    monkeypatch.setattr(Execution, "run", spy)
+    monkeypatch.setattr(Executor, "run", spy)
     list(plain.submit(written("", prompt="word " * 800, max_tokens=1)))
     running.close()  # type: ignore[attr-defined]
     with_prompt = [kinds for kinds in steps if any(kinds)]
@@ -343,7 +343,7 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
         )
         stream = engine.submit(ask)
         list(stream)
-        kept = max((r.tokens for r in engine._scheduler.kv.residents), key=len)
+        kept = max((r.tokens for r in engine._scheduler.kv.cached_sequences), key=len)
         assert b"marmalade" in engine.detokenize(kept)
     finally:
         engine.close()
@@ -386,7 +386,7 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
     engine = load(smollm2, n_parallel=2)
     try:
         with monkeypatch.context() as broken:
-            broken.setattr(engine._scheduler.execution._batch, "decode", lambda context: -3)
+            broken.setattr(engine._scheduler.executor._batch, "decode", lambda context: -3)
             for generation in [engine.submit(written("tea")), engine.submit(written("ink"))]:
                 with pytest.raises(DecodeError):
                     list(generation)

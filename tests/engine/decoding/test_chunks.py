@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.runtime.scheduler.prefill_policy import Chunks, Exactness, lendable_s
+from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, Chunks, decode_budget_s
 
 
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
-    made = Chunks(Exactness(rows=rows, cells=None))
+    made = Chunks(BatchInvariance(rows=rows, cells=None))
     for _ in range(50):
         made.note(100, 100 * ms_per_token / 1000, is_long=True)
     return made
@@ -55,7 +55,7 @@ def test_few_tokens_say_nothing_about_many() -> None:
 
 
 def test_a_long_prompt_lends_a_tenth_of_its_time_and_a_second_ahead() -> None:
-    assert lendable_s(0.0, 4.0) == pytest.approx(0.4)
-    assert lendable_s(0.0, 600.0) == pytest.approx(1.0)
-    assert lendable_s(500.0, 100.0) == pytest.approx(51.0)
-    assert lendable_s(30.0, 0.0) == pytest.approx(3.0)
+    assert decode_budget_s(0.0, 4.0) == pytest.approx(0.4)
+    assert decode_budget_s(0.0, 600.0) == pytest.approx(1.0)
+    assert decode_budget_s(500.0, 100.0) == pytest.approx(51.0)
+    assert decode_budget_s(30.0, 0.0) == pytest.approx(3.0)

@@ -15,7 +15,7 @@ from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.scheduler.executor import Interruptions
+from edgeinfer.runtime.scheduler.executor import StepCancellation
 
 from ..remembering.conftest import ask, heard, load, text
 
@@ -112,28 +112,28 @@ def test_prompts_without_answers_leave_their_places_to_others(smollm2: Path) -> 
 
 def test_little_work_is_lost_for_newcomers() -> None:
     asked = threading.Event()
-    interruptions = Interruptions(asked.set)
-    interruptions.for_newcomer(10)
+    cancellation = StepCancellation(asked.set)
+    cancellation.for_incoming_request(10)
     assert not asked.is_set()
-    interruptions.begin(is_early=False, expected_s=600.0)
-    interruptions.for_newcomer(5000)
+    cancellation.begin(is_prefill_only=False, expected_s=600.0)
+    cancellation.for_incoming_request(5000)
     assert not asked.is_set()
-    interruptions.for_newcomer(10)
+    cancellation.for_incoming_request(10)
     assert asked.is_set()
-    interruptions.end(lost=True)
+    cancellation.end(lost=True)
     asked.clear()
-    interruptions._allowed_s = 0.0
-    interruptions.begin(is_early=False, expected_s=600.0)
-    interruptions.for_newcomer(10)
+    cancellation._allowed_s = 0.0
+    cancellation.begin(is_prefill_only=False, expected_s=600.0)
+    cancellation.for_incoming_request(10)
     assert not asked.is_set()
-    interruptions._allowed_s = 600.0
-    interruptions.end(lost=False)
+    cancellation._allowed_s = 600.0
+    cancellation.end(lost=False)
     for expected_s in (0.0, 0.1):
-        interruptions.begin(is_early=False, expected_s=expected_s)
-        interruptions._began = time.monotonic() - 0.6 * expected_s
-        interruptions.for_newcomer(10)
+        cancellation.begin(is_prefill_only=False, expected_s=expected_s)
+        cancellation._began = time.monotonic() - 0.6 * expected_s
+        cancellation.for_incoming_request(10)
         assert not asked.is_set()
-    interruptions.for_cancel([True, False])
+    cancellation.for_cancel([True, False])
     assert not asked.is_set()
-    interruptions.for_cancel([True, True])
+    cancellation.for_cancel([True, True])
     assert asked.is_set()

@@ -40,7 +40,7 @@ def decode(drafting: Drafting, answer: Sequence[int], price: Price | None) -> li
         while right < len(drafts) and drafts[right] == rest[right]:
             right += 1
         tokens += rest[: right + 1]
-        drafting.settle(tokens, len(drafts), right)
+        drafting.record_acceptance(tokens, len(drafts), right)
         drafted.append(len(drafts))
     return drafted
 
@@ -196,7 +196,7 @@ def rate(n_clients: int, share: float, step_s: Callable[[int], float], *, drafts
                     right += 1
                 tokens += rest[: right + 1]
                 n_tokens += right + 1
-                drafting.settle(tokens, len(ours), right)
+                drafting.record_acceptance(tokens, len(ours), right)
             running = [one for one in running if len(one[2]) < 96]
     return n_tokens / took_s
 

@@ -9,11 +9,11 @@ import pytest
 from edgeinfer.runtime.kv_cache.cache import KvCache
 from edgeinfer.runtime.kv_cache.sequence_state import State, whole
 from edgeinfer.runtime.prefix_cache.format import unpack_tokens
-from edgeinfer.runtime.prefix_cache.keys import BlockNames, Names
+from edgeinfer.runtime.prefix_cache.keys import Names, PrefixKeys
 from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks
-from edgeinfer.runtime.prefix_cache.roundtrip_check import Proof
+from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks, forget_conversation
-from edgeinfer.runtime.prefix_cache.writer import BlockWriting
+from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 
 from .test_kvcache import CountingMemory, claim, fill, make
 
@@ -43,13 +43,13 @@ class Side:
         self.kv: KvCache
         self.memory: CountingMemory
         self.kv, self.memory = make(n_cells=1 << 16)
-        self.names = BlockNames(self.blocks, SIZE)
-        self.writing = BlockWriting(
+        self.names = PrefixKeys(self.blocks, SIZE)
+        self.writing = BlockWriter(
             blocks=self.blocks,
             states=_States(),  # type: ignore[arg-type]
             kv=self.kv,
             names=self.names,
-            proof=Proof(self.blocks, _Check()),  # type: ignore[arg-type]
+            verdict=RoundtripVerdict(self.blocks, _Check()),  # type: ignore[arg-type]
         )
 
     def write_all(self) -> None:
@@ -84,9 +84,9 @@ def test_each_block_is_named_and_looked_for_once(side: Side, monkeypatch: pytest
     monkeypatch.setattr(Names, "full", counted_full)
     monkeypatch.setattr(ModelBlocks, "has", counted_has)
     n_blocks = 100
-    resident = claim(side.kv, side.memory, list(range(n_blocks * SIZE + 40)))
-    side.kv.release(resident, keep=True)
-    side.writing.add(resident, LONG_S)
+    cached_seq = claim(side.kv, side.memory, list(range(n_blocks * SIZE + 40)))
+    side.kv.release(cached_seq, keep=True)
+    side.writing.add(cached_seq, LONG_S)
     side.write_all()
     assert counts == {"full": n_blocks, "has": n_blocks}
     assert len(list_blocks(side.store.root)) == n_blocks + 1
@@ -94,17 +94,17 @@ def test_each_block_is_named_and_looked_for_once(side: Side, monkeypatch: pytest
 
 def test_a_cut_on_the_way_to_the_store_is_noticed(side: Side) -> None:
     first = list(range(10 * SIZE))
-    resident = claim(side.kv, side.memory, first)
-    side.kv.release(resident, keep=True)
-    side.writing.add(resident, LONG_S)
+    cached_seq = claim(side.kv, side.memory, first)
+    side.kv.release(cached_seq, keep=True)
+    side.writing.add(cached_seq, LONG_S)
     for _ in range(8):  # the check's step, and seven blocks
         side.writing.work(is_idle=True)
-    resident.active = True
-    assert side.kv.truncate(resident, 3 * SIZE + 10)
+    cached_seq.active = True
+    assert side.kv.truncate(cached_seq, 3 * SIZE + 10)
     other = first[: 3 * SIZE + 10] + list(range(50_000, 50_000 + 5 * SIZE))
-    fill(side.kv, side.memory, resident, other)
-    side.kv.release(resident, keep=True)
-    side.writing.add(resident, LONG_S)
+    fill(side.kv, side.memory, cached_seq, other)
+    side.kv.release(cached_seq, keep=True)
+    side.writing.add(cached_seq, LONG_S)
     side.write_all()
     assert side.there(first) == 7 * SIZE
     assert side.there(other) == 8 * SIZE
@@ -113,23 +113,23 @@ def test_a_cut_on_the_way_to_the_store_is_noticed(side: Side) -> None:
 
 def test_a_shift_on_the_way_to_the_store_ends_it(side: Side) -> None:
     """Keys that were turned are not what was computed."""
-    resident = claim(side.kv, side.memory, list(range(10 * SIZE)))
-    side.kv.release(resident, keep=True)
-    side.writing.add(resident, LONG_S)
+    cached_seq = claim(side.kv, side.memory, list(range(10 * SIZE)))
+    side.kv.release(cached_seq, keep=True)
+    side.writing.add(cached_seq, LONG_S)
     side.writing.work(is_idle=True)
-    resident.active = True
-    assert side.kv.shift(resident, SIZE, 4 * SIZE)
+    cached_seq.active = True
+    assert side.kv.shift(cached_seq, SIZE, 4 * SIZE)
     side.write_all()
-    assert side.there(resident.tokens) <= SIZE
+    assert side.there(cached_seq.tokens) <= SIZE
 
 
 def test_two_conversations_that_share_a_sequence_both_own_it(side: Side) -> None:
-    resident = claim(side.kv, side.memory, list(range(4 * SIZE)))
+    cached_seq = claim(side.kv, side.memory, list(range(4 * SIZE)))
     for conversation in ("one", "two"):
-        resident.conversation = conversation
-        resident.active = True
-        side.kv.release(resident, keep=True)
-        side.writing.add(resident, LONG_S)
+        cached_seq.conversation = conversation
+        cached_seq.active = True
+        side.kv.release(cached_seq, keep=True)
+        side.writing.add(cached_seq, LONG_S)
     side.write_all()
     assert len(list((side.store.root / "owners").iterdir())) == 2
 
@@ -138,20 +138,20 @@ def test_what_is_only_read_ahead_is_written_once_it_is_sent(side: Side) -> None:
     """Typed behind a conversation that is still on its way to the store."""
     said = list(range(3 * SIZE + 100))
     typed = said + list(range(50_000, 50_000 + 2 * SIZE))
-    resident = claim(side.kv, side.memory, said)
-    side.kv.release(resident, keep=True)
-    side.writing.add(resident, LONG_S)
-    resident.active = True
-    side.kv.keep_in_memory(resident)
-    fill(side.kv, side.memory, resident, typed)
-    side.kv.release(resident, keep=True)
+    cached_seq = claim(side.kv, side.memory, said)
+    side.kv.release(cached_seq, keep=True)
+    side.writing.add(cached_seq, LONG_S)
+    cached_seq.active = True
+    side.kv.keep_in_memory(cached_seq)
+    fill(side.kv, side.memory, cached_seq, typed)
+    side.kv.release(cached_seq, keep=True)
     side.write_all()
     assert side.there(typed) == 3 * SIZE
     tail = next(b for b in map(side.blocks.header, _names(side)) if b is not None and b.kind == "tail")
     assert unpack_tokens(tail.tokens) == said[3 * SIZE :]
 
-    resident.memory_only_from = None
-    side.writing.add(resident, LONG_S)
+    cached_seq.memory_only_from = None
+    side.writing.add(cached_seq, LONG_S)
     side.write_all()
     assert side.there(typed) == 5 * SIZE
 
@@ -176,10 +176,10 @@ def _names(side: Side) -> list[bytes]:
 
 def test_a_killed_process_leaves_no_block_without_owner(side: Side) -> None:
     said = list(range(4 * SIZE))
-    resident = claim(side.kv, side.memory, said)
-    resident.conversation = "talk"
-    side.kv.release(resident, keep=True)
-    side.writing.add(resident, LONG_S)
+    cached_seq = claim(side.kv, side.memory, said)
+    cached_seq.conversation = "talk"
+    side.kv.release(cached_seq, keep=True)
+    side.writing.add(cached_seq, LONG_S)
     while not list_blocks(side.store.root):
         side.writing.work(is_idle=True)
         assert side.blocks.writer.flush(60)
@@ -189,13 +189,13 @@ def test_a_killed_process_leaves_no_block_without_owner(side: Side) -> None:
 
 
 def test_a_forgotten_conversation_that_goes_on_can_be_forgotten_again(side: Side) -> None:
-    resident = claim(side.kv, side.memory, list(range(2 * SIZE)))
+    cached_seq = claim(side.kv, side.memory, list(range(2 * SIZE)))
     for n in (2, 3):
         said = list(range(n * SIZE))
-        resident.active, resident.conversation = True, "talk"
-        fill(side.kv, side.memory, resident, said)
-        side.kv.release(resident, keep=True)
-        side.writing.add(resident, LONG_S)
+        cached_seq.active, cached_seq.conversation = True, "talk"
+        fill(side.kv, side.memory, cached_seq, said)
+        side.kv.release(cached_seq, keep=True)
+        side.writing.add(cached_seq, LONG_S)
         side.write_all()
         assert side.there(said) == n * SIZE
         assert forget_conversation(side.store.root, "talk") > 0

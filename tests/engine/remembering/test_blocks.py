@@ -17,7 +17,7 @@ from edgeinfer.runtime.events import Finished, TokenLogprobs
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.prefix_cache.format import Block
 from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
-from edgeinfer.runtime.prefix_cache.retention import Limits, kept_names, list_blocks
+from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks, retained_names
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_all, forget_conversation
 from edgeinfer.runtime.scheduler.prefixes import restoring
 from edgeinfer.runtime.scheduler.sequence import Sequence
@@ -50,7 +50,7 @@ def test_a_fresh_engine_goes_on_bit_for_bit(store: BlockStore, model: Path, kv_t
         assert (usage.cached_tokens, usage.cached_disk_tokens) == (n, n)
         # llama.cpp's attention over an f16 cache splits a lone token's among threads by the cells that
         # are used, and the engine that has never stopped uses more of them from its second request on
-        exact = len(answer) if engine._scheduler._exactness.cells is None or n == 899 else 1
+        exact = len(answer) if engine._scheduler._batch_invariance.cells is None or n == 899 else 1
         assert found[:exact] == answer[:exact]
         engine.close()
 
@@ -67,7 +67,7 @@ def test_memory_first_then_the_store(engine: LlamaEngine, store: BlockStore) -> 
     metrics = engine.metrics()
     assert metrics.cached_disk_tokens_total == len(tokens) - 1
     assert metrics.block_bytes_written_total > metrics.block_bytes_read_total > 0
-    assert metrics.kv_used_tokens == len(engine._scheduler.kv.residents[0].tokens)
+    assert metrics.kv_used_tokens == len(engine._scheduler.kv.cached_sequences[0].tokens)
 
 
 def test_the_few_tokens_behind_the_last_whole_block_are_kept(
@@ -114,7 +114,7 @@ def test_a_new_session_of_an_agent_finds_all_that_its_sessions_share(
     for tokens in sessions[:2]:
         heard(engine, ask(tokens, preamble="codex", max_tokens=0, logprobs=None))
     assert engine.flush_blocks()
-    assert len(kept_names(store.root)) == len(shared) // BLOCK_TOKENS
+    assert len(retained_names(store.root)) == len(shared) // BLOCK_TOKENS
     engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
     _, usage = heard(engine, ask(sessions[2], preamble="codex"))
     together = max(common_prefix(sessions[2], session) for session in sessions[:2])
@@ -141,7 +141,7 @@ class _Running(NamedTuple):
     restore: object
     is_prefill_only: bool = False
     is_decoding: bool = False
-    resident: object = True
+    cached_seq: object = True
 
 
 def test_what_nobody_waits_for_stands_back_from_the_disk() -> None:
@@ -152,7 +152,7 @@ def test_what_nobody_waits_for_stands_back_from_the_disk() -> None:
         ([asked], [asked]),
         ([_Running(restore=None)], []),  # it is being computed
         ([_Running(restore=None, is_decoding=True)], [early]),
-        ([_Running(restore=None, resident=None)], [early]),  # it waits for these cells
+        ([_Running(restore=None, cached_seq=None)], [early]),  # it waits for these cells
     ):
         running = cast(list[Sequence], [early, *beside])
         assert restoring(running) == wanted
@@ -175,8 +175,8 @@ def test_whose_blocks_are_is_noted_when_they_are_written(
     late.set()
     assert engine.flush_blocks()
     written = [block.path.stem for block in list_blocks(store.root) if block.path not in others]
-    resident = next(r for r in engine._scheduler.kv.residents if r.conversation == "talk")
-    assert written[-1] == blocks.names.chain(resident.tokens, (), "")[1].hex()
+    cached_seq = next(r for r in engine._scheduler.kv.cached_sequences if r.conversation == "talk")
+    assert written[-1] == blocks.names.chain(cached_seq.tokens, (), "")[1].hex()
     assert len(written) > 1
     assert forget_conversation(store.root, "talk") > 0
     assert {block.path for block in list_blocks(store.root)} == others
@@ -287,22 +287,22 @@ def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("is_read_ahead", [False, True])
+@pytest.mark.parametrize("is_prefetched", [False, True])
 def test_a_long_prompt_passes_over_no_cells_of_who_can_come_back(
-    engine: LlamaEngine, is_read_ahead: bool
+    engine: LlamaEngine, is_prefetched: bool
 ) -> None:
     """Only of what was read ahead, for a request that is yet to come."""
     first = tuple(engine.tokenize(text(1200)))[:1100]
     other = tuple(engine.tokenize(text(600, 4000)))[:600]
-    nothing = {"max_tokens": 0, "logprobs": None} if is_read_ahead else {}
+    nothing = {"max_tokens": 0, "logprobs": None} if is_prefetched else {}
     heard(engine, ask(first, **nothing))
     assert engine.flush_blocks()
     (wanted,), _ = heard(engine, ask(first, max_tokens=1))
-    if is_read_ahead:
+    if is_prefetched:
         heard(engine, ask(first, **nothing))
     heard(engine, ask(other))
     (found,), usage = heard(engine, ask(first, max_tokens=1))
-    assert (usage.cached_tokens, usage.cached_disk_tokens) == (1099, 0 if is_read_ahead else 1099)
+    assert (usage.cached_tokens, usage.cached_disk_tokens) == (1099, 0 if is_prefetched else 1099)
     # over an f16 cache a lone token's attention is split among threads by the cells that are used
     chosen = [cast(TokenLogprobs, one).chosen.token_id for one in (found, wanted)]
     assert chosen[0] == chosen[1]
@@ -334,12 +334,12 @@ def test_a_model_whose_check_fails_keeps_nothing(
     blocks = engine._scheduler.prefixes.blocks
     assert blocks is not None
     monkeypatch.setattr(
-        blocks.proof._check, "step", lambda: "after a restore the next logits differ by 2"
+        blocks.verdict._check, "step", lambda: "after a restore the next logits differ by 2"
     )
     tokens = tuple(engine.tokenize(text(600)))
     heard(engine, ask(tokens))
     assert engine.flush_blocks()
-    assert blocks.proof.is_refused
+    assert blocks.verdict.is_refused
     assert list_blocks(store.root) == []
     assert blocks.blocks.read_check() == "after a restore the next logits differ by 2"
 

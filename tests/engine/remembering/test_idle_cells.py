@@ -135,7 +135,7 @@ def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path, resume
             > 0
         )
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
-    pinned = tuple(engine._scheduler.kv.residents[0].tokens)
+    pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
     asked = ask(pinned + tuple(engine.tokenize(text(700))))
     wanted, usage = heard(engine, asked)
     assert usage.cached_tokens == n_pinned

@@ -79,7 +79,7 @@ def test_nothing_is_read_twice(model: Path, smollm2: Path, tmp_path: Path) -> No
     assert engine.flush_blocks()
     blocks = engine._scheduler.prefixes.blocks
     assert blocks is not None
-    assert blocks.proof.found == "exact"
+    assert blocks.verdict.found == "exact"
     oracle = {}
     for _, asked, _ in talk.prompts():
         oracle[asked], _ = heard(engine, ask(asked, cache_prompt=False))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgeinfer.runtime.kv_cache.cache import Closest, KvCache, Resident, closest, common_prefix
+from edgeinfer.runtime.kv_cache.cache import CachedSequence, Closest, KvCache, closest, common_prefix
 
 
 class CountingMemory:
@@ -14,9 +14,9 @@ class CountingMemory:
     does.
     """
 
-    def __init__(self, *, can_cut: bool = True) -> None:
+    def __init__(self, *, supports_truncation: bool = True) -> None:
         self.sequences: dict[int, dict[int, object]] = {}
-        self._can_cut = can_cut
+        self._supports_truncation = supports_truncation
 
     def store(self, seq_id: int, start: int, n: int) -> None:
         held = self.sequences.setdefault(seq_id, {})
@@ -26,7 +26,7 @@ class CountingMemory:
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
         held = self.sequences.get(seq_id, {})
-        if not self._can_cut and start > 0:
+        if not self._supports_truncation and start > 0:
             return False
         low = max(0, start)
         for pos in [p for p in held if p >= low and (end < 0 or p < end)]:
@@ -48,24 +48,24 @@ class CountingMemory:
 
 
 def make(n_cells: int = 64, n_seq_max: int = 4, **options: bool) -> tuple[KvCache, CountingMemory]:
-    memory = CountingMemory(can_cut=not options.get("whole_only", False))
+    memory = CountingMemory(supports_truncation=options.get("supports_truncation", True))
     return KvCache(memory, n_cells=n_cells, n_seq_max=n_seq_max, **options), memory
 
 
-def fill(kv: KvCache, memory: CountingMemory, resident: Resident, tokens: list[int]) -> None:
-    new = tokens[len(resident.tokens) :]
-    memory.store(resident.seq_id, len(resident.tokens), len(new))
-    kv.extend(resident, new)
+def fill(kv: KvCache, memory: CountingMemory, cached_seq: CachedSequence, tokens: list[int]) -> None:
+    new = tokens[len(cached_seq.tokens) :]
+    memory.store(cached_seq.seq_id, len(cached_seq.tokens), len(new))
+    kv.extend(cached_seq, new)
 
 
 def claim(
     kv: KvCache, memory: CountingMemory, tokens: list[int], adapters: tuple[tuple[str, float], ...] = ()
-) -> Resident:
-    resident = kv.claim(tokens, adapters)
-    assert resident is not None
-    kv.truncate(resident, common_prefix(resident.tokens, tokens[:-1]))
-    fill(kv, memory, resident, tokens)
-    return resident
+) -> CachedSequence:
+    cached_seq = kv.claim(tokens, adapters)
+    assert cached_seq is not None
+    kv.truncate(cached_seq, common_prefix(cached_seq.tokens, tokens[:-1]))
+    fill(kv, memory, cached_seq, tokens)
+    return cached_seq
 
 
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 200])
@@ -112,7 +112,7 @@ def test_what_is_not_kept_waits_until_nobody_runs_and_serves_nobody() -> None:
     assert kv.used_cells == memory.cells == 20
     assert kv.match(list(range(12)), ()) == (None, 0)
     assert kv.make_room(190)
-    assert kv.residents == [running]
+    assert kv.cached_sequences == [running]
     kv.release(running, keep=False)
     assert kv.used_cells == memory.cells == 0
 
@@ -127,12 +127,14 @@ def test_beside_many_only_the_newest_short_ones_are_kept(n_running: int, left: i
     for base in range(1000, 1900, 100):
         ended.append(claim(kv, memory, list(range(base, base + 60))))
         kv.release(ended[-1], keep=True)
-    reusable = [resident for resident in ended if kv.match([*resident.tokens, 1], ())[0] is resident]
+    reusable = [
+        cached_seq for cached_seq in ended if kv.match([*cached_seq.tokens, 1], ())[0] is cached_seq
+    ]
     assert reusable == ended[-left:]
     assert kv.match([*long.tokens, 1], ())[0] is long
-    for resident in running:
-        kv.release(resident, keep=True)
-    assert sum(r.ghost for r in kv.residents) == 0
+    for cached_seq in running:
+        kv.release(cached_seq, keep=True)
+    assert sum(r.pending_free for r in kv.cached_sequences) == 0
 
 
 def test_other_adapters_share_nothing() -> None:
@@ -147,15 +149,15 @@ def test_other_adapters_share_nothing() -> None:
 def test_least_recently_used_goes_first_and_pinned_last() -> None:
     kv, memory = make(n_cells=30, n_seq_max=8)
     pinned, old, new = (claim(kv, memory, [base + i for i in range(10)]) for base in (100, 200, 300))
-    for resident in (pinned, old, new):
-        kv.release(resident, keep=True)
+    for cached_seq in (pinned, old, new):
+        kv.release(cached_seq, keep=True)
     pinned.pinned = True
     assert kv.make_room(10)
-    assert kv.residents == [pinned, new]
+    assert kv.cached_sequences == [pinned, new]
     assert kv.make_room(20)
-    assert kv.residents == [pinned]
+    assert kv.cached_sequences == [pinned]
     assert kv.make_room(30)
-    assert kv.residents == []
+    assert kv.cached_sequences == []
     assert memory.cells == kv.used_cells == 0
 
 
@@ -191,7 +193,7 @@ def test_a_shift_of_shared_cells_is_refused() -> None:
 
 
 def test_state_that_cannot_be_cut_is_reused_whole_or_not() -> None:
-    kv, memory = make(whole_only=True)
+    kv, memory = make(supports_truncation=False)
     kv.release(claim(kv, memory, [1, 2, 3]), keep=True)
     assert kv.match([1, 2, 9, 9], ()) == (None, 0)
     source, n = kv.match([1, 2, 3, 4], ())
@@ -207,40 +209,40 @@ def test_state_that_cannot_be_cut_is_reused_whole_or_not() -> None:
 def test_random_histories_keep_the_books_right(seed: int) -> None:
     rng = random.Random(seed)
     kv, memory = make(n_cells=120, n_seq_max=6)
-    active: list[Resident] = []
+    active: list[CachedSequence] = []
     for _ in range(200):
         action = rng.choice(["claim", "extend", "release", "truncate", "shift", "drop"])
         if action == "claim" and kv.free_cells >= 30:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 25))]
-            resident = kv.claim(tokens, ())
-            if resident is not None:
-                kv.truncate(resident, common_prefix(resident.tokens, tokens[:-1]))
-                fill(kv, memory, resident, tokens)
-                active.append(resident)
+            cached_seq = kv.claim(tokens, ())
+            if cached_seq is not None:
+                kv.truncate(cached_seq, common_prefix(cached_seq.tokens, tokens[:-1]))
+                fill(kv, memory, cached_seq, tokens)
+                active.append(cached_seq)
         elif action == "extend" and active and kv.make_room(5):
-            resident = rng.choice(active)
-            fill(kv, memory, resident, resident.tokens + [rng.randrange(2) for _ in range(5)])
+            cached_seq = rng.choice(active)
+            fill(kv, memory, cached_seq, cached_seq.tokens + [rng.randrange(2) for _ in range(5)])
         elif action == "release" and active:
             kv.release(active.pop(rng.randrange(len(active))), keep=rng.random() < 0.7)
         elif action == "truncate" and active:
-            resident = rng.choice(active)
-            kv.truncate(resident, rng.randrange(len(resident.tokens) + 1))
+            cached_seq = rng.choice(active)
+            kv.truncate(cached_seq, rng.randrange(len(cached_seq.tokens) + 1))
         elif action == "shift" and active:
-            resident = rng.choice(active)
-            if len(resident.tokens) > 6:
-                kv.shift(resident, 2, 3)
+            cached_seq = rng.choice(active)
+            if len(cached_seq.tokens) > 6:
+                kv.shift(cached_seq, 2, 3)
         elif action == "drop":
             kv.make_room(rng.randrange(60))
         assert kv.used_cells == memory.cells
-        for resident in kv.residents:
-            assert sorted(memory.sequences.get(resident.seq_id, {})) == list(
-                range(len(resident.tokens))
+        for cached_seq in kv.cached_sequences:
+            assert sorted(memory.sequences.get(cached_seq.seq_id, {})) == list(
+                range(len(cached_seq.tokens))
             )
-    for resident in active:
-        kv.release(resident, keep=False)
+    for cached_seq in active:
+        kv.release(cached_seq, keep=False)
     kv.drop_idle(pinned=True)
     assert kv.used_cells == memory.cells == 0
-    assert kv.residents == []
+    assert kv.cached_sequences == []
 
 
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
@@ -250,9 +252,9 @@ def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
     private.is_private = True
     fill(kv, memory, private, [1, 2, 3])
     assert kv.match([1, 2, 3, 4], ()) == (None, 0)
-    assert closest(kv.residents, [1, 2, 9], (), "") == Closest()
+    assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest()
     kv.release(private, keep=False)
-    assert closest(kv.residents, [1, 2, 9], (), "") == Closest()
+    assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest()
 
 
 def test_the_text_of_a_pinned_prompt_is_shared_but_not_shown() -> None:
@@ -261,6 +263,6 @@ def test_the_text_of_a_pinned_prompt_is_shared_but_not_shown() -> None:
     kv.release(pinned, keep=True)
     pinned.pinned = True
     assert kv.match([1, 2, 9, 9], (), "a key's") == (pinned, 2)
-    assert closest(kv.residents, [1, 2, 9], (), "a key's") == Closest(2, ())
+    assert closest(kv.cached_sequences, [1, 2, 9], (), "a key's") == Closest(2, ())
     pinned.pinned = False
-    assert closest(kv.residents, [1, 2, 9], (), "") == Closest(2, (3,))
+    assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest(2, (3,))

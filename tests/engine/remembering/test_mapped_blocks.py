@@ -85,7 +85,7 @@ def test_behind_a_pinned_prompt_too(store: BlockStore, smollm2: Path) -> None:
         engine = load(smollm2, store)
         n_pinned = engine.prefill_system("You are a poet.")
         assert n_pinned % 32 != 0
-        pinned = tuple(engine._scheduler.kv.residents[0].tokens)
+        pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
         answers.append(heard(engine, ask(pinned + tuple(engine.tokenize(text(N_TOKENS))))))
         n_mapped = mapped(engine)
         assert engine.flush_blocks()
@@ -182,8 +182,8 @@ def test_a_state_passes_between_contexts_that_copy_otherwise(
     heard(one, ask(tokens))
     states = one._scheduler._idle_cells._states
     assert states is not None
-    resident = one._scheduler.kv.residents[0]
-    state = states.read(resident.seq_id, 0, 256)
+    cached_seq = one._scheduler.kv.cached_sequences[0]
+    state = states.read(cached_seq.seq_id, 0, 256)
     assert state is not None
     assert len(state.pieces) == 2 * N_TENSORS + 1
     assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(one._loaded.cells.rows)

@@ -9,7 +9,7 @@ import pytest
 from made_decoders import make_lfm2
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Points, tokens_to_next
+from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints, tokens_to_next_checkpoint
 from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
@@ -76,7 +76,7 @@ def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
     heard(engine, ask(question, max_tokens=50))
     assert engine.flush_blocks()
     assert engine._scheduler.prefixes.blocks is not None
-    assert engine._scheduler.prefixes.blocks.proof.found == "exact"
+    assert engine._scheduler.prefixes.blocks.verdict.found == "exact"
     engine._scheduler.prefixes.blocks = None
     other = question + tuple(engine.tokenize("the answer without its reasoning, and a question"))
     wanted = [heard(engine, ask(request))[0] for request in (question, other)]
@@ -90,25 +90,25 @@ def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
 
 
 class _States:
-    def read_point(self, seq_id: int) -> memoryview:
+    def read_checkpoint(self, seq_id: int) -> memoryview:
         return memoryview(bytes(10))
 
-    def write_point(self, seq_id: int, state: memoryview) -> bool:
+    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
         return True
 
 
 def test_points_are_bounded_and_the_oldest_go() -> None:
-    points = Points(_States(), most_bytes=25)
+    checkpoints = Checkpoints(_States(), most_bytes=25)
     one, two = [], []  # type: ignore[var-annotated]
-    points.take(one, 0, 5)
-    points.take(one, 0, 5)
-    points.take(one, 0, 9)
-    points.take(two, 1, 7)
+    checkpoints.save(one, 0, 5)
+    checkpoints.save(one, 0, 5)
+    checkpoints.save(one, 0, 9)
+    checkpoints.save(two, 1, 7)
     assert [p.n_tokens for p in one] == [9]
     assert [p.n_tokens for p in two] == [7]
-    assert points.best(one, 8) is None
-    points.forget(one)
-    points.take(two, 1, 8)
+    assert checkpoints.latest_before(one, 8) is None
+    checkpoints.drop_after(one)
+    checkpoints.save(two, 1, 8)
     assert [p.n_tokens for p in two] == [7, 8]
 
 
@@ -117,4 +117,4 @@ def test_points_are_bounded_and_the_oldest_go() -> None:
     [(0, 10, 10), (0, 100, 99), (99, 100, 1), (0, 5000, 2048), (2000, 5000, 48), (90, 100, 10)],
 )
 def test_steps_end_where_points_are_taken(n_past: int, n_tokens: int, expected: int) -> None:
-    assert tokens_to_next(n_past, n_tokens) == expected
+    assert tokens_to_next_checkpoint(n_past, n_tokens) == expected

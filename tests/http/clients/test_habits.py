@@ -10,10 +10,10 @@ import pytest
 
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.core.models.values import Loaded
+from edgeinfer.server.app import find
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.operations import find
+from edgeinfer.server.model_pool import Loaded
 
 HI = [{"role": "user", "content": "hi"}]
 PAGE = "http://page.test"

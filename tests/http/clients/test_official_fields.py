@@ -15,8 +15,8 @@ import pytest
 from typing_extensions import get_type_hints, is_typeddict
 
 from edgeinfer.server.anthropic.wire import MessagesRequest
-from edgeinfer.server.core.reading import facts_of
 from edgeinfer.server.openai.wire import ChatRequest, CompletionRequest, EmbeddingRequest
+from edgeinfer.server.request_body import facts_of
 from edgeinfer.server.responses.wire import ResponsesRequest
 
 ROUTES = [

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.core.dialect import Dialect, Operation
+from edgeinfer.server.app import DIALECTS, OPERATIONS, find
+from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.openapi import document
-from edgeinfer.server.operations import DIALECTS, OPERATIONS, find
 
 
 class Sorry(msgspec.Struct):

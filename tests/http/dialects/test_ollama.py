@@ -11,8 +11,8 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Infill, JsonSchema
-from edgeinfer.server.core.models.values import Loaded
-from edgeinfer.server.core.request_parts import keep_alive_s
+from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.request_fields import keep_alive_s
 
 HI = [{"role": "user", "content": "hi"}]
 INFO = msgspec.structs.replace(

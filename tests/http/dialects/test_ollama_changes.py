@@ -20,7 +20,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.server.core.models.values import Loaded
+from edgeinfer.server.model_pool import Loaded
 
 REPO = "someone/Tiny-GGUF"
 

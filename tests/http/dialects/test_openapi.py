@@ -11,10 +11,10 @@ import sys
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.values import Loaded
+from edgeinfer.server.app import DIALECTS, OPERATIONS
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.model_pool import Loaded
 from edgeinfer.server.openapi import document
-from edgeinfer.server.operations import DIALECTS, OPERATIONS
 
 #: Fuzzed examples an operation, beside those that cover each schema's edges. `make fuzz-http` asks for
 #: more.

@@ -10,9 +10,9 @@ import pytest
 
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate as Door
+from edgeinfer.server.limits import Limits
 
 URL = "/v1/responses"
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}

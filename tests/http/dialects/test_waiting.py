@@ -11,7 +11,7 @@ from edgeinfer.errors import ContextLengthError, from_fields, to_fields
 from edgeinfer.runtime.events import Progress
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server.anthropic.render import MessageRenderer
-from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.limits import Limits
 
 HI = [{"role": "user", "content": "hi"}]
 ROUTES = {

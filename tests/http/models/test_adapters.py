@@ -9,7 +9,7 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.server.core.models.values import Loaded
+from edgeinfer.server.model_pool import Loaded
 
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

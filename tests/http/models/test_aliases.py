@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.core.models.values import Loaded
+from edgeinfer.server.model_pool import Loaded
 
 SLASHED = "ollama/someone/tiny:1b"
 ALIASES = {

@@ -20,7 +20,7 @@ from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageEr
 from edgeinfer.host import Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.server import offline
+from edgeinfer.server import batches
 
 
 class FakeHost(Host):
@@ -188,8 +188,8 @@ def test_a_full_queue_is_waited_for(files):
 @pytest.fixture
 def hasty(monkeypatch):
     """Tries again at once."""
-    monkeypatch.setattr(offline, "_BUSY_PAUSES_S", (0.0,) * 7)
-    monkeypatch.setattr(offline, "_DEFECT_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(batches, "_BUSY_PAUSES_S", (0.0,) * 7)
+    monkeypatch.setattr(batches, "_DEFECT_PAUSES_S", (0.0, 0.0))
 
 
 def _failing(*scripts):

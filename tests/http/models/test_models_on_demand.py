@@ -11,9 +11,9 @@ import pytest
 
 from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.values import Loaded
-from edgeinfer.server.server import RunOptions
+from edgeinfer.server.lifecycle import RunOptions
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.model_pool import Loaded
 
 GIB = 1 << 30
 

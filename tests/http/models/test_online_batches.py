@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server.core import batches
-from edgeinfer.server.core.batches import Batches
+from edgeinfer.server import batches
+from edgeinfer.server.batches import Batches
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate as Door
 

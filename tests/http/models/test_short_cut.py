@@ -14,7 +14,7 @@ import pytest
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.server.core.connection import Connection
+from edgeinfer.server.connection import Connection
 
 END = Finished(reason="stop", usage=Usage(), timings=Timings())
 

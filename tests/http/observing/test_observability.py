@@ -18,8 +18,8 @@ from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.metrics import MAX_KEYS, Metrics, TokenClock, version_of
+from edgeinfer.server.logs import Log
+from edgeinfer.server.metrics import MAX_KEYS, Metrics, TokenClock, version_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 KEY = "test-key-0123456789abcdef"

@@ -24,8 +24,8 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server.observe.payload_log import PayloadLog
-from edgeinfer.server.operations import OPERATIONS
+from edgeinfer.server.app import OPERATIONS
+from edgeinfer.server.payload_log import PayloadLog
 
 #: Words that no field, type or number contains.
 WORD = st.text("qxzjvkwy", min_size=6, max_size=12)

@@ -10,7 +10,7 @@ import pytest
 
 from edgeinfer.launcher.handoff import LEAVE, OFFER
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server import server
+from edgeinfer.server import lifecycle
 from edgeinfer.snapshots.restore.app_host import HandOver
 
 
@@ -59,7 +59,7 @@ def test_idle_is_said_when_the_stream_has_ended(serve, until, launcher):
 
 
 def test_another_model_is_waited_for_until_it_has_a_snapshot(serve, until, launcher, monkeypatch):
-    monkeypatch.setattr(server, "_WARM_POLL_S", 0.0)
+    monkeypatch.setattr(lifecycle, "_WARM_POLL_S", 0.0)
     here = serve(FakeEngine([["one"]] * 2), names=("fake", "other"), hand_over=launcher.hand_over)
     for model in ("fake", "other"):
         assert here.chat(model=model).status_code == 200
@@ -79,7 +79,7 @@ def test_another_model_is_waited_for_until_it_has_a_snapshot(serve, until, launc
 
 
 def test_answers_that_somebody_may_come_back_for_keep_it(serve, until, launcher, monkeypatch):
-    monkeypatch.setattr(server, "_WARM_POLL_S", 0.0)
+    monkeypatch.setattr(lifecycle, "_WARM_POLL_S", 0.0)
     here = serve(FakeEngine([["one"]]), hand_over=launcher.hand_over, store_responses=True)
     name = here.client.post("/v1/responses", json={"input": "x"}).json()["id"]
     launcher.say(OFFER)

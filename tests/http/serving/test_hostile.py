@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from edgeinfer.runtime.fake import Delay, FakeEngine, Gate
-from edgeinfer.server.core.limits import Limits
+from edgeinfer.server.limits import Limits
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 STREAM = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()

@@ -15,9 +15,9 @@ import httpx2
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, Gate
-from edgeinfer.server.core.limits import Limits
 from edgeinfer.server.guards import sockets
-from edgeinfer.server.server import RunOptions
+from edgeinfer.server.lifecycle import RunOptions
+from edgeinfer.server.limits import Limits
 
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes(serve, until):

@@ -18,13 +18,13 @@ from edgeinfer.cli import options as launch_args
 from edgeinfer.cli.verbs.serve import limits as typed_limits
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.server.core.bodies import decode_query
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.problems import Problem
 from edgeinfer.server.guards import protocol
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate as Doorkeeper
+from edgeinfer.server.limits import Limits
 from edgeinfer.server.native.wire import InferQuery
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.request_body import decode_query
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 

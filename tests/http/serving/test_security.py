@@ -17,12 +17,12 @@ from edgeinfer.cli.verbs.serve import limits, make_gate
 from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.server.core.problems import Problem
+from edgeinfer.server.app import OPERATIONS
 from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, OPEN_ROUTES, Gate, host_name
-from edgeinfer.server.operations import OPERATIONS
-from edgeinfer.server.server import RunOptions
+from edgeinfer.server.lifecycle import RunOptions
+from edgeinfer.server.problems import Problem
 
 KEY = "test-key-0123456789abcdef"
 PAGE = "https://page.example"

@@ -113,7 +113,7 @@ def test_a_repository_with_an_adapter_is_pulled(server, hasty, tmp_path, monkeyp
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION)
     server.repos["someone/Red"] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    options = PullOptions(patience=hasty)
+    options = PullOptions(retry_policy=hasty)
     with pytest.raises(UsageError, match="holds a LoRA adapter"):
         pull("someone/Red", options=options)
     assert pull_adapter("someone/Red", "base", options=options).name == "someone.red"

@@ -111,7 +111,7 @@ def test_a_repository_is_pulled_and_stored_in_the_type_that_is_named(
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     folder = make_checkpoint("llama3", tmp_path / "made", shards=2, bf16=True)
     server.repos[REPO] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    options = PullOptions(patience=hasty)
+    options = PullOptions(retry_policy=hasty)
     record = pull(f"{REPO}:Q8_0", options=options)
     assert (record.name, record.quantization) == ("someone.tiny-3.2-1b-q8_0", "Q8_0")
     assert resolve(f"{REPO}:Q8_0").files().paths == tuple(map(str, record.paths))
@@ -128,7 +128,7 @@ def test_a_repository_that_lacks_a_shard_says_which(server, hasty, tmp_path, mon
         path.name: path.read_bytes() for path in folder.iterdir() if "00002-of" not in path.name
     }
     with pytest.raises(SourceNotFoundError, match="model-00002-of-00003"):
-        pull(REPO, options=PullOptions(patience=hasty))
+        pull(REPO, options=PullOptions(retry_policy=hasty))
     assert store.list_pulled() == []
 
 

@@ -20,8 +20,8 @@ from edgeinfer.errors import (
     SourceNotFoundError,
 )
 from edgeinfer.models import pins
-from edgeinfer.models.names import reference
-from edgeinfer.models.progress import Patience, PullProgress
+from edgeinfer.models.names import parse_reference
+from edgeinfer.models.progress import PullProgress, RetryPolicy
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
@@ -38,7 +38,7 @@ def body(make_gguf) -> bytes:
 
 @pytest.fixture
 def options(hasty) -> PullOptions:
-    return PullOptions(name="tiny", patience=hasty)
+    return PullOptions(name="tiny", retry_policy=hasty)
 
 
 def kept() -> int:
@@ -179,7 +179,7 @@ def test_no_length_and_a_cut_is_caught_by_the_header(server, url, options, fault
 def test_wrong_bytes_against_a_pin(server, url, body, options, fault, sha256) -> None:
     pull(url, options=options)
     server.always = fault(wrong_byte_at=250_000)
-    again = PullOptions(name="tiny", again=True, patience=options.patience)
+    again = PullOptions(name="tiny", again=True, retry_policy=options.retry_policy)
     with pytest.raises(ChecksumError, match="first pull"):
         pull(url, options=again)
     assert is_right(body, sha256), "the good one must stay"
@@ -203,10 +203,10 @@ def test_wrong_bytes_of_the_catalogues_sha256(server, url, body, hasty, fault, s
         f'[models.tiny]\ntitle = "T"\nsources = ["file:{local}"]\nsha256 = "{sha256(body)}"\n'
     )
     with pytest.raises(ChecksumError, match="the catalogue"):
-        pull("tiny", options=PullOptions(patience=hasty))
+        pull("tiny", options=PullOptions(retry_policy=hasty))
     assert nothing_published()
     local.write_bytes(body)
-    pull("tiny", options=PullOptions(patience=hasty))
+    pull("tiny", options=PullOptions(retry_policy=hasty))
     assert is_right(body, sha256)
 
 
@@ -345,7 +345,7 @@ def test_cancelling_does_not_wait_for_a_silent_server(server, url, fault) -> Non
 
     def work() -> None:
         try:
-            pull(url, None, cancel, PullOptions(name="tiny", patience=Patience(silence_s=200)))
+            pull(url, None, cancel, PullOptions(name="tiny", retry_policy=RetryPolicy(silence_s=200)))
         except BaseException as error:
             outcome.append(error)
 
@@ -424,7 +424,7 @@ def test_pins_outlive_rm_unless_forgotten(server, url, body, make_gguf, options)
     from edgeinfer.models.remove import remove
 
     pull(url, options=options)
-    assert pins.read(reference("tiny")).pins[0].file_name == "tiny.gguf"
+    assert pins.read(parse_reference("tiny")).pins[0].file_name == "tiny.gguf"
     remove("tiny")
     assert nothing_published()
     server.files["/tiny.gguf"] = make_gguf(tensors=[("token_embd.weight", SIZE // 4)], seed=7)

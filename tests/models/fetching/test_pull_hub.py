@@ -39,7 +39,7 @@ def repo(server, body, make_gguf, monkeypatch) -> dict[str, bytes]:
 
 @pytest.fixture
 def options(hasty) -> PullOptions:
-    return PullOptions(patience=hasty)
+    return PullOptions(retry_policy=hasty)
 
 
 def cdn(server, name: str) -> list:
@@ -103,7 +103,7 @@ def test_a_hub_that_changed_its_mind_meets_the_pin(server, repo, make_gguf, opti
     pull(f"{REPO}:Q8_0", options=options)
     repo["Tiny-Q8_0.gguf"] = make_gguf(tensors=[("token_embd.weight", 50_000)], seed=9)
     with pytest.raises(ChecksumError, match="first pull"):
-        pull(f"{REPO}:Q8_0", options=PullOptions(again=True, patience=options.patience))
+        pull(f"{REPO}:Q8_0", options=PullOptions(again=True, retry_policy=options.retry_policy))
 
 
 def test_a_gated_repository_says_what_to_do(server, repo, options) -> None:

@@ -27,7 +27,7 @@ def body(make_gguf) -> bytes:
 
 @pytest.fixture
 def options(hasty) -> PullOptions:
-    return PullOptions(name="tiny", patience=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
+    return PullOptions(name="tiny", retry_policy=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
 
 
 def is_right(body: bytes) -> bool:
@@ -63,8 +63,8 @@ def test_connections_that_the_server_keeps_waiting_are_not_waited_for(
 ) -> None:
     server.faults.append(None)
     server.faults.extend(fault(cut_after=0, silent=True) for _ in range(7))
-    patience = msgspec.structs.replace(options.patience, silence_s=200.0)
-    pull(url, options=msgspec.structs.replace(options, patience=patience))
+    retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
+    pull(url, options=msgspec.structs.replace(options, retry_policy=retry_policy))
     assert is_right(body)
 
 
@@ -164,14 +164,14 @@ def test_a_stop_keeps_every_stretch(server, url, body, options, fault) -> None:
 def test_a_stop_does_not_wait_for_silent_connections(server, url, options, fault) -> None:
     server.always = fault(cut_after=50_000, silent=True)
     cancel = threading.Event()
-    patience = msgspec.structs.replace(options.patience, silence_s=200.0)
+    retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
 
     def stop(now: PullProgress) -> None:
         if now.done_bytes >= 8 * 50_000:
             cancel.set()
 
     with pytest.raises(InterruptedByUser):
-        pull(url, stop, cancel, PullOptions(name="tiny", patience=patience))
+        pull(url, stop, cancel, PullOptions(name="tiny", retry_policy=retry_policy))
     assert download.fetched_bytes(part()) >= 8 * 50_000
 
 

@@ -47,7 +47,7 @@ def body(make_gguf) -> bytes:
 
 @pytest.fixture
 def options(hasty) -> PullOptions:
-    return PullOptions(name="tiny", patience=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
+    return PullOptions(name="tiny", retry_policy=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def test_tokens_of_a_registry_are_asked_for_again(body, hasty, tmp_path, monkeyp
     thread.start()
     try:
         address = f"127.0.0.1:{httpd.server_port}"
-        source, wish = f"oci://{address}/tiny:1b", PullOptions(name="tiny", patience=hasty)
+        source, wish = f"oci://{address}/tiny:1b", PullOptions(name="tiny", retry_policy=hasty)
         with pytest.raises(AuthenticationError):
             pull(source, options=wish)
         auth = base64.b64encode(b"user:word").decode()

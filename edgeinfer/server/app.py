@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 from starlette.datastructures import Headers
@@ -15,15 +17,22 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.server.core.bodies import read_body
-from edgeinfer.server.core.connection import Connection
-from edgeinfer.server.core.exchange import Endpoint, Exchange
-from edgeinfer.server.core.kept import Kept
-from edgeinfer.server.core.problems import Problem, from_error, internal
+from edgeinfer.server.answer_journal import Kept
+from edgeinfer.server.anthropic.dialect import ANTHROPIC
+from edgeinfer.server.connection import Connection
+from edgeinfer.server.context import Exchange, json_reply
+from edgeinfer.server.dialect import Dialect, Operation
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.security import OPEN_ROUTES, Gate, cors_headers
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.payload_log import Content, PayloadLog
-from edgeinfer.server.operations import find
+from edgeinfer.server.logs import Log
+from edgeinfer.server.native.dialect import NATIVE
+from edgeinfer.server.ollama.dialect import OLLAMA
+from edgeinfer.server.openai.dialect import OPENAI
+from edgeinfer.server.openapi import document
+from edgeinfer.server.payload_log import Content, PayloadLog
+from edgeinfer.server.problems import Problem, from_error, internal
+from edgeinfer.server.request_body import read_body
+from edgeinfer.server.responses.dialect import RESPONSES
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
@@ -267,3 +276,78 @@ def _nothing_here(path: str) -> Problem:
         return Problem(404, "No such route.", code="not_found")
     allow = {"allow": ", ".join(methods)}
     return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
+
+
+#: The first one's envelope is for paths that are nobody's.
+DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
+OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
+
+
+async def _openapi(request: Request) -> Response:
+    return json_reply(document(DIALECTS))
+
+
+class Place(NamedTuple):
+    """What is at a path: operations by method, whose they are, and what stands in the path."""
+
+    methods: Mapping[str, Operation]
+    dialect: Dialect
+    params: Mapping[str, str] = {}
+
+
+def _places() -> dict[str, Place]:
+    description = Operation(
+        method="GET", path="/openapi.json", handler=_openapi, summary="This document.", uses_model=False
+    )
+    places = {description.path: Place({"GET": description, "HEAD": description}, OPENAI)}
+    for dialect in DIALECTS:
+        for operation in dialect.operations:
+            here = places.get(operation.path, Place({}, dialect))
+            methods = {**here.methods, operation.method: operation}
+            if operation.method == "GET":
+                methods["HEAD"] = operation
+            places[operation.path] = Place(methods, dialect)
+    return places
+
+
+_EXACT = _places()
+#: A model's name may hold slashes (`ollama/someone/model:tag`): a path with more behind it goes first.
+_PATTERNS = [
+    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), place)
+    for path, place in sorted(_EXACT.items(), key=lambda item: -len(item[0]))
+    if "{" in path
+]
+
+
+def _known(path: str) -> Place | None:
+    exact = _EXACT.get(path)
+    if exact is not None:
+        return exact
+    for pattern, place in _PATTERNS:
+        found = pattern.fullmatch(path)
+        if found is not None:
+            return place._replace(params=found.groupdict())
+    return None
+
+
+def _spellings(path: str) -> tuple[str, ...]:
+    """Join repeated slashes, drop KServe's `/openai`, and try one `/v1` more and one fewer."""
+    plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
+    return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
+
+
+def find(path: str) -> Place:
+    """The operations at `path`. Without any, the dialect is that of the nearest path above it.
+
+    A base URL is written with `/v1` or without, and with a slash at its end or without: all are found.
+    """
+    found = _known(path)
+    if found is not None:
+        return found
+    for spelled in _spellings(path):
+        found = _known(spelled)
+        if found is not None:
+            return found
+    above = [place.dialect for known, place in _EXACT.items() if path.startswith(f"{known}/")]
+    above += [d for d in DIALECTS if d.prefix and path.startswith(d.prefix)]
+    return Place({}, above[0] if above else DIALECTS[0])

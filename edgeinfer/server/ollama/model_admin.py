@@ -17,16 +17,14 @@ from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelEr
 from edgeinfer.models import names, sources
 from edgeinfer.models.ggml_types import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
-from edgeinfer.server.core.bodies import decode
-from edgeinfer.server.core.connection import disconnected
-from edgeinfer.server.core.exchange import Exchange, exchange_of
-from edgeinfer.server.core.models.names import LATEST, spellings
-from edgeinfer.server.core.models.values import Shelf
-from edgeinfer.server.core.problems import Problem, from_error, internal
+from edgeinfer.server.connection import disconnected
+from edgeinfer.server.context import Exchange, exchange_of
+from edgeinfer.server.model_pool import LATEST, Shelf, spellings
 from edgeinfer.server.ollama import wire
-from edgeinfer.server.ollama import wire_replies as replies
 from edgeinfer.server.ollama.render import error_line
 from edgeinfer.server.ollama.routes import find, named
+from edgeinfer.server.problems import Problem, from_error, internal
+from edgeinfer.server.request_body import decode
 
 #: How Ollama writes repositories of Hugging Face.
 _HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
@@ -138,34 +136,34 @@ async def blob(request: Request) -> Response:
 
 
 def _done(exchange: Exchange, *, stream: bool) -> Response:
-    exchange.answer = replies.OllamaStatus(status="success")
+    exchange.answer = wire.OllamaStatus(status="success")
     line = msgspec.json.encode(exchange.answer)
     if stream:
         return Response(line + b"\n", media_type="application/x-ndjson")
     return Response(line, media_type="application/json")
 
 
-def progress_line(now: PullProgress) -> replies.OllamaStatus:
+def progress_line(now: PullProgress) -> wire.OllamaStatus:
     """A report in Ollama's words; clients draw a bar for each `digest`."""
     if now.note:
-        return replies.OllamaStatus(status=now.note)
+        return wire.OllamaStatus(status=now.note)
     match now.stage:
         case "downloading" | "copying":
-            return replies.OllamaStatus(
+            return wire.OllamaStatus(
                 status=f"pulling {now.file}",
                 digest=now.file,
                 total=now.total_bytes or 0,
                 completed=now.done_bytes,
             )
         case "verifying":
-            return replies.OllamaStatus(status="verifying sha256 digest")
+            return wire.OllamaStatus(status="verifying sha256 digest")
         case "converting" | "quantizing" | "weighing" | "scoring":
-            return replies.OllamaStatus(
+            return wire.OllamaStatus(
                 status=now.stage, total=now.total_bytes or 0, completed=now.done_bytes
             )
         case "done":
-            return replies.OllamaStatus(status="writing manifest")
-    return replies.OllamaStatus(status="pulling manifest")
+            return wire.OllamaStatus(status="writing manifest")
+    return wire.OllamaStatus(status="pulling manifest")
 
 
 class _Working(Response):
@@ -233,11 +231,11 @@ class _Working(Response):
 
     def _last_line(self, error: Exception | None) -> bytes:
         if error is None:
-            self._exchange.answer = replies.OllamaStatus(status="success")
+            self._exchange.answer = wire.OllamaStatus(status="success")
             return msgspec.json.encode(self._exchange.answer) + b"\n"
         problem = self._problem(error)
         self._exchange.how = problem.code or "error"
-        self._exchange.answer = replies.OllamaError(error=problem.message)
+        self._exchange.answer = wire.OllamaError(error=problem.message)
         return error_line(problem, self._exchange.id)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:

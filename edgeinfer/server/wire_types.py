@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.config.sampling_options import BY_FIELD
-from edgeinfer.server.observe.redaction import WORDS
+from edgeinfer.server.payload_log import WORDS
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):

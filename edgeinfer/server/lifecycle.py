@@ -19,12 +19,12 @@ import uvicorn
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import HandOver
-from edgeinfer.server.core.exchange import Endpoint
+from edgeinfer.server.app import build_app
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.protocol import guarded
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.middlewares import build_app
-from edgeinfer.server.observe.logs import capture_loop, capture_uvicorn
+from edgeinfer.server.logs import capture_loop, capture_uvicorn
 
 #: After a drain has cancelled the answers, clients get this long (s) to receive their last events.
 _DELIVERY_S = 2.0

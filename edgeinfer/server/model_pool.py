@@ -8,19 +8,22 @@ loaded is somebody else's: `load` is passed in.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
+from edgeinfer.models.external_stores.ollama import PREFIX
+from edgeinfer.models.progress import OnProgress
+from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import Adapter, EngineInfo
-from edgeinfer.server.core.models.entry import Entry
-from edgeinfer.server.core.models.names import DEFAULT, Aliases, spellings
-from edgeinfer.server.core.models.values import Loaded, LoadedModel, LoadingModel, Pulled, Sources
+from edgeinfer.runtime.options import Adapter, EngineInfo, ReplicasInfo
+from edgeinfer.server.wire_types import Reply
 
 #: Left free for the page cache, the endpoint itself and everybody else.
 _RESERVE_BYTES = 512 << 20
@@ -395,3 +398,167 @@ def _where_to_get(missing: str) -> str:
     if "/" in missing or missing.partition(":")[0] in load_catalog().models:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
     return "GET /v1/models names what is; `[serve.aliases]` in the configuration gives one more names"
+
+
+Progress = Callable[[str, float | None], None]
+Where = Literal["process", "worker"]
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    """A model whose files are here, or another name for one. `created` is Unix time."""
+
+    name: str
+    size_bytes: int = 0
+    sha256: str = ""
+    created: int = 0
+    alias_of: str = ""
+    n_ctx_train: int = 0
+    architecture: str = ""
+    quantization: str = ""
+    n_params: int = 0
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loader gives back. Stages are in milliseconds.
+
+    `how` is "resumed", "cold" or "held" (it was in this process already).
+    """
+
+    engine: Engine
+    where: Where = "process"
+    how: str = "cold"
+    stages_ms: dict[str, float] = {}
+
+
+class Sources(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manager is built from. `load` runs in a thread and reports progress from it."""
+
+    load: Callable[[str, Progress], Loaded]
+    pulled: Callable[[], Sequence[Pulled]]
+    available_bytes: Callable[[], int] = lambda: read_memory().available_bytes
+    loaded_hook: Callable[[str, Loaded, float], None] = lambda name, loaded, seconds: None
+
+
+class LoadingModel(Reply, frozen=True, kw_only=True):
+    """`progress` is 0 to 1, or null while unknown."""
+
+    model: str
+    stage: str
+    progress: float | None
+
+
+class LoadedModel(Reply, frozen=True, kw_only=True):
+    """A model in memory. `expires_in_s` is null while it is kept for ever or in use.
+
+    `replicas` tells of the processes it runs in, where there may be several.
+    """
+
+    id: str
+    state: str
+    where: str
+    in_use: int
+    expires_in_s: float | None
+    size_bytes: int
+    load_ms: float
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    replicas: ReplicasInfo | None = None
+
+
+class Shelf(Protocol):
+    """Changes which models are here. Every call blocks, and raises what its command raises."""
+
+    def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
+        """Fetch what a name or a source means."""
+
+    def create(self, name: str, path: str, report: OnProgress, cancel: threading.Event) -> None:
+        """Name a GGUF file of this machine, which stays where it is."""
+
+    def copy(self, source: str, name: str) -> None:
+        """Give a model another name beside its own."""
+
+    def remove(self, name: str) -> None:
+        """Remove a model with its snapshots and what it has read."""
+
+
+#: The target that means the endpoint's default model.
+DEFAULT = "default"
+#: The tag that a name without one has in Ollama.
+LATEST = ":latest"
+
+
+class Aliases:
+    """A table of names and the models they mean. An exact name goes before a pattern.
+
+    `says_all`: there is an entry for every name, `"*"`; without a target it only switches off that a
+    lone model answers to any name.
+    """
+
+    def __init__(self, table: Mapping[str, str]) -> None:
+        self.exact = {name: target for name, target in table.items() if "*" not in name}
+        self._patterns = {name: target for name, target in table.items() if "*" in name and target}
+        self.says_all = "*" in table
+
+    def by_pattern(self, name: str) -> str | None:
+        """The target of the longest pattern that fits `name`."""
+        fitting = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
+        return self._patterns[max(fitting, key=len)] if fitting else None
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """What a name may stand for: itself, `x` for `x:latest`, and a model in Ollama's own store."""
+    plain = name.removesuffix(LATEST)
+    return (name, plain, PREFIX + plain)
+
+
+def listed_name(name: str, others: Container[str] = ()) -> str:
+    """A name as Ollama lists it: with a tag, and without the place, unless `others` have that name."""
+    short = name.removeprefix(PREFIX)
+    plain = name if short in others else short
+    return plain if ":" in plain else plain + LATEST
+
+
+class Entry:
+    """One model that is loading or loaded."""
+
+    def __init__(self, name: str, need_bytes: int) -> None:
+        self.name = name
+        self.need_bytes = need_bytes
+        self.loaded: Loaded | None = None
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.users = 0
+        self.last_used = time.monotonic()
+        self.keep_alive_s = 0.0
+        self.expiry: asyncio.TimerHandle | None = None
+        self.stage = "waiting for memory"
+        self.fraction: float | None = None
+
+    def report(self, stage: str, fraction: float | None) -> None:
+        """Called from the loading thread; two plain assignments need no lock."""
+        self.stage, self.fraction = stage, fraction
+
+    def describe(self, now: float) -> LoadedModel:
+        """Say what an operator sees of it but its replicas; `now` is the event loop's time."""
+        if self.loaded is None:
+            return LoadedModel(
+                id=self.name,
+                state="loading",
+                where="",
+                in_use=self.users,
+                expires_in_s=None,
+                size_bytes=self.need_bytes,
+                load_ms=0.0,
+            )
+        info = self.loaded.engine.info
+        described = msgspec.to_builtins(info)
+        described["lora"] = [{"name": a.name, "scale": a.scale} for a in info.lora]
+        expires = None if self.expiry is None else max(0.0, self.expiry.when() - now)
+        return LoadedModel(
+            id=self.name,
+            state="loaded",
+            where=self.loaded.where,
+            in_use=self.users,
+            expires_in_s=expires,
+            size_bytes=self.need_bytes,
+            load_ms=info.load_ms,
+            info=described,
+        )

@@ -1,13 +1,10 @@
-"""What every route works with: the endpoint, one request's state, and JSON answers."""
+"""What every route works with: the state of one request, and JSON answers."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,145 +13,19 @@ from starlette.responses import Response
 from edgeinfer.agents import prompt_normalization
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.config_file import SettledLine
-from edgeinfer.errors import EngineClosedError, QueueFullError, UnknownModelError
-from edgeinfer.host import Host
+from edgeinfer.errors import EngineClosedError, UnknownModelError
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
-from edgeinfer.server.core.batches import Batches
-from edgeinfer.server.core.dialect import Dialect, Operation
-from edgeinfer.server.core.kept import Kept, KeptAnswers
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.models.pool import Models
-from edgeinfer.server.core.models.values import Shelf
-from edgeinfer.server.core.preparation import Preparation
-from edgeinfer.server.core.problems import Problem, shutting_down, unavailable
-from edgeinfer.server.core.request_parts import keep_alive_s
-from edgeinfer.server.core.wire import Slot
-from edgeinfer.server.observe.logs import Log
-from edgeinfer.server.observe.metrics import Metrics, version_of
-from edgeinfer.server.observe.payload_log import Content, PayloadLog
-
-#: Ended generations that /slots tells of.
-_SLOTS = 64
+from edgeinfer.server.answer_journal import Kept
+from edgeinfer.server.dialect import Dialect, Operation
+from edgeinfer.server.endpoint import Endpoint
+from edgeinfer.server.metrics import version_of
+from edgeinfer.server.payload_log import Content
+from edgeinfer.server.request_fields import keep_alive_s
+from edgeinfer.server.wire_types import Slot
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-class Endpoint:
-    """One served endpoint. Lives on one event loop."""
-
-    def __init__(
-        self,
-        models: Models,
-        limits: Limits,
-        log: Log,
-        host: Host,
-        *,
-        payloads: PayloadLog | None = None,
-        refuse_unknown: bool = False,
-        settled_lines: Collection[SettledLine] = prompt_normalization.NAMES,
-        stored: KeptAnswers | None = None,
-        batches: Batches | None = None,
-        shelf: Shelf | None = None,
-    ) -> None:
-        self.models = models
-        self.limits = limits
-        self.log = log
-        self.host = host
-        self.payloads = payloads
-        #: Whether an undeclared request field is an error; otherwise it is ignored and named.
-        self.refuse_unknown = refuse_unknown
-        #: The prompt normalization rules that apply.
-        self.settled_lines = settled_lines
-        #: Stored responses; None where they are switched off.
-        self.stored = stored
-        #: Files and batches; None where none are kept.
-        self.batches = batches
-        #: Adds and removes models; None where no client may.
-        self.shelf = shelf
-        self.metrics = Metrics(models.engines)
-        self.threads = ThreadPoolExecutor(8, "calls")
-        self.preparation = Preparation(limits.prepare_s)
-        self.reminders = prompt_normalization.Reminders()
-        self.draining = False
-        #: Another process has the listening sockets: connections end with their next answer.
-        self.is_leaving = False
-        #: Whether the default model was loaded once.
-        self.was_ready = False
-        self.running: set[Generation] = set()
-        self.in_flight = 0
-        self.last_activity = time.monotonic()
-        #: Generations in each model, waiting or running.
-        self.inside: Counter[str] = Counter()
-        self._by_key: Counter[str] = Counter()
-        #: The latest generations that have ended, with the names of their keys.
-        self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
-        #: One snapshot is taken at a time.
-        self.taking = asyncio.Lock()
-
-    @property
-    def keeps_answers(self) -> bool:
-        """Whether there are answers in memory that a client may come back for."""
-        return bool(self.stored)
-
-    def enter(self, key: str) -> None:
-        """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
-        if self.draining:
-            raise shutting_down()
-        if self.in_flight >= self.limits.max_requests:
-            self.metrics.refused.labels("requests").inc()
-            raise unavailable("Too many requests at once.", "queue_full", 1)
-        if key and self._by_key[key] >= self.limits.max_per_key:
-            self.metrics.refused.labels("per_key").inc()
-            raise Problem(
-                429,
-                "Too many requests at once for this key.",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after_s=1,
-            )
-        self.in_flight += 1
-        self.metrics.in_flight.inc()
-        if key:
-            self._by_key[key] += 1
-
-    def leave(self, key: str) -> None:
-        self.in_flight -= 1
-        self.metrics.in_flight.dec()
-        self.last_activity = time.monotonic()
-        if key:
-            self._by_key[key] -= 1
-            if not self._by_key[key]:
-                del self._by_key[key]
-
-    def queue(self, model: str, n_parallel: int, n: int) -> None:
-        """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError."""
-        if self.inside[model] + n > n_parallel + self.limits.max_queue:
-            self.metrics.refused.labels("queue").inc()
-            raise QueueFullError(
-                f"The queue of {model} is full: {self.inside[model]} answers are running or waiting"
-            )
-        self.inside[model] += n
-
-    def unqueue(self, model: str, n: int) -> None:
-        self.inside[model] -= n
-        if not self.inside[model]:
-            del self.inside[model]
-
-    def cancel_all(self) -> None:
-        """End every generation at its next step; their clients are told why."""
-        for generation in tuple(self.running):
-            generation.cancel()
-
-    def failure(self) -> str:
-        """Say what keeps the endpoint from answering; "" when nothing does."""
-        engine = dict(self.models.engines()).get(self.models.default)
-        return self.preparation.failure() or (engine.health() if engine else "")
-
-    async def in_thread(self, work: Any, *args: Any) -> Any:
-        """Run a blocking call of an engine beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
 
 
 class Exchange:

@@ -1,7 +1,4 @@
-"""OpenAI's files and batches: a file of requests is answered in the background into a file of answers.
-
-Each key has a folder of its own. A batch ends with its process; what was answered until then is kept.
-"""
+"""The endpoint's routes without a socket, for batches: `edgeinfer batch` and /v1/batches."""
 
 from __future__ import annotations
 
@@ -11,16 +8,127 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from starlette.types import ASGIApp, Message
 
 from edgeinfer.platform.paths import private_dir
-from edgeinfer.server import offline
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.wire import Reply
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.wire_types import Reply
+
+#: Pauses between the tries of a request that failed in a way that may pass.
+_BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
+_DEFECT_PAUSES_S = (0.4, 1.6)
+#: Statuses of an endpoint that is busy or loading; a 500 is a defect, which rarely passes.
+_BUSY = (429, 503)
+#: Headers by which a client is known and admitted.
+_IDENTITY = ("host", "authorization", "x-api-key")
+
+BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+
+
+class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request of a batch."""
+
+    custom_id: str
+    url: BatchUrl
+    body: dict[str, Any]
+    method: Literal["POST"] = "POST"
+
+
+class BatchReply(msgspec.Struct, frozen=True):
+    """What a route answered."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+async def post(app: ASGIApp, path: str, body: bytes, asker: Mapping[str, str]) -> BatchReply:
+    """POST `body` as JSON. Raises nothing of its own: failures are answers."""
+    identity = {"host": "localhost"} | {n: asker[n] for n in _IDENTITY if n in asker}
+    headers = [
+        *((name.encode(), value.encode("latin-1")) for name, value in identity.items()),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
+    line = _Line(body)
+    await app(scope, line.receive, line.send)
+    return BatchReply(line.status, line.request_id, b"".join(line.parts))
+
+
+class _Line:
+    """Both directions of one call. The caller never leaves: `receive` waits once the body was taken."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.status = 0
+        self.request_id = ""
+        self.parts: list[bytes] = []
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.get_running_loop().create_future()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
+        else:
+            self.parts.append(message.get("body", b""))
+
+
+async def ask_again(app: ASGIApp, headers: Mapping[str, str], line: BatchLine) -> BatchReply:
+    """Ask as a client with `headers`: the final answer, or the last failure when no pause is left."""
+    body = msgspec.json.encode(line.body)
+    tries = 0
+    while True:
+        reply = await post(app, line.url, body, headers)
+        pauses_s = _BUSY_PAUSES_S if reply.status in _BUSY else _DEFECT_PAUSES_S
+        if not may_pass(reply) or tries >= len(pauses_s):
+            return reply
+        await asyncio.sleep(pauses_s[tries])
+        tries += 1
+
+
+def may_pass(reply: BatchReply) -> bool:
+    """Whether the same request may be answered another time: the endpoint failed, not the request."""
+    return reply.status in _BUSY or reply.status >= 500
+
+
+def answer_line(line: BatchLine, reply: BatchReply) -> bytes:
+    """A line of the output."""
+    answer = {
+        "id": f"batch_{reply.request_id}",
+        "custom_id": line.custom_id,
+        "response": {
+            "status_code": reply.status,
+            "request_id": reply.request_id,
+            "body": msgspec.Raw(reply.body),
+        },
+        "error": None,
+    }
+    return msgspec.json.encode(answer) + b"\n"
+
 
 #: Of one key: the sizes of all files together (bytes), and how long each is kept (seconds).
 MOST_BYTES = 1 << 30
@@ -31,7 +139,7 @@ _MOST_RUNNING = 16
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
 
 R = TypeVar("R", bound=Reply)
-Ask = Callable[[offline.BatchLine], Awaitable[offline.Reply]]
+Ask = Callable[[BatchLine], Awaitable[BatchReply]]
 
 
 Purpose = Literal["batch", "batch_output"]
@@ -90,18 +198,18 @@ class Batches:
                 path.unlink(missing_ok=True)
         return folder
 
-    def begin(self, ask: Ask, folder: Path, batch: BatchObject, lines: list[offline.BatchLine]) -> None:
+    def begin(self, ask: Ask, folder: Path, batch: BatchObject, lines: list[BatchLine]) -> None:
         """Answer the lines in the background. Raises Problem 429 beside too many other batches."""
         if len(self._running) >= _MOST_RUNNING:
             said = f"{_MOST_RUNNING} batches run already."
             raise Problem(
                 429, said, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=60
             )
-        write(folder, batch)
+        write_record(folder, batch)
         task = asyncio.create_task(self._run(ask, folder, batch.id, lines))
         self._running[batch.id] = (task, batch)
 
-    async def _run(self, ask: Ask, folder: Path, name: str, lines: list[offline.BatchLine]) -> None:
+    async def _run(self, ask: Ask, folder: Path, name: str, lines: list[BatchLine]) -> None:
         todo, status = iter(lines), "failed"
         output = self._running[name][1].output_file_id
         try:
@@ -119,14 +227,14 @@ class Batches:
             now = int(time.time())
             _, batch = self._running.pop(name)
             ended: Any = {"status": status, f"{status}_at": now}
-            write(folder, msgspec.structs.replace(batch, **ended))
+            write_record(folder, msgspec.structs.replace(batch, **ended))
             size = (folder / f"{output}.jsonl").stat().st_size
-            write(folder, new_file(output, size, f"{name}_output.jsonl", "batch_output"))
+            write_record(folder, new_file(output, size, f"{name}_output.jsonl", "batch_output"))
 
-    async def _answer(self, ask: Ask, name: str, todo: Iterator[offline.BatchLine], file: Any) -> None:
+    async def _answer(self, ask: Ask, name: str, todo: Iterator[BatchLine], file: Any) -> None:
         for line in todo:
             reply = await ask(line)
-            file.write(offline.answer_line(line, reply))
+            file.write(answer_line(line, reply))
             if file.tell() > MOST_BYTES:
                 raise OSError(errno.EFBIG, "the answers are too many")
             task, batch = self._running[name]
@@ -139,7 +247,7 @@ class Batches:
 
     def batch(self, folder: Path, name: str) -> BatchObject:
         """Raises Problem 404. One that was running when its process ended has failed."""
-        batch = read(folder, name, BatchObject)
+        batch = read_record(folder, name, BatchObject)
         if name in self._running:
             return self._running[name][1]
         if batch.status == "in_progress":
@@ -162,14 +270,14 @@ def new_file(name: str, size: int, filename: str, purpose: Purpose) -> FileObjec
     )
 
 
-def write(folder: Path, record: FileObject | BatchObject) -> None:
+def write_record(folder: Path, record: FileObject | BatchObject) -> None:
     """Keep a record under its id."""
     made = folder / f"{record.id}.{secrets.token_hex(4)}"
     made.write_bytes(msgspec.json.encode(record))
     made.replace(folder / f"{record.id}.json")
 
 
-def read(folder: Path, name: str, kind: type[R]) -> R:
+def read_record(folder: Path, name: str, kind: type[R]) -> R:
     """Raises Problem 404."""
     try:
         if _ID.fullmatch(name):

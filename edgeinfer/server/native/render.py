@@ -10,10 +10,10 @@ import msgspec
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.server.core.problems import Problem
-from edgeinfer.server.core.renderer import sse_comment, wire_timings
-from edgeinfer.server.native.llama_wire import LlamaAnswer, LlamaFields, LlamaLogprob, StopType
-from edgeinfer.server.openai.errors import error_body
+from edgeinfer.server.dialect import sse_comment, wire_timings
+from edgeinfer.server.native.wire import LlamaAnswer, LlamaFields, LlamaLogprob, StopType
+from edgeinfer.server.openai.render import error_body
+from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
 

@@ -15,9 +15,9 @@ from typing import get_args
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.runtime.events import FinishReason
-from edgeinfer.server.core.connection import disconnected
-from edgeinfer.server.core.limits import Limits
-from edgeinfer.server.core.problems import shutting_down
+from edgeinfer.server.connection import disconnected
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.problems import shutting_down
 
 #: Change a body before a reader gets it, e.g. to leave out what it has.
 Cut = Callable[[bytes], bytes]

@@ -11,9 +11,8 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.chat_format import reasoning
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.server.core.models.names import listed_name
-from edgeinfer.server.core.models.values import Pulled
-from edgeinfer.server.ollama import wire_replies as wire
+from edgeinfer.server.model_pool import Pulled, listed_name
+from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama.render import stamp
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""What every dialect shares: exchanges, jobs, models on demand, problems, streaming."""

@@ -1,0 +1,223 @@
+"""One endpoint: its collaborators, what runs in it, and its limits on new requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from edgeinfer.agents import prompt_normalization
+from edgeinfer.config.config_file import SettledLine
+from edgeinfer.errors import QueueFullError
+from edgeinfer.host import Host
+from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.server.answer_journal import KeptAnswers
+from edgeinfer.server.batches import Batches
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.metrics import Metrics
+from edgeinfer.server.model_pool import Models, Shelf
+from edgeinfer.server.payload_log import PayloadLog
+from edgeinfer.server.problems import Problem, shutting_down, unavailable
+from edgeinfer.server.wire_types import Slot
+
+#: Ended generations that /slots tells of.
+_SLOTS = 64
+
+
+class Endpoint:
+    """One served endpoint. Lives on one event loop."""
+
+    def __init__(
+        self,
+        models: Models,
+        limits: Limits,
+        log: Log,
+        host: Host,
+        *,
+        payloads: PayloadLog | None = None,
+        refuse_unknown: bool = False,
+        settled_lines: Collection[SettledLine] = prompt_normalization.NAMES,
+        stored: KeptAnswers | None = None,
+        batches: Batches | None = None,
+        shelf: Shelf | None = None,
+    ) -> None:
+        self.models = models
+        self.limits = limits
+        self.log = log
+        self.host = host
+        self.payloads = payloads
+        #: Whether an undeclared request field is an error; otherwise it is ignored and named.
+        self.refuse_unknown = refuse_unknown
+        #: The prompt normalization rules that apply.
+        self.settled_lines = settled_lines
+        #: Stored responses; None where they are switched off.
+        self.stored = stored
+        #: Files and batches; None where none are kept.
+        self.batches = batches
+        #: Adds and removes models; None where no client may.
+        self.shelf = shelf
+        self.metrics = Metrics(models.engines)
+        self.threads = ThreadPoolExecutor(8, "calls")
+        self.preparation = Preparation(limits.prepare_s)
+        self.reminders = prompt_normalization.Reminders()
+        self.draining = False
+        #: Another process has the listening sockets: connections end with their next answer.
+        self.is_leaving = False
+        #: Whether the default model was loaded once.
+        self.was_ready = False
+        self.running: set[Generation] = set()
+        self.in_flight = 0
+        self.last_activity = time.monotonic()
+        #: Generations in each model, waiting or running.
+        self.inside: Counter[str] = Counter()
+        self._by_key: Counter[str] = Counter()
+        #: The latest generations that have ended, with the names of their keys.
+        self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
+        #: One snapshot is taken at a time.
+        self.taking = asyncio.Lock()
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether there are answers in memory that a client may come back for."""
+        return bool(self.stored)
+
+    def enter(self, key: str) -> None:
+        """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
+        if self.draining:
+            raise shutting_down()
+        if self.in_flight >= self.limits.max_requests:
+            self.metrics.refused.labels("requests").inc()
+            raise unavailable("Too many requests at once.", "queue_full", 1)
+        if key and self._by_key[key] >= self.limits.max_per_key:
+            self.metrics.refused.labels("per_key").inc()
+            raise Problem(
+                429,
+                "Too many requests at once for this key.",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=1,
+            )
+        self.in_flight += 1
+        self.metrics.in_flight.inc()
+        if key:
+            self._by_key[key] += 1
+
+    def leave(self, key: str) -> None:
+        self.in_flight -= 1
+        self.metrics.in_flight.dec()
+        self.last_activity = time.monotonic()
+        if key:
+            self._by_key[key] -= 1
+            if not self._by_key[key]:
+                del self._by_key[key]
+
+    def queue(self, model: str, n_parallel: int, n: int) -> None:
+        """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError."""
+        if self.inside[model] + n > n_parallel + self.limits.max_queue:
+            self.metrics.refused.labels("queue").inc()
+            raise QueueFullError(
+                f"The queue of {model} is full: {self.inside[model]} answers are running or waiting"
+            )
+        self.inside[model] += n
+
+    def unqueue(self, model: str, n: int) -> None:
+        self.inside[model] -= n
+        if not self.inside[model]:
+            del self.inside[model]
+
+    def cancel_all(self) -> None:
+        """End every generation at its next step; their clients are told why."""
+        for generation in tuple(self.running):
+            generation.cancel()
+
+    def failure(self) -> str:
+        """Say what keeps the endpoint from answering; "" when nothing does."""
+        engine = dict(self.models.engines()).get(self.models.default)
+        return self.preparation.failure() or (engine.health() if engine else "")
+
+    async def in_thread(self, work: Any, *args: Any) -> Any:
+        """Run a blocking call of an engine beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
+
+
+class Preparation:
+    """Lives on one event loop."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._plain = _Pool("prepare", 4)
+        self._constrained = _Pool("compile", 2)
+
+    async def submit(self, engine: Engine, request: GenerateRequest) -> Generation:
+        """Submit in a thread; a generation that comes too late for its client is cancelled.
+
+        Raises what `Engine.submit` does, and Problem 503 after `timeout_s`.
+        """
+        pool = self._constrained if request.constraint or request.tools else self._plain
+        submitting = pool.begin(lambda: engine.submit(request))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(submitting)
+        except TimeoutError:
+            submitting.add_done_callback(_cancel_late)
+            raise unavailable(
+                f"Preparing this request took longer than {self._timeout_s:g} s: the endpoint is "
+                "overloaded, or the schema, tools or prompt are too expensive.",
+                "preparation_timeout",
+                10,
+            ) from None
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_late)
+            raise
+
+    def failure(self) -> str:
+        """Name the pool in which no thread has become free for `timeout_s`; "" if there is none."""
+        stuck = [
+            pool.name for pool in (self._plain, self._constrained) if pool.is_stuck(self._timeout_s)
+        ]
+        return (
+            f"no thread to {stuck[0]} requests has become free for {self._timeout_s:g} s"
+            if stuck
+            else ""
+        )
+
+    def close(self) -> None:
+        """Begin nothing more; what runs is left to itself."""
+        self._plain.close()
+        self._constrained.close()
+
+
+def _cancel_late(submitting: Future[Generation]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()
+
+
+class _Pool:
+    def __init__(self, name: str, n_threads: int) -> None:
+        self.name = name
+        self._n_threads = n_threads
+        self._threads = ThreadPoolExecutor(n_threads, name)
+        self._begun: dict[object, float] = {}
+
+    def begin(self, work: Callable[[], Generation]) -> Future[Generation]:
+        return self._threads.submit(self._run, work)
+
+    def _run(self, work: Callable[[], Generation]) -> Generation:
+        mark = object()
+        self._begun[mark] = time.monotonic()
+        try:
+            return work()
+        finally:
+            del self._begun[mark]
+
+    def is_stuck(self, after_s: float) -> bool:
+        begun = tuple(self._begun.values())
+        return len(begun) == self._n_threads and time.monotonic() - max(begun) > after_s
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,1 +1,0 @@
-"""What the endpoint says of itself: logs, metrics, the payload log."""
