@@ -18,7 +18,7 @@ from edgeinfer.errors import ConversionError, UsageError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.ggml_types import parse_file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
@@ -129,11 +129,7 @@ def merge_model(
     """
     from edgeinfer.models.converting.lora import merge  # 150 ms: numpy, gguf
 
-    kind = file_type(type_name) if type_name else None
-    if type_name and kind is None:
-        raise UsageError(
-            f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
-        )
+    kind = parse_file_type(type_name) if type_name else None
     before = _header(model)
     ref = names.parse_reference(name)
     job = Job(progress)

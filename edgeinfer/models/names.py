@@ -1,8 +1,8 @@
-"""Names, digests and file names from outside become paths here, and nowhere else.
+"""Check names, digests and file names from outside; here alone they become paths.
 
-A model's reference is `NAME` or `NAME:QUANT`. Its folder's name is the name itself, or `name+quant`:
-`+` is in no name, so two references never share a folder. What is not plainly harmless is refused; only
-names of files that a person already has are made harmless instead, because they are hers.
+A model's reference is `NAME` or `NAME:QUANT`. Its folder is `name` or `name+quant`: no name has a `+`,
+so two references never share a folder. Unsafe names are refused; only names of a user's own files are
+sanitized instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.ggml_types import file_type, parse_file_type
 from edgeinfer.platform import paths
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
@@ -23,7 +23,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """A model by name, with the quantization it is wanted in ("" for the catalogue's own)."""
+    """A model's name and quantization ("" for the catalogue's own)."""
 
     name: str
     quant: str = ""
@@ -49,15 +49,13 @@ def model_name(text: str) -> str:
 def parse_reference(text: str) -> Reference:
     """Parse `NAME` or `NAME:QUANT`, in any letter case. Raises UsageError."""
     name, colon, quant = text.partition(":")
-    if colon and file_type(quant) is None:
-        raise UsageError(
-            f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them"
-        )
+    if colon:
+        parse_file_type(quant, text)
     return Reference(model_name(name.lower()), quant.upper())
 
 
 def folder(ref: Reference) -> Path:
-    """The folder of a pulled model; it need not exist."""
+    """Return the folder of a pulled model; it need not exist."""
     return paths.models_dir() / ref.folder
 
 
@@ -70,10 +68,10 @@ def digest(text: str) -> str:
 
 
 def file_name(text: str) -> str:
-    """The last component of `text`, if it is a harmless file name. Raises UsageError."""
+    """Return the last component of `text` if it is a safe file name. Raises UsageError."""
     name = text.rsplit("/", 1)[-1]
     if not _FILE.fullmatch(name) or ".." in name:
-        raise UsageError(f"{name!r} is no file name this program will write")
+        raise UsageError(f"{name!r} is not a safe file name")
     return name
 
 
@@ -84,14 +82,14 @@ def sanitize_file_name(text: str) -> str:
 
 
 def is_path(text: str) -> bool:
-    """Whether a person who typed this means a file: it ends in .gguf, or begins like a path."""
+    """Whether `text` means a file: it ends in .gguf, or begins like a path."""
     return text.startswith(("/", "./", "../", "~")) or (
         text.lower().endswith(".gguf") and ":" not in text
     )
 
 
 def quantization_of(path: str) -> str:
-    """The quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
+    """Return the quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
     name = path.rsplit("/", 1)[-1]
     if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
         return ""
@@ -121,7 +119,7 @@ def split_names(file_name: str) -> list[str]:
 
 
 def combined_digest(digests: Sequence[str]) -> str:
-    """The SHA-256 of a model: its file's, or that of its files' digests in order."""
+    """Return the SHA-256 of a model: its file's, or that of its files' digests in order."""
     if len(digests) == 1:
         return digests[0]
     import hashlib  # 3 ms, only for split models

@@ -1,6 +1,6 @@
-"""Pin the SHA-256 that every file had when it was first pulled from a source.
+"""Pin the SHA-256 that each file had when it was first pulled from a source.
 
-They lie beside the model's folder (`NAME.lock.json`) and outlive `edgeinfer rm` without `--forget`.
+Pins lie beside the model's folder (`NAME.lock.json`) and outlive `edgeinfer rm` without `--forget`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a pull or a quantization says while it works, how fast it goes, and how it is told to stop.
+"""Report progress of pulls and quantizations, and cancel them.
 
-On stderr that is a bar on a terminal, a plain line now and then elsewhere.
+On stderr: a bar on a terminal, a plain line now and then elsewhere.
 """
 
 from __future__ import annotations
@@ -19,20 +19,11 @@ from edgeinfer.errors import InterruptedByUser
 from edgeinfer.units import format_bytes, format_duration
 
 Stage = Literal[
-    "resolving",
-    "checking",
-    "downloading",
-    "copying",
-    "verifying",
-    "converting",
-    "quantizing",
-    "weighing",
-    "scoring",
-    "reading",
-    "done",
-]
+    "resolving", "checking", "downloading", "copying", "verifying", "converting", "quantizing",
+    "weighing", "scoring", "reading", "done",
+]  # fmt: skip
 
-#: What a stop, or a disk without room, leaves of a pull.
+#: What a cancellation, or a full disk, leaves of a pull.
 FETCHED_IS_KEPT = "what was fetched is kept"
 #: Reports are at least this far apart, except the first and last of a stage.
 _INTERVAL_S = 0.1
@@ -41,10 +32,9 @@ _WINDOW_S = 5.0
 
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a pull is, within `file`, the `index`-th (from 0) of `n_files`; None is unknown.
+    """The position within `file`, the `index`-th (from 0) of `n_files`; None is unknown.
 
-    The rate and the time left follow the last seconds. While quantizing, `done_bytes` counts tensors;
-    while scoring, tokens.
+    While quantizing, `done_bytes` counts tensors; while weighing and scoring, tokens.
     """
 
     stage: Stage
@@ -63,9 +53,9 @@ OnProgress = Callable[[PullProgress], None]
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How a server is asked: `attempts` without a new byte, waits doubling from `pause_s` up to 30 s.
+    """Retries of a server: `attempts` without a new byte, pauses doubling from `pause_s` up to 30 s.
 
-    A file of which `parallel_bytes` or more are missing comes over as many as `connections`.
+    A file with `parallel_bytes` or more missing is fetched over up to `connections`.
     """
 
     attempts: int = 6
@@ -76,12 +66,12 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     parallel_bytes: int = 16 << 20
 
     def pause(self, failures: int, asked_s: float) -> float:
-        """Seconds to wait after so many failures in a row, at least what the server asked for."""
+        """Return the pause (s) after `failures` in a row, at least what the server asked for."""
         return min(30.0, max(asked_s, self.pause_s * 2.0**failures))
 
 
 class Job:
-    """Report one pull's progress, and raise InterruptedByUser once `cancel` is set."""
+    """Report the progress of one task, and raise InterruptedByUser once `cancel` is set."""
 
     def __init__(
         self,
@@ -107,7 +97,7 @@ class Job:
         index: int = 0,
         n_files: int = 1,
     ) -> None:
-        """A new stage, reported at once."""
+        """Begin a stage and report it at once."""
         self.check()
         self._now = PullProgress(
             stage=stage, file=file, done_bytes=done, total_bytes=total, index=index, n_files=n_files
@@ -117,7 +107,7 @@ class Job:
         self._report()
 
     def at(self, done: int, total: int | None = None) -> None:
-        """`done` bytes of the stage are done; also the place where a cancellation takes effect."""
+        """Report `done` bytes of the stage. Raises InterruptedByUser once cancelled."""
         self.check()
         now = time.monotonic()
         whole = self._now.total_bytes if total is None else total
@@ -134,12 +124,12 @@ class Job:
         self._report()
 
     def note(self, text: str) -> None:
-        """Something a person should know, reported at once: a retry and its reason, the next source."""
+        """Report a message at once: a retry and its reason, the next source."""
         self._now = msgspec.structs.replace(self._now, note=text)
         self._report()
 
     def check(self) -> None:
-        """Raise InterruptedByUser when somebody asked to stop."""
+        """Raise InterruptedByUser once cancelled."""
         if self._cancel.is_set():
             raise InterruptedByUser(
                 f"stopped; {FETCHED_IS_KEPT}", hint="type the same command again to go on"
@@ -147,7 +137,7 @@ class Job:
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call `wake` from another thread when a stop is asked for during the block."""
+        """Call `wake` from another thread on a cancellation during the block."""
         if not self._cancellable:
             yield
             return
@@ -168,7 +158,7 @@ class Job:
             thread.join()
 
     def wait(self, seconds: float) -> None:
-        """Wait, unless somebody asks to stop meanwhile."""
+        """Wait (s), at most until a cancellation, which raises InterruptedByUser."""
         self._cancel.wait(seconds)
         self.check()
 
@@ -182,28 +172,17 @@ class Job:
 
 
 #: Without a bar, a line this often is enough to tell a slow download from a dead one.
-PLAIN_INTERVAL_S = 5.0
+_PLAIN_INTERVAL_S = 5.0
 
-STAGES: dict[Stage, str] = {
-    "resolving": "looking up",
-    "checking": "checking",
-    "downloading": "downloading",
-    "copying": "copying",
-    "verifying": "verifying",
-    "converting": "converting",
-    "quantizing": "quantizing",
-    "weighing": "weighing",
-    "scoring": "measuring",
-    "reading": "reading",
-    "done": "done",
-}
+#: What a person reads for a stage, if it is another word.
+_LABELS: dict[Stage, str] = {"resolving": "looking up", "scoring": "measuring"}
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "weighing": "tokens", "scoring": "tokens"}
 
 
 def progress_text(now: PullProgress) -> str:
     """Return `downloading x.gguf: 12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, or the note of a stage."""
     part = f" ({now.index + 1} of {now.n_files})" if now.n_files > 1 else ""
-    text = f"{STAGES[now.stage]} {now.file}{part}".rstrip()
+    text = f"{_LABELS.get(now.stage, now.stage)} {now.file}{part}".rstrip()
     return ": ".join(t for t in (text, amount_text(now), now.note) if t)
 
 
@@ -224,9 +203,9 @@ def amount_text(now: PullProgress) -> str:
 
 
 class PlainLines:
-    """Writes a line at every new stage, at every note, and every few seconds."""
+    """Write a line at every new stage, at every note, and every few seconds."""
 
-    def __init__(self, out: TextIO, interval_s: float = PLAIN_INTERVAL_S) -> None:
+    def __init__(self, out: TextIO, interval_s: float = _PLAIN_INTERVAL_S) -> None:
         self._out = out
         self._interval_s = interval_s
         self._last: PullProgress | None = None
@@ -293,6 +272,6 @@ class _Bars:
             completed=now.done_bytes,
             total=now.total_bytes,
             description=now.file.rsplit("/", 1)[-1],
-            verb=STAGES[now.stage],
+            verb=_LABELS.get(now.stage, now.stage),
             amount=amount,
         )

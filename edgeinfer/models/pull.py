@@ -18,7 +18,7 @@ from edgeinfer.models import gguf, names, pins, sources, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import DIRECT, convert_fetched
 from edgeinfer.models.fetching.fetch import fetch
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.ggml_types import parse_file_type
 from edgeinfer.models.plan import Fetched, Plan, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPolicy
 from edgeinfer.models.store import PulledModel, changing
@@ -78,10 +78,7 @@ def _refuse_other_type(here: PulledModel, wanted: str) -> None:
 def _in_type(todo: Plan, type_name: str) -> Plan:
     if not type_name:
         return todo
-    if file_type(type_name) is None:
-        raise UsageError(
-            f"{type_name!r} is no type of llama.cpp", hint="`edgeinfer quantize --help` lists them"
-        )
+    parse_file_type(type_name)
     return msgspec.structs.replace(todo, quantize=type_name.upper())
 
 

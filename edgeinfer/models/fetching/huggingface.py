@@ -126,7 +126,7 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
     except hf.GatedRepoError as error:
         raise AuthenticationError(
             f"{source}: the repository is gated",
-            hint=f"accept its licence on {source.page}, then set HF_TOKEN and pull again",
+            hint=f"accept its licence on {_page(source)}, then set HF_TOKEN and pull again",
         ) from error
     except hf.OfflineModeIsEnabled as error:
         raise OfflineError(f"{source}: Hugging Face's offline switch is on") from error
@@ -140,6 +140,10 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
         ) from error
 
 
+def _page(source: HubFile | HubQuant) -> str:
+    return f"https://huggingface.co/{source.repo}"
+
+
 def _by_status(source: HubFile | HubQuant, error: Any) -> DownloadError:
     from huggingface_hub import errors as hf
 
@@ -147,7 +151,7 @@ def _by_status(source: HubFile | HubQuant, error: Any) -> DownloadError:
     if status in (401, 403):
         return AuthenticationError(
             f"{source}: the hub refuses ({status}): there is no such repository, or it wants a token",
-            hint=f"check {source.page}; for a private or gated repository set HF_TOKEN and pull again",
+            hint=f"check {_page(source)}; if it is private or gated, set HF_TOKEN and pull again",
         )
     if isinstance(error, hf.EntryNotFoundError | hf.RevisionNotFoundError) or status == 404:
         return SourceNotFoundError(f"{source}: the hub has no such repository, revision or file")

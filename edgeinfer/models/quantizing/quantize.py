@@ -14,7 +14,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models import gguf, names, store
-from edgeinfer.models.ggml_types import FILE_TYPES, FULL_PRECISION, file_type
+from edgeinfer.models.ggml_types import FILE_TYPES, FULL_PRECISION, parse_file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched
 from edgeinfer.models.progress import Job, OnProgress
@@ -68,7 +68,7 @@ def quantize(
     job = Job(progress, cancel)
     model = resolve(text)
     source = model.files()
-    kind = _kind(type_name)
+    kind = parse_file_type(type_name)
     origin = model.pulled
     ref = _reference(text, FILE_TYPES[kind], origin, options)
     with changing(ref) as work:
@@ -102,15 +102,6 @@ def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) 
     return msgspec.structs.replace(options, imatrix=str(made))
 
 
-def _kind(type_name: str) -> int:
-    kind = file_type(type_name)
-    if kind is None:
-        raise UsageError(
-            f"{type_name!r} is no type of llama.cpp", hint=f"one of {', '.join(FILE_TYPES.values())}"
-        )
-    return kind
-
-
 def _reference(
     text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
 ) -> Reference:
@@ -131,7 +122,7 @@ def _reference(
 
 def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
     """Quantize a verified download to the type that is wanted. Raises what `quantize` does."""
-    kind = _kind(type_name)
+    kind = parse_file_type(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split by their names
     for one in fetched:
