@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 
 from edgeinfer import __version__, error_text
-from edgeinfer.cli.main import build_parser
+from edgeinfer.cli.parser import build_parser
 
 ENVIRONMENT = {
     "EDGEINFER_HOME": "One folder for everything: configuration, models, snapshots, logs and the unpacked application.",

@@ -34,7 +34,7 @@ import notices  # noqa: E402
 import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
-from edgeinfer.cli.main import build_parser  # noqa: E402
+from edgeinfer.cli.parser import build_parser  # noqa: E402
 from edgeinfer.cli.verbs.completion import script  # noqa: E402
 from edgeinfer.models.reference import resolve  # noqa: E402
 

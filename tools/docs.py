@@ -27,7 +27,7 @@ BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- 
 
 def command_line() -> str:
     """`--help` of every verb."""
-    from edgeinfer.cli.main import build_parser
+    from edgeinfer.cli.parser import build_parser
 
     os.environ["COLUMNS"] = "100"
     parser = build_parser()

@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import os
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
-from edgeinfer import __version__, error_text
-from edgeinfer.cli import options as launch_args
-from edgeinfer.cli.arguments import catalog, machine, snapshots
-from edgeinfer.cli.parser import EXAMPLES, Parser, nearest, refuse_unknown, verbs_of, wants_json
+from edgeinfer import error_text
+from edgeinfer.cli.parser import VERBS, build_parser, module_of, nearest, refuse_unknown, wants_json
 from edgeinfer.cli.result import Result, envelope, error_envelope
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
 
-FAMILIES = (launch_args, catalog, snapshots, machine)
 #: Verbs and actions of the release before this one, and what takes their place.
 MOVED = {
     "bundle": "build a file with a model inside from the source: `make binary MODEL=NAME`",
@@ -36,31 +31,7 @@ MOVED = {
     "backend add": "put the library and its JSON file where `edgeinfer backend` says",
     "backend remove": "delete the library and its JSON file where `edgeinfer backend` says",
 }
-#: What every verb is: one function below `commands/`.
-Command = Callable[[argparse.Namespace, Host], Result]
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@cache
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line, made once: a parked process has it, and a launch pays for none of it.
-
-    `verb` is empty when none was typed: that means `chat`.
-    """
-    parser = Parser(
-        prog="edgeinfer",
-        description="Local language models that feel already loaded.",
-        epilog=f"""{EXAMPLES}:
-  edgeinfer                       chat with the default model
-  edgeinfer run "Name a colour."  answer one prompt
-  edgeinfer help run              what a verb does, and its options""",
-    )
-    parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for family in FAMILIES:
-        family.add(verbs)
-    parser.set_defaults(parser=parser, json=False)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
@@ -72,10 +43,10 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
     as_json = wants_json(typed)
     host = host or Host()
     try:
-        parser = build_parser()
         if typed[0] == "help":
             typed = [*typed[1:], "--help"]
-        _refuse_unknown_verb(typed, parser, host)
+        _refuse_unknown_verb(typed, host)
+        parser = build_parser(typed[0])
         options, unknown = parser.parse_known_args(typed)
         refuse_unknown(parser, options, unknown)
         as_json = options.json
@@ -101,17 +72,17 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         return 70
 
 
-def _refuse_unknown_verb(typed: Sequence[str], parser: argparse.ArgumentParser, host: Host) -> None:
+def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
     """Raise UsageError that says what was probably meant."""
     for old, new in MOVED.items():
         if list(typed[: len(old.split())]) == old.split():
             raise UsageError(f"`edgeinfer {old}` is gone", hint=new)
-    word, known = typed[0], verbs_of(parser)
-    if word.startswith("-") or word in known:
+    word = typed[0]
+    if word.startswith("-") or word in VERBS:
         return
     if " " in word:
         meant = shlex.join(["edgeinfer", "run", word])
-    elif near := nearest(word, list(known)):
+    elif near := nearest(word, list(VERBS)):
         meant = f"edgeinfer {near}"
     elif host.is_model(word):
         meant = f"edgeinfer chat {word}"
@@ -122,13 +93,12 @@ def _refuse_unknown_verb(typed: Sequence[str], parser: argparse.ArgumentParser, 
 
 def _run(options: argparse.Namespace, host: Host) -> Result:
     """Import the verb's function and call it. Raises what it raises."""
-    if options.linux_only and sys.platform != "linux":
+    if VERBS[options.verb].linux_only and sys.platform != "linux":
         raise SnapshotsUnavailableError(
             f"`{options.verb}` needs Linux; every launch here is a cold start", hint=""
         )
-    module, _, name = options.run.partition(":")
-    command: Command = getattr(importlib.import_module(module), name)
-    return command(options, host)
+    result: Result = module_of(options.verb).run(options, host)
+    return result
 
 
 def _print_result(result: Result, *, as_json: bool) -> None:

@@ -6,11 +6,14 @@ An option has one of three scopes (load, launch, request), told by its group in 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
+from edgeinfer import __version__
 from edgeinfer.errors import UsageError, WrongTimeError
 from edgeinfer.launcher.argv import options_and_words
 
@@ -21,10 +24,107 @@ SAMPLING = "sampling"
 _TIMES = {LOAD: "load", LAUNCH: "launch", ENDPOINT: "launch", SAMPLING: "request"}
 #: Groups that `--help` leaves to `--help-all`.
 FOLDED = (LOAD, LAUNCH, SAMPLING)
+#: Verbs whose options have a scope.
+_SCOPED_VERBS = ("chat", "run", "serve", "batch", "warm")
 #: Verbs whose requests come from elsewhere, each with its own sampling.
 _ENDPOINTS = ("serve", "batch")
 EXAMPLES = "examples"
-Verbs = argparse._SubParsersAction  # the name argparse has for what add_subparsers returns
+
+
+class Verb(NamedTuple):
+    """A row of the table: its line in `--help`, and what follows `edgeinfer` in its examples."""
+
+    summary: str
+    examples: tuple[str, ...]
+    has_json: bool = True
+    linux_only: bool = False
+
+
+VERBS = {
+    "chat": Verb(
+        "chat in the terminal; what `edgeinfer` alone does",
+        ("chat qwen3-4b", "chat --continue"),
+        has_json=False,
+    ),
+    "run": Verb(
+        "answer one prompt on stdout", ('run qwen3-4b --max-tokens 50 "Summarise this." < notes.txt',)
+    ),
+    "serve": Verb(
+        "answer OpenAI, Anthropic, Ollama and plain HTTP clients",
+        ("serve qwen3-4b --port 8080",),
+        has_json=False,
+    ),
+    "launch": Verb(
+        "run a coding agent (claude, codex, …) on a model of this machine",
+        ("launch codex", "launch --model qwen3-4b claude --resume"),
+    ),
+    "batch": Verb(
+        "answer a file of requests in OpenAI's batch format", ("batch requests.jsonl answers.jsonl",)
+    ),
+    "pull": Verb(
+        "fetch, verify and store a model; an interrupted pull continues",
+        (
+            "pull qwen3-4b",
+            "pull bartowski/Qwen_Qwen3-4B-GGUF:Q4_K_M",
+            "pull ~/Downloads/model.gguf --name mine",
+        ),
+    ),
+    "list": Verb(
+        "list models on this machine, and models that can be pulled", ("list --fits", "list coder")
+    ),
+    "show": Verb(
+        "show a model's architecture, sizes, licence, source and memory needs",
+        ("show qwen3-4b --ctx 32768",),
+    ),
+    "rm": Verb("remove models; files used in place are left alone", ("rm qwen3-4b",)),
+    "forget": Verb(
+        "delete cached prefixes: of a model, of a conversation, or all",
+        ("forget qwen3-4b", "forget --conversation chat-12"),
+    ),
+    "quantize": Verb(
+        "make a smaller copy of a model, and measure what it costs", ("quantize qwen3-4b:F16 Q4_K_M",)
+    ),
+    "merge": Verb(
+        "store a model with LoRA adapters merged into its weights",
+        ("merge qwen3-4b my-adapter --name mine",),
+    ),
+    "warm": Verb(
+        "build a snapshot of the loaded model: later launches take a tenth of a second",
+        ("warm qwen3-4b", 'warm qwen3-4b --system "You are a pirate." --name pirate'),
+        linux_only=True,
+    ),
+    "snapshots": Verb(
+        "list, show, take, verify, remove, export and import snapshots",
+        ("snapshots", "snapshots show my-snapshot"),
+        linux_only=True,
+    ),
+    "ps": Verb(
+        "list running processes, and what each had cached of its latest prompt",
+        ("ps",),
+        linux_only=True,
+    ),
+    "stop": Verb(
+        "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
+    ),
+    "doctor": Verb("check this machine and show how to fix what is missing", ("doctor",)),
+    "backend": Verb(
+        "list libraries for GPUs, and the devices each finds", ("backend",), linux_only=True
+    ),
+    "version": Verb(
+        "show the versions of edgeinfer and of what it is built on", ("version --licenses",)
+    ),
+    "config": Verb(
+        "show every configuration key with its value, and the file they come from", ("config",)
+    ),
+    "completion": Verb(
+        "print a script that completes command lines in bash, zsh or fish",
+        ("completion bash > ~/.local/share/bash-completion/completions/edgeinfer",),
+    ),
+    "uninstall": Verb(
+        "list everything edgeinfer has on this machine, ask, and remove it", ("uninstall --keep-data",)
+    ),
+}
+
 #: More choices than this are not listed in an error.
 _MOST_LISTED = 10
 
@@ -100,13 +200,42 @@ class HelpAll(argparse.Action):
         parser.exit()
 
 
+@cache
+def build_parser(verb: str | None = None) -> Parser:
+    """Build the parser of the command line with the arguments of `verb` alone, or of every verb (None).
+
+    Cached: a parked process has the parsers of the launch verbs, so a launch does not build them.
+    """
+    parser = Parser(
+        prog="edgeinfer",
+        description="Local language models that feel already loaded.",
+        epilog=f"""{EXAMPLES}:
+  edgeinfer                       chat with the default model
+  edgeinfer run "Name a colour."  answer one prompt
+  edgeinfer help run              what a verb does, and its options""",
+    )
+    parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
+    parser.set_defaults(json=False)
+    verbs: argparse._SubParsersAction[Any] = parser.add_subparsers(dest="verb", metavar="VERB")
+    for name, row in VERBS.items():
+        added = add_action(verbs, name, row.summary, *row.examples, json=row.has_json)
+        if verb in (None, name) and hasattr(module_of(name), "add_arguments"):
+            module_of(name).add_arguments(added)
+    return parser
+
+
+def module_of(verb: str) -> ModuleType:
+    """Import the module of a verb."""
+    return importlib.import_module(f"edgeinfer.cli.verbs.{verb}")
+
+
 def refuse_unknown(
     parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: Sequence[str]
 ) -> None:
     """Raise WrongTimeError for an option of another time, UsageError for anything else left over."""
     verb = options.verb or ""
     for word in unknown:
-        found = list(_owners(parser, word.partition("=")[0])) if word.startswith("--") else []
+        found = list(_owners(word.partition("=")[0])) if word.startswith("--") else []
         if found:
             raise _wrong_time(verb, found)
     if unknown:
@@ -132,10 +261,10 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
     return dict(verbs.choices)
 
 
-def _owners(parser: argparse.ArgumentParser, flag: str) -> Iterator[tuple[str, argparse.Action, str]]:
-    """Find the verbs that take `flag` at one of the times: verb, its action, title of the group."""
-    for name, verb in verbs_of(parser).items():
-        for group in verb._action_groups:
+def _owners(flag: str) -> Iterator[tuple[str, argparse.Action, str]]:
+    """Find the verbs that take `flag` in one of the scopes: verb, its action, title of the group."""
+    for name in _SCOPED_VERBS:
+        for group in verbs_of(build_parser(name))[name]._action_groups:
             for action in group._group_actions:
                 if flag in action.option_strings and group.title in _TIMES:
                     yield name, action, group.title
@@ -153,27 +282,12 @@ def _wrong_time(verb: str, owners: Sequence[tuple[str, argparse.Action, str]]) -
     return WrongTimeError(f"{flag} is an option of {time} time: `{verb}` does not take it", hint=hint)
 
 
-def add_verb(
-    verbs: Verbs[argparse.ArgumentParser],
+def add_action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    run: str,
     about: str,
     *examples: str,
     json: bool = True,
-    linux_only: bool = False,
-) -> argparse.ArgumentParser:
-    """Add a verb that calls `run` (MODULE:FUNCTION in `edgeinfer.cli.verbs`, imported late).
-
-    The function takes the options and the host and returns a `Result`. `examples` are what follows
-    `edgeinfer`.
-    """
-    parser = add_action(verbs, name, about, *examples, json=json)
-    parser.set_defaults(run=f"edgeinfer.cli.verbs.{run}", linux_only=linux_only)
-    return parser
-
-
-def add_action(
-    actions: Verbs[argparse.ArgumentParser], name: str, about: str, *examples: str, json: bool = True
 ) -> argparse.ArgumentParser:
     """Add an action of a verb, such as `snapshots show`."""
     return actions.add_parser(
@@ -183,23 +297,6 @@ def add_action(
         parents=[json_option()] if json else [],
         epilog="\n".join([f"{EXAMPLES}:", *(f"  edgeinfer {words}" for words in examples)]),
     )
-
-
-def add_yes(parser: argparse.ArgumentParser) -> None:
-    """Add the option of what deletes something, and asks on a terminal."""
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-
-
-def add_model(
-    parser: argparse.ArgumentParser, help: str = "model name or GGUF file (default: the configured one)"
-) -> None:
-    """Add the model as an optional word."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=help)
-
-
-def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Add the option of what reports its progress."""
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
 @cache

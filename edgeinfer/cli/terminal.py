@@ -1,13 +1,18 @@
-"""Ask before something is deleted, and tell what a stop leaves."""
+"""What verbs show on a terminal or a pipe: questions, tables, progress by stage."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TextIO
 
 from edgeinfer.errors import InterruptedByUser
 from edgeinfer.safe_text import without_controls
+
+_REDRAWN_EVERY_S = 0.5
 
 
 def confirm(question: str, *, yes: bool) -> None:
@@ -27,3 +32,74 @@ def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         raise InterruptedByUser(message, hint=hint) from error
+
+
+def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> str:
+    """Align `rows`, the first being the header; columns in `right` are right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+class StageTalk:
+    """Progress on stderr: one line a stage, with the elapsed seconds on a terminal.
+
+    `note` says what a stage may wait for. Lines are redrawn while this is entered (`with`).
+    """
+
+    def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
+        self._out, self._quiet = out, quiet
+        self._note = f" ({note})" if note else ""
+        self._drawn = out.isatty() and not quiet
+        self._stage = ""
+        self._fraction: float | None = None
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> StageTalk:
+        if self._drawn:
+            threading.Thread(target=self._keep_drawing, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._ended.set()
+            self._finish()
+
+    def say(self, stage: str, fraction: float | None) -> None:
+        """Begin a stage, or tell how far it is."""
+        with self._lock:
+            self._fraction = fraction
+            if stage == self._stage or self._quiet:
+                return
+            self._finish()
+            self._stage, self._began = stage, time.monotonic()
+            if self._drawn:
+                self._draw()
+            else:
+                self._out.write(f"{stage} …{self._note}\n")
+                self._out.flush()
+
+    def _keep_drawing(self) -> None:
+        while not self._ended.wait(_REDRAWN_EVERY_S):
+            with self._lock:
+                if self._stage and not self._ended.is_set():
+                    self._draw()
+
+    def _draw(self) -> None:
+        done = "" if self._fraction is None else f" {self._fraction:.0%}"
+        elapsed = f" {time.monotonic() - self._began:.0f} s"
+        self._out.write(f"\r\x1b[K{self._stage} …{done}{elapsed}{self._note}")
+        self._out.flush()
+
+    def _finish(self) -> None:
+        if self._stage and self._drawn:
+            self._out.write(f"\r\x1b[K{self._stage} {time.monotonic() - self._began:.1f} s\n")
+            self._out.flush()

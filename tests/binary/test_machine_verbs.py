@@ -12,11 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
 import manual
 
-from edgeinfer.cli.main import build_parser
+from edgeinfer.cli.parser import build_parser
+from edgeinfer.cli.verbs import doctor, uninstall, version
 from edgeinfer.cli.verbs.completion import script, verbs
-from edgeinfer.cli.verbs.doctor import doctor
-from edgeinfer.cli.verbs.uninstall import uninstall
-from edgeinfer.cli.verbs.version import version
 from edgeinfer.errors import EdgeInferError, InterruptedByUser, ShippingError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
@@ -43,20 +41,20 @@ def test_licences_are_listed_from_the_shipped_file(tmp_path, monkeypatch):
     (tmp_path / "share").mkdir()
     part = {"name": "msgspec", "version": "0.19", "licence": "BSD-3-Clause"}
     (tmp_path / "share/licences.json").write_text(json.dumps([part]))
-    found = version(options(licenses=True), Host())
+    found = version.run(options(licenses=True), Host())
     assert found.human().startswith("msgspec 0.19  BSD-3-Clause\n")
     assert f"{tmp_path}/share/licences" in found.human()
 
 
 def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
     with pytest.raises(ShippingError, match="not the shipped file"):
-        version(options(licenses=True), Host())
+        version.run(options(licenses=True), Host())
 
 
 def test_uninstall_asks_with_everything_it_would_remove(answer_no, capsys):
     fill()
     with pytest.raises(InterruptedByUser):
-        uninstall(options(), Host())
+        uninstall.run(options(), Host())
     asked = capsys.readouterr().err
     for path in (paths.models_dir(), paths.snapshots_dir(), paths.config_dir()):
         assert str(path) in asked
@@ -67,12 +65,12 @@ def test_uninstall_is_refused_where_nobody_can_be_asked(monkeypatch):
     fill()
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(UsageError, match="not a terminal"):
-        uninstall(options(), Host())
+        uninstall.run(options(), Host())
 
 
 def test_uninstall_removes_everything():
     fill()
-    found = uninstall(options(yes=True), Host())
+    found = uninstall.run(options(yes=True), Host())
     assert {"models", "snapshots", "configuration"} <= {part.what for part in found.removed}
     assert not paths.models_dir().exists()
     assert not paths.snapshots_dir().exists()
@@ -81,20 +79,20 @@ def test_uninstall_removes_everything():
 
 def test_uninstall_keeps_what_a_person_made():
     fill()
-    found = uninstall(options(keep_data=True, yes=True), Host())
+    found = uninstall.run(options(keep_data=True, yes=True), Host())
     assert {part.what for part in found.kept} == {"models", "configuration"}
     assert (paths.models_dir() / "m/m.gguf").exists()
     assert not paths.snapshots_dir().exists()
 
 
 def test_uninstall_with_nothing_there():
-    assert uninstall(options(), Host()).human() == "there was nothing to remove"
+    assert uninstall.run(options(), Host()).human() == "there was nothing to remove"
 
 
 def test_self_check_is_for_the_shipped_file():
     assert shipped.app_dir() is None
     with pytest.raises(EdgeInferError, match="not the shipped file"):
-        doctor(options(verify=True), Host())
+        doctor.run(options(verify=True), Host())
 
 
 def test_certificates_of_this_system_unless_the_environment_names_some(monkeypatch):

@@ -1,7 +1,6 @@
 """Every verb is one function of one signature, and `--json` means the same after each of them."""
 
 import argparse
-import importlib
 import inspect
 import itertools
 import json
@@ -13,23 +12,20 @@ import typing
 
 import pytest
 
-from edgeinfer.cli.main import build_parser, main
-from edgeinfer.cli.parser import EXAMPLES, wants_json
+from edgeinfer.cli.main import main
+from edgeinfer.cli.parser import EXAMPLES, VERBS, build_parser, module_of, verbs_of, wants_json
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
 from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
-    parser = build_parser()
-    actions = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return actions.choices
+    return verbs_of(build_parser())
 
 
-@pytest.mark.parametrize("verb", sorted(verbs()))
-def test_a_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
-    module, _, name = verbs()[verb].get_default("run").partition(":")
-    function = getattr(importlib.import_module(module), name)
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
+    function = module_of(verb).run
     hints = typing.get_type_hints(function)
     needed = [
         hints[parameter.name]

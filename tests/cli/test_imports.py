@@ -34,7 +34,7 @@ def modules_after(statement):
     ("statement", "forbidden"),
     [
         ("import edgeinfer.launcher", (*HEAVY, "msgspec", "argparse", "asyncio", "platformdirs")),
-        ("from edgeinfer.cli.main import build_parser; build_parser()", HEAVY),
+        ("from edgeinfer.cli.parser import build_parser; build_parser()", HEAVY),
         ("import edgeinfer.runtime.interface, edgeinfer.runtime.fake", HEAVY),
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
         ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),

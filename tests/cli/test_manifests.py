@@ -10,7 +10,7 @@ import pytest
 import yaml
 from kubernetes_validate import validate
 
-from edgeinfer.cli.main import build_parser
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.server import app
 
 FOLDER = Path(__file__).parents[2] / "docs/kubernetes"

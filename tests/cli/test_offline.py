@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from sockets_seen import run_seen
 
-from edgeinfer.cli.main import build_parser
+from edgeinfer.cli.parser import build_parser
 
 pytestmark = pytest.mark.model
 MODEL = "small"

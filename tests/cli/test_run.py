@@ -10,7 +10,8 @@ import pytest
 
 from edgeinfer import requesting
 from edgeinfer.chat.opening import started
-from edgeinfer.cli.main import build_parser, main
+from edgeinfer.cli.main import main
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError
 from edgeinfer.host import Host, Start

@@ -10,7 +10,7 @@ from pathlib import Path
 from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.cli.main import main
-from edgeinfer.cli.verbs.warm import StageTalk
+from edgeinfer.cli.terminal import StageTalk
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J"
 

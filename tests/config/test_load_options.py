@@ -10,7 +10,8 @@ import pytest
 
 from edgeinfer import requesting
 from edgeinfer.cli import options
-from edgeinfer.cli.main import build_parser, main
+from edgeinfer.cli.main import main
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, LoadConfig, load_config
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
 from edgeinfer.errors import ConfigError, EdgeInferError, UsageError

@@ -9,7 +9,8 @@ import pytest
 
 from edgeinfer import requesting
 from edgeinfer.chat import presets
-from edgeinfer.cli.main import build_parser, main
+from edgeinfer.cli.main import main
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS, TYPED, SamplingOption
 from edgeinfer.errors import InvalidRequestError, UsageError

@@ -18,7 +18,7 @@ from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, 
 from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.cli.main import main
-from edgeinfer.cli.verbs.serve import pulled_models
+from edgeinfer.cli.serving import pulled_models
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,

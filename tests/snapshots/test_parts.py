@@ -16,7 +16,8 @@ import threading
 
 import pytest
 
-from edgeinfer.cli.main import build_parser, main
+from edgeinfer.cli.main import main
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs.snapshots import SnapshotResult, SnapshotsResult
 from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import (

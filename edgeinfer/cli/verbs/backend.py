@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.table import table
+from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
 from edgeinfer.runtime.llama.backends import files
 from edgeinfer.runtime.llama.backends.devices import Device, Loaded, ask
@@ -50,7 +50,7 @@ def _row(one: ListedBackend) -> tuple[str, ...]:
     return (one.name, where, format_bytes(one.size_bytes), found or one.reason)
 
 
-def backend(_options: argparse.Namespace, _host: Host) -> BackendsResult:
+def run(_options: argparse.Namespace, _host: Host) -> BackendsResult:
     """Load each library in a process of its own and ask it for its devices."""
     return BackendsResult(folder=str(files.added_dir()), backends=tuple(map(_listed, files.NAMES)))
 

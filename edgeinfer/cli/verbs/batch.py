@@ -1,55 +1,13 @@
-"""`edgeinfer batch IN OUT`: run OpenAI's batch format offline through the endpoint's routes.
-
-OUT records what is done: an answer is one line, appended in one write. A run cuts off a torn last line
-and skips the `custom_id`s it finds, so after a kill nothing is lost or done twice. Only final answers
-are written: a failure that may pass is tried again with growing pauses, and then left to the next run.
-Lines come in the order of completion, as OpenAI's do. OUT is locked.
-"""
+"""`edgeinfer batch IN OUT`: answer a file of requests in OpenAI's batch format."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import errno
-import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import ClassVar
 
-import msgspec
-
-from edgeinfer import requesting
+from edgeinfer.cli.options import add_launch_options, add_load_options, add_quiet, count
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.verbs.serve import Loader, pulled_models
-from edgeinfer.errors import (
-    DiskFullError,
-    EdgeInferError,
-    InterruptedByUser,
-    ModelBusyError,
-    UsageError,
-)
 from edgeinfer.host import Host
-from edgeinfer.platform.disk import try_lock
-from edgeinfer.server import batches
-from edgeinfer.server.app import build_app
-from edgeinfer.server.batches import BatchLine
-from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import Models, Sources
-
-#: After so many lines in a row without a final answer the run ends: what fails is not the request.
-_LEFT_IN_A_ROW = 16
-
-
-class _Done(msgspec.Struct, frozen=True):
-    custom_id: str
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
@@ -84,245 +42,33 @@ class BatchResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def batch(options: argparse.Namespace, host: Host) -> BatchResult:
-    """Answer what OUT does not have yet.
-
-    Raises UsageError naming the line that is wrong before computing; ModelBusyError when another run
-    has OUT.
-    """
-    paths = (options.input, options.output)
-    if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
-        raise UsageError(
-            f"{options.output} is the input itself", hint="name another file for the answers"
-        )
-    lines = read_input(Path(options.input))
-    with _opened(Path(options.output)) as output:
-        finished = read_output(output)
-        todo = [line for line in lines if line.custom_id not in finished]
-        if not todo:
-            return _result(_Tally(0), len(lines), 0.0, options.output)
-        return asyncio.run(_run(options, host, lines, todo, output))
-
-
-def read_input(path: Path) -> list[BatchLine]:
-    """Every request. Raises UsageError naming the line."""
-    decoder = msgspec.json.Decoder(BatchLine)
-    lines: list[BatchLine] = []
-    seen: dict[str, int] = {}
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if raw.strip():
-                    lines.append(_checked(decoder, raw, f"{path}:{number}"))
-                    first = seen.setdefault(lines[-1].custom_id, number)
-                    if first != number:
-                        raise UsageError(
-                            f"{path}:{number}: custom_id {lines[-1].custom_id!r} is also on line "
-                            f"{first}"
-                        )
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
-    return lines
-
-
-def _checked(decoder: msgspec.json.Decoder[BatchLine], raw: bytes, where: str) -> BatchLine:
-    try:
-        line = decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(
-            f"{where}: {error}", hint="a line is {custom_id, method, url, body}"
-        ) from error
-    if line.body.get("stream"):
-        raise UsageError(f"{where}: a batch does not stream", hint='leave "stream" out')
-    return line
-
-
-def read_output(output: int) -> set[str]:
-    """The `custom_id`s that are done. A torn last line is cut off."""
-    with os.fdopen(os.dup(output), "rb") as file:
-        file.seek(0)
-        whole, finished = 0, set()
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                break
-            try:
-                finished.add(msgspec.json.decode(raw, type=_Done).custom_id)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise UsageError(
-                    f"the output file holds a line that is no answer: {error}",
-                    hint="name another output file",
-                ) from error
-            whole += len(raw)
-    os.ftruncate(output, whole)
-    return finished
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    try:
-        output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    try:
-        if not try_lock(output):
-            raise ModelBusyError(f"another `edgeinfer batch` writes to {path}")
-        yield output
-    finally:
-        os.close(output)
-
-
-class _Tally:
-    def __init__(self, todo: int) -> None:
-        self.todo = todo
-        self.done = 0
-        self.failed = 0
-        self.tokens = 0
-        self.left_in_a_row = 0
-        self.left_reason = ""
-        self.begun = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begun
-
-    def count(self, reply: batches.BatchReply) -> None:
-        """Count a final answer."""
-        self.done += 1
-        self.failed += reply.status >= 400
-        self.tokens += _completion_tokens(reply)
-        self.left_in_a_row = 0
-
-
-async def _run(
-    options: argparse.Namespace, host: Host, lines: list[BatchLine], todo: list[BatchLine], output: int
-) -> BatchResult:
-    load_options = requesting.load_options(options, host.config.load)
-    name = host.files(options.model or host.config.default_model).name
-    sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models())
-    models = Models(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
-    limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
-    refuse_unknown = host.config.serve.unknown_fields == "refuse"
-    endpoint = Endpoint(models, limits, Log("off"), host, refuse_unknown=refuse_unknown)
-    tally = _Tally(len(todo))
-    try:
-        width = options.concurrency or await _width(models, name)
-        with _progress(options, tally) as moved:
-            work = asyncio.ensure_future(_work(endpoint, iter(todo), output, tally, width, moved))
-            _stop_on_ctrl_c(work)
-            try:
-                await work
-            except asyncio.CancelledError:
-                raise InterruptedByUser("stopped; the same command goes on from here") from None
-    finally:
-        os.fsync(output)
-        endpoint.cancel_all()
-        await models.close()
-        endpoint.threads.shutdown(wait=False, cancel_futures=True)
-    return _result(tally, len(lines), tally.seconds, options.output)
-
-
-async def _width(models: Models, name: str) -> int:
-    """Enough requests in flight that a finished sequence finds its successor waiting."""
-    lease = await models.acquire(name)
-    try:
-        return lease.engine.info.n_parallel + min(lease.engine.info.n_parallel, 16)
-    finally:
-        lease.release()
-
-
-async def _work(
-    endpoint: Endpoint,
-    todo: Iterator[BatchLine],
-    output: int,
-    tally: _Tally,
-    width: int,
-    moved: Callable[[], None],
-) -> None:
-    app = build_app(endpoint, Gate(keys=Keys([])))
-
-    async def worker() -> None:
-        for line in todo:
-            reply = await batches.ask_again(app, {}, line)
-            if batches.may_pass(reply):
-                tally.left_in_a_row += 1
-                tally.left_reason = _reason(reply)
-            else:
-                _append(output, line, reply)
-                tally.count(reply)
-                moved()
-            if tally.left_in_a_row >= _LEFT_IN_A_ROW:
-                return
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(width):
-                group.create_task(worker())
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-
-
-def _reason(reply: batches.BatchReply) -> str:
-    error = msgspec.json.decode(reply.body).get("error") or {}
-    return f"{reply.status} {error.get('code') or error.get('message') or ''}".rstrip()
-
-
-def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
-    """One line in one write; what a kill leaves of it is cut off by the next run."""
-    rest = memoryview(batches.answer_line(line, reply))
-    while rest:
-        try:
-            rest = rest[os.write(output, rest) :]
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFullError("no room for another answer; what is done is kept") from error
-            raise EdgeInferError(f"the output file cannot be written: {error.strerror}") from error
-
-
-def _completion_tokens(reply: batches.BatchReply) -> int:
-    if reply.status != 200:
-        return 0
-    usage = msgspec.json.decode(reply.body).get("usage") or {}
-    return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
-
-
-def _stop_on_ctrl_c(work: asyncio.Future[None]) -> None:
-    with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, work.cancel)
-
-
-@contextlib.contextmanager
-def _progress(options: argparse.Namespace, tally: _Tally) -> Iterator[Callable[[], None]]:
-    if options.quiet or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console  # 60 ms, only where there is a terminal
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body"
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=tally.todo, rate="")
-
-        def moved() -> None:
-            bar.update(task, completed=tally.done, rate=f"{tally.tokens / tally.seconds:.1f} tokens/s")
-
-        yield moved
-
-
-def _result(tally: _Tally, total: int, seconds: float, output: str) -> BatchResult:
-    return BatchResult(
-        done=tally.done,
-        failed=tally.failed,
-        skipped=total - tally.todo,
-        total=total,
-        seconds=seconds,
-        completion_tokens=tally.tokens,
-        output=output,
-        left=tally.todo - tally.done,
-        left_reason=tally.left_reason,
+    parser.add_argument(
+        "output",
+        metavar="OUT.jsonl",
+        help="answers, one a line; finished lines are skipped, so a run can be resumed",
     )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="model of requests that name none (default: the configured one)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=count,
+        metavar="N",
+        help="requests run at once (default: chosen automatically)",
+    )
+    add_quiet(parser)
+    add_load_options(parser)
+    add_launch_options(parser)
+
+
+def run(options: argparse.Namespace, host: Host) -> BatchResult:
+    """Answer what OUT does not have yet. Raises what `batching.batch` raises."""
+    from edgeinfer.cli.batching import batch  # 240 ms: the server, which `--help` does not need
+
+    return batch(options, host)

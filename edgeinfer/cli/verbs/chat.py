@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, ClassVar
 from edgeinfer import requesting
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
 from edgeinfer.chat.history.values import Attachment, Conversation
-from edgeinfer.chat.opening import Launch
+from edgeinfer.cli.options import (
+    SYSTEM,
+    add_launch_options,
+    add_load_options,
+    add_model,
+    add_sampling_options,
+)
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import HandOver, Host
 from edgeinfer.platform import process
 
 if TYPE_CHECKING:
+    from edgeinfer.chat.opening import Launch
     from edgeinfer.tui.app import ChatApp
     from edgeinfer.tui.conversation.relay import Taking
 
@@ -31,7 +38,22 @@ class ChatResult(Result, frozen=True, kw_only=True):
     conversation: int = 0
 
 
-def chat(options: argparse.Namespace, host: Host) -> ChatResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--continue", dest="continue_last", action="store_true", help="continue the last conversation"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="line by line, for screen readers and dumb terminals"
+    )
+    parser.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")
+    add_sampling_options(parser)
+    add_load_options(parser)
+    add_launch_options(parser)
+
+
+def run(options: argparse.Namespace, host: Host) -> ChatResult:
     """Run the chat on this process's terminal; line by line with `--plain` or where none can draw.
 
     Raises EdgeInferError when the app broke; the conversation is stored then too.
@@ -108,6 +130,8 @@ def _plain(launch: Launch) -> ChatResult:
 
 
 def _launch(options: argparse.Namespace, host: Host) -> Launch:
+    from edgeinfer.chat.opening import Launch  # 100 ms in a cold process: numpy
+
     sampling = requesting.typed_sampling(options)
     if options.max_tokens:
         sampling["max_tokens"] = options.max_tokens

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
 from edgeinfer.platform import places
@@ -55,11 +56,20 @@ class Verb(msgspec.Struct, frozen=True):
     words: tuple[str, ...]
 
 
-def completion(options: argparse.Namespace, _host: Host) -> CompletionResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "shell",
+        choices=("bash", "zsh", "fish", "models", "snapshots", "adapters"),  # names, for the scripts
+        metavar="bash|zsh|fish",
+        help="the shell",
+    )
+
+
+def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
     """Write the script for `options.shell`, or names of a kind for the scripts."""
     shell: str = options.shell
     is_kind = shell in _KINDS.values()
-    text = "\n".join(_known(shell)) if is_kind else script(shell, options.parser)
+    text = "\n".join(_known(shell)) if is_kind else script(shell, build_parser())
     return CompletionResult(shell=shell, text=text)
 
 

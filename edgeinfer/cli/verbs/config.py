@@ -28,7 +28,7 @@ class ConfigResult(Result, frozen=True, kw_only=True):
         return f"# {origin}\n{tomlkit.dumps(values)}".rstrip()
 
 
-def show_config(_options: argparse.Namespace, _host: Host) -> ConfigResult:
+def run(_options: argparse.Namespace, _host: Host) -> ConfigResult:
     """Raises ConfigError when the file has a mistake."""
     path = config_path()
     return ConfigResult(path=str(path), exists=path.is_file(), config=load_config(path))

@@ -67,7 +67,15 @@ class DoctorResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def doctor(options: argparse.Namespace, _host: Host) -> Result:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="instead compare every byte of the unpacked program with what was built",
+    )
+
+
+def run(options: argparse.Namespace, _host: Host) -> Result:
     """Look at everything; nothing is changed. Raises ShippingError for `--verify` without its file."""
     if options.verify:
         from edgeinfer.cli.verbs.doctor_verify import self_check  # compression: 10 ms

@@ -1,17 +1,16 @@
-"""`edgeinfer forget`: delete what models have read, which is kept as computed blocks."""
+"""`edgeinfer forget`: delete cached prefixes of models and conversations."""
 
 from __future__ import annotations
 
 import argparse
 from typing import ClassVar
 
+from edgeinfer.cli.options import add_yes
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache.keys import model_key
-from edgeinfer.runtime.prefix_cache.store import forget_all, forget_conversation, forget_model
 from edgeinfer.units import format_bytes
 
 ALL = "all"
@@ -29,8 +28,26 @@ class ForgetResult(Result, frozen=True, kw_only=True):
         return f"forgotten: {', '.join(self.forgotten)}; {format_bytes(self.freed_bytes)} freed"
 
 
-def forget(options: argparse.Namespace, host: Host) -> ForgetResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf, or `all`"
+    )
+    add_yes(parser)
+    parser.add_argument(
+        "--conversation",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a conversation's own prefixes: chat-NUMBER, or a request's prompt_cache_key",
+    )
+
+
+def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     """Delete cached prefixes. Raises UsageError for none, InterruptedByUser for a no."""
+    # 80 ms: numpy
+    from edgeinfer.runtime.prefix_cache.keys import model_key
+    from edgeinfer.runtime.prefix_cache.store import forget_all, forget_conversation, forget_model
+
     if not options.models and not options.conversation:
         raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")
     root = paths.blocks_dir()

@@ -18,9 +18,11 @@ import msgspec
 from edgeinfer.agents import endpoint, running
 from edgeinfer.agents.endpoint import Found
 from edgeinfer.agents.table import AGENTS, Agent, Target
+from edgeinfer.cli.options import add_load_option
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.table import table
+from edgeinfer.cli.terminal import table
 from edgeinfer.config.config_file import Config
+from edgeinfer.config.load_options import N_CTX
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.server.guards import keys
@@ -72,7 +74,25 @@ def _row(agent: KnownAgent) -> tuple[str, ...]:
     return agent.name, here, f"{agent.first_tokens:,} tokens", agent.install
 
 
-def launch(options: argparse.Namespace, host: Host) -> Result:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="list the agents that can be launched")
+    parser.add_argument("--model", metavar="MODEL", help="the model (default: the endpoint's)")
+    add_load_option(parser, N_CTX)
+    parser.add_argument(
+        "--anyway", action="store_true", help="even if the context is smaller than the agent needs"
+    )
+    parser.add_argument(
+        "agent", nargs="?", choices=tuple(AGENTS), metavar="AGENT", help=", ".join(AGENTS)
+    )
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="arguments passed to the agent unchanged",
+    )
+
+
+def run(options: argparse.Namespace, host: Host) -> Result:
     """Raises UsageError, ServeError, and as naming a model does."""
     if options.list:
         return AgentsResult(agents=tuple(map(_known, AGENTS.values())))

@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.table import table
+from edgeinfer.cli.terminal import table
 from edgeinfer.error_text import hint
 from edgeinfer.errors import CatalogError, ConfigError
 from edgeinfer.host import Host
@@ -152,7 +152,22 @@ def _here(model: ListedModel) -> str:
     return "yes" if model.pulled else "-"
 
 
-def list_models(options: argparse.Namespace, host: Host) -> ListResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="list only models whose name, title or purpose has every word",
+    )
+    parser.add_argument("--pulled", action="store_true", help="only those on this machine")
+    parser.add_argument(
+        "--fits",
+        action="store_true",
+        help="group by what this machine can hold and how fast it would answer",
+    )
+
+
+def run(options: argparse.Namespace, host: Host) -> ListResult:
     """Raises ConfigError when models.toml is wrong; a wrong config.toml is warned of."""
     try:
         host.config  # noqa: B018  it is read here

@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import ClassVar
 
+from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.host import Host
@@ -34,7 +35,25 @@ class MergeResult(Result, frozen=True, kw_only=True):
         )
 
 
-def merge(options: argparse.Namespace, _host: Host) -> MergeResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf")
+    parser.add_argument(
+        "adapters",
+        metavar="ADAPTER[:SCALE]",
+        nargs="+",
+        help="a pulled adapter's NAME, FILE.gguf, or a FOLDER of PEFT's",
+    )
+    parser.add_argument("--name", required=True, help="store it under this name")
+    parser.add_argument(
+        "--quantize",
+        default="",
+        metavar="TYPE",
+        help="type of the merged model (default: each tensor keeps its own)",
+    )
+    add_quiet(parser)
+
+
+def run(options: argparse.Namespace, _host: Host) -> MergeResult:
     """Raises what `catalog.adapters.merge_model` raises; Ctrl-C becomes InterruptedByUser."""
     began = time.monotonic()
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):

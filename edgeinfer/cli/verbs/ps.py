@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import ClassVar
 
+from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.table import table
+from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
 from edgeinfer.snapshots.running import Running, processes
 from edgeinfer.units import format_bytes, format_duration
@@ -45,6 +46,10 @@ def _row(process: Running) -> tuple[str, ...]:
     )
 
 
-def ps(options: argparse.Namespace, _host: Host) -> PsResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_everywhere(parser)
+
+
+def run(options: argparse.Namespace, _host: Host) -> PsResult:
     """Return what runs; nothing is changed."""
     return PsResult(running=tuple(processes(everywhere=options.everywhere)))

@@ -9,6 +9,7 @@ import time
 from typing import ClassVar
 from urllib.parse import quote
 
+from edgeinfer.cli.options import add_model, add_quiet
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.errors import ChecksumError, UsageError
@@ -89,7 +90,43 @@ def _pull_adapter(wanted: str, options: argparse.Namespace) -> PullAdapterResult
         return PullAdapterResult(adapter=pull_adapter(wanted, options.base, report, wish))
 
 
-def pull(options: argparse.Namespace, host: Host) -> Result:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(
+        parser,
+        "NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, FILE.gguf, or a FOLDER "
+        "of safetensors; default model",
+    )
+    parser.add_argument("--name", help="store it under this name")
+    parser.add_argument(
+        "--base",
+        default="",
+        metavar="MODEL",
+        help="MODEL is a PEFT LoRA adapter; this is its base model",
+    )
+    parser.add_argument(
+        "--quantize",
+        default="",
+        metavar="TYPE",
+        help="store it in this type; a checkpoint's own is BF16 or F16",
+    )
+    parser.add_argument(
+        "--sha256", default="", metavar="HEX", help="refuse a file that has another SHA-256"
+    )
+    parser.add_argument(
+        "--in-place", action="store_true", help="point at a local file instead of copying it"
+    )
+    parser.add_argument("--again", action="store_true", help="fetch it even if it is already here")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=8,
+        metavar="N",
+        help="connections for a large file (default 8)",
+    )
+    add_quiet(parser)
+
+
+def run(options: argparse.Namespace, host: Host) -> Result:
     """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched.
 
     A model that another program has here is checked instead of fetched; with --name it becomes one of

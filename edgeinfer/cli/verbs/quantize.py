@@ -6,9 +6,9 @@ import argparse
 import time
 from typing import ClassVar
 
+from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.table import table
-from edgeinfer.cli.terminal import stoppable
+from edgeinfer.cli.terminal import stoppable, table
 from edgeinfer.host import Host
 from edgeinfer.models.progress import progress_on
 from edgeinfer.models.quantizing.helpers import QuantizeOptions
@@ -73,7 +73,42 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def quantize_model(options: argparse.Namespace, _host: Host) -> QuantizeResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from edgeinfer.models.ggml_types import FILE_TYPES
+
+    parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
+    types = tuple(FILE_TYPES.values())
+    parser.add_argument(
+        "type", metavar="TYPE", type=str.upper, choices=types, help=f"one of {', '.join(types)}"
+    )
+    parser.add_argument(
+        "--text",
+        default="",
+        metavar="FILE",
+        help="measure what it costs, and make the importance matrix, with this text instead of ours",
+    )
+    parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
+    parser.add_argument(
+        "--pure", action="store_true", help="use TYPE for every tensor, with no mix of types"
+    )
+    parser.add_argument("--keep-output", action="store_true", help="leave the output tensor as it is")
+    parser.add_argument(
+        "--imatrix",
+        default="",
+        metavar="FILE|make",
+        help="importance matrix in GGUF form; make: one of what the model computes on --text, or on a "
+        "text of ours; some types need one, small ones gain most",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads; 0 takes all we may use"
+    )
+    parser.add_argument(
+        "--no-perplexity", action="store_true", help="do not measure the perplexity of both"
+    )
+    add_quiet(parser)
+
+
+def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
     """Raises what `catalog.quantize.quantize` raises; Ctrl-C becomes InterruptedByUser."""
     began = time.monotonic()
     wish = QuantizeOptions(

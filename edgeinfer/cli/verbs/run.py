@@ -14,7 +14,13 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.chat.attachments import read, with_attachments
-from edgeinfer.chat.history.store import purge_deleted
+from edgeinfer.cli.options import (
+    SYSTEM,
+    add_launch_options,
+    add_load_options,
+    add_sampling_options,
+    count,
+)
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
@@ -55,6 +61,37 @@ class RunResult(Result, frozen=True, kw_only=True):
         return 130 if self.finish_reason == "cancelled" else 0
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_or_prompt",
+        nargs="?",
+        metavar="MODEL",
+        help="model name or GGUF file (default: the configured one)",
+    )
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped"
+    )
+    told = parser.add_mutually_exclusive_group()
+    told.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
+    told.add_argument(
+        "--raw", action="store_true", help="send the prompt unchanged, without a chat template"
+    )
+    parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens")
+    parser.add_argument(
+        "--file", action="append", default=[], metavar="FILE", help="a text file, put before the prompt"
+    )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")
+    shape.add_argument("--grammar", metavar="FILE|GBNF", help="answer by this grammar in GBNF")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text")
+    parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
+    parser.add_argument("--image", help=argparse.SUPPRESS)  # refused: no model here reads images
+    parser.add_argument("--timings", action="store_true", help="timings on stderr")
+    add_sampling_options(parser)
+    add_load_options(parser)
+    add_launch_options(parser)
+
+
 def run(options: argparse.Namespace, host: Host) -> RunResult:
     """Resolve model and prompt and generate: the text streams to stdout, timings go to stderr.
 
@@ -90,6 +127,8 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     )
     with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
         result = _consume(generation, model, host.start, None if options.json else sys.stdout)
+    from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
+
     purge_deleted()
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")

@@ -3,50 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
-import socket
-import sys
-from collections.abc import Callable, Sequence
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import ClassVar, Literal
 
-import msgspec
-
-from edgeinfer import requesting
-from edgeinfer.chat.history.store import purge_deleted
-from edgeinfer.cli.model_admin import ModelShelf
+from edgeinfer.cli.options import add_launch_options, add_load_options, add_model, count, ranged
+from edgeinfer.cli.parser import ENDPOINT
 from edgeinfer.cli.result import Result
-from edgeinfer.config.config_file import ServeConfig, replica_range
-from edgeinfer.errors import ServeError, UsageError
-from edgeinfer.host import Host, LoadProgress
-from edgeinfer.platform import paths, places
-from edgeinfer.platform.machine import read_processors
-from edgeinfer.runtime.memory_plan.plan import choose_threads
-from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.server.answer_journal import KeptAnswers
-from edgeinfer.server.batches import Batches
-from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards import keys, sockets
-from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
-from edgeinfer.server.lifecycle import Ended, EndpointServer, RunOptions
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import Loaded, Models, Pulled, Sources
-from edgeinfer.server.payload_log import PayloadLog
-from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
-from edgeinfer.workers.replicas import Replica, ReplicaEngine
-
-if TYPE_CHECKING:
-    from edgeinfer.models.external_stores.reader import ExternalModel
-    from edgeinfer.models.external_stores.stores import StoreWatcher
-
-T = TypeVar("T")
-#: Descriptors that are for files, models and workers rather than for connections.
-_OWN_DESCRIPTORS = 128
-
-_PURGE_EVERY_S = 24 * 3600
+from edgeinfer.config.config_file import replica_range
+from edgeinfer.host import Host
 
 
 class ServeResult(Result, frozen=True, kw_only=True):
@@ -58,302 +21,120 @@ class ServeResult(Result, frozen=True, kw_only=True):
     cut_short: bool = False
 
 
-def serve(options: argparse.Namespace, host: Host) -> ServeResult:
-    """Serve until a signal or idleness.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "model of requests that name none (default: the configured one)")
+    add_endpoint_options(parser)
+    add_load_options(parser)
+    add_launch_options(parser)
 
-    Raises ServeError when the address cannot be bound or a key file is not safe, and as naming a model
-    does.
-    """
-    name = _name(options, host)
-    listeners = list(host.listeners) or sockets.activated() or _bind(options, host)
-    if _speaks_ollama(options, host):
-        listeners += _bind_ollama(options, listeners)
-    gate = make_gate(options, host, listeners)
-    ended: Ended = asyncio.run(_serve(options, host, name, listeners, gate))
+
+def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Add the endpoint's options, all of launch time; None: the configuration or a default."""
+    where = parser.add_argument_group(ENDPOINT)
+    where.add_argument(
+        "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"
+    )
+    where.add_argument("--port", type=port_number, metavar="N", help="port to bind; 0 takes a free one")
+    where.add_argument(
+        "--ollama",
+        action="store_true",
+        default=None,
+        help="also listen at Ollama's place, 127.0.0.1:11434, and let its clients change the models",
+    )
+    where.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="API keys, one a line, the first one an administrator's; also EDGEINFER_API_KEY",
+    )
+    where.add_argument(
+        "--any-user",
+        action="store_true",
+        default=None,
+        help="without an API key: answer every user of this machine, not the own one alone",
+    )
+    where.add_argument(
+        "--allow-host",
+        action="append",
+        metavar="NAME",
+        help="also accept this Host header; .NAME accepts every name that ends so",
+    )
+    where.add_argument(
+        "--allow-origin", action="append", metavar="ORIGIN", help="a web page's origin that may call"
+    )
+    where.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM; with --tls-key")
+    where.add_argument("--tls-key", metavar="FILE", help="private key in PEM")
+    where.add_argument(
+        "--keep-alive",
+        type=keep_alive_s,
+        metavar="S",
+        help="seconds an idle model stays loaded; 0 unloads at once, -1 never",
+    )
+    where.add_argument(
+        "--idle-exit",
+        type=positive_s,
+        metavar="S",
+        help="exit after this many seconds without a request",
+    )
+    where.add_argument(
+        "--replicas",
+        type=_replicas,
+        metavar="N|MIN..MAX",
+        help="replicas of the model, each in its own process; as many of a range as requests need",
+    )
+    where.add_argument("--copies", dest="replicas", type=_replicas, help=argparse.SUPPRESS)
+    where.add_argument(
+        "--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM"
+    )
+    for flag, limited in (
+        ("--max-queue", "requests that may wait; beyond it the answer is 503"),
+        ("--max-requests", "requests run at once, over all models"),
+        ("--max-per-key", "requests run at once for one API key"),
+        ("--max-body-mib", "largest request body"),
+    ):
+        where.add_argument(flag, type=count, metavar="N", help=limited)
+    where.add_argument(
+        "--unknown-fields",
+        choices=("ignore", "refuse"),
+        help="request fields this endpoint does not know; ignored ones are named in a header",
+    )
+    where.add_argument(
+        "--log",
+        choices=("json", "text", "off"),
+        help="log lines on stderr (default: text on a terminal)",
+    )
+    where.add_argument(
+        "--payload-log", metavar="FILE", help="write requests and answers to FILE (rotated, 0600)"
+    )
+    where.add_argument(
+        "--redact", action="store_true", help="with --payload-log: lengths instead of texts"
+    )
+
+
+def _replicas(text: str) -> str:
+    try:
+        replica_range(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+port_number = ranged(int, 0, 65_535)
+
+
+#: Up to a year.
+positive_s = ranged(float, 0.001, 31_536_000)
+
+
+def keep_alive_s(text: str) -> float:
+    """Parse 0, -1, or up to a year, in seconds. Raises argparse.ArgumentTypeError."""
+    return float(text) if text in ("-1", "0") else float(positive_s(text))
+
+
+def run(options: argparse.Namespace, host: Host) -> ServeResult:
+    """Serve until a signal or idleness. Raises what `serving.serve` raises."""
+    from edgeinfer.cli.serving import serve  # 240 ms: the server, which `--help` does not need
+
+    ended = serve(options, host)
     if ended.reason == "succeeded":
         raise SystemExit(0)  # its successor will tell how serving ended
     return ServeResult(reason="idle" if ended.reason == "idle" else "signal", cut_short=ended.cut_short)
-
-
-def _name(options: argparse.Namespace, host: Host) -> str:
-    """Name the default model, without the catalogue (8 ms to read) after a resume."""
-    wanted: str = options.model or host.config.default_model
-    return wanted if wanted == host.loaded_model else host.files(wanted).name
-
-
-async def _serve(
-    options: argparse.Namespace, host: Host, name: str, listeners: list[socket.socket], gate: Gate
-) -> Ended:
-    load_options = requesting.load_options(options, host.config.load)
-    models: Models
-    endpoint: Endpoint
-
-    def loaded(model: str, how: Loaded, seconds: float) -> None:
-        endpoint.metrics.model_loaded(model, how.how, seconds, how.stages_ms)
-        endpoint.log.info(
-            "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)
-        )
-        for text in how.engine.info.warnings:
-            endpoint.log.warning("model-slow", model=model, reason=text)
-
-    def replicas_changed(info: ReplicasInfo) -> None:
-        endpoint.log.info("replicas", model=name, running=len(info.running), reason=info.reason)
-        host.note_replicas(info)
-
-    loader = Loader(options.model, name, host, load_options)
-    bounds = replica_bounds(options, host.config.serve)
-    sources = Sources(
-        load=ReplicaLoader(loader, bounds, replicas_changed) if bounds.most > 1 else loader,
-        pulled=pulled_models(),
-        loaded_hook=loaded,
-    )
-    models = Models(
-        sources,
-        default=name,
-        keep_alive_s=_pick(options.keep_alive, host.config.serve.keep_alive_s),
-        aliases=host.config.serve.aliases,
-    )
-    payloads = (
-        PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None
-    )
-    log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
-    config = host.config.serve
-    most = limits(options, config.max_queue)
-    endpoint = Endpoint(
-        models,
-        most,
-        log,
-        host,
-        payloads=payloads,
-        refuse_unknown=_pick(options.unknown_fields, config.unknown_fields) == "refuse",
-        settled_lines=config.settled_lines,
-        stored=KeptAnswers(most) if config.store_responses else None,
-        batches=Batches(paths.data_dir() / "batches"),
-        shelf=ModelShelf(host) if _speaks_ollama(options, host) else None,
-    )
-    run_options = RunOptions(
-        idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
-    )
-    purging = asyncio.create_task(_purge_daily())
-    try:
-        return await EndpointServer(endpoint, gate, listeners, run_options, host.hand_over()).run()
-    finally:
-        purging.cancel()
-
-
-async def _purge_daily() -> None:
-    while True:
-        await asyncio.to_thread(purge_deleted)
-        await asyncio.sleep(_PURGE_EVERY_S)
-
-
-class Loader:
-    """Loads models: the default one into this process the first time, every other into a worker."""
-
-    def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
-        self.name = name
-        self.host = host
-        self._typed = typed or host.config.default_model
-        self._options = options
-        self._own = True
-
-    def __call__(self, name: str, progress: LoadProgress) -> Loaded:
-        """Runs in a thread. Raises what loading raises."""
-        if name == self.name and self._own:
-            self._own = False
-            engine = self.host.engine(self._typed, self._options, progress)
-            return Loaded(
-                engine=engine,
-                where="process",
-                how=self.host.start.how,
-                stages_ms=self.host.start.stages_ms,
-            )
-        if name == self.name:
-            return self.worker(progress)
-        return self._worker(name, self._options.for_another_model(), progress)
-
-    def worker(self, progress: LoadProgress | None = None, **changed: Any) -> Loaded:
-        """Load the default model into a worker, with other load options where `changed` says so."""
-        return self._worker(self._typed, msgspec.structs.replace(self._options, **changed), progress)
-
-    def n_threads(self) -> int:
-        """The decode threads of the default model."""
-        return int(choose_threads(self._options.n_threads, read_processors()).value)
-
-    def _worker(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Loaded:
-        engine = self.host.worker(model, options, progress)
-        start = self.host.worker_start(engine)
-        if start is None:
-            return Loaded(engine=engine)
-        return Loaded(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
-
-
-class ReplicaLoader:
-    """Loads the default model as replicas in workers, none of which ends the endpoint."""
-
-    def __init__(
-        self, loader: Loader, bounds: Bounds, on_change: Callable[[ReplicasInfo], None]
-    ) -> None:
-        self._loader = loader
-        self._bounds = bounds
-        self._on_change = on_change
-
-    def __call__(self, name: str, progress: LoadProgress) -> Loaded:
-        """Runs in a thread. Raises what loading raises."""
-        if name != self._loader.name:
-            return self._loader(name, progress)
-        loaded: list[Loaded] = []
-
-        def start(first: EngineInfo | None, n_threads: int) -> Replica:
-            one = self._loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
-            loaded.append(one)
-            return Replica(cast(ReplicaEngine, one.engine), one.how, n_threads)
-
-        cores = self._loader.n_threads()
-        supervisor = ReplicaSupervisor(start, self._bounds, cores, self._on_change)
-        return msgspec.structs.replace(loaded[0], engine=supervisor.engine, where="worker")
-
-
-def _sizes(first: EngineInfo | None) -> dict[str, Any]:
-    """Sizes that a replica must share with the first one: what the engine would choose may differ."""
-    if first is None:
-        return {}
-    sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
-    kv_type = first.choices.get("kv_type")
-    return sizes if kv_type is None else sizes | {"kv_type": str(kv_type.value)}
-
-
-def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
-    """How many replicas of the default model may run, and when there is another number of them."""
-    least, most = replica_range(_pick(options.replicas, config.replicas))
-    return Bounds(least=least, most=most, wait_s=config.replicas_wait_s, idle_s=config.replicas_idle_s)
-
-
-def pulled_models() -> Callable[[], Sequence[Pulled]]:
-    """Make what lists every model that is here, other programs' after our own."""
-    watched: list[StoreWatcher] = []
-
-    def listed() -> Sequence[Pulled]:
-        # the catalogue is not needed until a second model is named
-        from edgeinfer.models.external_stores import stores
-
-        watched[:] = watched or [stores.StoreWatcher()]
-        return [*_own_models(), *_others_models(watched[0].usable())]
-
-    return listed
-
-
-def _own_models() -> list[Pulled]:
-    from edgeinfer.models.store import list_pulled
-
-    return [
-        Pulled(
-            name=m.name,
-            size_bytes=m.size_bytes,
-            sha256=m.sha256,
-            created=_unix(m.pulled_at),
-            n_ctx_train=m.n_ctx_train,
-            architecture=m.architecture,
-            quantization=m.quantization,
-            n_params=m.n_params,
-        )
-        for m in list_pulled()
-    ]
-
-
-def _others_models(found: Sequence[ExternalModel]) -> list[Pulled]:
-    from edgeinfer.models.external_stores.stores import digest
-
-    return [
-        Pulled(name=m.name, size_bytes=m.size_bytes, sha256=digest(m), created=int(m.modified_s))
-        for m in found
-    ]
-
-
-def _unix(stamp: str) -> int:
-    try:
-        return int(datetime.fromisoformat(stamp).timestamp())
-    except ValueError:
-        return 0
-
-
-def _bind(options: argparse.Namespace, host: Host) -> list[socket.socket]:
-    return sockets.bind(
-        _pick(options.host, host.config.serve.host), _pick(options.port, host.config.serve.port)
-    )
-
-
-def _speaks_ollama(options: argparse.Namespace, host: Host) -> bool:
-    return bool(_pick(options.ollama, host.config.serve.ollama))
-
-
-def _bind_ollama(
-    options: argparse.Namespace, listeners: Sequence[socket.socket]
-) -> list[socket.socket]:
-    if options.tls_cert is not None:
-        raise UsageError("--ollama speaks plain HTTP, --tls-cert does not: leave out one of them")
-    port = places.ollama_port()
-    if sockets.has_port(listeners, port):
-        return []
-    try:
-        return sockets.bind(places.OLLAMA_HOST, port)
-    except ServeError as error:
-        raise ServeError(
-            error.message,
-            hint="stop the Ollama that runs there, or leave out --ollama: /api/* is at the endpoint's "
-            "own address too",
-        ) from error
-
-
-def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
-    """Say who may ask; a bind that others reach gets a key, stored on first use. Raises ServeError."""
-    given = keys.given_keys(options.api_key_file)
-    if not given and not sockets.is_loopback(listeners):
-        given, made = keys.stored_keys()
-        if made:
-            sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
-    config = host.config.serve
-    hosts = set(LOOPBACK_HOSTS) | sockets.own_names(listeners)
-    hosts |= {name.lower() for name in (*config.allowed_hosts, *(options.allow_host or ()))}
-    if not sockets.is_loopback(listeners):
-        hosts.add(socket.gethostname().lower())
-    origins = {*config.allowed_origins, *(options.allow_origin or ())}
-    if "*" in origins:
-        raise ServeError(
-            "'*' is no origin: name the web pages that may call",
-            hint="--allow-origin https://example.org",
-        )
-    return Gate(
-        keys=given,
-        hosts=frozenset(hosts),
-        origins=frozenset(origins),
-        any_address=not sockets.is_loopback(listeners),
-        owner=os.getuid(),
-        any_user=_pick(options.any_user, config.any_user),
-    )
-
-
-def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
-    """The limits that were typed, over the defaults. Raises UsageError, ServeError."""
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise UsageError("--tls-cert and --tls-key go together")
-    for file in (options.tls_cert, options.tls_key):
-        if file is not None and not os.access(file, os.R_OK):
-            raise ServeError(f"{file} cannot be read")
-    base = Limits()
-    descriptors = sockets.raise_descriptor_limit() - _OWN_DESCRIPTORS
-    return msgspec.structs.replace(
-        base,
-        max_connections=max(_OWN_DESCRIPTORS // 8, min(base.max_connections, descriptors)),
-        max_body_bytes=base.max_body_bytes
-        if options.max_body_mib is None
-        else options.max_body_mib << 20,
-        max_queue=_pick(options.max_queue, max_queue),
-        max_requests=_pick(options.max_requests, base.max_requests),
-        max_per_key=_pick(options.max_per_key, base.max_per_key),
-        drain_s=_pick(options.drain, base.drain_s),
-    )
-
-
-def _pick(typed: T | None, default: T) -> T:
-    return default if typed is None else typed

@@ -9,8 +9,10 @@ from typing import ClassVar
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.cli.options import add_load_option, add_model
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.show_devices import DevicesShown, planned_devices
+from edgeinfer.config.load_options import GPU_LAYERS, KV_TYPE
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.models import gguf
@@ -207,7 +209,17 @@ def _device_rows(devices: DevicesShown | None) -> Rows:
     return rows
 
 
-def show(options: argparse.Namespace, host: Host) -> ShowResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "NAME, NAME:QUANT or FILE.gguf (default: the configured one)")
+    parser.add_argument(
+        "--ctx", dest="n_ctx", type=int, metavar="TOKENS", help="estimate memory for this context"
+    )
+    parser.add_argument("--kv-type", choices=KV_TYPE.words, help=KV_TYPE.help)
+    add_load_option(parser, GPU_LAYERS)
+    parser.add_argument("--template", action="store_true", help="print the chat template alone")
+
+
+def run(options: argparse.Namespace, host: Host) -> ShowResult:
     """Raises UnknownModelError, InvalidGgufError, CatalogError for an unreadable record."""
     ref = host.resolve(options.model or host.config.default_model)
     if ref.external is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from edgeinfer.cli.options import add_quiet, add_yes
+from edgeinfer.cli.parser import add_action
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.table import table
-from edgeinfer.cli.terminal import confirm
+from edgeinfer.cli.terminal import confirm, table
 from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import Host
@@ -127,7 +129,76 @@ class RemovedResult(Result, frozen=True, kw_only=True):
         return f"removed {', '.join(self.removed)}; {format_bytes(self.freed_bytes)} freed"
 
 
-def snapshots(options: argparse.Namespace, host: Host) -> Result:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(action="list")
+    actions = parser.add_subparsers(
+        dest="action", metavar="list|show|take|verify|rm|prune|export|import|trust"
+    )
+
+    def add(name: str, about: str, *words: str) -> argparse.ArgumentParser:
+        return add_action(actions, name, about, " ".join(("snapshots", name, *words)))
+
+    add("list", "list all of them, as `edgeinfer snapshots` does")
+    _add_name(add("show", "show one", "my-snapshot"))
+    _add_take(add("take", "build one of what a running process has loaded", "--name my-snapshot"))
+    _add_name(add("verify", "read every byte and compare", "my-snapshot"))
+    rm = add("rm", "remove one or more", "my-snapshot")
+    _add_name(rm, nargs="+")
+    prune = add("prune", "remove those this machine refuses, and the oldest beyond the limit")
+    prune.add_argument("--all", action="store_true", help="remove every snapshot")
+    for parser in (rm, prune):
+        add_yes(parser)
+    _add_transfer(add)
+
+
+def _add_name(parser: argparse.ArgumentParser, **more: Any) -> None:
+    parser.add_argument(
+        "name", metavar="SNAPSHOT", help="its name, or its model's if it has one", **more
+    )
+
+
+def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
+    export = add(
+        "export",
+        "write one, signed, to a folder or a registry for another machine",
+        "my-snapshot ~/exported",
+    )
+    _add_name(export)
+    export.add_argument(
+        "destination", metavar="DEST", help="a folder (an OCI image layout) or oci://REGISTRY/NAME:TAG"
+    )
+    bring = add("import", "import one of another machine, if you trust who signed it", "~/exported")
+    bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
+    bring.add_argument("--name", default="", help="which one of a folder that holds several")
+    bring.add_argument(
+        "--trust", metavar="FINGERPRINT", default="", help="trust this key from now on, as `trust` does"
+    )
+    bring.add_argument(
+        "--rebuild",
+        action="store_true",
+        help="build the same here in the background instead, from the same model and options",
+    )
+    bring.add_argument("--wait", action="store_true", help="with --rebuild: return once it is built")
+    for parser in (export, bring):
+        add_quiet(parser)
+    trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")
+    trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
+    trust.add_argument("--remove", action="store_true", help="stop trusting FINGERPRINT")
+
+
+def _add_take(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "which",
+        nargs="?",
+        metavar="PID|NAME",
+        help="as `edgeinfer ps` shows it, or a model (default: the endpoint that runs)",
+    )
+    parser.add_argument("--name", default="", help="name of the snapshot")
+    parser.add_argument("--model", help="of a process that has several, this one")
+    add_quiet(parser)
+
+
+def run(options: argparse.Namespace, host: Host) -> Result:
     """Raises SnapshotMissingError, SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError; what
     `take` and `transfer` raise.
     """

@@ -9,8 +9,7 @@ import time
 from typing import ClassVar
 
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.terminal import stoppable
-from edgeinfer.cli.verbs.warm import StageTalk
+from edgeinfer.cli.terminal import StageTalk, stoppable
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.snapshots import criu, fingerprint, format, running

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.verbs.warm import StageTalk
+from edgeinfer.cli.terminal import StageTalk
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host

@@ -9,6 +9,7 @@ import select
 import signal
 from typing import ClassVar
 
+from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
@@ -32,7 +33,13 @@ class StopResult(Result, frozen=True, kw_only=True):
         return "; ".join(words) or "nothing was running"
 
 
-def stop(options: argparse.Namespace, _host: Host) -> StopResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
+    parser.add_argument("--all", action="store_true", help="end all of them")
+    add_everywhere(parser)
+
+
+def run(options: argparse.Namespace, _host: Host) -> StopResult:
     """Raises UsageError when nothing was named, or what was named does not run."""
     running = processes(everywhere=options.everywhere)
     if not options.which and not options.all:

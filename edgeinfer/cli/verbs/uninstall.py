@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
+from edgeinfer.cli.options import add_yes
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import EdgeInferError, UsageError
@@ -45,7 +46,14 @@ class UninstallResult(Result, frozen=True, kw_only=True):
         return text + "".join(f"\nkept {part.what}: {part.path}" for part in self.kept)
 
 
-def uninstall(options: argparse.Namespace, _host: Host) -> UninstallResult:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_yes(parser)
+    parser.add_argument(
+        "--keep-data", action="store_true", help="keep models, conversations and configuration"
+    )
+
+
+def run(options: argparse.Namespace, _host: Host) -> UninstallResult:
     """List what is here, ask, and remove it.
 
     Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while a launch

@@ -10,7 +10,7 @@ import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.table import table
+from edgeinfer.cli.terminal import table
 from edgeinfer.errors import ShippingError
 from edgeinfer.host import Host
 from edgeinfer.shipping import shipped
@@ -57,7 +57,13 @@ class LicensesResult(Result, frozen=True, kw_only=True):
         return f"{table(rows)}\n\ntheir texts: {self.folder}\n{source}"
 
 
-def version(options: argparse.Namespace, _host: Host) -> Result:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--licenses", action="store_true", help="instead list the parts of this program by licence"
+    )
+
+
+def run(options: argparse.Namespace, _host: Host) -> Result:
     """Ask the loaded library itself. Raises ShippingError for `--licenses` outside the shipped file."""
     if options.licenses:
         return _licenses()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import time
-from typing import ClassVar, TextIO
+from typing import ClassVar
 
 from edgeinfer import requesting
+from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_model, add_quiet
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.terminal import stoppable
+from edgeinfer.cli.terminal import StageTalk, stoppable
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
@@ -20,8 +20,6 @@ from edgeinfer.snapshots import format
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
-
-_REDRAWN_EVERY_S = 0.5
 
 
 class WarmResult(Result, frozen=True, kw_only=True):
@@ -49,7 +47,23 @@ class WarmResult(Result, frozen=True, kw_only=True):
         )
 
 
-def warm(options: argparse.Namespace, host: Host) -> Result:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT|@FILE", default="", help=SYSTEM)
+    parser.add_argument("--agent", help=argparse.SUPPRESS)  # removed: answered with what to type
+    parser.add_argument(
+        "--preload",
+        action="store_true",
+        help="no snapshot: read the model's files into memory before they are needed",
+    )
+    parser.add_argument("--name", default="", help="name of this snapshot")
+    add_attached_options(parser)
+    parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)
+    add_quiet(parser)
+    add_load_options(parser)
+
+
+def run(options: argparse.Namespace, host: Host) -> Result:
     """Raises what `build_order.build` raises, UsageError for a bad system prompt; else as `launch`."""
     if options.preload:
         from edgeinfer.cli.verbs.preload import preload  # builds nothing
@@ -87,61 +101,3 @@ def _own_name(system: str, options: LoadOptions) -> str:
     """A name for a snapshot with a system prompt of its own: it does not replace the plain one."""
     what = f"{system}{snapshot_options(options)}"
     return f"system-{format.short_hash(what)}" if system else ""
-
-
-class StageTalk:
-    """Progress on stderr: one line a stage, with the elapsed seconds on a terminal.
-
-    `note` says what a stage may wait for. Lines are redrawn while this is entered (`with`).
-    """
-
-    def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
-        self._out, self._quiet = out, quiet
-        self._note = f" ({note})" if note else ""
-        self._drawn = out.isatty() and not quiet
-        self._stage = ""
-        self._fraction: float | None = None
-        self._began = time.monotonic()
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-
-    def __enter__(self) -> StageTalk:
-        if self._drawn:
-            threading.Thread(target=self._keep_drawing, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._ended.set()
-            self._finish()
-
-    def say(self, stage: str, fraction: float | None) -> None:
-        """Begin a stage, or tell how far it is."""
-        with self._lock:
-            self._fraction = fraction
-            if stage == self._stage or self._quiet:
-                return
-            self._finish()
-            self._stage, self._began = stage, time.monotonic()
-            if self._drawn:
-                self._draw()
-            else:
-                self._out.write(f"{stage} …{self._note}\n")
-                self._out.flush()
-
-    def _keep_drawing(self) -> None:
-        while not self._ended.wait(_REDRAWN_EVERY_S):
-            with self._lock:
-                if self._stage and not self._ended.is_set():
-                    self._draw()
-
-    def _draw(self) -> None:
-        done = "" if self._fraction is None else f" {self._fraction:.0%}"
-        elapsed = f" {time.monotonic() - self._began:.0f} s"
-        self._out.write(f"\r\x1b[K{self._stage} …{done}{elapsed}{self._note}")
-        self._out.flush()
-
-    def _finish(self) -> None:
-        if self._stage and self._drawn:
-            self._out.write(f"\r\x1b[K{self._stage} {time.monotonic() - self._began:.1f} s\n")
-            self._out.flush()

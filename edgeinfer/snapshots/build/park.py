@@ -23,10 +23,11 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.cli.main import build_parser
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.launcher import messages
+from edgeinfer.launcher.argv import LAUNCH_VERBS
 from edgeinfer.platform import process
 from edgeinfer.runtime.llama.mappings import areas
 from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
@@ -187,7 +188,8 @@ def _rehearse() -> None:
     """Do once what every launch begins with, so that it makes its tables here."""
     from edgeinfer import tui  # with everything else that is imported here
 
-    build_parser()
+    for verb in LAUNCH_VERBS:
+        build_parser(verb)
     load_config(Path(os.devnull))
     reinitialize.reseed(os.urandom(64), [])
     tui.preload()  # the chat without a terminal, styles parsed: its first paint takes half then

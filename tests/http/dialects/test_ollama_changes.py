@@ -11,8 +11,7 @@ from fake_hub import Fault, FaultServer
 from found_stores import OllamaStore
 from made_models import FIM, make_llama
 
-from edgeinfer.cli.model_admin import ModelShelf
-from edgeinfer.cli.verbs.serve import pulled_models
+from edgeinfer.cli.serving import ModelAdmin, pulled_models
 from edgeinfer.config.config_file import Config
 from edgeinfer.host import Host
 from edgeinfer.models import store
@@ -39,7 +38,7 @@ def _load(name, progress):
 
 @pytest.fixture
 def here(serve):
-    shelf = ModelShelf(Host(config=Config()))
+    shelf = ModelAdmin(Host(config=Config()))
     return serve(load=_load, names=("fake",), pulled=pulled_models(), shelf=shelf)
 
 

@@ -13,8 +13,8 @@ import sys
 
 import pytest
 
-from edgeinfer.cli import options as launch_args
-from edgeinfer.cli.verbs.batch import batch
+from edgeinfer.cli.batching import batch
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
@@ -38,9 +38,7 @@ class FakeHost(Host):
 
 
 def _options(*typed: str) -> argparse.Namespace:
-    verbs = argparse.ArgumentParser().add_subparsers()
-    launch_args._add_batch(verbs)
-    return verbs.choices["batch"].parse_args(typed)
+    return build_parser("batch").parse_args(["batch", *typed])
 
 
 def _chat(custom_id: str, **body) -> dict:
@@ -241,14 +239,13 @@ import sys
 rest_s = float(sys.argv.pop(1))
 sys.path.insert(0, sys.argv.pop(1))
 import test_batch as t
-from edgeinfer.cli.verbs import batch
+from edgeinfer.cli import batching
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.fake import Delay, FakeEngine
-batch._DEFECT_PAUSES_S = ()
 def script(request):
     number = int(request.messages[-1].content)
     return [Delay(0.01 if number < 45 else rest_s), "fine" if number % 3 else DecodeError("broken")]
-result = batch.batch(t._options(*sys.argv[1:], "--quiet", "--concurrency", "2"), t.FakeHost(FakeEngine(script)))
+result = batching.batch(t._options(*sys.argv[1:], "--quiet", "--concurrency", "2"), t.FakeHost(FakeEngine(script)))
 print(result.done, result.left)
 """
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.cli import options as launch_args
-from edgeinfer.cli.verbs.serve import limits as typed_limits
+from edgeinfer.cli.serving import limits as typed_limits
+from edgeinfer.cli.verbs.serve import add_endpoint_options
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.server.guards import protocol
@@ -442,5 +442,5 @@ def test_connections_stay_below_the_descriptors(monkeypatch, before, after, most
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    launch_args.add_endpoint_options(parser)
+    add_endpoint_options(parser)
     return parser.parse_args([])

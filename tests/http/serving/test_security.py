@@ -12,8 +12,8 @@ import subprocess
 import httpx2
 import pytest
 
-from edgeinfer.cli import options
-from edgeinfer.cli.verbs.serve import limits, make_gate
+from edgeinfer.cli.serving import limits, make_gate
+from edgeinfer.cli.verbs.serve import add_endpoint_options
 from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
@@ -30,7 +30,7 @@ PAGE = "https://page.example"
 
 def _options(*typed: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    options.add_endpoint_options(parser)
+    add_endpoint_options(parser)
     return parser.parse_args(typed)
 
 

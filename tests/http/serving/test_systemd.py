@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.cli.main import build_parser
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.platform import paths
 
 UNITS = Path(__file__).parents[3] / "docs/systemd"

@@ -1,1 +1,0 @@
-"""The arguments of verbs, one family of verbs a file."""
