@@ -34,7 +34,7 @@ test:            ## the whole test suite
 
 test-fast:       ## what needs no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
 	@tools/setup.sh lint
-	PYTHONPATH=. $(PYTEST) $(BESIDE) --fast -q $(ARGS)
+	PYTHONPATH=. $(PYTEST) $(BESIDE) -p no:schemathesis --fast -q $(ARGS)
 
 lint:            ## ruff, mypy, style and words, import contracts, generated docs and links: seconds, compiles nothing
 	@tools/setup.sh lint
