@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import ROOT, add_out, model_path, write_figure
 
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.runtime.engine import LlamaEngine, load_engine

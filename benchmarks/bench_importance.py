@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import add_out, model_path, write_figure
 
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.models.quantizing import helpers
 from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored

@@ -140,7 +140,7 @@ def chat_keys() -> str:
 
 def quantizations() -> str:
     """Every type `quantize` offers; those that need an importance matrix are marked."""
-    from edgeinfer.models.ggml_types import FILE_TYPES
+    from edgeinfer.models.gguf import FILE_TYPES
     from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX
 
     return (

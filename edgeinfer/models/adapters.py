@@ -18,7 +18,7 @@ from edgeinfer.errors import ConversionError, UsageError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
-from edgeinfer.models.ggml_types import parse_file_type
+from edgeinfer.models.gguf import parse_file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress

@@ -20,7 +20,7 @@ from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models import sources as places
-from edgeinfer.models.ggml_types import FILE_TYPES, file_type
+from edgeinfer.models.gguf import FILE_TYPES, file_type
 from edgeinfer.platform import paths
 from edgeinfer.runtime.requests import Sampling
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.models.ggml_types import file_type, parse_file_type
+from edgeinfer.models.gguf import file_type, parse_file_type
 from edgeinfer.platform import paths
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")

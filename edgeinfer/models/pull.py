@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
-from edgeinfer.models import gguf, names, pins, sources, store
+from edgeinfer.models import gguf, names, sources, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import DIRECT, convert_fetched
 from edgeinfer.models.fetching.fetch import fetch
-from edgeinfer.models.ggml_types import parse_file_type
+from edgeinfer.models.gguf import parse_file_type
 from edgeinfer.models.plan import Fetched, Plan, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPolicy
 from edgeinfer.models.store import PulledModel, changing
@@ -187,7 +187,7 @@ def _refuse_other_part(header: gguf.GgufHeader, one: Fetched) -> None:
 
 
 def _pin(todo: Plan, source: str, one: Fetched) -> str:
-    return pins.known(todo.ref, source, one.file_name) if one.pinned else ""
+    return store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else ""
 
 
 def _set_aside(one: Fetched, work: Path) -> str:
@@ -202,7 +202,7 @@ def _set_aside(one: Fetched, work: Path) -> str:
 
 
 def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
-    pins.remember(todo.ref, source, fetched)
+    store.pin_files(todo.ref, source, fetched)
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""
         fetched = [convert_fetched(fetched, direct, work, job)]

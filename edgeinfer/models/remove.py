@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import CatalogError, UsageError
-from edgeinfer.models import names, pins, sources, store
+from edgeinfer.models import names, sources, store
 from edgeinfer.models.reference import ModelRef, resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
@@ -34,7 +34,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
     ref = found.pulled.reference if found is not None and found.pulled else names.parse_reference(text)
     with model_lock(ref):
         folder, partial = names.folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
-        pinned = forget and pins.place(ref).exists()
+        pinned = forget and store.pins_path(ref).exists()
         if not (folder.exists() or partial.exists() or pinned):
             adapter = paths.adapters_dir() / f"{ref.folder}.gguf"
             if adapter.is_file():
@@ -48,7 +48,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
         for place in (folder, partial):
             shutil.rmtree(place, ignore_errors=True)
         if forget:
-            pins.forget(ref)
+            store.forget_pins(ref)
     return Removed(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
 
 

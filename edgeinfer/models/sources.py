@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.models.ggml_types import parse_file_type
+from edgeinfer.models.gguf import parse_file_type
 
 #: What a repository without a quantization means, as to most programs of this kind.
 DEFAULT_QUANT = "Q4_K_M"

@@ -13,7 +13,7 @@ headers checked before that; afterwards their size and modification time vouch f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -268,3 +268,79 @@ def _linked(source: PulledModel, file: PulledFile, folder: Path) -> PulledFile:
     except OSError as error:
         raise CatalogError(f"{place}: {error.strerror or error}") from error
     return file
+
+
+_PINS_SUFFIX = ".lock.json"
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of one source."""
+
+    source: str
+    file_name: str
+    sha256: str
+    size_bytes: int
+    first_pulled_at: str
+
+
+class LockFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of `NAME.lock.json`."""
+
+    pins: tuple[Pin, ...] = ()
+    version: Literal[1] = 1
+
+
+def pins_path(ref: Reference) -> Path:
+    """The lock file of a model; it need not exist."""
+    return paths.models_dir() / (ref.folder + _PINS_SUFFIX)
+
+
+def read_pins(ref: Reference) -> LockFile:
+    """The pins of a model. Raises CatalogError when the file cannot be understood."""
+    try:
+        return msgspec.json.decode(pins_path(ref).read_bytes(), type=LockFile)
+    except FileNotFoundError:
+        return LockFile()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CatalogError(
+            f"{pins_path(ref)} cannot be read: {error}", hint=f"`edgeinfer rm {ref} --forget`"
+        ) from error
+
+
+def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
+    """The pinned SHA-256, or "" on the first pull."""
+    return next(
+        (
+            pin.sha256
+            for pin in read_pins(ref).pins
+            if (pin.source, pin.file_name) == (source, file_name)
+        ),
+        "",
+    )
+
+
+def pin_files(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
+    """Pin every file that is not pinned yet."""
+    old = read_pins(ref).pins
+    have = {(pin.source, pin.file_name) for pin in old}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    new = tuple(
+        Pin(
+            source=source,
+            file_name=one.file_name,
+            sha256=one.found_sha256,
+            size_bytes=one.size_bytes,
+            first_pulled_at=now,
+        )
+        for one in fetched
+        if one.pinned and (source, one.file_name) not in have
+    )
+    if new:
+        write_whole(
+            pins_path(ref), msgspec.json.format(msgspec.json.encode(LockFile(pins=old + new)), indent=2)
+        )
+
+
+def forget_pins(ref: Reference) -> None:
+    """Drop every pin of a model."""
+    pins_path(ref).unlink(missing_ok=True)

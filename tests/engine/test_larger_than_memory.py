@@ -14,7 +14,7 @@ import made_families
 import pytest
 from made_families import FAMILIES, Family, make_family
 
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 

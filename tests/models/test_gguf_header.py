@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import InvalidGgufError
-from edgeinfer.models.ggml_types import FILE_TYPES, TENSOR_TYPES
-from edgeinfer.models.gguf import ArrayInfo, check, read_header
+from edgeinfer.models.gguf import FILE_TYPES, TENSOR_TYPES, ArrayInfo, check, read_header
 
 
 def test_smollm2_header(smollm2: Path) -> None:

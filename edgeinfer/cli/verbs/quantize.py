@@ -74,7 +74,7 @@ def _figure(value: float | None) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from edgeinfer.models.ggml_types import FILE_TYPES
+    from edgeinfer.models.gguf import FILE_TYPES
 
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
     types = tuple(FILE_TYPES.values())

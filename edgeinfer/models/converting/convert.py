@@ -27,8 +27,7 @@ from edgeinfer.models.converting.checkpoint import (
 from edgeinfer.models.converting.families import Family
 from edgeinfer.models.converting.hyperparameters import Values, lookup, needed
 from edgeinfer.models.converting.tensor_transforms import Transform, drop_padding_rows, transpose
-from edgeinfer.models.ggml_types import file_type
-from edgeinfer.models.gguf import MAX_LAYERS
+from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
 

@@ -33,8 +33,7 @@ from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, ADAPTER
 from edgeinfer.models.converting.convert import plain_name, transform_of
 from edgeinfer.models.converting.families import FAMILIES, Family
 from edgeinfer.models.converting.tensor_transforms import Heads, plus_one, transpose
-from edgeinfer.models.ggml_types import TENSOR_TYPES
-from edgeinfer.models.gguf import GgufHeader, TensorInfo
+from edgeinfer.models.gguf import TENSOR_TYPES, GgufHeader, TensorInfo
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
 

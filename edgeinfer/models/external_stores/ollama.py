@@ -4,6 +4,9 @@
     MODELS/blobs/sha256-HEX                          what was fetched, under its own digest
 
 A model's name here is `ollama/` and what a person types to `ollama run`.
+
+Ollama's templates are Go's: the GGUF's own Jinja template is used if there is one; otherwise the family
+is recognized by its markers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.models.external_stores.reader import (
+    MAX_TEXT_BYTES,
     ExternalFile,
     ExternalModel,
     UnusableError,
@@ -122,3 +127,159 @@ def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
             hint=f"name both: `edgeinfer chat {paths[0]} --lora {paths[1]}`",
         )
     return files["model"]
+
+
+#: Stop strings that a model may bring, and their length in characters.
+_STOPS, _STOP_CHARACTERS = 32, 200
+_OPTIONS = {
+    "num_ctx": "--ctx",
+    "num_predict": "--max-tokens",
+    "num_thread": "--threads",
+    "num_gpu": "--gpu-layers",
+    "num_batch": "--batch",
+}
+
+
+def _turns(system: str, user: str, assistant: str, ask: str) -> str:
+    """A Jinja template of one piece a turn, `%` being its text."""
+    rows = (("system", system), ("user", user), ("assistant", assistant))
+    cases = "".join(
+        f"{{%- {'if' if role == 'system' else 'elif'} message.role == '{role}' -%}}"
+        + "{{- "
+        + " + message.content + ".join(repr(piece) for piece in text.split("%"))
+        + " -}}"
+        for role, text in rows
+    )
+    return (
+        "{{- bos_token -}}{%- for message in messages -%}" + cases + "{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- " + repr(ask) + " -}}{%- endif -%}"
+    )
+
+
+def _headed(before: str, between: str, after: str, ask: str = "") -> str:
+    rows = [f"{before}{role}{between}%{after}" for role in ("system", "user", "assistant")]
+    return _turns(rows[0], rows[1], rows[2], ask or f"{before}assistant{between}")
+
+
+#: (family, markers that its Go template holds, the same in Jinja)
+_TEMPLATES = (
+    ("ChatML", ("<|im_start|>",), _headed("<|im_start|>", "\n", "<|im_end|>\n")),
+    (
+        "Llama 3",
+        ("<|start_header_id|>",),
+        _headed("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"),
+    ),
+    (
+        "Gemma",
+        ("<start_of_turn>",),
+        _turns(
+            "<start_of_turn>user\n%<end_of_turn>\n",
+            "<start_of_turn>user\n%<end_of_turn>\n",
+            "<start_of_turn>model\n%<end_of_turn>\n",
+            "<start_of_turn>model\n",
+        ),
+    ),
+    ("Phi 3", ("<|user|>", "<|end|>"), _headed("<|", "|>\n", "<|end|>\n")),
+    ("Zephyr", ("<|user|>", "</s>"), _headed("<|", "|>\n", "</s>\n")),
+    ("Mistral", ("[INST]",), _turns("[INST] %[/INST]", "[INST] %[/INST]", "%</s>", "")),
+    (
+        "Alpaca",
+        ("### Instruction:",),
+        _turns("%\n\n", "### Instruction:\n%\n\n", "### Response:\n%\n\n", "### Response:\n"),
+    ),
+    ("Vicuna", ("USER:", "ASSISTANT:"), _turns("%\n\n", "USER: %\n", "ASSISTANT: %\n", "ASSISTANT:")),
+)
+
+
+class OllamaSettings(msgspec.Struct, kw_only=True):
+    """What is used of a model's layers; `used` and `unused` say so, for a person.
+
+    `chat_template` None leaves the file's own.
+    """
+
+    chat_template: str | None = None
+    system_prompt: str = ""
+    stop: tuple[str, ...] = ()
+    sampling: dict[str, float] = {}
+    used: list[str] = []
+    unused: list[str] = []
+
+
+def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSettings:
+    """Read the layers of a model whose GGUF has a template, or none. Never raises."""
+    settings = OllamaSettings(used=[], unused=[])
+    for kind, path in sorted(layers.items()):
+        if kind == "license":
+            continue
+        take = _READERS.get(kind)
+        if take is None:
+            settings.unused.append(f"{kind}: not supported here")
+        elif not take(settings, _text(path), has_template):
+            settings.unused.append(f"{kind}: it can't be read")
+    return settings
+
+
+def _text(path: str) -> str:
+    try:
+        with open(Path(path), "rb") as file:
+            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _read_template(settings: OllamaSettings, text: str, has_template: bool) -> bool:
+    if has_template:
+        settings.unused.append("template: the GGUF's own is used instead")
+        return True
+    for family, markers, jinja in _TEMPLATES:
+        if all(marker in text for marker in markers):
+            settings.chat_template = jinja
+            settings.used.append(f"template: recognised as {family}'s")
+            return True
+    settings.unused.append(
+        "template: its notation isn't known; `chat-template` in models.toml can say it"
+    )
+    return True
+
+
+def _read_system(settings: OllamaSettings, text: str, _has_template: bool) -> bool:
+    settings.system_prompt = text.strip()
+    if settings.system_prompt:
+        settings.used.append("system prompt")
+    return True
+
+
+def _read_parameters(settings: OllamaSettings, text: str, _has_template: bool) -> bool:
+    try:
+        given = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    if not isinstance(given, dict):
+        return False
+    for key, value in given.items():
+        if not _set_parameter(settings, key, value):
+            option = _OPTIONS.get(key)
+            settings.unused.append(
+                f"{key[:40]} {value!r:.40}" + (f": {option} says it" if option else "")
+            )
+    return True
+
+
+def _set_parameter(settings: OllamaSettings, key: str, value: object) -> bool:
+    if key == "stop":
+        stops = value if isinstance(value, list) else [value]
+        settings.stop = tuple(s for s in stops if isinstance(s, str) and 0 < len(s) <= _STOP_CHARACTERS)
+        settings.stop = settings.stop[:_STOPS]
+        settings.used += ["stop strings"] * bool(settings.stop)
+        return bool(settings.stop)
+    option = BY_FIELD.get(key)
+    if option is None or key == "seed" or not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    if not option.low <= value <= option.high or option.kind(value) != value:
+        return False
+    settings.sampling[key] = option.kind(value)
+    settings.used.append(f"{option.label} {value:g}")
+    return True
+
+
+_READERS = {"template": _read_template, "system": _read_system, "params": _read_parameters}

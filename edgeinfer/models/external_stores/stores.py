@@ -16,8 +16,8 @@ import msgspec
 
 from edgeinfer.errors import ChecksumError, InvalidGgufError, ModelNotPulledError
 from edgeinfer.models import gguf, names
-from edgeinfer.models.external_stores import ollama, ollama_template, reader, repositories
-from edgeinfer.models.external_stores.ollama_template import OllamaSettings
+from edgeinfer.models.external_stores import ollama, reader, repositories
+from edgeinfer.models.external_stores.ollama import OllamaSettings
 from edgeinfer.models.external_stores.reader import ExternalModel, UnusableError, verify
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
@@ -150,7 +150,7 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
 
 def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
     """What its owner says of a model beside its weights."""
-    return ollama_template.read(model.layers, has_template=bool(header.chat_template))
+    return ollama.read_settings(model.layers, has_template=bool(header.chat_template))
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:

@@ -15,8 +15,7 @@ import msgspec
 
 from edgeinfer.errors import CatalogError, DiskFullError, InvalidGgufError, QuantizeError, UsageError
 from edgeinfer.models import gguf
-from edgeinfer.models.ggml_types import FILE_TYPES
-from edgeinfer.models.gguf import TensorInfo
+from edgeinfer.models.gguf import FILE_TYPES, TensorInfo
 from edgeinfer.models.progress import Job
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes

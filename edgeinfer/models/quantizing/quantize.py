@@ -14,7 +14,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models import gguf, names, store
-from edgeinfer.models.ggml_types import FILE_TYPES, FULL_PRECISION, parse_file_type
+from edgeinfer.models.gguf import FILE_TYPES, FULL_PRECISION, parse_file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.plan import Fetched
 from edgeinfer.models.progress import Job, OnProgress

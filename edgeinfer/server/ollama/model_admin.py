@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError, UsageError
 from edgeinfer.models import names, sources
-from edgeinfer.models.ggml_types import file_type
+from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.server.connection import disconnected
 from edgeinfer.server.context import Exchange, exchange_of

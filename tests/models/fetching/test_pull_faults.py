@@ -19,7 +19,7 @@ from edgeinfer.errors import (
     OfflineError,
     SourceNotFoundError,
 )
-from edgeinfer.models import pins
+from edgeinfer.models import store
 from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import PullProgress, RetryPolicy
 from edgeinfer.models.pull import PullOptions, pull
@@ -424,7 +424,7 @@ def test_pins_outlive_rm_unless_forgotten(server, url, body, make_gguf, options)
     from edgeinfer.models.remove import remove
 
     pull(url, options=options)
-    assert pins.read(parse_reference("tiny")).pins[0].file_name == "tiny.gguf"
+    assert store.read_pins(parse_reference("tiny")).pins[0].file_name == "tiny.gguf"
     remove("tiny")
     assert nothing_published()
     server.files["/tiny.gguf"] = make_gguf(tensors=[("token_embd.weight", SIZE // 4)], seed=7)

@@ -23,8 +23,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.models import store
-from edgeinfer.models.ggml_types import FILE_TYPES
-from edgeinfer.models.gguf import check
+from edgeinfer.models.gguf import FILE_TYPES, check
 from edgeinfer.models.progress import Job, PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import helpers
