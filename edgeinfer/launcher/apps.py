@@ -12,6 +12,7 @@ import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
 from edgeinfer.launcher import messages, process_env, selection, supervise
+from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import process
 from edgeinfer.snapshots import format
 
@@ -26,30 +27,36 @@ _WARM = "`edgeinfer warm` builds it now"
 class App:
     """A running app: supervisor, link, and the `fds` of its request, kept for a cold start instead."""
 
-    def __init__(self, child: supervise.Child, link: _socket.socket, role: str) -> None:
+    def __init__(
+        self, child: supervise.Child, link: _socket.socket, request: LaunchRequest, fds: list[int]
+    ) -> None:
         self.child = child
         self.link = link
-        self.role = role
-        self.how = "cold"
-        self.snapshot = ""
-        self.request: dict[str, messages.Value] = {}
-        self.fds: list[int] = []
-        self.offers_fd: int | None = None
-        self.began = time.monotonic()
+        self.request = request
+        self.fds = fds
+        self.handoff_fd: int | None = None
+        self.started_s = time.monotonic()
         self.report = b""
+
+    @property
+    def role(self) -> str:
+        return self.request.role
 
 
 class Verb:
-    """The verb that was typed: its choice of a snapshot, its request, and what that carries."""
+    """The verb that was typed: its choice of a snapshot, and the descriptors of its request."""
 
     def __init__(self, argv: list[str]) -> None:
         self.argv = argv
         self.choice = selection.launch_choice(argv)
-        self.request: dict[str, messages.Value] = {"role": "verb", "argv": messages.join(argv)}
         self.fds = [0, 1, 2]
 
-    def look_again(self) -> None:
-        """A word of argv that is no model's name may be one once there is a snapshot of it."""
+    def request(self) -> LaunchRequest:
+        """Make the request of a launch of it."""
+        return LaunchRequest(role="verb", argv=tuple(self.argv))
+
+    def select_again(self) -> None:
+        """Choose anew: a word of argv that was no model's name may be one once there is a snapshot."""
         self.choice = selection.launch_choice(self.argv)
 
 
@@ -63,18 +70,15 @@ class Apps:
         self._exec_ns = exec_ns
         self._main_ns = main_ns
 
-    def begin_again(self) -> None:
+    def reset_clock(self) -> None:
         """The launch of the next app begins now."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
-    def start(
-        self, choice: selection.LaunchChoice, request: dict[str, messages.Value], fds: list[int]
-    ) -> App:
-        """Resume if wanted and possible, else start cold. Raises `choose.find`'s errors."""
+    def start(self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]) -> App:
+        """Resume if wanted and possible, else start cold. Raises `selection.find`'s errors."""
         if choice.resume == "never":
-            return self.cold(
-                request, fds, EdgeInferError("you asked for a cold start (--resume=never)")
-            )
+            why = EdgeInferError("you asked for a cold start (--resume=never)")
+            return self.cold(request, fds, why)
         try:
             folder, manifest = choice.find()
             return self.resume(folder, manifest, request, fds)
@@ -88,58 +92,50 @@ class Apps:
 
     def start_verb(self) -> App:
         """Start the app of the verb. Raises as `start`."""
-        return self.start(self._verb.choice, self._verb.request, self._verb.fds)
+        return self.start(self._verb.choice, self._verb.request(), self._verb.fds)
 
-    def start_worker(self, app: App, fields: dict[str, bytes]) -> None:
+    def start_worker(self, app: App, wanted: messages.StartWorker) -> None:
         """Start a process that serves an engine, and give `app` the other end of its socket."""
         theirs, ours = _socket.socketpair()
-        model, options = os.fsdecode(fields["model"]), fields["options"]
         verb = self._verb.choice
         resume = "auto" if verb.snapshot else verb.resume
-        choice = selection.LaunchChoice(
-            model, selection.unpack_options(fields.get("requested", b"")), resume
-        )
-        request: dict[str, messages.Value] = {
-            "role": "worker",
-            "model": model,
-            "options": options,
-            "argv": b"",
-        }
+        choice = selection.LaunchChoice(wanted.model, wanted.requested, resume)
+        request = LaunchRequest(role="worker", model=wanted.model, options=wanted.options)
         try:
             self.start(choice, request, [0, 1, 2, ours.detach()])
         except EdgeInferError as error:
-            theirs.close()
-            messages.send(app.link, {"op": "refused", **to_fields(error)})
-            return
-        messages.send(app.link, {"op": "worker"}, [theirs.fileno()])
+            messages.send(app.link, messages.Failed(error=to_fields(error)))
+        else:
+            messages.send(app.link, messages.WorkerStarted(), [theirs.fileno()])
         theirs.close()
 
     def resume(
-        self, folder: str, manifest: format.Manifest, request: dict[str, messages.Value], fds: list[int]
+        self, folder: str, manifest: format.Manifest, request: LaunchRequest, fds: list[int]
     ) -> App:
         """Begin to restore an app from this snapshot. Raises OSError."""
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         child = supervise.resume(manifest, folder, theirs.fileno())
         theirs.close()
-        app = self._adopt(App(child, ours, str(request["role"])), request, fds)
-        app.how, app.snapshot = "resumed", manifest.name
-        self._send(app, spawn_ns, "", _WARM)
+        app = self._adopt(App(child, ours, request, fds))
+        request.how, request.snapshot = "resumed", manifest.name
+        request.reason, request.hint = "", _WARM
+        self._send(app, spawn_ns)
         # the last use, for the least recently used to be pruned
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 
-    def cold(
-        self, request: dict[str, messages.Value], fds: list[int], why: EdgeInferError, hint: str = ""
-    ) -> App:
+    def cold(self, request: LaunchRequest, fds: list[int], why: EdgeInferError, hint: str = "") -> App:
         """Start an app that loads what it needs; it tells the user why if there is a `hint`."""
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         command = process.child_command("edgeinfer.snapshots.restore.app_process", str(theirs.fileno()))
         child = supervise.start(command, theirs.fileno(), dict(os.environ))
         theirs.close()
-        app = self._adopt(App(child, ours, str(request["role"])), request, fds)
-        self._send(app, spawn_ns, why.message, hint)
+        app = self._adopt(App(child, ours, request, fds))
+        request.how, request.snapshot = "cold", ""
+        request.reason, request.hint = why.message, hint
+        self._send(app, spawn_ns)
         self.close_carried(app)
         return app
 
@@ -150,34 +146,27 @@ class Apps:
                 os.close(fd)
             del app.fds[3:]
 
-    def _adopt(self, app: App, request: dict[str, messages.Value], fds: list[int]) -> App:
-        app.request, app.fds = request, fds
+    def _adopt(self, app: App) -> App:
         self.running.append(app)
         self._poll.register(app.child.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
         return app
 
-    def _send(self, app: App, spawn_ns: int, reason: str, hint: str) -> None:
-        stamps = {"exec_ns": self._exec_ns, "main_ns": self._main_ns, "spawn_ns": spawn_ns}
-        if app.role == "worker":  # its launch began when it was asked for
-            stamps = dict.fromkeys(stamps, spawn_ns)
-        named = int(app.role == "verb" and bool(self._verb.choice.snapshot))
-        how: dict[str, messages.Value] = {
-            "named": named,
-            "how": app.how,
-            "snapshot": app.snapshot,
-            "reason": reason,
-            "hint": hint,
-            "guess": self._verb.choice.model,
-        }
-        message = {"op": "launch", **app.request, **process_env.of_this_process(), **stamps, **how}
+    def _send(self, app: App, spawn_ns: int) -> None:
+        request, is_verb = app.request, app.role == "verb"
+        process_env.describe(request)
+        request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
+        if is_verb:  # a worker's launch began when it was asked for
+            request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
+        request.is_named = is_verb and bool(self._verb.choice.snapshot)
+        request.guess = self._verb.choice.model
         fds = list(app.fds)
-        serves = app.role == "verb" and self._verb.argv[0] == "serve"
-        users = process_env.user_lookup() if serves and app.how == "resumed" else None
+        serves = is_verb and self._verb.argv[0] == "serve"
+        users = process_env.user_lookup() if serves and request.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())
         # it may be gone already: its supervisor tells why
-        quietly(messages.send, app.link, message, fds)
+        quietly(messages.send, app.link, request, fds)
 
     def forget(self, app: App) -> None:
         """Drop an app that has ended, and reap its supervisor."""
@@ -185,8 +174,8 @@ class Apps:
         self._poll.unregister(app.child.status_fd)
         quietly(self._poll.unregister, app.link.fileno())
         os.close(app.child.status_fd)
-        if app.offers_fd is not None:
-            os.close(app.offers_fd)
+        if app.handoff_fd is not None:
+            os.close(app.handoff_fd)
         app.link.close()
         quietly(os.waitpid, app.child.pid, 0)
 

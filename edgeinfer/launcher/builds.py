@@ -17,7 +17,7 @@ LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 
 
-class Warming:
+class Builds:
     """The background builds that this launcher starts, which outlive it, and at most one that does not.
 
     What would have helped is noted by `want` and built by `start_wanted`.
@@ -25,20 +25,22 @@ class Warming:
 
     def __init__(self, poll: select.poll) -> None:
         self._poll = poll
-        self._wanted: dict[bytes, bytes] = {}
+        self._wanted: dict[str, str] = {}
         self._builds: dict[int, int] = {}
         self._now = 0
 
-    def want(self, model: bytes, options: bytes) -> None:
-        """Note a snapshot that would have helped."""
-        self._wanted[model] = options
+    def want(self, wanted: messages.WantSnapshot) -> None:
+        """Note a snapshot that would have helped, or build it now."""
+        self._wanted[wanted.model] = os.fsdecode(wanted.options)
+        if wanted.now:
+            self.start_wanted()
 
     def start_wanted(self) -> None:
         """Build what was noted, each in a process that nobody waits for; `poll` reports their ends."""
         while self._wanted:
             model, options = self._wanted.popitem()
             module = "edgeinfer.snapshots.build.jobs"
-            self.watch(detach(module, os.fsdecode(model), os.fsdecode(options)))
+            self.watch(detach(module, model, options))
 
     def watch(self, pid: int) -> None:
         """Have `poll` report the end of a build."""
@@ -59,15 +61,15 @@ class Warming:
         os.waitpid(pid, 0)
         return True
 
-    def start_now(self, fields: dict[str, bytes], fds: list[int]) -> None:
-        """Run `edgeinfer warm` outside the app's namespaces; its talk goes to `fds`."""
+    def start_now(self, argv: tuple[str, ...], fds: list[int]) -> None:
+        """Run `edgeinfer warm` outside the app's namespaces; its output goes to `fds`."""
         self.stop_now()
-        self._now = _start(["warm", *messages.split(fields["argv"])], fds, (1, 2))
+        self._now = _start(["warm", *argv], fds, (1, 2))
 
-    def take(self, fields: dict[str, bytes], fds: list[int]) -> None:
+    def take(self, argv: tuple[str, ...], fds: list[int]) -> None:
         """Run `edgeinfer snapshots take` of this launch; its JSON goes to the first of `fds`."""
         own = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
-        self.watch(_start([*own, *messages.split(fields["words"])], fds, (1,)))
+        self.watch(_start([*own, *argv], fds, (1,)))
 
     def stop_now(self) -> None:
         """Stop the warming an app asked for, if it still runs."""

@@ -1,9 +1,10 @@
-"""The launcher's side of a hand-over: an app that started cold is succeeded by a resumed one.
+"""The launcher's side of a handoff: a resumed process continues an app that started cold.
 
-What is said, in this order: the launcher offers a resumed process (`OFFER`), the app says on its link
-when it is idle (`{"op": "idle"}`), a successor is resumed and says that it could go on (`"ready"`), and
-the first one is told to go (`LEAVE`). Whatever fails before that leaves it where it is. What rides with
-`idle` is for the successor alone: a chat's end of a socket between the two.
+The launcher writes `START` to the source, the app that started cold, when a snapshot fits, the source
+answers `SourceIdle` between two requests, the target is resumed and answers `TargetReady`, and the
+launcher writes `COMMIT` to the source, which ends. Any failure before that aborts: the source goes on.
+A descriptor that comes with `SourceIdle` is for the target alone: a chat's end of a socket between the
+two.
 
 Standard library only, and of that what is cheap: the launcher imports this.
 """
@@ -18,91 +19,89 @@ import time
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.launcher.apps import App, Apps, Verb, quietly
 
-#: What the launcher writes on the pipe of an app that may be succeeded, a byte each.
-OFFER, LEAVE = b"o", b"l"
-#: Seconds from a successor's start until it could go on; one that takes longer is killed.
+#: What the launcher writes on the pipe of a source, a byte each.
+START, COMMIT = b"s", b"c"
+#: From a target's start until it is ready (s); one that takes longer is killed.
 LIMIT_S = 60.0
-#: How a successor ends that found its predecessor at work again: there is nothing to tell.
+#: How a target ends that found its source at work again, which is no error.
 _WITHDRAWN = "exit 0"
 
 
-class Succession:
-    """At most one successor at a time, of the app of the verb."""
+class Handoff:
+    """At most one target at a time, for the app of the verb."""
 
     def __init__(self, verb: Verb, apps: Apps) -> None:
-        self.successor: App | None = None
+        self.target: App | None = None
         self._verb = verb
         self._apps = apps
         self._was_late = False
 
-    def offer(self, main: App | None) -> None:
-        """Offer the app a successor, when there is a snapshot now that fits its launch."""
-        self._verb.look_again()
+    def propose(self, source: App | None) -> None:
+        """Write `START` to the app if there is a snapshot now that fits its launch."""
+        self._verb.select_again()
         choice = self._verb.choice
-        if main is None or main.offers_fd is None or choice.resume == "never":
+        if source is None or source.handoff_fd is None or choice.resume == "never":
             return
         try:
             choice.find()
         except (EdgeInferError, OSError):
             return
-        quietly(os.write, main.offers_fd, OFFER)
+        quietly(os.write, source.handoff_fd, START)
 
     def start(self, fds: list[int]) -> None:
-        """Resume the verb a second time, with the same listening sockets; `fds` are its alone."""
-        if self.successor is None:
+        """Resume the verb a second time with the same listening sockets, and `fds` of its own."""
+        if self.target is None:
             self._start(fds)
         for fd in fds:
             os.close(fd)
 
     def _start(self, fds: list[int]) -> None:
-        self._apps.begin_again()
+        self._apps.reset_clock()
         self._was_late = False
         verb = self._verb
-        request = verb.request | {"succeeds": 1, "channels": len(fds)}
+        request = verb.request()
+        request.is_handoff_target, request.has_channel = True, bool(fds)
         try:
             folder, manifest = verb.choice.find()
-            self.successor = self._apps.resume(folder, manifest, request, [*verb.fds, *fds])
+            self.target = self._apps.resume(folder, manifest, request, [*verb.fds, *fds])
         except (EdgeInferError, OSError) as error:
-            self.stay(str(error))
+            self.abort(str(error))
 
     def wait_ms(self) -> int | None:
-        """For how long nobody needs to look; None while there is no successor."""
-        if self.successor is None:
+        """Milliseconds until `check_time` is due; None while there is no target."""
+        if self.target is None:
             return None
-        return max(0, int(1000 * (self.successor.began + LIMIT_S - time.monotonic()))) + 1
+        return max(0, int(1000 * (self.target.started_s + LIMIT_S - time.monotonic()))) + 1
 
-    def look(self) -> None:
-        """Kill a successor whose time is over; its end is told as that of any other."""
-        if self.successor is not None and time.monotonic() > self.successor.began + LIMIT_S:
+    def check_time(self) -> None:
+        """Kill a target that is late; its end is reported as that of any other."""
+        if self.target is not None and time.monotonic() > self.target.started_s + LIMIT_S:
             self._was_late = True
-            quietly(os.kill, self.successor.child.pid, _signal.SIGKILL)
+            quietly(os.kill, self.target.child.pid, _signal.SIGKILL)
 
-    def hand_over(self, first: App | None) -> App | None:
-        """Make the successor the verb's app, which is returned; the first one goes with its clients."""
-        successor, self.successor = self.successor, None
-        if first is not None and first.offers_fd is not None:
-            quietly(os.write, first.offers_fd, LEAVE)
-        return successor
+    def commit(self, source: App | None) -> App | None:
+        """Return the target, now the verb's app; the source ends once its clients have gone."""
+        target, self.target = self.target, None
+        if source is not None and source.handoff_fd is not None:
+            quietly(os.write, source.handoff_fd, COMMIT)
+        return target
 
-    def stay(self, why: str, main: App | None = None) -> None:
-        """There is no successor: the app goes on as if nothing had been.
-
-        One that withdrew was not wrong, only early: `main` may ask for the next.
-        """
-        self.successor = None
+    def abort(self, why: str, source: App | None = None) -> None:
+        """Go on without a target. After one that withdrew, propose the next to `source`."""
+        self.target = None
         if why == _WITHDRAWN:
-            self.offer(main)
+            self.propose(source)
             return
         if self._was_late:
-            why = f"the resumed process could not go on within {LIMIT_S:g} s"
-        words = f"no hand-over to the snapshot: {why[:300]}"
+            why = f"the resumed process was not ready within {LIMIT_S:g} s"
+        text = f"no handoff to the snapshot: {why[:300]}"
         if self._verb.argv[0] == "chat":  # the terminal is the app's
             from edgeinfer.launcher import builds  # only after a failure
 
             try:  # noqa: SIM105  contextlib costs 3 ms
-                builds.log(words)
+                builds.log(text)
             except (EdgeInferError, OSError):
                 pass
             return
-        sys.stderr.write(f"edgeinfer: {words}\n")
+        sys.stderr.write(f"edgeinfer: {text}\n")
         sys.stderr.flush()

@@ -1,10 +1,8 @@
 """Start the app of a verb that needs a model, stand in for it, end as it ended.
 
 One loop over pipes and sockets. An app is resumed from a snapshot or started cold (`apps`); either way
-it has a supervisor that reports on a pipe, and a link on which it may ask for workers
-(`{"op": "worker"}`), name the snapshot that would have helped (`"warm"`), have one taken (`"take"`),
-and say that it has ended (`"exit"`). A `serve` or `chat` that started cold is succeeded by a resumed
-one when its snapshot is built (`hand_over`).
+it has a supervisor that reports on a pipe, and a link on which it sends `messages`. A `serve` or `chat`
+that started cold is handed to a resumed process when its snapshot is built (`handoff`).
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -46,8 +44,8 @@ class Launcher:
         self._poll = select.poll()
         self._verb = Verb(argv)
         self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)
-        self._warming = builds.Warming(self._poll)
-        self._succession = handoff.Succession(self._verb, self._apps)
+        self._builds = builds.Builds(self._poll)
+        self._handoff = handoff.Handoff(self._verb, self._apps)
 
     def run(self) -> NoReturn:
         """Never returns."""
@@ -75,10 +73,10 @@ class Launcher:
     def _turn(self) -> None:
         # one that starts meanwhile may have a descriptor that was another's at the poll
         apps = list(self._apps.running)
-        self._succession.look()
-        for fd, _ in self._poll.poll(self._succession.wait_ms()):
-            if self._warming.has_ended(fd):
-                self._succession.offer(self._main)
+        self._handoff.check_time()
+        for fd, _ in self._poll.poll(self._handoff.wait_ms()):
+            if self._builds.has_ended(fd):
+                self._handoff.propose(self._main)
                 continue
             for app in apps:
                 if app not in self._apps.running:
@@ -129,10 +127,10 @@ class Launcher:
     def _failed(self, app: App, why: str) -> None:
         """A restore failed, which the manifest did not foresee: start cold, with the same request."""
         self._apps.forget(app)
-        if app is self._succession.successor:
-            self._stay(why)
+        if app is self._handoff.target:
+            self._abort_handoff(why)
             return
-        if app.how == "cold":
+        if app.request.how == "cold":
             self._finish(app, f"exit {exit.UNEXPECTED}", why)
             return
         if self._verb.choice.resume == "always" and app.role == "verb":
@@ -150,52 +148,49 @@ class Launcher:
         self._apps.forget(app)
         if app is self._main:
             self._finish(app, how)
-        elif app is self._succession.successor:
-            self._stay(how)
+        elif app is self._handoff.target:
+            self._abort_handoff(how)
         elif self._code is not None:
             self._leave(self._code)
 
-    def _stay(self, why: str) -> None:
+    def _abort_handoff(self, why: str) -> None:
         if self._asked_to_end:
-            self._succession.successor = None
+            self._handoff.target = None
         else:
-            self._succession.stay(why, self._main)
+            self._handoff.abort(why, self._main)
 
     def _read_app(self, app: App) -> None:
         received = messages.receive(app.link)
         if received is None:
             self._poll.unregister(app.link.fileno())
             return
-        fields, fds = received
-        op = fields.get("op", b"")
-        if op == b"exit" and app is self._main:
-            code = int(fields["code"])
-            if not (self._serves and code == exit.UNEXPECTED and not self._asked_to_end):
-                self._leave(code)
-        elif op == b"worker":
-            self._apps.start_worker(app, fields)
-        elif op == b"hand-over":
-            app.offers_fd = fds[0]
-        elif op == b"idle" and app is self._main and not self._asked_to_end:
-            self._succession.start(fds)
-        elif op == b"ready" and app is self._succession.successor:
-            self._main = self._succession.hand_over(self._main)
+        message, fds = received
+        if isinstance(message, messages.Exit) and app is self._main:
+            if not (self._serves and message.code == exit.UNEXPECTED and not self._asked_to_end):
+                self._leave(message.code)
+        elif isinstance(message, messages.StartWorker):
+            self._apps.start_worker(app, message)
+        elif isinstance(message, messages.HandoffSource):
+            app.handoff_fd = fds[0]
+        elif isinstance(message, messages.SourceIdle):
+            if app is self._main and not self._asked_to_end:
+                self._handoff.start(fds)
+        elif isinstance(message, messages.TargetReady) and app is self._handoff.target:
+            self._main = self._handoff.commit(self._main)
             if self._asked_to_end:  # a signal that came while it was restored may have been lost
                 quietly(os.kill, app.child.pid, _signal.SIGTERM)
-        elif op == b"warm-now":
-            self._warming.start_now(fields, fds)
-        elif op == b"take":
-            self._warming.take(fields, fds)
-        elif op == b"warm-stop":
-            self._warming.stop_now()
-        elif op == b"warm":
-            self._warming.want(fields["model"], fields["options"])
-            if fields["now"] == b"1":
-                self._warming.start_wanted()
+        elif isinstance(message, messages.WarmNow):
+            self._builds.start_now(message.argv, fds)
+        elif isinstance(message, messages.StopWarming):
+            self._builds.stop_now()
+        elif isinstance(message, messages.TakeSnapshot):
+            self._builds.take(message.argv, fds)
+        elif isinstance(message, messages.WantSnapshot):
+            self._builds.want(message)
 
-    def _is_succeeded(self) -> bool:
-        """Whether an app that was succeeded still has clients; a chat has none."""
-        ours = (self._main, self._succession.successor)
+    def _source_has_clients(self) -> bool:
+        """Whether the source of a handoff still has clients; a chat has none."""
+        ours = (self._main, self._handoff.target)
         others = any(app.role == "verb" and app not in ours for app in self._apps.running)
         return others and self._serves
 
@@ -222,9 +217,9 @@ class Launcher:
         exit.die_of(number)
 
     def _again(self, app: App, how: str) -> None:
-        if self._succession.successor is not None:
-            quietly(os.kill, self._succession.successor.child.pid, _signal.SIGKILL)
-        alive_s = time.monotonic() - app.began
+        if self._handoff.target is not None:
+            quietly(os.kill, self._handoff.target.child.pid, _signal.SIGKILL)
+        alive_s = time.monotonic() - app.started_s
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
         sys.stderr.write(
@@ -235,17 +230,17 @@ class Launcher:
         self._main = None
         if wait_s:
             time.sleep(wait_s)
-        self._apps.begin_again()
+        self._apps.reset_clock()
         self._main = self._apps.start_verb()
 
     def _leave(self, code: int) -> None:
-        """End, as soon as no client is left to an app that was succeeded."""
+        """End as soon as no source of a handoff has clients."""
         self._code = code
-        if self._is_succeeded():
+        if self._source_has_clients():
             return
         self._terminal.dismiss_guard()
         if code == 0:
-            self._warming.start_wanted()
+            self._builds.start_wanted()
         os._exit(code)
 
 

@@ -1,11 +1,11 @@
-"""Messages between launcher and apps: named byte strings, descriptors, over a socket.
+"""Messages between launcher, apps and builders: a class each, sent with descriptors over a socket.
 
-A message is four bytes of length, then for every field four bytes of length, its name, four bytes of
-length, its value. Descriptors ride with a message's first byte. No JSON: importing it costs the
-launcher 6 ms, and arguments, environments and paths are bytes anyway. Several strings in one field are
-joined by NUL, as in /proc/PID/environ; none can contain one.
+A message is its length in four bytes, then a list of parts: the name of its class, then name and value
+of every field. A list is parts, each with its length in four bytes in front; a field of several strings
+is such a list itself. Descriptors ride with a message's first byte.
 
-Only what comes with the interpreter for nothing is imported here.
+No JSON, no dataclasses: importing those costs the launcher 6 ms each, and arguments, environments and
+paths are bytes anyway. Only what comes with the interpreter for nothing is imported here.
 """
 
 from __future__ import annotations
@@ -15,55 +15,224 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable
+    from typing import Any, dataclass_transform
+else:
 
-    Value = bytes | str | int | float
+    def dataclass_transform(**_: Any) -> Callable[[type], type]:
+        return lambda cls: cls
+
 
 MAX_BYTES = 16 << 20
 MAX_FDS = 64
 _FD_BYTES = 4
+_kinds: dict[str, type[Message]] = {}
 
 
-def pack(fields: Mapping[str, Value]) -> bytes:
-    """The message's bytes, its length in front."""
-    parts: list[bytes] = []
-    for name, value in fields.items():
-        raw = value if isinstance(value, bytes) else os.fsencode(str(value))
-        for part in (name.encode(), raw):
-            parts += (len(part).to_bytes(4, "little"), part)
-    body = b"".join(parts)
-    return len(body).to_bytes(4, "little") + body
+@dataclass_transform(kw_only_default=True)
+class Message:
+    """A message; its fields are the annotations of its class, passed by name."""
+
+    def __init_subclass__(cls) -> None:
+        _kinds[cls.__name__] = cls
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and encode(self) == encode(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def unpack(body: bytes) -> dict[str, bytes]:
-    """The fields of a message without its own length. Raises ValueError when the lengths do not fit."""
+class LaunchRequest(Message):
+    """To an app: what to run, for whom, and how this launch went so far.
+
+    `role` is "verb" (of `argv`), "worker" (of `model` with `options`, LoadOptions in JSON), "canary" or
+    "facts". The descriptors are 0, 1, 2, then a verb's listening sockets, a handoff's channel
+    (`has_channel`) and a netlink socket, or a worker's socket. Times are in ns of the monotonic clock.
+    """
+
+    role: str
+    argv: tuple[str, ...] = ()
+    model: str = ""
+    options: bytes = b""
+    is_handoff_target: bool = False
+    has_channel: bool = False
+    env: tuple[str, ...] = ()
+    cwd: str = "/"
+    umask: int = 0o077
+    affinity: tuple[str, ...] = ()
+    limits: dict[str, str] = {}  # noqa: RUF012  never changed
+    entropy: bytes = b""
+    exec_ns: int = 0
+    main_ns: int = 0
+    spawn_ns: int = 0
+    how: str = "cold"
+    snapshot: str = ""
+    reason: str = ""
+    hint: str = ""
+    guess: str = ""
+    is_named: bool = False
+
+
+class Relocate(Message):
+    """To a parked process: replace these paths, own the pages of `memory`, and park again.
+
+    The descriptor is the pipe that will wake it.
+    """
+
+    moved: dict[str, str]
+    memory: str
+
+
+class StartWorker(Message):
+    """To the launcher: start a process that serves an engine; `requested` are its snapshot options."""
+
+    model: str
+    options: bytes
+    requested: dict[str, str]
+
+
+class WorkerStarted(Message):
+    """To the app that asked for a worker: its socket is the descriptor."""
+
+
+class WantSnapshot(Message):
+    """To the launcher: the snapshot that would have helped, to be built at the end, or `now`."""
+
+    model: str
+    options: bytes
+    now: bool = False
+
+
+class WarmNow(Message):
+    """To the launcher: run `edgeinfer warm` with its output on the descriptor."""
+
+    argv: tuple[str, ...]
+
+
+class StopWarming(Message):
+    """To the launcher: stop what `WarmNow` started."""
+
+
+class TakeSnapshot(Message):
+    """To the launcher: run `edgeinfer snapshots take` with its JSON on the descriptor."""
+
+    argv: tuple[str, ...]
+
+
+class HandoffSource(Message):
+    """To the launcher: another process may continue this one; `handoff` writes to the descriptor."""
+
+
+class SourceIdle(Message):
+    """To the launcher: start the target now; a descriptor, if any, is its channel to the source."""
+
+
+class TargetReady(Message):
+    """To the launcher: this process, the target, can answer."""
+
+
+class Exit(Message):
+    """To the launcher: the verb has ended."""
+
+    code: int
+
+
+class Stage(Message):
+    """Of a build: `fraction` of a stage is done, 0 to 1 in decimals, "" if unknown."""
+
+    name: str
+    fraction: str
+
+
+class Failed(Message):
+    """An error, as `errors.to_fields` takes it apart."""
+
+    error: dict[str, str]
+
+
+class Payload(Message):
+    """A request or an answer in JSON (a canary's in msgpack); who sends it says of what type."""
+
+    content: bytes
+
+
+def _pack(parts: Iterable[bytes]) -> bytes:
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def _unpack(body: bytes) -> list[bytes]:
     parts: list[bytes] = []
     at = 0
     while at < len(body):
         size = int.from_bytes(body[at : at + 4], "little")
         at += 4
         if at + size > len(body):
-            raise ValueError("a field is longer than its message")
+            raise ValueError("a part is longer than its message")
         parts.append(body[at : at + size])
         at += size
-    if len(parts) % 2:
-        raise ValueError("a field has no value")
-    return {name.decode(): value for name, value in zip(parts[::2], parts[1::2], strict=True)}
+    return parts
 
 
-def join(strings: Iterable[str]) -> bytes:
-    """Several strings as one value."""
-    return b"\0".join(os.fsencode(s) for s in strings)
+def _raw(value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, dict):
+        return _pack(os.fsencode(word) for item in value.items() for word in item)
+    if isinstance(value, tuple):
+        return _pack(map(os.fsencode, value))
+    return os.fsencode(str(value))
 
 
-def split(value: bytes) -> list[str]:
-    """Split a value made by `join`; an empty one has no strings, so [""] does not survive."""
-    return [os.fsdecode(part) for part in value.split(b"\0")] if value else []
+def _texts(raw: bytes) -> list[str]:
+    return [os.fsdecode(part) for part in _unpack(raw)]
 
 
-def send(link: _socket.socket, fields: Mapping[str, Value], fds: Iterable[int] = ()) -> None:
+def _dict(raw: bytes) -> dict[str, str]:
+    words = _texts(raw)
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+_READERS: dict[str, Callable[[bytes], object]] = {
+    "bytes": bytes,
+    "str": os.fsdecode,
+    "int": int,
+    "bool": lambda raw: raw == b"True",
+    "tuple[str, ...]": lambda raw: tuple(_texts(raw)),
+    "dict[str, str]": _dict,
+}
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message, without its length."""
+    kind = type(message)
+    parts = [kind.__name__.encode()]
+    for name in kind.__annotations__:
+        parts += (name.encode(), _raw(getattr(message, name)))
+    return _pack(parts)
+
+
+def decode(body: bytes) -> Message:
+    """The message of these bytes. Raises ValueError if they are none."""
+    kind, *parts = _unpack(body) or [b""]
+    cls = _kinds.get(kind.decode())
+    if cls is None:
+        raise ValueError(f"there is no message {kind!r}")
+    types = cls.__annotations__
+    fields: dict[str, object] = {}
+    for name, value in zip(parts[::2], parts[1::2], strict=True):
+        if name.decode() not in types:
+            raise ValueError(f"{kind!r} has no field {name!r}")
+        fields[name.decode()] = _READERS[types[name.decode()]](value)
+    return cls(**fields)
+
+
+def send(link: _socket.socket, message: Message, fds: Iterable[int] = ()) -> None:
     """Send one message whole. Raises OSError when the other side is gone."""
-    data = memoryview(pack(fields))
+    body = encode(message)
+    data = memoryview(len(body).to_bytes(4, "little") + body)
     numbers = b"".join(fd.to_bytes(_FD_BYTES, "little") for fd in fds)
     rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers)] if numbers else []
     sent = link.sendmsg([data], rights)
@@ -71,7 +240,7 @@ def send(link: _socket.socket, fields: Mapping[str, Value], fds: Iterable[int] =
         link.sendall(data[sent:])
 
 
-def receive(link: _socket.socket) -> tuple[dict[str, bytes], list[int]] | None:
+def receive(link: _socket.socket) -> tuple[Message, list[int]] | None:
     """Wait for one message and its descriptors; None when the other side is gone."""
     fds: list[int] = []
     try:
@@ -82,7 +251,7 @@ def receive(link: _socket.socket) -> tuple[dict[str, bytes], list[int]] | None:
         body = _exactly(link, size, fds)
     except ConnectionError:
         return None
-    return (unpack(body), fds) if len(body) == size else None
+    return (decode(body), fds) if len(body) == size else None
 
 
 def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:

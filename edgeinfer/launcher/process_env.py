@@ -8,7 +8,8 @@ from __future__ import annotations
 import _socket
 import os
 
-from edgeinfer.launcher import messages, selection
+from edgeinfer.launcher import selection
+from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import places, process
 
 #: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
@@ -23,28 +24,20 @@ LIMITS = (
 )
 
 
-def of_this_process() -> dict[str, messages.Value]:
-    """What the app takes over from us."""
+def describe(request: LaunchRequest) -> None:
+    """Put this process's environment, folder, umask, processors and limits into a launch request."""
     import resource  # 0.2 ms
 
-    umask = os.umask(0o077)
-    os.umask(umask)
-    limits: list[str] = []
-    for name in LIMITS:
-        limits += [name, str(resource.getrlimit(getattr(resource, name))[0])]
+    request.umask = os.umask(0o077)
+    os.umask(request.umask)
     try:
-        cwd = os.getcwd()
+        request.cwd = os.getcwd()
     except OSError:
-        cwd = "/"
-    environment = b"\0".join(name + b"=" + value for name, value in os.environb.items())
-    return {
-        "env": environment,
-        "cwd": cwd,
-        "umask": umask,
-        "affinity": messages.join(str(n) for n in os.sched_getaffinity(0)),
-        "limits": messages.join(limits),
-        "entropy": os.urandom(64),
-    }
+        request.cwd = "/"
+    request.limits = {name: str(resource.getrlimit(getattr(resource, name))[0]) for name in LIMITS}
+    request.env = tuple(f"{name}={value}" for name, value in os.environ.items())
+    request.affinity = tuple(map(str, os.sched_getaffinity(0)))
+    request.entropy = os.urandom(64)
 
 
 def listen(argv: list[str]) -> list[_socket.socket]:

@@ -11,7 +11,6 @@ import os
 
 from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
-from edgeinfer.launcher import messages
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import places
 from edgeinfer.snapshots import fingerprint, format
@@ -109,12 +108,6 @@ def typed(argv: list[str], name: str) -> list[str]:
         elif word.startswith(f"{name}="):
             values.append(word[len(name) + 1 :])
     return values
-
-
-def unpack_options(requested: bytes) -> dict[str, str]:
-    """Options as an app asks for them in a worker: name, value, name, value."""
-    words = messages.split(requested)
-    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def read_config() -> dict[str, Any]:

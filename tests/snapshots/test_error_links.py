@@ -23,8 +23,9 @@ from edgeinfer.errors import (
 from edgeinfer.host import Start
 from edgeinfer.launcher.launch import Launcher
 from edgeinfer.launcher.selection import LaunchChoice
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots.build import builder, jobs
+from edgeinfer.snapshots.build.park import ParkRequest
 from edgeinfer.snapshots.restore import app_host
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.workers.client import RemoteEngine
@@ -72,7 +73,7 @@ PARK = """
 import os, sys
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.snapshots.build import park
-def prepare(link, fields):
+def prepare(link, request):
     raise OutOfMemoryError(sys.argv[2], hint=sys.argv[3])
 park.prepare = prepare
 os.dup2(int(sys.argv[1]), park.LINK_FD)
@@ -98,12 +99,25 @@ def start(program: str, link: socket.socket, *arguments: str) -> subprocess.Pope
     return process
 
 
+def request_in(folder):
+    park = ParkRequest(
+        model="m",
+        files=ModelFiles(paths=("m.gguf",), name="m"),
+        options=LoadOptions(),
+        system="",
+        stamps={},
+        folder=str(folder),
+    )
+    return builder.BuildRequest(
+        name="m", model="m", requested={}, system="", criu="criu", version="", tier="root", park=park
+    )
+
+
 def test_from_the_parked_process_to_the_builder(tmp_path):
     ours, theirs = socket.socketpair()
-    fields = dict.fromkeys(builder.PARKED_FIELDS, b"") | {"tier": b"root", "criu": b"criu"}
     with ours, start(PARK, theirs, MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
-            builder.Builder(ours, tmp_path, fields)._converse(ours, ours)
+            builder.Builder(ours, tmp_path, request_in(tmp_path))._converse(ours, ours)
         assert process.wait(30) == 1
     assert survives(raised.value)
 
@@ -113,7 +127,7 @@ def test_from_the_builder_to_who_ordered_the_build(tmp_path):
     folder = tmp_path / "new"
     with ours, start(BUILDER, theirs, str(folder), MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
-            jobs._listen(ours, {"op": "build"}, lambda *_: None, process, tmp_path / "log")
+            jobs._listen(ours, request_in(tmp_path), lambda *_: None, process, tmp_path / "log")
         assert process.wait(30) == 0
     assert survives(raised.value)
 

@@ -104,9 +104,9 @@ def small_disk(person, size: str):
 WITHOUT_ASKING_FOR_ROOM = """
 import sys
 from edgeinfer.cli.main import main
-from edgeinfer.snapshots.build import build_order
+from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots import registry
-build_order.refuse_full = lambda *_: None
+jobs.refuse_full = lambda *_: None
 registry.make_room = lambda *_, **__: []
 sys.exit(main())
 """

@@ -61,8 +61,8 @@ SABOTAGE = """
 
 def main():  # the last definition counts
     link = socket.socket(fileno=LINK_FD)
-    frames.receive(link)
-    frames.send(link, {"op": "failed", "code": "dump", "message": "planted"})
+    messages.receive(link)
+    messages.send(link, messages.Failed(error={"code": "dump", "message": "planted"}))
     os._exit(1)
 """
 

@@ -20,12 +20,11 @@ MODEL = "small"
 SECRET = "planted-4f1d9a7c"
 FACTS = """
 import sys, os
-from edgeinfer.snapshots.restore import facts
-from edgeinfer.snapshots import frames
 from edgeinfer.launcher import selection
+from edgeinfer.snapshots.restore import checks
 folder, manifest = selection.find("small", {})
-extra = dict(pair.split("=", 1) for pair in sys.argv[1:])
-sys.stdout.write(facts.ask(manifest, folder, "facts", extra).decode())
+request = checks.nobodys_request("facts")
+sys.stdout.write(checks.ask(manifest, folder, request).decode())
 """
 
 
@@ -42,8 +41,8 @@ sys.exit(main())
 """
 
 
-def facts(person, **extra: str) -> dict:
-    return json.loads(person.run(*(f"{k}={v}" for k, v in extra.items()), program=FACTS).check().out)
+def facts(person) -> dict:
+    return json.loads(person.run(program=FACTS).check().out)
 
 
 def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
@@ -79,19 +78,15 @@ def test_nothing_random_repeats(warm):
     assert [name for name in first if first[name] == second[name]] == []
 
 
-SURROUNDINGS = """
-extra = {
-    "env": frames.join(["HOME=/nowhere", "TZ=Asia/Tokyo", "LANG=C.UTF-8", "ONLY=this"]),
-    "cwd": "/usr",
-    "umask": 0o027,
-    "affinity": "0",
-    "limits": frames.join(["RLIMIT_NOFILE", "200"]),
-}
+ENVIRONMENT = """
+request.env = ("HOME=/nowhere", "TZ=Asia/Tokyo", "LANG=C.UTF-8", "ONLY=this")
+request.cwd, request.umask, request.affinity = "/usr", 0o027, ("0",)
+request.limits = {"RLIMIT_NOFILE": "200"}
 """
 
 
 def test_the_launch_brings_its_own_surroundings(warm):
-    program = FACTS.replace("extra = dict", f"{SURROUNDINGS}_ = dict")
+    program = FACTS.replace("sys.stdout", f"{ENVIRONMENT}sys.stdout")
     found = json.loads(warm.run(program=program).check().out)
     assert found["environment"] == {
         "HOME": "/nowhere",

@@ -1,9 +1,9 @@
 """Build one snapshot: start the parked process in namespaces, dump it, bake it, try it.
 
-`python -m edgeinfer.snapshots.build.builder FD FOLDER`, a small process with one thread (it clones
-into namespaces), started by `edgeinfer.snapshots.build.jobs` and ended by it, whatever way
-`warm` ends. FD is a socket to it: it takes one build request, and answers with "stage" messages and
-then "built" or "failed".
+`python -m edgeinfer.snapshots.build.builder FD FOLDER`, a small process with one thread (it clones into
+namespaces), started by `edgeinfer.snapshots.build.jobs` and ended by it, whatever way `warm` ends. FD
+is a socket to it: it takes one build request, and answers with `Stage` messages and then `Details` or
+`Failed`.
 
 The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
 has computed the canary (`LoadedModel.canary`) bit for bit as it was before the dump.
@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,7 +39,7 @@ from edgeinfer.platform import process
 from edgeinfer.platform.disk import free_bytes, sync, write_whole
 from edgeinfer.snapshots import criu, fingerprint, format, linux, registry
 from edgeinfer.snapshots.build.bake import Baked, bake
-from edgeinfer.snapshots.build.park import Parked
+from edgeinfer.snapshots.build.park import Parked, ParkRequest
 from edgeinfer.snapshots.build.spill import digest
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
@@ -47,33 +48,47 @@ _DUMP_TIMEOUT_S = 600
 #: Asks the init of a build how the process that parks has ended.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
-#: What of the request is passed on to the process that parks.
-PARKED_FIELDS = ("model", "files", "options", "became", "adapters", "system", "stamps")
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshot to make, and the CRIU to make it with: its path, version and tier."""
+
+    name: str
+    model: str
+    requested: dict[str, str]
+    system: str
+    criu: str
+    version: str
+    tier: str
+    depends_on: str = ""
+
+
+class BuildRequest(SnapshotRequest, frozen=True, kw_only=True):
+    """A snapshot of a process that loads what `park` says."""
+
+    park: ParkRequest
 
 
 class Builder:
-    """One build. `fields` is the request, as `build_order` sends it."""
+    """One build in `folder`; `order` is the socket to whoever started it."""
 
-    def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
-        self._warm = warm
+    def __init__(self, order: socket.socket, folder: Path, request: SnapshotRequest) -> None:
+        self._order = order
         self._folder = folder
-        self._fields = fields
+        self._request = request
         self._images = folder / format.IMAGES
         self._stages: dict[str, float] = {}
-        self._tier, self._criu = fields["tier"].decode(), os.fsdecode(fields["criu"])
         self._wake_read, self._wake_write = os.pipe()
 
     def build(self) -> Details:
         """Raises what loading raises, DumpError, RestoreError, DiskFullError."""
         self._images.mkdir(mode=0o700)
-        parked_fields, parked = self._park_and_dump()
+        parked = self._park_and_dump()
         self._stages.update(parked.stages_ms)
         began = time.monotonic()
-        baked = bake(
-            self._images, self._folder / format.MEMORY, int(parked_fields["pid"]), self._bake_progress
-        )
+        baked = bake(self._images, self._folder / format.MEMORY, parked.pid, self._bake_progress)
         self._stages["bake"] = _ms_since(began)
-        manifest = self._manifest(parked_fields, parked)
+        manifest = self._manifest(parked)
         self._say("verify", None)
         began = time.monotonic()
         self._compare_canary(manifest, parked.canary)
@@ -83,21 +98,23 @@ class Builder:
         return details
 
     def _say(self, stage: str, fraction: float | None) -> None:
-        messages.send(
-            self._warm,
-            {"op": "stage", "name": stage, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+        self._pass_on(
+            messages.Stage(name=stage, fraction="" if fraction is None else f"{fraction:.4f}")
         )
+
+    def _pass_on(self, stage: messages.Stage) -> None:
+        messages.send(self._order, stage)
 
     def _bake_progress(self, done: int, total: int) -> None:
         self._say("bake", done / total if total else 1.0)
 
     # --- parking and dumping
 
-    def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
+    def _park_and_dump(self) -> Parked:
         mine, theirs = socket.socketpair()
         order, orders = socket.socketpair()
         user, group = os.getuid(), os.getgid()
-        flags = criu.NAMESPACES[self._tier]
+        flags = criu.NAMESPACES[self._request.tier]
         linux.refuse_threads()
         init = linux.clone(flags) if flags else os.fork()
         if init == 0:
@@ -106,28 +123,24 @@ class Builder:
             self._init(flags, user, group, theirs, orders)
         theirs.close()
         orders.close()
-        parked_fields, parked = self._converse(mine, order)
+        parked = self._converse(mine, order)
         began = time.monotonic()
         self._say("dump", None)
-        order.sendall(parked_fields["pid"] + b"\n")
+        order.sendall(b"%d\n" % parked.pid)
         if order.recv(64) != b"dumped":
             raise self._dump_failed()
         os.waitpid(init, 0)
         self._stages["dump"] = _ms_since(began)
-        return parked_fields, parked
+        return parked
 
-    def _converse(self, link: socket.socket, order: socket.socket) -> tuple[dict[str, bytes], Parked]:
-        self._request(link)
-        answer: dict[str, bytes] = {}
-        while (received := messages.receive(link)) is not None:
-            fields = received[0]
-            if fields["op"] == b"stage":
-                messages.send(self._warm, fields)
-            elif fields["op"] == b"failed":
-                raise _disk_full(self._folder) or from_fields(fields)
-            else:
-                answer = fields
-        if not answer:
+    def _converse(self, link: socket.socket, order: socket.socket) -> Parked:
+        """Have the process park; return once it has closed its end."""
+        self._send_request(link)
+        try:
+            content = wait_for_payload(link, self._pass_on)
+        except EdgeInferError as error:
+            raise _disk_full(self._folder) or error from None
+        if content is None or messages.receive(link) is not None:
             order.sendall(_DIED)
             if int(order.recv(64) or b"0") == signal.SIGKILL:
                 raise registry.killed_error("the process to be snapshot")
@@ -135,11 +148,12 @@ class Builder:
                 "the process to be snapshot died while it loaded",
                 hint=_tail(self._folder / format.PARK_LOG),
             )
-        return answer, msgspec.json.decode(answer["parked"], type=Parked)
+        return msgspec.json.decode(content, type=Parked)
 
-    def _request(self, link: socket.socket) -> None:
-        fields = {name: self._fields[name] for name in PARKED_FIELDS}
-        messages.send(link, fields | {"folder": os.fsencode(self._folder)})
+    def _send_request(self, link: socket.socket) -> None:
+        assert isinstance(self._request, BuildRequest)
+        content = msgspec.json.encode(self._request.park)
+        messages.send(link, messages.Payload(content=content))
 
     def _init(
         self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
@@ -193,7 +207,11 @@ class Builder:
             try:
                 signal.alarm(_DUMP_TIMEOUT_S)
                 criu.exec_dump(
-                    self._criu, self._tier, pid, str(self._images), str(self._folder / format.DUMP_LOG)
+                    self._request.criu,
+                    self._request.tier,
+                    pid,
+                    str(self._images),
+                    str(self._folder / format.DUMP_LOG),
                 )
             finally:
                 os._exit(127)
@@ -210,24 +228,25 @@ class Builder:
 
     # --- trying and publishing
 
-    def _manifest(self, parked_fields: dict[str, bytes], parked: Parked) -> format.Manifest:
+    def _manifest(self, parked: Parked) -> format.Manifest:
+        request = self._request
         manifest = format.Manifest(
-            name=self._fields["name"].decode(),
-            model=self._fields["model"].decode(),
-            criu=self._criu,
-            tier=self._tier,
-            pid=int(parked_fields["pid"]),
-            link_inode=int(parked_fields["link"]),
-            wake_inode=int(parked_fields["wake"]),
+            name=request.name,
+            model=request.model,
+            criu=request.criu,
+            tier=request.tier,
+            pid=parked.pid,
+            link_inode=parked.link_inode,
+            wake_inode=parked.wake_inode,
         )
-        manifest.requested = dict(msgspec.json.decode(self._fields["requested"], type=dict[str, str]))
+        manifest.requested = request.requested
         manifest.actual = parked.actual
         manifest.keys = fingerprint.machine_keys() | {
             "sha256": parked.info.sha256,
-            "criu": self._fields["version"].decode(),
+            "criu": request.version,
         }
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
-        stamps = {path: fingerprint.stamp(path) for path in (*foreign, self._criu)}
+        stamps = {path: fingerprint.stamp(path) for path in (*foreign, request.criu)}
         self._refuse_changed(stamps)
         manifest.files = stamps | fingerprint.own_files()
         pages = [name for name in (format.MEMORY, format.BUFFERS) if (self._folder / name).exists()]
@@ -239,7 +258,7 @@ class Builder:
 
     def _refuse_changed(self, stamps: dict[str, str]) -> None:
         """Raise SnapshotStaleError for a file of the model that is another than before the load."""
-        before = msgspec.json.decode(self._fields.get("stamps", b"{}"), type=dict[str, str])
+        before = self._request.park.stamps if isinstance(self._request, BuildRequest) else {}
         for path, stamp in before.items():
             if stamps.get(path, stamp) != stamp:
                 raise SnapshotStaleError(
@@ -249,7 +268,7 @@ class Builder:
                 )
 
     def _compare_canary(self, manifest: format.Manifest, expected: bytes) -> None:
-        if checks.ask(manifest, str(self._folder), "canary") != expected:
+        if checks.ask(manifest, str(self._folder), checks.nobodys_request("canary")) != expected:
             raise RestoreError(
                 "the new snapshot computes other tokens than the process it was taken of; it was "
                 "thrown away"
@@ -272,7 +291,7 @@ class Builder:
             requested=manifest.requested,
             actual=manifest.actual,
             reasons={name: chosen.reason for name, chosen in parked.info.choices.items()},
-            system=self._fields["system"].decode(),
+            system=self._request.system,
             system_tokens=parked.system_tokens,
             memory_bytes=baked.memory_bytes + parked.spilled.size,
             images_bytes=images_bytes,
@@ -283,7 +302,7 @@ class Builder:
                 for name in manifest.images
             },
             stages_ms=self._stages,
-            depends_on=self._fields.get("depends_on", b"").decode(),
+            depends_on=self._request.depends_on,
         )
 
     def _publish(self, manifest: format.Manifest, details: Details) -> None:
@@ -336,29 +355,36 @@ def _disk_full(folder: Path) -> DiskFullError | None:
     )
 
 
-def main(kind: type[Builder] = Builder) -> None:
+def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:
+    """Return what the other end of a build answers, None if it ended. Raises what it failed with."""
+    while (received := messages.receive(link)) is not None:
+        message = received[0]
+        if isinstance(message, messages.Failed):
+            raise from_fields(message.error)
+        if isinstance(message, messages.Payload):
+            return message.content
+        if isinstance(message, messages.Stage):
+            on_stage(message)
+    return None
+
+
+def main(kind: type[Builder] = Builder, request_type: type[SnapshotRequest] = BuildRequest) -> None:
     """Build into the folder of the command line; whatever fails, the folder is gone."""
     process.die_with_parent()
-    warm, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
-    request = messages.receive(warm)
-    if request is None:
+    order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    content = wait_for_payload(order, lambda _stage: None)
+    if content is None:
         return
     try:
-        details = kind(warm, folder, request[0]).build()
+        details = kind(order, folder, msgspec.json.decode(content, type=request_type)).build()
     except (EdgeInferError, OSError) as error:
         problem = (
             error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")
         )
         shutil.rmtree(folder, ignore_errors=True)
-        messages.send(warm, {"op": "failed", **to_fields(problem)})
+        messages.send(order, messages.Failed(error=to_fields(problem)))
         return
-    messages.send(warm, {"op": "built", "details": msgspec.json.encode(details)})
-
-
-if __name__ == "__main__":
-    from edgeinfer.snapshots.build import builder  # classes of this module, not of `__main__`
-
-    builder.main()
+    messages.send(order, messages.Payload(content=msgspec.json.encode(details)))
 
 
 def wrong_files(folder: Path) -> list[str]:
@@ -376,7 +402,15 @@ def repeated_randomness(folder: Path) -> list[str]:
     """Resume it twice; name the randomness on which both agree. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
     drawn = [
-        msgspec.json.decode(checks.ask(manifest, str(folder), "facts"), type=checks.Facts).random
+        msgspec.json.decode(
+            checks.ask(manifest, str(folder), checks.nobodys_request("facts")), type=checks.Facts
+        ).random
         for _ in range(2)
     ]
     return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]
+
+
+if __name__ == "__main__":
+    from edgeinfer.snapshots.build import builder  # classes of this module, not of `__main__`
+
+    builder.main()

@@ -26,19 +26,15 @@ import msgspec
 
 from edgeinfer.config.config_file import Config, SnapshotsConfig
 from edgeinfer.config.load_options import differing, snapshot_options
-from edgeinfer.errors import (
-    DiskFullError,
-    EdgeInferError,
-    SnapshotError,
-    SnapshotStaleError,
-    from_fields,
-)
+from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, SnapshotStaleError
 from edgeinfer.host import Host
 from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu, fingerprint, format, registry
+from edgeinfer.snapshots.build.builder import BuildRequest, SnapshotRequest, wait_for_payload
+from edgeinfer.snapshots.build.park import ParkRequest
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.running import Description, read_files, stamps_of
 from edgeinfer.units import format_bytes
@@ -110,21 +106,26 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
         refuse_full(root, order, config)
         depends_on = order.depends_on
         folder = root / format.folder_name(order.name, time.time_ns(), fingerprint.program_tag())
-        request: dict[str, messages.Value] = {
-            "model": order.model,
-            "name": order.name,
-            "files": msgspec.json.encode(order.files),
-            "options": msgspec.json.encode(order.options),
-            "became": b"" if order.became is None else msgspec.json.encode(order.became),
-            "requested": msgspec.json.encode(snapshot_options(order.options)),
-            "adapters": msgspec.json.encode(order.adapters),
-            "stamps": msgspec.json.encode(order.stamps or stamps_of(order.files, order.options)),
-            "depends_on": depends_on,
-            "system": order.system,
-            "criu": found.criu,
-            "version": found.version,
-            "tier": found.tier or "",
-        }
+        request = BuildRequest(
+            name=order.name,
+            model=order.model,
+            requested=snapshot_options(order.options),
+            depends_on=depends_on,
+            system=order.system,
+            criu=found.criu,
+            version=found.version,
+            tier=found.tier or "",
+            park=ParkRequest(
+                model=order.model,
+                files=order.files,
+                options=order.options,
+                system=order.system,
+                stamps=order.stamps or stamps_of(order.files, order.options),
+                folder=str(folder),
+                became=order.became,
+                adapters=order.adapters,
+            ),
+        )
         failure = registry.Failure(
             name=order.name, model=order.model, message="", at_s=time.time(), depends_on=depends_on
         )
@@ -196,7 +197,7 @@ def sweep(root: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_builder(folder: Path, request: dict[str, messages.Value], progress: Progress) -> Details:
+def _run_builder(folder: Path, request: SnapshotRequest, progress: Progress) -> Details:
     folder.mkdir(mode=0o700)
     try:
         with locked(folder / format.LOCK):
@@ -207,7 +208,7 @@ def _run_builder(folder: Path, request: dict[str, messages.Value], progress: Pro
 
 
 def run_builder(
-    folder: Path, request: dict[str, messages.Value], progress: Progress, module: str = _BUILDER
+    folder: Path, request: SnapshotRequest, progress: Progress, module: str = _BUILDER
 ) -> Details:
     """Run a builder in a folder that is there and locked, and pass its stages on.
 
@@ -235,20 +236,19 @@ def run_builder(
 
 def _listen(
     link: socket.socket,
-    request: dict[str, messages.Value],
+    request: SnapshotRequest,
     progress: Progress,
     builder: subprocess.Popen[bytes],
     log: Path,
 ) -> Details:
-    messages.send(link, request)
-    while (received := messages.receive(link)) is not None:
-        fields = received[0]
-        if fields["op"] == b"stage":
-            progress(fields["name"].decode(), float(fields["fraction"]) if fields["fraction"] else None)
-        elif fields["op"] == b"built":
-            return msgspec.json.decode(fields["details"], type=Details)
-        else:
-            raise from_fields(fields)
+    messages.send(link, messages.Payload(content=msgspec.json.encode(request)))
+
+    def on_stage(stage: messages.Stage) -> None:
+        progress(stage.name, float(stage.fraction) if stage.fraction else None)
+
+    content = wait_for_payload(link, on_stage)
+    if content is not None:
+        return msgspec.json.decode(content, type=Details)
     if builder.wait() == -signal.SIGKILL:
         raise registry.killed_error("the process that builds the snapshot")
     last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []

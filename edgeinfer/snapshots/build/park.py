@@ -39,7 +39,7 @@ from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actu
 from edgeinfer.snapshots.running import became, describe
 
 #: Our packages whose every module is imported before the dump.
-_ROOMS = "cli blocks chat runtime server snapshots tui workers".split()
+_ROOMS = "cli chat runtime server snapshots tui workers".split()
 OWN_PACKAGES = [f"edgeinfer.{room}" for room in _ROOMS]
 #: What a launch would import. tests/snapshots/test_resume.py keeps it complete.
 LAZY_MODULES = """
@@ -55,8 +55,27 @@ LAZY_MODULES = """
 _WIDGETS = "textual.widgets"
 
 
+class ParkRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to load and park. `became`: load choices to make again; `adapters`: those it has then.
+
+    `folder` is the snapshot's; `stamps` are the files' before the load (`fingerprint.stamp`).
+    """
+
+    model: str
+    files: ModelFiles
+    options: LoadOptions
+    system: str
+    stamps: dict[str, str]
+    folder: str
+    became: LoadOptions | None = None
+    adapters: tuple[Adapter, ...] | None = None
+
+
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
-    """The process's facts before it lets go of the builder. `files` are mapped or read."""
+    """The process's facts before it lets go of the builder. `files` are mapped or read.
+
+    `pid` and the inodes of its link and its wake pipe are what CRIU needs to restore it.
+    """
 
     info: EngineInfo
     actual: dict[str, str]
@@ -65,6 +84,9 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
     system_tokens: int
     spilled: Spilled
     stages_ms: dict[str, float]
+    pid: int = 0
+    link_inode: int = 0
+    wake_inode: int = 0
 
 
 def import_everything() -> list[str]:
@@ -108,18 +130,17 @@ class _Stages:
     def report(self, name: str, fraction: float | None) -> None:
         messages.send(
             self._link,
-            {"op": "stage", "name": name, "fraction": "" if fraction is None else f"{fraction:.4f}"},
+            messages.Stage(name=name, fraction="" if fraction is None else f"{fraction:.4f}"),
         )
 
 
-def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel, bytes]:
+def prepare(link: socket.socket, request: ParkRequest) -> tuple[LoadedModel, Parked]:
     """Load, warm up, prefill and park as the builder asks. Raises what loading raises."""
     from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
 
-    files = msgspec.json.decode(fields["files"], type=ModelFiles)
-    options = msgspec.json.decode(fields["options"], type=LoadOptions)
-    model, system = fields["model"].decode(), fields["system"].decode()
-    loadable = msgspec.structs.replace(files, system_prompt=system)  # a launch's, if it names none
+    files, options = request.files, request.options
+    # the system prompt of a launch that names none
+    loadable = msgspec.structs.replace(files, system_prompt=request.system)
     stages = _Stages(link)
     stages.begin("load")
     # llama.cpp needs no Python to load, and the imports no llama.cpp
@@ -130,26 +151,20 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
         import_everything()
         _rehearse()
         engine: Parkable = loading.result()
-    if fields["became"]:
-        engine = _with_choices(engine, loadable, options, fields["became"])
-    adapters = msgspec.json.decode(fields["adapters"], type=tuple[Adapter, ...] | None)
-    if adapters is not None and adapters != engine.info.lora:
-        engine.use_adapters(adapters)
-    loaded = LoadedModel(engine, model, options)
+    if request.became is not None:
+        engine = _with_choices(engine, loadable, options, request.became)
+    if request.adapters is not None and request.adapters != engine.info.lora:
+        engine.use_adapters(request.adapters)
+    loaded = LoadedModel(engine, request.model, options)
     loaded.description = describe(
-        engine,
-        model,
-        files,
-        options,
-        system=system,
-        stamps=msgspec.json.decode(fields["stamps"], type=dict[str, str]),
+        engine, request.model, files, options, system=request.system, stamps=request.stamps
     )
     # loading read it all; what is touched from here on is what computing needs
     memory.give_back_shared()
     system_tokens = 0
     if engine.info.has_chat_template:
         stages.begin("prefill")
-        system_tokens = engine.prefill_system(system)
+        system_tokens = engine.prefill_system(request.system)
     stages.begin("warm up")
     engine.warm_up()
     # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
@@ -157,7 +172,7 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
     engine.park()
     stages.begin("write")
     shared, loaded.buffers = memory.touched_shared(), memory.buffers()
-    path = os.path.join(os.fsdecode(fields["folder"]), BUFFERS)
+    path = os.path.join(request.folder, BUFFERS)
     spilled = spill(loaded.buffers, path, lambda fraction: stages.report("write", fraction))
     loaded.needed = [*memory.large("p"), *shared]
     stages.begin("")
@@ -170,14 +185,15 @@ def prepare(link: socket.socket, fields: dict[str, bytes]) -> tuple[LoadedModel,
         spilled=spilled,
         stages_ms=stages.ms,
     )
-    return loaded, msgspec.json.encode(parked)
+    return loaded, parked
 
 
-def _with_choices(engine: Parkable, files: ModelFiles, options: LoadOptions, wanted: bytes) -> Parkable:
-    """The engine, loaded again where what is free has led to other choices than the `wanted` ones."""
+def _with_choices(
+    engine: Parkable, files: ModelFiles, options: LoadOptions, chosen: LoadOptions
+) -> Parkable:
+    """The engine, loaded again if free memory has led to other choices than the `chosen` ones."""
     from edgeinfer.runtime.engine import load_engine  # as in `prepare`
 
-    chosen = msgspec.json.decode(wanted, type=LoadOptions)
     if became(options, engine) == chosen:
         return engine
     engine.close()
@@ -201,11 +217,16 @@ def mapped_files() -> tuple[str, ...]:
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 
 
-def _let_go(link: socket.socket, parked: bytes) -> None:
-    """Tell the builder, then exchange its socket for one that nobody is connected to."""
+def _let_go(link: socket.socket, parked: Parked) -> None:
+    """Answer the builder, then exchange its socket for one that nobody is connected to."""
     mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    inodes = {"link": os.fstat(mine.fileno()).st_ino, "wake": os.fstat(WAKE_FD).st_ino}
-    messages.send(link, {"op": "parked", "pid": os.getpid(), "parked": parked, **inodes})
+    parked = msgspec.structs.replace(
+        parked,
+        pid=os.getpid(),
+        link_inode=os.fstat(mine.fileno()).st_ino,
+        wake_inode=os.fstat(WAKE_FD).st_ino,
+    )
+    messages.send(link, messages.Payload(content=msgspec.json.encode(parked)))
     gc.collect()
     gc.freeze()  # what is here stays: collections after a resume neither visit nor write it
     process.silence()
@@ -219,33 +240,34 @@ def _let_go(link: socket.socket, parked: bytes) -> None:
 def main() -> None:
     """Park, and when resumed become what the launch request asks."""
     link = socket.socket(fileno=LINK_FD)
-    request = messages.receive(link)
-    if request is None:
+    received = messages.receive(link)
+    if received is None or not isinstance(received[0], messages.Payload):
         os._exit(1)
-    with _telling(link):
-        loaded, parked = prepare(link, request[0])
+    with _reporting_errors(link):
+        request = msgspec.json.decode(received[0].content, type=ParkRequest)
+        loaded, parked = prepare(link, request)
     loaded.droppable = reinitialize.read_droppable_ranges()  # a restore forgets which they are
     while True:
         resumed_ns = _sleep(link, parked, loaded)
         link = socket.socket(fileno=LINK_FD)
-        launch = messages.receive(link)
-        if launch is None or launch[0]["role"] != relocate.ROLE:
-            app_process.run_app(link, launch, loaded, resumed_ns)
-        with _telling(link):
-            parked = _relocate(loaded, *launch)
+        received = messages.receive(link)
+        if received is None or not isinstance(received[0], messages.Relocate):
+            app_process.run_app(link, received, loaded, resumed_ns)
+        with _reporting_errors(link):
+            parked = _relocate(loaded, received[0], received[1])
 
 
 @contextlib.contextmanager
-def _telling(link: socket.socket) -> Iterator[None]:
+def _reporting_errors(link: socket.socket) -> Iterator[None]:
     try:
         yield
     except (EdgeInferError, OSError) as error:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
-        messages.send(link, {"op": "failed", **to_fields(problem)})
+        messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
 
 
-def _sleep(link: socket.socket, parked: bytes, loaded: LoadedModel) -> int:
+def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
     """Let go of the builder and wait until resumed; when that was, on the monotonic clock in ns."""
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
@@ -257,17 +279,17 @@ def _sleep(link: socket.socket, parked: bytes, loaded: LoadedModel) -> int:
     return resumed_ns
 
 
-def _relocate(loaded: LoadedModel, fields: dict[str, bytes], fds: list[int]) -> bytes:
-    """Become a process of this home, with a new pipe to wake it; what there is to say of it."""
+def _relocate(loaded: LoadedModel, request: messages.Relocate, fds: list[int]) -> Parked:
+    """Become a process of this home, with a new pipe to wake it."""
     os.dup2(fds[0], WAKE_FD)
     os.close(fds[0])
-    relocate.relocate(msgspec.json.decode(fields["moved"], type=dict[str, str]))
-    relocate.own_pages(os.fsdecode(fields["memory"]))
+    relocate.relocate(request.moved)
+    relocate.own_pages(request.memory)
     adapters: tuple[str, ...] = ()
     if loaded.description is not None:
         loaded.description = loaded.description.of_this_home()
         adapters = loaded.description.options.adapter_paths(loaded.description.files)
-    parked = Parked(
+    return Parked(
         info=loaded.engine.info,
         actual=actual(loaded.engine),
         canary=b"",
@@ -276,7 +298,6 @@ def _relocate(loaded: LoadedModel, fields: dict[str, bytes], fds: list[int]) -> 
         spilled=Spilled(0, 0, ""),
         stages_ms={},
     )
-    return msgspec.json.encode(parked)
 
 
 if __name__ == "__main__":

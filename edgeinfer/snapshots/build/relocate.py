@@ -22,8 +22,6 @@ from edgeinfer.errors import DumpError
 from edgeinfer.runtime.llama.mappings import areas
 from edgeinfer.snapshots import linux
 
-#: What a launch request of this kind calls itself.
-ROLE = b"relocate"
 #: Batches of objects whose referents are asked for at once.
 _BATCH = 4096
 

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -29,7 +29,8 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
 from edgeinfer.launcher import builds, messages, selection
-from edgeinfer.launcher.handoff import LEAVE, OFFER
+from edgeinfer.launcher.handoff import COMMIT, START
+from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
@@ -56,26 +57,21 @@ class AppHost(Host):
         loaded: LoadedModel | None,
         listeners: tuple[socket.socket, ...] = (),
         *,
-        exec_ns: int = 0,
-        hint: str = "",
-        guess: str = "",
-        named: bool = False,
-        succeeds: bool = False,
-        predecessor: socket.socket | None = None,
-        long_lived: bool = True,
-        is_worker: bool = False,
+        request: LaunchRequest = LaunchRequest(role="verb", argv=("serve",)),  # noqa: B008  read only
+        source: socket.socket | None = None,
     ) -> None:
-        super().__init__(start, exec_ns=exec_ns)
+        super().__init__(start, exec_ns=request.exec_ns)
         self._link = link
-        self._hint = hint
-        self._guess = guess
-        self._named = named
-        self._succeeds = succeeds
-        self._predecessor = predecessor
+        self._request = request
+        self._is_worker = request.role == "worker"
+        #: Verbs that live for one answer ask for a snapshot once options are used again.
+        self._long_lived = self._is_worker or request.argv[0] in ("chat", "serve")
+        #: A chat shows the reason of a cold start in its status line.
+        self._hint = "" if request.argv[:1] == ("chat",) else request.hint
+        self._named = request.is_named
+        self._source = source
         self._loaded = loaded
         self._listeners = listeners
-        self._long_lived = long_lived
-        self._is_worker = is_worker
         self._asking = threading.Lock()
         self._description = OwnDescription()
 
@@ -118,8 +114,8 @@ class AppHost(Host):
                 f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
                 hint="leave the model out, or name a snapshot of it",
             )
-        elif self._succeeds:
-            raise SnapshotStaleError(f"the snapshot {self.start.snapshot} does not fit: no hand-over")
+        elif self._request.is_handoff_target:
+            raise SnapshotStaleError(f"the snapshot {self.start.snapshot} does not fit: no handoff")
         else:  # the launcher guessed wrong: what counts is how the worker came to be
             engine = remote = self.worker(model, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
@@ -135,8 +131,8 @@ class AppHost(Host):
         files = self.files(ref, options.draft, progress)
         stamps = stamps_of(files, options)
         name, system = ref.name, files.system_prompt
-        if self._hint and format.part_of(self._guess) != format.part_of(name):
-            reason = f"the launcher expected {self._guess}"
+        if self._hint and format.part_of(self._request.guess) != format.part_of(name):
+            reason = f"the launcher expected {self._request.guess}"
             try:
                 selection.find(name, snapshot_options(options))
             except EdgeInferError as error:
@@ -172,20 +168,18 @@ class AppHost(Host):
         """
         from edgeinfer.workers.client import RemoteEngine  # 5 ms in a cold process
 
+        wanted = messages.StartWorker(
+            model=model, options=msgspec.json.encode(options), requested=snapshot_options(options)
+        )
         with self._asking:
-            requested = messages.join(
-                word for item in snapshot_options(options).items() for word in item
-            )
-            raw = msgspec.json.encode(options)
-            messages.send(
-                self._link, {"op": "worker", "model": model, "options": raw, "requested": requested}
-            )
-            answer = messages.receive(self._link)
-        if answer is None:
+            messages.send(self._link, wanted)
+            received = messages.receive(self._link)
+        if received is None:
             raise EngineClosedError("the launcher is gone")
-        if not answer[1]:
-            raise from_fields(answer[0])
-        return RemoteEngine(socket.socket(fileno=answer[1][0]), progress)
+        answer, fds = received
+        if isinstance(answer, messages.Failed):
+            raise from_fields(answer.error)
+        return RemoteEngine(socket.socket(fileno=fds[0]), progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
         from edgeinfer.workers.client import RemoteEngine  # as in `worker`
@@ -193,8 +187,7 @@ class AppHost(Host):
         return engine.start if isinstance(engine, RemoteEngine) else None
 
     def warm_models(self) -> frozenset[str]:
-        # reads every manifest: only the model picker asks
-        from edgeinfer.snapshots.registry import listed
+        from edgeinfer.snapshots.registry import listed  # only the model picker asks
 
         return frozenset(one.details.model for one in listed() if one.fresh)
 
@@ -206,28 +199,19 @@ class AppHost(Host):
         cancel: threading.Event | None = None,
     ) -> None:
         """Run `edgeinfer warm` in a process of the launcher's, outside our namespaces."""
-        from edgeinfer.snapshots.restore.app_host import warm_argv
-
         read_fd, write_fd = os.pipe()
         with self._asking:
-            messages.send(
-                self._link,
-                {"op": "warm-now", "argv": messages.join(warm_argv(model, options))},
-                [write_fd],
-            )
+            messages.send(self._link, messages.WarmNow(argv=warm_argv(model, options)), [write_fd])
         os.close(write_fd)
-        follow_build(model, read_fd, progress, cancel, self._stop_warming)
-
-    def _stop_warming(self) -> None:
-        with self._asking:
-            messages.send(self._link, {"op": "warm-stop"})
+        follow_build(model, read_fd, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
     def hand_over(self) -> HandOver | None:
-        """None where the configuration says so, or where nothing would be gained."""
+        """None if the configuration says so, or if nothing would be gained."""
+        is_target = self._request.is_handoff_target
         wanted = self.start.how == "cold" and self.config.snapshots.hand_over
-        if not (wanted or self._succeeds):
+        if not (wanted or is_target):
             return None
-        return HandOver(self._tell, is_successor=self._succeeds, predecessor=self._predecessor)
+        return HandOver(self._tell, is_successor=is_target, predecessor=self._source)
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Name the snapshot that would have helped; the launcher builds it later, when idle."""
@@ -235,17 +219,13 @@ class AppHost(Host):
             return
         if not self._long_lived and self._is_first_use(model, options):
             return
-        request: dict[str, messages.Value] = {
-            "op": "warm",
-            "model": model,
-            "options": msgspec.json.encode(options),
-            "now": 0,
-        }
-        self._tell(request)
+        wanted = messages.WantSnapshot(model=model, options=msgspec.json.encode(options))
+        self._tell(wanted)
         if self._long_lived:
 
             def rested() -> None:
-                self._tell(request | {"now": 1})
+                wanted.now = True
+                self._tell(wanted)
                 watch.stop()
 
             watch = IdleWatch(engine, _REST_S, rested)
@@ -264,13 +244,17 @@ class AppHost(Host):
         builds.log(note)
         return True
 
-    def _tell(self, message: Mapping[str, messages.Value], fds: Sequence[int] = ()) -> None:
+    def _tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
         with self._asking, contextlib.suppress(OSError):
             messages.send(self._link, message, fds)
 
 
+#: Sends a message to the launcher, with descriptors.
+Tell = Callable[[messages.Message, Sequence[int]], None]
+
+
 class HandOver:
-    """What an app says to its launcher and hears from it; `launching.hand_over` has the order."""
+    """An app's side of a handoff; `launcher.handoff` has the order."""
 
     def __init__(
         self, tell: Tell, *, is_successor: bool, predecessor: socket.socket | None = None
@@ -283,28 +267,24 @@ class HandOver:
     def listen(self) -> int:
         """Tell the launcher that this process may be succeeded; a descriptor that `receive` reads."""
         self._pipe, theirs = os.pipe()
-        self._tell({"op": "hand-over"}, [theirs])
+        self._tell(messages.HandoffSource(), [theirs])
         os.close(theirs)
         return self._pipe
 
     def receive(self) -> Literal["offer", "leave", "end"]:
         """Read what the launcher says."""
         word = os.read(self._pipe, 1)
-        if word == OFFER:
+        if word == START:
             return "offer"
-        return "leave" if word == LEAVE else "end"
+        return "leave" if word == COMMIT else "end"
 
     def idle(self, channel: socket.socket | None = None) -> None:
         """Say that a successor may come now; it gets `channel`."""
-        self._tell({"op": "idle"}, () if channel is None else (channel.fileno(),))
+        self._tell(messages.SourceIdle(), () if channel is None else (channel.fileno(),))
 
     def ready(self) -> None:
         """Say that this process, the successor, could answer."""
-        self._tell({"op": "ready"}, ())
-
-
-#: Sends a message to the launcher, with descriptors.
-Tell = Callable[["Mapping[str, messages.Value]", Sequence[int]], None]
+        self._tell(messages.TargetReady(), ())
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -319,10 +299,17 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 class _TakeEnvelope(msgspec.Struct, frozen=True):
-    """What `edgeinfer snapshots take --json` prints; `error` as in `errors.to_fields`."""
+    """The JSON of `edgeinfer snapshots take`; `error` as in `errors.to_fields`."""
 
     ok: bool
     result: _Result | None = None
+    error: dict[str, str] = {}
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    """The last line of `edgeinfer warm --json`; `error` as in `errors.to_fields`."""
+
+    ok: bool
     error: dict[str, str] = {}
 
 
@@ -360,8 +347,7 @@ class OwnDescription:
 def take_through_launcher(tell: Tell, model: str, name: str) -> TakenSnapshot:
     """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""
     read_fd, write_fd = os.pipe()
-    words = messages.join((f"--model={model}", f"--name={name}"))
-    tell({"op": "take", "words": words}, [write_fd])
+    tell(messages.TakeSnapshot(argv=(f"--model={model}", f"--name={name}")), [write_fd])
     os.close(write_fd)
     with open(read_fd, "rb") as answer:
         raw = answer.read()
@@ -379,16 +365,9 @@ def take_through_launcher(tell: Tell, model: str, name: str) -> TakenSnapshot:
     )
 
 
-class _Envelope(msgspec.Struct, frozen=True):
-    """What `edgeinfer warm --json` prints at its end; `error` as in `errors.to_fields`."""
-
-    ok: bool
-    error: dict[str, str] = {}
-
-
-def warm_argv(model: str, options: LoadOptions) -> list[str]:
+def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
     """The arguments after `edgeinfer warm`."""
-    return [model, "--json", "--load-options", msgspec.json.encode(options).decode()]
+    return (model, "--json", "--load-options", msgspec.json.encode(options).decode())
 
 
 def follow_build(

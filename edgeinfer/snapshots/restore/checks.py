@@ -18,6 +18,7 @@ import msgspec
 
 from edgeinfer.errors import RestoreError
 from edgeinfer.launcher import messages, supervise
+from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.format import Manifest
@@ -87,33 +88,30 @@ def _sampled(loaded: LoadedModel) -> str:
     )
 
 
-def ask(
-    manifest: Manifest, folder: str, role: str, extra: dict[str, messages.Value] | None = None
-) -> bytes:
-    """Resume for one answer ("canary", "facts"). Raises RestoreError, OSError."""
+def ask(manifest: Manifest, folder: str, request: LaunchRequest) -> bytes:
+    """Resume for the answer to one request. Raises RestoreError, OSError."""
     ours, link = socket.socketpair()
     child = supervise.resume(manifest, folder, link.fileno())
     link.close()
     try:
-        messages.send(ours, nobodys_request(role) | (extra or {}))
+        messages.send(ours, request)
         answer = messages.receive(ours)
     finally:
         ours.close()
-    value = answer[0].get("value") if answer else None
-    if value is None:
+    payload = answer[0] if answer else None
+    if not isinstance(payload, messages.Payload):
         os.kill(child.pid, signal.SIGKILL)
     with open(child.status_fd, "rb") as status:
         why = status.read().decode(errors="replace").strip()
     os.waitpid(child.pid, 0)
-    if value is None:
+    if not isinstance(payload, messages.Payload):
         raise RestoreError(f"the snapshot cannot be resumed: {why or 'no reason given'}")
-    return value
+    return payload.content
 
 
-def nobodys_request(role: str) -> dict[str, messages.Value]:
-    """A launch request without a user."""
+def nobodys_request(role: str) -> LaunchRequest:
+    """Make a launch request without a user: "canary" or "facts"."""
     now = time.monotonic_ns()
-    return {
-        "op": "launch", "role": role, "entropy": os.urandom(64), "env": b"", "cwd": "/", "umask": 0o077,
-        "exec_ns": now, "main_ns": now, "spawn_ns": now, "how": "resumed", "reason": "", "snapshot": "",
-    }  # fmt: skip
+    return LaunchRequest(
+        role=role, entropy=os.urandom(64), exec_ns=now, main_ns=now, spawn_ns=now, how="resumed"
+    )

@@ -17,9 +17,8 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 
-from edgeinfer.launcher import messages
+from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.launcher.process_env import LIMITS
 from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.snapshots import linux
@@ -68,10 +67,10 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
     return linux.getrandom(32) + entropy
 
 
-def adopt(fields: Mapping[str, bytes]) -> None:
+def adopt(request: LaunchRequest) -> None:
     """Adopt the launcher's environment, folder, umask, zone, locale, processors, soft limits."""
     os.environ.clear()
-    for assignment in messages.split(fields["env"]):
+    for assignment in request.env:
         name, _, value = assignment.partition("=")
         if name:
             os.environ[name] = value
@@ -79,10 +78,10 @@ def adopt(fields: Mapping[str, bytes]) -> None:
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")
     with contextlib.suppress(OSError):  # gone: then we are where the parked process was, at /
-        os.chdir(os.fsdecode(fields["cwd"]))
-    os.umask(int(fields["umask"]))
-    _take_processors({int(n) for n in messages.split(fields.get("affinity", b""))})
-    for name, value in zip(*[iter(messages.split(fields.get("limits", b"")))] * 2, strict=True):
+        os.chdir(request.cwd)
+    os.umask(request.umask)
+    _take_processors(set(map(int, request.affinity)))
+    for name, value in request.limits.items():
         if name in LIMITS:
             _limit(getattr(resource, name), int(value))
     if os.environ.get("EDGEINFER_DEBUG") != "1":  # prompts would be in a core file

@@ -144,7 +144,7 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description
             actual=manifest.actual,
             system=details.system,
             system_tokens=details.system_tokens,
-            canary=checks.ask(manifest, str(folder), "canary"),
+            canary=checks.ask(manifest, str(folder), checks.nobodys_request("canary")),
             sleeper=Sleeper(pid=manifest.pid, link=manifest.link_inode, wake=manifest.wake_inode),
             places=places,
             real_places=without_symlinks(places),

@@ -22,7 +22,6 @@ from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.config.load_options import DRAFT, LOAD_OPTIONS, LORA
 from edgeinfer.errors import DiskFullError, SnapshotStaleError
 from edgeinfer.host import Host
-from edgeinfer.launcher import messages
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.names import Reference, parse_reference, sanitize_file_name
@@ -50,7 +49,7 @@ from edgeinfer.snapshots.transfer.description import (
     Source,
     corrupt,
 )
-from edgeinfer.snapshots.transfer.relocator import ARRIVED
+from edgeinfer.snapshots.transfer.relocator import ARRIVED, ImportRequest
 from edgeinfer.units import format_bytes
 
 _RELOCATOR = "edgeinfer.snapshots.transfer.relocator"
@@ -202,21 +201,21 @@ class Importing:
         for core in images.glob("core-*.img"):
             criu_images.become_ours(core)
 
-    def _request(self, moved: dict[str, str]) -> dict[str, messages.Value]:
+    def _request(self, moved: dict[str, str]) -> ImportRequest:
         what, found = self._what, self._criu
-        return {
-            "model": what.model,
-            "name": what.name,
-            "requested": msgspec.json.encode(what.requested),
-            "system": what.system,
-            "system_tokens": what.system_tokens,
-            "canary": what.canary,
-            "sleeper": msgspec.json.encode(what.sleeper),
-            "moved": msgspec.json.encode(moved),
-            "criu": found.criu,
-            "version": found.version,
-            "tier": found.tier or "",
-        }
+        return ImportRequest(
+            name=what.name,
+            model=what.model,
+            requested=what.requested,
+            system=what.system,
+            system_tokens=what.system_tokens,
+            canary=what.canary,
+            sleeper=what.sleeper,
+            moved=moved,
+            criu=found.criu,
+            version=found.version,
+            tier=found.tier or "",
+        )
 
 
 def _plain(name: str) -> str:

@@ -17,7 +17,7 @@ import msgspec
 from edgeinfer.launcher import messages
 from edgeinfer.platform import process
 from edgeinfer.snapshots import criu, format
-from edgeinfer.snapshots.build import builder, criu_images, relocate
+from edgeinfer.snapshots.build import builder, criu_images
 from edgeinfer.snapshots.build.park import Parked
 from edgeinfer.snapshots.build.spill import Spilled, digest
 from edgeinfer.snapshots.transfer.description import Sleeper
@@ -26,11 +26,22 @@ from edgeinfer.snapshots.transfer.description import Sleeper
 ARRIVED = "arrived"
 
 
-class Relocator(builder.Builder):
-    """One relocation. `fields` is the request of `importing`."""
+class ImportRequest(builder.SnapshotRequest, frozen=True, kw_only=True):
+    """A snapshot to make of the parked process that arrived; `moved`: the exporter's paths → ours."""
 
-    def __init__(self, warm: socket.socket, folder: Path, fields: dict[str, bytes]) -> None:
-        super().__init__(warm, folder, fields)
+    system_tokens: int
+    canary: bytes
+    sleeper: Sleeper
+    moved: dict[str, str]
+
+
+class Relocator(builder.Builder):
+    """One relocation."""
+
+    def __init__(self, order: socket.socket, folder: Path, request: builder.SnapshotRequest) -> None:
+        super().__init__(order, folder, request)
+        assert isinstance(request, ImportRequest)
+        self._import = request
         self._arrived = folder / ARRIVED
         self._rouse_read, self._rouse_write = os.pipe()
         os.write(self._rouse_write, b"!")  # the restored process finds it there and goes on
@@ -51,35 +62,31 @@ class Relocator(builder.Builder):
         return pid
 
     def _sleeper(self) -> format.Manifest:
-        sleeper = msgspec.json.decode(self._fields["sleeper"], type=Sleeper)
+        sleeper = self._import.sleeper
         return format.Manifest(
             name="",
             model="",
-            criu=self._criu,
-            tier=self._tier,
+            criu=self._request.criu,
+            tier=self._request.tier,
             pid=sleeper.pid,
             link_inode=sleeper.link,
             wake_inode=sleeper.wake,
         )
 
-    def _request(self, link: socket.socket) -> None:
-        fields: dict[str, messages.Value] = {
-            "op": "launch",
-            "role": relocate.ROLE,
-            "moved": self._fields["moved"],
-            "memory": os.fsencode(self._arrived / format.MEMORY),
-        }
-        messages.send(link, fields, [self._wake_read])
+    def _send_request(self, link: socket.socket) -> None:
+        memory = str(self._arrived / format.MEMORY)
+        request = messages.Relocate(moved=self._import.moved, memory=memory)
+        messages.send(link, request, [self._wake_read])
 
-    def _park_and_dump(self) -> tuple[dict[str, bytes], Parked]:
+    def _park_and_dump(self) -> Parked:
         self._say("relocate", None)
-        fields, parked = super()._park_and_dump()
+        parked = super()._park_and_dump()
         criu_images.make_anonymous(self._images, str(self._arrived / format.MEMORY))
         shutil.rmtree(self._arrived)
-        return fields, msgspec.structs.replace(
+        return msgspec.structs.replace(
             parked,
-            canary=self._fields["canary"],
-            system_tokens=int(self._fields["system_tokens"]),
+            canary=self._import.canary,
+            system_tokens=self._import.system_tokens,
             spilled=self._spilled(),
         )
 
@@ -92,4 +99,6 @@ class Relocator(builder.Builder):
 
 
 if __name__ == "__main__":
-    builder.main(Relocator)
+    from edgeinfer.snapshots.transfer import relocator  # classes of this module, not of `__main__`
+
+    builder.main(relocator.Relocator, relocator.ImportRequest)

@@ -8,7 +8,7 @@ import time
 import httpx2
 import pytest
 
-from edgeinfer.launcher.handoff import LEAVE, OFFER
+from edgeinfer.launcher.handoff import COMMIT, START
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server import lifecycle
 from edgeinfer.snapshots.restore.app_host import HandOver
@@ -23,7 +23,7 @@ class Launcher:
         self.hand_over = HandOver(self._tell, is_successor=False)
 
     def _tell(self, message, fds):
-        self.told.append(message["op"])
+        self.told.append(type(message).__name__)
         for fd in fds:
             self._pipe = os.dup(fd)
 
@@ -48,13 +48,15 @@ def test_idle_is_said_when_the_stream_has_ended(serve, until, launcher):
     body = {"stream": True, "messages": [{"role": "user", "content": "x"}]}
     with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert gate.reached.wait(20)
-        launcher.say(OFFER)
+        launcher.say(START)
         with httpx2.Client(base_url=here.url) as other:
             assert other.get("/health").status_code == 200
-        assert launcher.told == ["hand-over"]
+        assert launcher.told == ["HandoffSource"]
         gate.opened.set()
         assert "two" in "".join(answer.iter_text())
-    until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
+    until(
+        lambda: launcher.told == ["HandoffSource", "SourceIdle"], "the endpoint to say that it is idle"
+    )
     assert here.chat().status_code == 200
 
 
@@ -71,30 +73,34 @@ def test_another_model_is_waited_for_until_it_has_a_snapshot(serve, until, launc
         return frozenset(warm)
 
     here.endpoint.host.warm_models = warm_models
-    launcher.say(OFFER)
+    launcher.say(START)
     until(lambda: len(asked) > 1, "the endpoint to look again")
-    assert launcher.told == ["hand-over"]
+    assert launcher.told == ["HandoffSource"]
     warm.add("other")
-    until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
+    until(
+        lambda: launcher.told == ["HandoffSource", "SourceIdle"], "the endpoint to say that it is idle"
+    )
 
 
 def test_answers_that_somebody_may_come_back_for_keep_it(serve, until, launcher, monkeypatch):
     monkeypatch.setattr(lifecycle, "_WARM_POLL_S", 0.0)
     here = serve(FakeEngine([["one"]]), hand_over=launcher.hand_over, store_responses=True)
     name = here.client.post("/v1/responses", json={"input": "x"}).json()["id"]
-    launcher.say(OFFER)
-    until(lambda: launcher.told == ["hand-over"], "the endpoint to take the offer")
+    launcher.say(START)
+    until(lambda: launcher.told == ["HandoffSource"], "the endpoint to take the offer")
     assert here.client.get(f"/v1/responses/{name}").status_code == 200
-    assert launcher.told == ["hand-over"]
+    assert launcher.told == ["HandoffSource"]
     assert here.client.delete(f"/v1/responses/{name}").status_code == 200
-    until(lambda: launcher.told == ["hand-over", "idle"], "the endpoint to say that it is idle")
+    until(
+        lambda: launcher.told == ["HandoffSource", "SourceIdle"], "the endpoint to say that it is idle"
+    )
 
 
 def test_it_leaves_its_clients_an_answer_and_nobody_else(serve, until, launcher):
     here = serve(FakeEngine([["one"]] * 3), hand_over=launcher.hand_over)
     with httpx2.Client(base_url=here.url, timeout=30) as kept:
         assert "connection" not in kept.get("/health").headers
-        launcher.say(LEAVE)
+        launcher.say(COMMIT)
         until(lambda: here.endpoint.is_leaving, "the endpoint to leave")
         with socket.socket() as late, pytest.raises(ConnectionRefusedError):
             late.connect(("127.0.0.1", here.port))
@@ -113,7 +119,7 @@ def test_a_client_that_is_accepted_in_the_moment_of_leaving_is_answered(serve, l
 
     here.loop.call_soon_threadsafe(sleep)
     assert asleep.wait(20)  # so one pass of the loop sees both, the launcher's word first
-    launcher.say(LEAVE)
+    launcher.say(COMMIT)
     with socket.create_connection(("127.0.0.1", here.port), timeout=30) as late:
         late.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert late.recv(1000).startswith(b"HTTP/1.1 200")

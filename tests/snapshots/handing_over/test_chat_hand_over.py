@@ -143,8 +143,8 @@ from edgeinfer.launcher import supervise
 
 SUCCESSOR = '''
 import os, socket, sys
-from edgeinfer.snapshots import frames
-_, fds = frames.receive(socket.socket(fileno=int(sys.argv[1])))
+from edgeinfer.launcher import messages
+_, fds = messages.receive(socket.socket(fileno=int(sys.argv[1])))
 channel = socket.socket(fileno=fds[-1])
 size = int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
 channel.recv(size, socket.MSG_WAITALL)
@@ -181,7 +181,7 @@ def test_a_successor_that_dies_with_the_terminal_loses_nothing(user, tmp_path):
         chat.terminal.type(" three colours.")  # nobody reads the terminal now
         open(user.home / "die", "wb").close()  # its end is what the other reads
         chat.terminal.until_shown("Name three colours.")
-        assert "no hand-over to the snapshot" in user.logged("no hand-over")
+        assert "no handoff to the snapshot" in user.logged("no handoff")
         assert chat.apps() == apps
         chat.terminal.press("Enter")
         chat.terminal.until(chat.answer)
@@ -192,11 +192,11 @@ def test_one_that_withdrew_is_offered_again(monkeypatch, capfd):
     launcher = Launcher(["chat"], 0, 0)
     read_fd, write_fd = os.pipe()
     found = SimpleNamespace(resume="auto", find=lambda: None)
-    monkeypatch.setattr(launcher, "_main", SimpleNamespace(offers_fd=write_fd))
+    monkeypatch.setattr(launcher, "_main", SimpleNamespace(handoff_fd=write_fd))
     monkeypatch.setattr(launcher._verb, "choice", found)
-    monkeypatch.setattr(launcher._verb, "look_again", lambda: None)
-    for why, said in (("exit 0", handoff.OFFER), ("exit 1", b"")):
-        launcher._stay(why)
+    monkeypatch.setattr(launcher._verb, "select_again", lambda: None)
+    for why, said in (("exit 0", handoff.START), ("exit 1", b"")):
+        launcher._abort_handoff(why)
         os.write(write_fd, b".")
         assert os.read(read_fd, 9) == said + b"."
     for fd in (read_fd, write_fd):
@@ -216,12 +216,12 @@ def test_a_successor_that_hangs_is_killed(monkeypatch, capfd):
         def close(self):
             os.close(ours)
 
-    app = launcher._apps._adopt(App(child, NoLink(), "verb"), {}, [])
-    launcher._succession.successor = app
+    app = launcher._apps._adopt(App(child, NoLink(), launcher._verb.request(), []))
+    launcher._handoff.target = app
     monkeypatch.setattr(handoff, "LIMIT_S", 0.0)
-    while launcher._succession.successor is not None:
+    while launcher._handoff.target is not None:
         launcher._turn()
     os.close(theirs)
-    assert "the resumed process could not go on within 0 s" in capfd.readouterr().err
+    assert "the resumed process was not ready within 0 s" in capfd.readouterr().err
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, signal.SIG_DFL)

@@ -151,7 +151,7 @@ def test_a_successor_that_does_not_begin_leaves_everything_as_it_was(cold):
                 with image.open("r+b") as file:  # in place: the launcher may look at its size right now
                     file.write(bytes(image.stat().st_size))
             hang_up()
-            wait_until(lambda: "no hand-over" in endpoint.log.read_text(), "it was not tried")
+            wait_until(lambda: "no handoff" in endpoint.log.read_text(), "it was not tried")
             answers = kept.answers
             wait_until(lambda: kept.answers > answers + 3, "the client was not answered")
         assert (kept.failures, kept.texts, kept.closes) == ([], {text}, 0)
