@@ -1,4 +1,4 @@
-"""The file of one computed block: every byte of it is written and read here.
+"""The file of one KV block.
 
     offset  bytes
     0       8      MAGIC, the version in it
@@ -8,9 +8,9 @@
     28      ...    header: msgpack of `Header`
     64 * n  ...    the states' pieces, in order, each from a multiple of 64 on, zeros between
 
-A state is one of a sequence as llama.cpp gives it. A piece of it that is cells of a tensor begins
-where the header says, within a page (4,096 bytes): such pages can become those of the cells. Nothing
-of a file is used before its checksum is right: llama.cpp asserts on damaged states.
+A piece of a state that is cells of a tensor starts where the header says, within a page (4,096 bytes):
+such pages can become those of the cells. No byte is used before the checksum is verified: llama.cpp
+asserts on damaged states.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CHECKED_FROM = 16
 _ALIGN = 64
 _PAGE = 4096
 
-#: "full": a whole block of a chain. "tail": what is left behind the last whole one. "point": like a
-#: tail, with the state of a recurrent model at its end.
+#: "full": a whole block of a chain. "tail": the rest behind the last whole one. "point": a tail with
+#: the checkpoint of a recurrent model at its end.
 Kind = Literal["full", "tail", "point"]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a block says of itself. `tokens` are int32, little endian.
+    """A block's header. `tokens` are int32, little endian.
 
-    `states` has for each state its pieces: how many bytes, and where in a page they begin,
-    [0, 4096), or ANYWHERE.
+    `states` has for each state its pieces: how many bytes, and where in a page they start, [0, 4096),
+    or ANYWHERE.
     """
 
     kind: Kind
@@ -53,7 +53,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A block in memory. `states`: of its tokens, then for a point the one at its end."""
+    """A block in memory. `states`: of its tokens, then for a checkpoint the recurrent one at its
+    end.
+    """
 
     header: Header
     states: tuple[State, ...]
@@ -68,17 +70,17 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Tokens as the bytes that names and headers hold."""
+    """Encode tokens as names and headers hold them."""
     return np.asarray(tokens, "<i4").tobytes()
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """The tokens of `pack_tokens`."""
+    """Decode `pack_tokens`."""
     return list(np.frombuffer(packed, "<i4").tolist())
 
 
 def encode(block: Block) -> list[bytes | memoryview]:
-    """The file as buffers to be written one after another."""
+    """Return the file as buffers to be written in order."""
     states = tuple(state.sizes for state in block.states)
     header = msgspec.msgpack.encode(msgspec.structs.replace(block.header, states=states))
     buffers: list[bytes | memoryview] = [header]
@@ -95,7 +97,7 @@ def encode(block: Block) -> list[bytes | memoryview]:
 
 
 def read_header(start: bytes | memoryview) -> Header:
-    """The header from the beginning of a file, unchecked: for listing. Raises BlockDamagedError."""
+    """Decode the header from the start of a file, unchecked: for listing. Raises BlockDamagedError."""
     try:
         magic, _, _, length = _HEAD.unpack_from(start)
         if magic != MAGIC:
@@ -106,7 +108,7 @@ def read_header(start: bytes | memoryview) -> Header:
 
 
 def decode(data: memoryview, file: MappedFile | None = None) -> Block:
-    """The block in `data`, which may be that of `file`; its pieces are views of it.
+    """Decode the block in `data`, which may be that of `file`; its pieces are views of it.
 
     Raises BlockDamagedError before one is used.
     """
@@ -140,5 +142,5 @@ def _states(
 
 
 def _padding(at: int, place: int) -> int:
-    """Zeros before a piece, in a file of `at` bytes so far."""
+    """Count the zeros before a piece, in a file of `at` bytes so far."""
     return -at % _ALIGN if place == ANYWHERE else (place - at) % _PAGE

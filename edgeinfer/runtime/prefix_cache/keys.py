@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
-#: A tail is found by so many of its first tokens, the most that it has.
+#: Numbers of first tokens that a partial block is found by, longest first.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
 def read_secret(path: Path, own: bytes = b"") -> bytes:
-    """The user's secret in `path` (0600); where there is none, `own` or a new one. Raises OSError."""
+    """Read the user's secret in `path` (0600), or create it as `own` or a random one. Raises
+    OSError.
+    """
     for _ in range(2):
         try:
             with open(open_own(path), "rb") as file:
@@ -43,7 +45,7 @@ def read_secret(path: Path, own: bytes = b"") -> bytes:
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """A model's sha256, or the stamps of files that nobody has hashed. Raises OSError."""
+    """Return a model's sha256, or the stamps of files without one. Raises OSError."""
     return sha256 or stamps(files)
 
 
@@ -55,20 +57,22 @@ class Names:
         self.identity = identity
 
     def root(self, salt: str = "", adapters: str = "") -> bytes:
-        """The parent of a first block. Who gives another salt finds nothing of others."""
+        """Name the parent of a first block. Requests with another salt share nothing."""
         return self._hash(b"root", self.identity, salt.encode(), adapters.encode())
 
     def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The name of a whole block behind `parent`."""
+        """Name a whole block behind `parent`."""
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The name of what begins with `tokens` behind `parent`; the next write supersedes it."""
+        """Name a partial block that starts with `tokens` behind `parent`; the next write replaces
+        it.
+        """
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The name of a point at the end of `tokens`; one a few tokens further on supersedes it."""
+        """Name a checkpoint at the end of `tokens`; one a few tokens further replaces it."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
@@ -80,7 +84,7 @@ class Names:
 
 
 def owner_name(secret: bytes, conversation: str) -> str:
-    """The name of the list of blocks that hold a conversation."""
+    """Name the list of a conversation's blocks."""
     text = conversation.encode()
     return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()
 
@@ -93,18 +97,18 @@ class PrefixKeys:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey, salt: str) -> bytes:
-        """The name that a chain begins with."""
+        """Name the start of a chain."""
         words = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._blocks.names.root(salt, words)
 
     def chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> list[bytes]:
-        """The root, and the name of every whole block."""
+        """Return the root, and the name of every whole block."""
         chain = [self.root(adapters, salt)]
         self.extend(chain, tokens)
         return chain
 
     def extend(self, chain: list[bytes], tokens: list[int]) -> None:
-        """Add the names of the whole blocks of `tokens` that `chain` lacks."""
+        """Append the names of the whole blocks of `tokens` that `chain` lacks."""
         size = self.block_tokens
         for at in range((len(chain) - 1) * size, len(tokens) - size + 1, size):
             chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
@@ -127,7 +131,9 @@ class PrefixKeys:
         return tokens
 
     def last_checkpoint(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """The longest point behind `parent` that `tokens` begin with, and its tokens; 0 for none."""
+        """Find the longest checkpoint behind `parent` on the path of `tokens`: its name and tokens, 0
+        for none.
+        """
         best, n_best = b"", 0
         for name in self._places(parent, tokens):
             header = self._blocks.header(name)
@@ -137,7 +143,7 @@ class PrefixKeys:
         return best, n_best
 
     def _places(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
-        """Where points may be that `tokens` begin with: each has a place by its length."""
+        """Name the checkpoints that may lie on the path of `tokens`, longest first."""
         names = self._blocks.names
         if len(tokens) >= TAIL_KEY_TOKENS:
             yield names.tail(parent, tokens)
@@ -145,7 +151,7 @@ class PrefixKeys:
             yield names.checkpoint(parent, tokens[:n])
 
     def tail(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """The unfinished block behind `parent` most like `tokens`, and how much agrees; 0 for none."""
+        """Find the partial block behind `parent` most like `tokens`, and how many agree; 0 for none."""
         best, n_best = b"", 0
         for name, its in self._tails(parent, tokens):
             n = common_prefix(its, tokens)
@@ -154,7 +160,9 @@ class PrefixKeys:
         return best, n_best
 
     def superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """The tail behind `parent` that has only what `tokens` begin with, which `by` has too."""
+        """Find a partial block behind `parent` whose tokens are all in `tokens`, and so in block
+        `by`.
+        """
         for name, its in self._tails(parent, tokens):
             if name != by and common_prefix(its, tokens) == len(its):
                 return name
@@ -168,8 +176,8 @@ class PrefixKeys:
                 yield name, unpack_tokens(header.tokens)
 
     def boundary_blocks(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """A whole block behind `parent` in which what an agent's sessions share ends: the one that
-        agrees furthest with `tokens`, and how far; 0 where none is known.
+        """Find the whole block behind `parent` in which an agent's shared prefix ends and that agrees
+        longest with `tokens`: its name and that length, 0 for none.
         """
         headers = ((name, self._blocks.header(name)) for name in self._blocks.boundary_blocks(parent))
         found = [

@@ -1,11 +1,11 @@
-"""Between the KV cache's books and the store of computed blocks: finding and fetching.
+"""Find and restore KV blocks: between the KV cache's accounting and the files on disk.
 
-Two calls: `match` finds how much of a prompt the store has and begins to read it, `read` puts what has
-been read into a sequence; `writing` keeps those that have ended. The store knows no llama.cpp, and the
-scheduler no file. One thread.
+`match` finds how much of a prompt is on disk and starts to read it, `read` puts blocks into a sequence;
+`writing` stores the sequences that have ended. The store knows no llama.cpp, and the scheduler no file.
+One thread.
 
 A block is `block_tokens` long, and shorter than a sliding window: a longer one lacks the cells that the
-window hides at its end, which shows only when a later request is cut inside it (decision 080).
+window hides at its end, which shows only when a later request is truncated inside it (decision 080).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.requests import GenerateRequest
 
-#: Tokens of a block where no sliding window asks for fewer.
+#: Tokens of a block, unless a sliding window is shorter.
 BLOCK_TOKENS = 256
 #: Fewer tokens than this are not worth reading.
 _WORTH_READING = 32
-#: A check is made for a request that gains so many times what the check computes.
+#: The round-trip check pays off from this many times its own tokens.
 _WORTH_CHECKING = 2
-#: A block is waited for at least so long (seconds) before computing it is thought to be faster.
+#: The least time (s) to wait for a block before prefilling it instead.
 _PATIENCE_S = 0.05
 
 
 def block_tokens(window: int) -> int:
-    """Tokens of a block for a model with this sliding window, 0 for none: a power of two below it."""
+    """Return the tokens of a block for a sliding window (0 for none): a power of two below it."""
     if window <= 0 or window > BLOCK_TOKENS:
         return BLOCK_TOKENS
     return max(1, 1 << ((window - 1).bit_length() - 1))
 
 
 class PrefixCache:
-    """`active` is where blocks are put back; `check` is this model's, not yet begun."""
+    """Restore blocks into the context `active`; `check` is this model's, not yet begun."""
 
     def __init__(
         self,
@@ -65,15 +65,14 @@ class PrefixCache:
             blocks=blocks, states=states, kv=kv, names=self.names, verdict=self.verdict
         )
 
-    # match
-
     def match(
         self, tokens: list[int], adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
     ) -> Restore | None:
-        """Begin to read what the store has of `tokens` beyond the `cached` that memory has.
+        """Start to read the blocks of `tokens` beyond the `cached` ones in memory; None if not worth
+        it.
 
-        The blocks begin at or before `cached`. None when that is not worth it. A model that has not
-        been checked is checked now where much is to be gained and nobody else waits (`is_alone`).
+        The blocks begin at or before `cached`. An unchecked model is checked now if the gain is large
+        and no other request waits (`is_alone`).
         """
         if self.verdict.is_refused or len(tokens) - cached <= _WORTH_READING:
             return None
@@ -102,7 +101,9 @@ class PrefixCache:
         return Restore(self.blocks.read_ahead(wanted, make_room), first * size, end)
 
     def _populating(self, start: int) -> Callable[[int], None]:
-        """Has the kernel give the cells' memory as each block is read, unless file pages become it."""
+        """Return a callback that populates the cells' memory as each block is read, unless file pages
+        become it.
+        """
         at, size = self._kv.used_cells, self.block_tokens
         cells = self._active.cells
         if cells.can_be_pages_of(at - start - self._kv.pinned_cells):
@@ -110,7 +111,9 @@ class PrefixCache:
         return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
 
     def _last_checkpoint(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
-        """The last point: the whole blocks before it, its name, and its own tokens, 0 for none."""
+        """Find the last checkpoint: the whole blocks before it, its name, and its own tokens, 0 for
+        none.
+        """
         size = self.block_tokens
         for i in range(len(chain) - 1, -1, -1):
             end = min((i + 1) * size, len(tokens) - 1)
@@ -127,11 +130,11 @@ class PrefixCache:
 
     @property
     def can_store(self) -> bool:
-        """Whether what is written now comes back as it was."""
+        """Tell if blocks written now can be restored."""
         return self.verdict.found == "exact" and self.blocks.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
-        """Whether the store has, or takes at once, a conversation that nobody expects in memory."""
+        """Tell if an idle sequence is on disk, or would be stored at once."""
         if cached_seq.active or cached_seq.pinned or cached_seq.is_prefetched:
             return False
         if len(cached_seq.cells) < self.block_tokens:
@@ -139,15 +142,13 @@ class PrefixCache:
         return self.can_store and self.writing.takes(cached_seq)
 
     def note_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
-        """Note how a session of an agent begins; the blocks themselves are written as all are."""
+        """Record how a session of an agent begins; the blocks themselves are stored like all."""
         if request.preamble and not self.verdict.is_refused:
             names = self.names.chain(tokens, adapters, request.cache_salt)[1:]
             self.blocks.note_session(request.preamble, names, request.cache_salt)
 
-    # read
-
     def read(self, restore: Restore, cached_seq: CachedSequence, tokens: list[int]) -> bool:
-        """Append the next block, which is ready. False if the rest must be computed."""
+        """Append the next block, which is ready. False if the rest must be prefilled."""
         block = restore.take()
         at = len(cached_seq.tokens)
         if block is None:
@@ -169,12 +170,12 @@ class PrefixCache:
         return back
 
     def drop_unfinished(self, cached_seq: CachedSequence) -> None:
-        """A restore has ended before its last block: a state that cannot be cut is of no use then."""
+        """Drop a partly restored sequence whose model does not support truncation."""
         if self._kv.checkpoints is not None:
             self._kv.truncate(cached_seq, 0)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits; False when that took longer."""
+        """Store pending blocks; False after the timeout."""
         self._kv.before_drop = lambda cached_seq: None
         return self.blocks.close(timeout_s)
 
@@ -183,8 +184,7 @@ class PrefixCache:
 class Restore:
     """Blocks from `start` on, of which the tokens up to `end` are wanted.
 
-    `futures` are the blocks, in order; None stands for one that cannot be used. `cached` tokens had
-    been in memory.
+    `futures` are the blocks, in order; None stands for an unusable one. `cached` tokens were in memory.
     """
 
     futures: Sequence[Future[Block | None]]
@@ -197,23 +197,23 @@ class Restore:
 
     @property
     def is_over(self) -> bool:
-        """Whether all blocks are back."""
+        """Tell if all blocks are restored."""
         return self.done == len(self.futures)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next block has been read."""
+        """Tell if the next block has been read."""
         return self.futures[self.done].done()
 
     def take(self) -> Block | None:
-        """The next block, which is ready; None when it cannot be used."""
+        """Return the next block, which is ready; None if it is unusable."""
         block = self.futures[self.done].result()
         self.done += 1
         self.waits_since = time.monotonic()
         return block
 
     def is_too_slow(self, compute_s: float) -> bool:
-        """Whether the next block is missing and computing it (seconds) is faster than waiting on."""
+        """Tell if the next block is missing and prefilling it (s) is faster than waiting on."""
         if self.is_ready:
             return False  # not the disk was slow, but this thread
         return time.monotonic() - self.waits_since > max(_PATIENCE_S, compute_s)
@@ -223,6 +223,6 @@ class Restore:
         wait([self.futures[self.done]], timeout_s)
 
     def cancel(self) -> None:
-        """Read no more."""
+        """Cancel the pending reads."""
         for future in self.futures[self.done :]:
             future.cancel()

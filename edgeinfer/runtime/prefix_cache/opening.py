@@ -1,4 +1,4 @@
-"""Opens the store of computed blocks for one loaded model, by what decides its states' bits."""
+"""Open the prefix cache of one loaded model, by everything that decides the bits of its states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, block_tokens
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
-#: Tokens of a block whose model has a large state besides its attention.
+#: Tokens of a block of a model with a large recurrent state.
 _LONG_BLOCK = 2048
 #: Tokens a step of the check computes.
 _CHECK_BATCH = 32
@@ -30,9 +30,9 @@ def open_blocks(
     kv: KvCache,
     checked: str = "",
 ) -> PrefixCache:
-    """The blocks of this model, to be used by the thread that decodes.
+    """Open the blocks of this model, for the decode thread.
 
-    `checked`: what `run_check` found before, in this very build. Raises OSError.
+    `checked` is an earlier result of `run_check` in this very build. Raises OSError.
     """
     size = size_of_blocks(loaded)
     blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))
@@ -49,7 +49,7 @@ def open_blocks(
 
 
 def run_check(options: LoadOptions, loaded: Loaded) -> str:
-    """Check now whether this model's blocks come back as they were: "exact", or what is wrong."""
+    """Run the round-trip check now: "exact", or the failure."""
     check = _check(options, loaded)
     while (found := check.step()) is None:
         continue
@@ -81,23 +81,25 @@ def _check(options: LoadOptions, loaded: Loaded) -> RoundtripCheck:
 
 
 def size_of_blocks(loaded: Loaded) -> int:
-    """Tokens of a block. One of a recurrent model carries its state besides, which of some is large."""
+    """Return the tokens of a block: more for recurrent models, whose blocks carry their large state."""
     is_large = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK if is_large else block_tokens(loaded.sliding_window)
 
 
 def make_states(loaded: Loaded, active: ActiveContext) -> SequenceStates:
-    """The states of the engine's context."""
+    """Make the states of the engine's context."""
     return SequenceStates(active, scratch_id(loaded), supports_truncation=loaded.supports_truncation)
 
 
 def scratch_id(loaded: Loaded) -> int:
-    """The sequence id that parts of states pass through; the books of the cache do not give it away."""
+    """Return the sequence id that ranges of states pass through; the KV cache never assigns it."""
     return loaded.n_seq_max - 1
 
 
 def identity(loaded: Loaded, size: int) -> dict[str, str]:
-    """What besides the model's file decides a bit of a state, or how it is cut."""
+    """Describe everything besides the model's file that decides a bit of a state, or a block's
+    length.
+    """
     build = libllama.build_info()
     chosen = {name: str(loaded.choices[name].value) for name in ("kv_type", "repack", "gpu_layers")}
     arch = loaded.meta.get("general.architecture", "")

@@ -25,26 +25,26 @@ from pathlib import Path
 from edgeinfer.platform.disk import free_bytes, new_file, open_own
 
 SUFFIX = ".block"
-#: Without a limit of the user's, so much of what the disk has left, the blocks themselves included.
+#: Without a configured limit: a quarter of the free space and the blocks together.
 _SHARE_OF_FREE = 4
 _MOST_BYTES = 64 << 30
-#: Never written when the disk would have less than this left.
+#: Space (bytes) that stays free on the disk.
 MARGIN_BYTES = 512 << 20
-#: Pruning goes on to this share of the limit, so that it is not needed again at once.
+#: Pruning stops at this share of the limit, so that it is not needed again at once.
 _PRUNE_TO = 0.9
-#: Unfinished files older than this (seconds), and lists of blocks that are gone, belong to nobody.
+#: Unfinished files, and lists of deleted blocks, are removed at this age (s).
 _STALE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_bytes`: for all blocks, 0 for a quarter of what is free. `margin_bytes` stays free."""
+    """`max_bytes`: for all blocks, 0 for a quarter of the free space. `margin_bytes` stays free."""
 
     max_bytes: int = 0
     margin_bytes: int = MARGIN_BYTES
 
     def allowed(self, root: Path, used_bytes: int) -> int:
-        """Bytes that all blocks below `root` may have together now. Raises OSError."""
+        """Return how many bytes all blocks below `root` may have now. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
         wanted = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
@@ -61,7 +61,7 @@ class BlockFile:
 
 
 def list_blocks(root: Path) -> list[BlockFile]:
-    """Every block below `root`, least recently used first. Removes what a killed writer left behind."""
+    """List every block below `root`, least recently used first. Removes files of killed writers."""
     now_ns = time.time_ns()
     found = []
     for folder, _, files in os.walk(root):
@@ -87,7 +87,7 @@ def _stamp(path: Path, used_ns: int) -> None:
 
 
 def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
-    """Remove the least recently used until `extra_bytes` fit: (removed, bytes left). Raises OSError."""
+    """Evict the least recently used until `extra_bytes` fit: (removed, bytes left). Raises OSError."""
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
     allowed = limits.allowed(root, used)
@@ -110,7 +110,7 @@ def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
 
 
 def owned_names(owner: Path) -> set[str]:
-    """Read the list of a conversation's blocks; nothing if it is missing or another user's."""
+    """Read the list of a conversation's blocks; empty if it is missing or another user's."""
     try:
         with open(open_own(owner), encoding="ascii") as file:
             return set(file.read().split())
@@ -119,21 +119,20 @@ def owned_names(owner: Path) -> set[str]:
 
 
 _FOLDER = "kept"
-#: An agent's name becomes the name of a file, with a digest of the salt: those who give another one
-#: share no block.
+#: An agent's name becomes the name of a file, with a digest of the salt: other salts share no block.
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
-#: An agent that was changed shares less than this with its past, and begins anew.
+#: An agent whose sessions share less than this with the past was changed, and starts anew.
 _SAME_SHARE = 0.5
-#: Sessions that are told apart: one, and more.
+#: Sessions that prove a shared prefix.
 _SEVERAL = 2
-#: Blocks in which sessions part that are noted, the latest first.
+#: Blocks behind the shared prefix that are recorded.
 _BEHIND = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """`shared` are names in order, `behind` the names of blocks behind the last, the latest first."""
+    """`shared` names in order; `behind` the names of blocks behind the last, latest first."""
 
     sessions: int = 0
     shared: tuple[str, ...] = ()
@@ -141,7 +140,7 @@ class _Noted:
 
 
 def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "") -> None:
-    """Note that a session of `agent` begins with the blocks of these names. Raises OSError."""
+    """Record that a session of `agent` begins with the blocks of these names. Raises OSError."""
     if not names or not _AGENT.fullmatch(agent):
         return
     path = _path(folder, agent, salt)
@@ -152,10 +151,10 @@ def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "")
 
 
 def note_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
-    """Note that a block stands behind `parent`, if that is the last that an agent's sessions share.
+    """Record that a block stands behind `parent`, if an agent's shared prefix ends there.
 
-    A tail is noted behind the last of those too: who names a folder may begin at a block's end. Raises
-    OSError.
+    A partial block also counts behind the last recorded one: a working directory may be named at a
+    block's end. Raises OSError.
     """
     for path, one in _all(folder):
         ends = one.shared[-1:] + (one.behind[:1] if is_tail else ())
@@ -165,7 +164,7 @@ def note_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) ->
 
 
 def retained_names(root: Path) -> set[str]:
-    """Names of all blocks below `root` that two sessions of an agent began with."""
+    """List all blocks below `root` that at least two sessions of an agent share."""
     noted = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
     return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
 
@@ -179,7 +178,7 @@ def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
 
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
-    """The blocks behind `parent` in which sessions part, if `parent` is the last that they share."""
+    """List the blocks behind `parent` in which sessions part, if `parent` is their last shared one."""
     return next((one.behind for _, one in _all(folder) if one.shared[-1:] == (parent,)), ())
 
 

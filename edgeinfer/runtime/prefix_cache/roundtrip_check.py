@@ -1,9 +1,9 @@
-"""Whether the blocks of a model come back as they were: computed once for each model and build.
+"""Check once per model and build that KV blocks are bit-identical after a round trip.
 
-llama.cpp has caches of many kinds, and a kind that loses something when a part of it is saved says so
-with wrong logits only. So a small context computes some text, the next logits are kept, straight on and
-after a cut in the middle; then the same text comes back from blocks into an empty cache, and both
-logits must be the same bits. Text and batches are the same on both sides: other batches round
+llama.cpp has caches of many kinds, and a kind that loses something when a part of it is saved shows
+only wrong logits. So a small context prefills some text and keeps the next logits, straight on and
+after a truncation in the middle; then the same text is restored from blocks into an empty cache, and
+both logits must be bit-identical. Text and batches are the same on both sides: other batches round
 otherwise.
 """
 
@@ -19,9 +19,9 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch, Logits
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 
-#: A step of the check computes so many tokens: who asks meanwhile waits for one of them.
+#: Tokens in a step of the check: an incoming request waits for one step.
 _CHUNK = 32
-#: Tokens of a text where no window asks for more, and of its blocks: three, and a cut inside one.
+#: Tokens of a text without a window, and of its blocks: three, with a truncation inside one.
 _TOKENS = 24
 _BLOCK_TOKENS = 8
 #: A longer window is not filled: blocks are shorter than it in any case.
@@ -34,13 +34,13 @@ _TAIL_TOKENS = 3
 
 
 def text_tokens(window: int, block_tokens: int) -> int:
-    """How much is computed: beyond a sliding window where there is one, that is not too long."""
+    """Return the length of the text: beyond a sliding window, unless that is too long."""
     beyond = window + 2 * block_tokens if window else 0
     return max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens
 
 
 class RoundtripCheck:
-    """One check. `make_context(n_cells, n_seq)` gives a context like the engine's own, only smaller."""
+    """One check. `make_context(n_cells, n_seq)` makes a small context like the engine's own."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RoundtripCheck:
         self._work: Iterator[str | None] | None = None
 
     def step(self) -> str | None:
-        """Compute a little; None while there is more, then "exact" or what is wrong. One thread."""
+        """Compute a little; None while there is more, then "exact" or the failure. One thread."""
         if self._work is None:
             self._work = self._compare()
         return next(self._work)
@@ -98,7 +98,9 @@ class RoundtripCheck:
     def _answers(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
-        """The next logits behind the text, and behind another tail after a cut in its middle."""
+        """Return the next logits behind the text, and behind another tail after a truncation in its
+        middle.
+        """
         straight = probe.logits(self._tokens[:1], len(self._tokens))
         probe.restore(checkpoints[0], self._cut)
         other = self._tokens[-_TAIL_TOKENS:]
@@ -116,7 +118,7 @@ class _Probe:
         self._logits = Logits(self._active, n_vocab)
 
     def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:
-        """Compute `tokens` from position `start` on, in pieces. The last has logits."""
+        """Prefill `tokens` from position `start` on, in chunks. The last has logits."""
         for at in range(0, len(tokens), _CHUNK):
             chunk = tokens[at : at + _CHUNK]
             self._batch.clear()
@@ -125,24 +127,23 @@ class _Probe:
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
-        """The logits behind `tokens`, float32 of the vocabulary's length."""
+        """Return the logits behind `tokens`, float32 of the vocabulary's length."""
         for _ in self.compute(tokens, start):
             continue
         return self._logits.row(len(tokens) - 1).copy()
 
     def checkpoint(self) -> memoryview | None:
-        """The state here, of a model whose state cannot be cut."""
         return None if self._supports_truncation else self.states.read_checkpoint(_SEQ_ID)
 
     def restore(self, checkpoint: memoryview | None, n: int) -> None:
-        """Keep the first `n` positions, where `checkpoint` was taken."""
+        """Keep the first `n` positions, where the checkpoint was saved."""
         if checkpoint is not None:
             self.states.write_checkpoint(_SEQ_ID, checkpoint)
         self._active.remove(_SEQ_ID, n)
 
 
 class RoundtripVerdict:
-    """What the check of a model found: "" before it has ended, "exact", or what is wrong."""
+    """The result of a model's check: "" before its end, "exact", or the failure."""
 
     def __init__(self, blocks: ModelBlocks, check: RoundtripCheck) -> None:
         self._blocks, self._check = blocks, check
@@ -150,16 +151,15 @@ class RoundtripVerdict:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens the check computes."""
         return self._check.n_tokens
 
     @property
     def is_refused(self) -> bool:
-        """Whether the check found that this model's blocks do not come back as they were."""
+        """Tell if the check failed."""
         return self.found not in ("", "exact")
 
     def step(self) -> None:
-        """Check a little further. What was written before is deleted where the check ends badly."""
+        """Continue the check; a failure deletes the blocks stored so far."""
         found = self._check.step()
         if found is None:
             return

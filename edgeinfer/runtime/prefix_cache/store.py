@@ -38,13 +38,13 @@ from edgeinfer.runtime.prefix_cache.format import Block, Header
 from edgeinfer.runtime.prefix_cache.keys import Names, owner_name, read_secret
 from edgeinfer.runtime.prefix_cache.retention import Limits
 
-#: Files are read, and their checksums computed, by so many threads: one gives some 4 GB/s.
+#: Threads that read and verify files: one gives some 4 GB/s.
 _READERS = 2
-#: After the disk was full, writing is tried again after so long (seconds).
+#: Pause (s) of writing after a full disk.
 _FULL_S = 60.0
-#: Clearing waits so long (seconds) for what is being written.
+#: How long (s) clearing waits for pending writes.
 _CLEAR_S = 10.0
-#: The folder is counted again after so many written bytes, as a share of what is allowed.
+#: The folder is counted again after this share of the limit was written.
 _RECOUNT_SHARE = 32
 
 
@@ -61,9 +61,9 @@ class Traffic:
 
 
 class BlockStore:
-    """All blocks of one user, below `root`. `warn` is told once what keeps it from working.
+    """All blocks of one user, below `root`. `warn` is called once with a reason not to write.
 
-    Raises SnapshotUnsafeError when the folder is another user's or open to others, OSError.
+    Raises SnapshotUnsafeError if the folder is another user's or open to others, OSError.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BlockStore:
         self.traffic = Traffic()
 
     def model(self, model: str, identity: dict[str, str]) -> ModelBlocks:
-        """The blocks of one model, computed in one way.
+        """Open the blocks of one model, computed in one way.
 
         `model`: its sha256, or another name of the very bytes. `identity`: everything else that decides
         a bit of a state.
@@ -91,7 +91,7 @@ class BlockStore:
         return ModelBlocks(self, paths.private_dir(folder), Names(self.secret, digest.digest()))
 
     def has_room_for(self, n_bytes: int) -> bool:
-        """Whether a file of `n_bytes` may be written now, after pruning if need be. Raises OSError."""
+        """Tell if a file of `n_bytes` may be written now, after pruning if needed. Raises OSError."""
         if self.is_full:
             return False
         with self._lock:
@@ -101,26 +101,26 @@ class BlockStore:
                 room = self._limits.allowed(self.root, used) - used
                 self._room_bytes = min(room, max(n_bytes, (used + room) // _RECOUNT_SHARE))
                 if room < n_bytes:
-                    self.stop_writing("the disk has no room for computed blocks")
+                    self.stop_writing("the disk has no room for the prefix cache")
                     return False
             self._room_bytes -= n_bytes
             return True
 
     @property
     def is_full(self) -> bool:
-        """Whether the disk was full a moment ago."""
+        """Tell if the disk was full a moment ago."""
         return time.monotonic() < self._full_until
 
     def stop_writing(self, reason: str) -> None:
-        """Write nothing for a while; say why, once."""
+        """Write nothing for a while, and warn once."""
         self._full_until = time.monotonic() + _FULL_S
         self._room_bytes = 0
         if not self._is_warned:
             self._is_warned = True
-            self._warn(f"{reason}: what models read now will be computed again after a restart")
+            self._warn(f"{reason}: prompts will be prefilled again after a restart")
 
     def note_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Add blocks to what a conversation has read. Raises OSError, SnapshotUnsafeError."""
+        """Add blocks to a conversation's list. Raises OSError, SnapshotUnsafeError."""
         self.make_root()
         paths.private_dir(self.root / "owners")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -128,16 +128,16 @@ class BlockStore:
             file.write(b"".join(name.hex().encode() + b"\n" for name in names))
 
     def has_owner(self, conversation: str) -> bool:
-        """Whether there is a list of what a conversation has read."""
+        """Tell if a conversation has a list."""
         return self._owner_list(conversation).exists()
 
     def _owner_list(self, conversation: str) -> Path:
         return self.root / "owners" / owner_name(self.secret, conversation)
 
     def make_root(self) -> None:
-        """Make the folder again where somebody has deleted it.
+        """Recreate a deleted folder.
 
-        Raises OSError, another process's secret in it included; SnapshotUnsafeError.
+        Raises OSError, also if another process has written its own secret; SnapshotUnsafeError.
         """
         paths.private_dir(self.root)
         if read_secret(self.root / "secret", self.secret) != self.secret:
@@ -147,12 +147,12 @@ class BlockStore:
 
 
 def model_folder(model: str) -> str:
-    """The folder of a model's blocks below the root."""
+    """Name the folder of a model's blocks."""
     return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
 
 
 class ModelBlocks:
-    """The blocks of one identity. Reading and writing are done by threads; any thread may ask."""
+    """The blocks of one identity. Threads read and write; any thread may call."""
 
     def __init__(self, store: BlockStore, folder: Path, names: Names) -> None:
         self._store = store
@@ -165,21 +165,19 @@ class ModelBlocks:
 
     @property
     def traffic(self) -> Traffic:
-        """Counters, of the whole store."""
+        """Counters of the whole store."""
         return self._store.traffic
 
-    # what is there
-
     def path(self, name: bytes) -> Path:
-        """The file of a block, there or not."""
+        """Return the file of a block, present or not."""
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
 
     def has(self, name: bytes) -> bool:
-        """Whether a block of this name is there; whether it is whole shows when it is read."""
+        """Tell if a block is present; reading shows if it is whole."""
         return self.path(name).exists()
 
     def header(self, name: bytes) -> Header | None:
-        """What the block says of itself, its checksum not looked at; None without a readable one."""
+        """Read a block's header, its checksum unverified; None without a readable one."""
         try:
             with open(open_own(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
@@ -188,7 +186,7 @@ class ModelBlocks:
             return None
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Note that a chain was used: the first of `names`, parent of the rest, counts as used last."""
+        """Mark a chain as used: the first of `names`, parent of the rest, as the latest."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
             try:
@@ -197,21 +195,19 @@ class ModelBlocks:
                 continue
 
     def boundary_blocks(self, parent: bytes) -> list[bytes]:
-        """The blocks behind `parent` in which what sessions of an agent share ends."""
+        """List the blocks behind `parent` in which an agent's shared prefix ends."""
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def begun_with(self, agent: str, salt: str) -> list[bytes]:
         """The blocks that sessions of `agent` begin with, in order; then those behind them."""
         return [bytes.fromhex(name) for name in retention.begun_with(self._folder, agent, salt)]
 
-    # reading
-
     def read_ahead(
         self, names: Sequence[bytes], make_room: Callable[[int], None] = lambda i: None
     ) -> list[Future[Block | None]]:
-        """Begin to read and check blocks, in order. A result is None where a block is not usable.
+        """Start to read and verify blocks, in order; a result is None for an unusable one.
 
-        The thread that reads a block calls `make_room` with its place in `names` first.
+        The thread that reads a block first calls `make_room` with its place in `names`.
         """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_READERS, "edgeinfer-read")
@@ -223,7 +219,7 @@ class ModelBlocks:
         return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
 
     def read(self, name: bytes) -> Block | None:
-        """A block, mapped and its checksum right; None when there is none that can be used."""
+        """Read a block, mapped and verified; None without a usable one."""
         path = self.path(name)
         try:
             block = self._map(path)
@@ -249,23 +245,21 @@ class ModelBlocks:
         file.address = np.frombuffer(mapped, np.uint8).ctypes.data
         return format.decode(memoryview(mapped), file)
 
-    # writing
-
     @property
     def can_write(self) -> bool:
-        """Whether it makes sense to give blocks to the writer."""
+        """Tell if the disk takes blocks now."""
         return not self._store.is_full
 
     def write(self, block: Block) -> bool:
-        """Have a block written soon; False when too much is waiting already."""
+        """Queue a block; False if too much is pending."""
         return self.writer.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
 
     def own(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Note that these blocks hold what a conversation has read, so that they go with it."""
+        """Record a conversation as owner of these blocks, so that they are deleted with it."""
         self.writer.put(lambda: self._try(lambda: self._own(conversation, names)))
 
     def _own(self, conversation: str, names: Sequence[bytes]) -> None:
-        if not self._store.has_owner(conversation):  # not yet, or it was forgotten and goes on
+        if not self._store.has_owner(conversation):  # new, or forgotten while it continues
             self._owned.pop(conversation, None)
         known = self._owned.setdefault(conversation, set())
         new = [name for name in names if name not in known]
@@ -274,17 +268,19 @@ class ModelBlocks:
             known.update(new)
 
     def note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
-        """Note that a session of `agent` begins with these blocks: what all share is pruned last."""
+        """Record that a session of `agent` begins with these blocks: the shared ones are evicted
+        last.
+        """
         self.writer.put(lambda: self._note_session(agent, names, salt))
 
     def _note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         try:
             retention.note_session(self._folder, agent, [name.hex() for name in names], salt)
         except OSError as error:
-            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+            self._store.stop_writing(f"the prefix cache cannot be written ({error.strerror})")
 
     def _write(self, block: Block) -> None:
-        """In the writer's thread: the file, whole or not at all."""
+        """Write the file, whole or not at all. In the writer's thread."""
         if self._store.has_room_for(block.n_bytes):
             n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)
             self.traffic.blocks_written += 1
@@ -294,8 +290,8 @@ class ModelBlocks:
                 retention.note_fork(self._folder, parent, name, is_tail=block.header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Write something; again once the folder is made again, where it was deleted under this process
-        (`edgeinfer forget`). What cannot be mended ends the writing for a while.
+        """Write, and again after recreating a folder deleted meanwhile (`edgeinfer forget`). Other
+        failures stop writing for a while.
         """
         try:
             try:
@@ -307,24 +303,22 @@ class ModelBlocks:
                 self._write_check()
                 work()
         except OSError as error:
-            self._store.stop_writing(f"computed blocks cannot be written ({error.strerror})")
+            self._store.stop_writing(f"the prefix cache cannot be written ({error.strerror})")
         except SnapshotUnsafeError as error:
-            self._store.stop_writing(f"computed blocks cannot be written ({error.message})")
+            self._store.stop_writing(f"the prefix cache cannot be written ({error.message})")
 
     def remove(self, name: bytes) -> None:
-        """Delete a block, if it is there."""
+        """Delete a block, if present."""
         self.path(name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete all blocks of this identity, those that wait to be written included."""
+        """Delete all blocks of this identity, pending ones too."""
         self.writer.flush(_CLEAR_S)
         for block in retention.list_blocks(self._folder):
             block.path.unlink(missing_ok=True)
 
-    # the check of this identity
-
     def read_check(self) -> str:
-        """What the check of this identity found: "exact", why it is refused, or "" before any."""
+        """Read the result of the round-trip check: "exact", the failure, or "" before any."""
         try:
             with open(open_own(self._folder / "checked"), encoding="utf-8") as file:
                 self._checked = file.read()
@@ -333,7 +327,7 @@ class ModelBlocks:
         return self._checked
 
     def note_check(self, found: str) -> None:
-        """Keep what the check found. A disk without room only means that it is made again."""
+        """Save the result of the check. A full disk only means another check."""
         self._checked = found
         self._try(self._write_check)
 
@@ -342,7 +336,7 @@ class ModelBlocks:
             _write_file(self._folder / "checked", [self._checked.encode()])
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Write what waits and end the threads; False when that took longer. It may be used again."""
+        """Write pending blocks and end the threads; False after the timeout. May be used again."""
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None
@@ -350,7 +344,7 @@ class ModelBlocks:
 
 
 def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
-    """Write a file, whole or not at all; its bytes. Raises OSError."""
+    """Write a file, whole or not at all, and return its size. Raises OSError."""
     with new_file(path, 0o600) as file:
         for buffer in buffers:
             file.write(buffer)
@@ -362,9 +356,9 @@ def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable
 
 
 def forget_all(root: Path) -> int:
-    """Delete all but the secret, with which running processes make names; the bytes that were freed.
+    """Delete all but the secret, which running processes use; return the freed bytes.
 
-    A process that has something of it in its own memory keeps that until it ends.
+    Processes keep what is in their own memory until they end.
     """
     freed = sum(block.n_bytes for block in retention.list_blocks(root))
     if root.is_dir():
@@ -374,7 +368,7 @@ def forget_all(root: Path) -> int:
 
 
 def forget_model(root: Path, model: str) -> int:
-    """Delete the blocks of a model, named by its key; the bytes that were freed."""
+    """Delete the blocks of a model, named by its key; return the freed bytes."""
     folder = root / model_folder(model)
     freed = sum(block.n_bytes for block in retention.list_blocks(folder))
     shutil.rmtree(folder, ignore_errors=True)
@@ -382,7 +376,7 @@ def forget_model(root: Path, model: str) -> int:
 
 
 def forget_conversation(root: Path, conversation: str) -> int:
-    """Delete what a conversation has read and no other has; the bytes that were freed."""
+    """Delete the blocks that only this conversation owns; return the freed bytes."""
     owners = root / "owners"
     if not owners.is_dir():
         return 0
@@ -402,12 +396,12 @@ def forget_conversation(root: Path, conversation: str) -> int:
 
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Bytes that may wait; one job is always let in.
+#: Bytes that may be pending; one job is always taken.
 _QUEUE_BYTES = 256 << 20
 
 
 class WriterThread:
-    """Runs jobs in a thread of its own, in order. Any thread may call any method."""
+    """Run jobs in a thread of its own, in order. Any thread may call."""
 
     def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:
         self._queue_bytes = queue_bytes
@@ -419,18 +413,16 @@ class WriterThread:
 
     @property
     def has_room(self) -> bool:
-        """Whether another job is taken now."""
         return not self._bytes or self._bytes < self._queue_bytes
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything has been done."""
         return not (self._waiting or self._busy)
 
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
-        """Queue a job that keeps `n_bytes` of memory until it is done; False when too much waits.
+        """Queue a job that holds `n_bytes` of memory until it is done; False if too much is pending.
 
-        One that keeps none is always taken.
+        A job that holds none is always taken.
         """
         with self._changed:
             if n_bytes and not self.has_room:
@@ -444,17 +436,17 @@ class WriterThread:
             return True
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until another job is taken; False when that takes longer."""
+        """Wait until another job is taken; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.has_room, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything queued is done; False when that takes longer."""
+        """Wait until every job is done; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Do what waits and end the thread; the next job starts another. False when it took longer."""
+        """Finish the jobs and end the thread; the next job starts another. False after the timeout."""
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)
         with self._changed:

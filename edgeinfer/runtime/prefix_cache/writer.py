@@ -1,4 +1,4 @@
-"""Copies what sequences hold out to the store of computed blocks, a block at a time, between steps."""
+"""Store the KV blocks of sequences in the prefix cache, one block at a time, between steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, PrefixKeys
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 
-#: What is computed again in less time than this (seconds) is not written: a file costs as much.
+#: Sequences that prefill faster than this (s) are not stored: a file costs as much.
 _WORTH_WRITING_S = 0.05
-#: Beside running streams, copying blocks out takes at most this share of the time.
+#: Share of the time for storing blocks beside running streams.
 _WRITE_SHARE = 0.02
-#: A full queue of the writer is waited for in pieces of this length (seconds).
+#: Interval (s) of waiting for a full queue.
 _WAIT_S = 0.05
 
-#: A block to be written: what it says of itself, its first position, and the tail whose place it takes.
+#: A missing block: its header, its first position, and the partial block that it replaces.
 _Missing = tuple[Header, int, bytes | None]
 
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """`chain` names a sequence's root and whole blocks; the first `n_seen` need no more looking at."""
+    """`chain` names a sequence's root and whole blocks; the first `n_seen` are done."""
 
     chain: list[bytes]
     n_seen: int = 0
@@ -35,7 +35,9 @@ class _Pass:
 
 
 class BlockWriter:
-    """Writes what sequences that have ended leave in `kv`, once this model is proven. One thread."""
+    """Store what ended sequences leave in `kv`, once this model passed the round-trip check. One
+    thread.
+    """
 
     def __init__(
         self,
@@ -52,17 +54,17 @@ class BlockWriter:
         self._passes: dict[CachedSequence, _Pass] = {}
         self._queued: set[bytes] = set()
         self._rest_until = 0.0
-        #: The process is about to end: what is there is written, and checked by another.
+        #: The process is about to end: blocks are stored unchecked, and another process checks them.
         self.is_leaving = False
         kv.before_drop = self._before_drop
 
     @property
     def has_work(self) -> bool:
-        """Whether something waits to be written."""
+        """Tell if blocks are pending."""
         return bool(self._passes)
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
-        """Have what `cached_seq` holds written, if computing it again would take long enough."""
+        """Store `cached_seq`, if prefilling it again would take long enough."""
         n = len(cached_seq.tokens)
         if self._verdict.is_refused or cached_seq.is_shifted or n < TAIL_KEY_TOKENS:
             return
@@ -71,7 +73,7 @@ class BlockWriter:
         found = self._passes.get(cached_seq)
         if found is None:
             if self._blocks.writer.is_idle:
-                self._queued.clear()  # what was forgotten meanwhile is written again
+                self._queued.clear()  # blocks deleted meanwhile are stored again
             root = self._names.root(cached_seq.adapters, cached_seq.salt)
             found = self._passes[cached_seq] = _Pass([root])
             cached_seq.n_unchanged = 0
@@ -79,16 +81,16 @@ class BlockWriter:
             found.conversations.add(cached_seq.conversation)
 
     def takes(self, cached_seq: CachedSequence) -> bool:
-        """Whether all of `cached_seq` may be written, and would be if it went now."""
+        """Tell if all of `cached_seq` may be stored, and would be if it were dropped now."""
         if cached_seq.is_shifted or cached_seq.memory_only_from is not None:
             return False
         return cached_seq not in self._passes or self._blocks.writer.has_room
 
     def work(self, *, is_idle: bool) -> None:
-        """Do one piece of what waits: copy a block out, or check this model a little further.
+        """Do one piece of work: store a block, or continue the round-trip check.
 
-        Beside running streams only now and then. The check waits until nobody runs; what was written
-        before is read when it has ended well, and deleted else.
+        Beside running streams only rarely. The check waits for an idle engine; blocks stored before are
+        used if it passes, and deleted otherwise.
         """
         if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
             return
@@ -118,7 +120,7 @@ class BlockWriter:
                 break
 
     def _write_one(self, cached_seq: CachedSequence, found: _Pass) -> bool:
-        """Write the first block of `cached_seq` that is not there. False when all are."""
+        """Store the first missing block of `cached_seq`. False if none is missing."""
         if self._verdict.is_refused or cached_seq.is_shifted:
             return False
         if cached_seq not in self._kv.cached_sequences or cached_seq.pending_free:
@@ -132,7 +134,7 @@ class BlockWriter:
         states = self._read_states(cached_seq, header, start)
         if states is None:
             return False
-        # first: a killed process leaves no block without owner
+        # first: a killed process leaves no block without an owner
         for conversation in found.conversations:
             self._blocks.own(conversation, [header.name])
         self._blocks.write(Block(header, states))
@@ -143,7 +145,7 @@ class BlockWriter:
     def _read_states(
         self, cached_seq: CachedSequence, header: Header, start: int
     ) -> tuple[State, ...] | None:
-        """A block's state, and that at its end point; None when llama.cpp does not have it whole."""
+        """Save a block's state, and its checkpoint; None if llama.cpp lacks a part."""
         end = start + len(unpack_tokens(header.tokens))
         state = self._states.read(cached_seq.seq_id, start, end, self._kv.pinned_cells)
         if state is None or self._kv.checkpoints is None or header.kind == "full":
@@ -163,7 +165,7 @@ class BlockWriter:
             yield from self._missing_tail(tokens, found.chain)
 
     def _name(self, cached_seq: CachedSequence, tokens: list[int], found: _Pass) -> None:
-        """Name the blocks that came since the last look, and again those whose tokens have changed."""
+        """Extend the chain by new tokens, and rename blocks whose tokens have changed."""
         n_same = cached_seq.n_unchanged // self._names.block_tokens
         del found.chain[n_same + 1 :]
         found.n_seen = min(found.n_seen, n_same)
@@ -222,7 +224,7 @@ class BlockWriter:
         return header.name + header.tokens in self._queued
 
     def _note_owners(self, cached_seq: CachedSequence, found: _Pass) -> None:
-        """Note that the beginning was used last, and whose blocks they are that others had written."""
+        """Mark the prefix as used, and record the conversation as owner of blocks that others wrote."""
         chain, conversations = found.chain, found.conversations
         rest = _writable(cached_seq)[(len(chain) - 1) * self._names.block_tokens :]
 
