@@ -18,21 +18,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.answer_journal import Kept
-from edgeinfer.server.anthropic.dialect import ANTHROPIC
+from edgeinfer.server.anthropic.routes import ANTHROPIC
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.context import Exchange, json_reply
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.security import OPEN_ROUTES, Gate, cors_headers
 from edgeinfer.server.logs import Log
-from edgeinfer.server.native.dialect import NATIVE
-from edgeinfer.server.ollama.dialect import OLLAMA
-from edgeinfer.server.openai.dialect import OPENAI
+from edgeinfer.server.native.routes import NATIVE
+from edgeinfer.server.ollama.routes import OLLAMA
+from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
 from edgeinfer.server.payload_log import Content, PayloadLog
 from edgeinfer.server.problems import Problem, from_error, internal
 from edgeinfer.server.request_body import read_body
-from edgeinfer.server.responses.dialect import RESPONSES
+from edgeinfer.server.responses.routes import RESPONSES
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 

@@ -6,10 +6,9 @@ handlers (`routes.py`) and, in `dialect.py`, the `Dialect` that `server/operatio
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -26,6 +25,7 @@ def sse_comment(said: str) -> bytes:
     return f": {said}\n\n".encode()
 
 
+Method = Literal["GET", "POST", "DELETE"]
 Handler = Callable[[Request], Awaitable[Response]]
 #: (problem, request id) → bytes
 Envelope = Callable[[Problem, str], bytes]
@@ -43,7 +43,7 @@ class Operation(msgspec.Struct, frozen=True):
     path: str
     handler: Handler
     summary: str
-    method: Literal["GET", "POST", "DELETE"] = "POST"
+    method: Method
     reply: type[msgspec.Struct] | None = None
     is_list: bool = False
     list_of: type[msgspec.Struct] | None = None
@@ -58,8 +58,32 @@ class Operation(msgspec.Struct, frozen=True):
     also: Mapping[str, type[msgspec.Struct]] = {}
 
 
-#: A GET that asks no model.
-Lookup = functools.partial(Operation, method="GET", uses_model=False)
+class RouteTable(list[Operation]):
+    """The operations of a module, added by decorators: a handler's docstring is its summary."""
+
+    def add(self, method: Method, path: str, **declared: Any) -> Callable[[Handler], Handler]:
+        """Register the decorated handler at a path; `declared` are further fields of `Operation`."""
+
+        def register(handler: Handler) -> Handler:
+            summary = (handler.__doc__ or "").partition("\n")[0]
+            self.append(Operation(path, handler, summary, method, **declared))
+            return handler
+
+        return register
+
+    def get(
+        self, path: str, *, uses_model: bool = False, **declared: Any
+    ) -> Callable[[Handler], Handler]:
+        """Register a handler of GET."""
+        return self.add("GET", path, uses_model=uses_model, **declared)
+
+    def post(self, path: str, **declared: Any) -> Callable[[Handler], Handler]:
+        """Register a handler of POST."""
+        return self.add("POST", path, **declared)
+
+    def delete(self, path: str, **declared: Any) -> Callable[[Handler], Handler]:
+        """Register a handler of DELETE."""
+        return self.add("DELETE", path, uses_model=False, **declared)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,7 +91,7 @@ class Dialect:
     """One API that clients speak."""
 
     name: str
-    operations: tuple[Operation, ...]
+    operations: Sequence[Operation]
     #: The envelope's type, for the OpenAPI document.
     error_type: type[msgspec.Struct]
     #: The envelope as a JSON body.

@@ -7,14 +7,19 @@ from starlette.responses import Response
 
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.anthropic import translate, wire
-from edgeinfer.server.anthropic.render import MessageRenderer
+from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error_events
 from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import Job, answer
 from edgeinfer.server.request_body import decode
 from edgeinfer.server.request_fields import stop_strings
 
+ROUTES = RouteTable()
 
+
+@ROUTES.post("/v1/messages", body=wire.MessagesRequest, reply=wire.MessageReply, streams=True)
 async def messages(request: Request) -> Response:
+    """Answer a conversation."""
     exchange = exchange_of(request)
     body = await decode(request, wire.MessagesRequest)
     job = Job(
@@ -29,7 +34,9 @@ async def messages(request: Request) -> Response:
     return await answer(exchange, job)
 
 
+@ROUTES.post("/v1/messages/count_tokens", body=wire.CountRequest, reply=wire.TokenCountReply)
 async def count_tokens(request: Request) -> Response:
+    """Count a conversation's tokens."""
     body = await decode(request, wire.CountRequest)
     exchange = exchange_of(request)
     turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
@@ -38,3 +45,12 @@ async def count_tokens(request: Request) -> Response:
         return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
 
     return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
+
+
+ANTHROPIC = Dialect(
+    name="anthropic",
+    error_type=wire.AnthropicError,
+    error_body=error_body,
+    error_events=error_events,
+    operations=ROUTES,
+)

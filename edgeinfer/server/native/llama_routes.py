@@ -25,6 +25,7 @@ from edgeinfer.runtime.requests import (
     Sampling,
 )
 from edgeinfer.server.context import Exchange, exchange_of, json_reply
+from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.generation import Job, answer
 from edgeinfer.server.native import wire
 from edgeinfer.server.native.render import LlamaRenderer
@@ -34,8 +35,18 @@ from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_list, decode_query
 from edgeinfer.server.request_fields import caching, refuse_infill, stop_strings
 
+ROUTES = RouteTable()
 
+
+@ROUTES.post(
+    "/completion",
+    body=wire.LlamaCompletion,
+    reply=wire.LlamaAnswer,
+    list_of=wire.LlamaAnswer,
+    streams=True,
+)
 async def completion(request: Request) -> Response:
+    """Continue a text, in llama.cpp's shape."""
     body = await decode(request, wire.LlamaCompletion)
     given = body.prompt.prompt_string if isinstance(body.prompt, wire.PromptText) else body.prompt
     found = prompts(given, "prompt")
@@ -86,7 +97,9 @@ def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
     return Grammar(body.grammar) if body.grammar else None
 
 
+@ROUTES.post("/infill", body=wire.LlamaInfill, reply=wire.LlamaAnswer, streams=True)
 async def infill(request: Request) -> Response:
+    """Write what stands between a prefix and a suffix, in llama.cpp's shape."""
     body = await decode(request, wire.LlamaInfill)
     job = Job(
         model=body.model,
@@ -108,7 +121,9 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
     return GenerateRequest(infill=gap, **_shared(body, info))
 
 
+@ROUTES.post("/embedding", body=wire.LlamaEmbedding, reply=wire.LlamaVector, is_list=True)
 async def embedding(request: Request) -> Response:
+    """Embed texts, in llama.cpp's shape."""
     body = await decode(request, wire.LlamaEmbedding)
     given = body.content if body.content is not None else body.input
     if given is None:
@@ -124,7 +139,9 @@ async def embedding(request: Request) -> Response:
     )
 
 
+@ROUTES.get("/version", reply=wire.Version)
 async def version(request: Request) -> Response:
+    """This program's version."""
     return json_reply(wire.Version(version=__version__))
 
 
@@ -132,8 +149,9 @@ async def version(request: Request) -> Response:
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
+@ROUTES.get("/lora-adapters", query=wire.AdaptersQuery, reply=wire.LoadedAdapter, is_list=True)
 async def listed(request: Request) -> Response:
-    """The default model's, or those of `?model=`."""
+    """Adapters of the default model or of `?model=`, in llama.cpp's shape."""
     exchange = exchange_of(request)
     exchange.name_model(decode_query(request, wire.AdaptersQuery).model)
     info = exchange.endpoint.models.info(exchange.model)
@@ -144,8 +162,17 @@ def _described(adapters: Sequence[Adapter]) -> list[wire.LoadedAdapter]:
     return [wire.LoadedAdapter(id=i, path=a.name, scale=a.scale) for i, a in enumerate(adapters)]
 
 
+@ROUTES.post(
+    "/lora-adapters",
+    query=wire.AdaptersQuery,
+    body=wire.LoraById,
+    takes_list=True,
+    reply=wire.LoadedAdapter,
+    is_list=True,
+    is_admin=True,
+)
 async def scaled(request: Request) -> Response:
-    """Scales for requests that name no adapters. As in llama.cpp, who is not in the list gets 0."""
+    """Scales of adapters for requests that name none, in llama.cpp's shape; one left out gets 0."""
     exchange = exchange_of(request)
     body = await decode_list(request, wire.LoraById)
     exchange.name_model(decode_query(request, wire.AdaptersQuery).model)
@@ -175,7 +202,9 @@ def chosen_of_request(
     return None if given is None else chosen(given, info.lora)
 
 
+@ROUTES.post("/v1/load_lora_adapter", body=wire.LoadAdapter, reply_type="text/plain", is_admin=True)
 async def loaded(request: Request) -> Response:
+    """Load an adapter while the model runs, in vLLM's shape."""
     exchange = exchange_of(request)
     body = await decode(request, wire.LoadAdapter)
     path = _file(exchange, body.lora_path or body.lora_name)
@@ -207,7 +236,9 @@ def _file(exchange: Exchange, text: str) -> str:
     return found[0].path
 
 
+@ROUTES.post("/v1/unload_lora_adapter", body=wire.UnloadAdapter, reply_type="text/plain", is_admin=True)
 async def unloaded(request: Request) -> Response:
+    """Unload an adapter while the model runs, in vLLM's shape."""
     exchange = exchange_of(request)
     body = await decode(request, wire.UnloadAdapter)
     exchange.name_model(body.model)

@@ -20,22 +20,27 @@ from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.context import exchange_of, json_reply, with_engine
-from edgeinfer.server.dialect import wire_timings
+from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation import Job, answer
-from edgeinfer.server.native import wire
+from edgeinfer.server.native import llama_routes, wire
 from edgeinfer.server.native.wire import AdaptersQuery, LlamaDefaults
 from edgeinfer.server.openai import translate as openai
-from edgeinfer.server.openai.render import ChatRenderer, finish_reason
+from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
+from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.request_fields import caching, loras, overridden, seed_of, stop_strings
+
+ROUTES = RouteTable()
 
 #: prometheus_client's own content type: the constant is the contract.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@ROUTES.post("/tokenize", body=wire.TokenizeRequest, reply=wire.TokenizeReply)
 async def tokenize(request: Request) -> Response:
+    """Text to tokens."""
     body = await decode(request, wire.TokenizeRequest)
     if sum(given is not None for given in (body.content, body.prompt, body.messages)) != 1:
         raise InvalidRequestError("give either content, prompt or messages", param="content")
@@ -70,7 +75,9 @@ def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.Tokeniz
     )
 
 
+@ROUTES.post("/detokenize", body=wire.DetokenizeRequest, reply=wire.DetokenizeReply)
 async def detokenize(request: Request) -> Response:
+    """Tokens to text."""
     body = await decode(request, wire.DetokenizeRequest)
 
     def work(engine: Engine) -> wire.DetokenizeReply:
@@ -84,7 +91,9 @@ async def detokenize(request: Request) -> Response:
     return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
 
 
+@ROUTES.get("/tokenizer_info", query=AdaptersQuery, reply=wire.TokenizerInfo, uses_model=True)
 async def tokenizer_info(request: Request) -> Response:
+    """The default model's special tokens and template, or those of `?model=`."""
     query = decode_query(request, AdaptersQuery)
 
     def work(engine: Engine) -> wire.TokenizerInfo:
@@ -99,7 +108,9 @@ async def tokenizer_info(request: Request) -> Response:
     return json_reply(await with_engine(exchange_of(request), query.model, None, work))
 
 
+@ROUTES.post("/apply-template", body=wire.ApplyTemplateRequest, reply=wire.ApplyTemplateReply)
 async def apply_template(request: Request) -> Response:
+    """The prompt that a conversation becomes."""
     body = await decode(request, wire.ApplyTemplateRequest)
     turns, tools = openai.messages(body.messages), openai.tools_of(body.tools)
     options = body.chat_template_kwargs or {}
@@ -110,7 +121,10 @@ async def apply_template(request: Request) -> Response:
     return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
 
 
+@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
+@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
 async def rerank(request: Request) -> Response:
+    """Order documents by relevance."""
     body = await decode(request, wire.RerankRequest)
     given = body.documents if body.texts is None else body.texts
     if not given or (body.documents and body.texts):
@@ -195,12 +209,15 @@ def _infer_request(body: wire.InferRequest | wire.InferQuery, info: EngineInfo) 
     return GenerateRequest(messages=(*turns, user), max_tokens=body.max_tokens, **shared)
 
 
+@ROUTES.get("/infer", query=wire.InferQuery, reply=wire.InferReply, uses_model=True)
 async def infer_get(request: Request) -> Response:
+    """One prompt, one answer."""
     return await _infer(request, decode_query(request, wire.InferQuery))
 
 
+@ROUTES.post("/infer", body=wire.InferRequest, reply=wire.InferReply)
 async def infer_post(request: Request) -> Response:
-    """The prompt in the query, as `curl -d '' …/infer?prompt=`, or in a JSON body."""
+    """One prompt, one answer: prompt in the query (`curl -d '' …/infer?prompt=`) or the body."""
     if request.query_params:
         return await _infer(request, decode_query(request, wire.InferQuery))
     return await _infer(request, await decode(request, wire.InferRequest))
@@ -222,14 +239,24 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
     return await answer(exchange, job)
 
 
+@ROUTES.post("/v1/models/{id}/unload", reply=wire.UnloadReply, uses_model=False, is_admin=True)
 async def unload(request: Request) -> Response:
+    """Give a model's memory back."""
     endpoint = exchange_of(request).endpoint
     meant = _resolved(endpoint, request.path_params["id"])
     return json_reply(wire.UnloadReply(id=meant, state=await endpoint.models.unload(meant)))
 
 
+@ROUTES.post(
+    "/v1/models/{id}/snapshot",
+    body=wire.SnapshotRequest,
+    reply=wire.SnapshotReply,
+    also={"409": ErrorReply, "507": ErrorReply},
+    uses_model=False,
+    is_admin=True,
+)
 async def take_snapshot(request: Request) -> Response:
-    """Answer when it is built; what runs goes on meanwhile."""
+    """Take a snapshot of a loaded model, which goes on; later launches resume it."""
     body = await decode(request, wire.SnapshotRequest)
     endpoint = exchange_of(request).endpoint
     meant = _resolved(endpoint, request.path_params["id"])
@@ -254,7 +281,9 @@ def _resolved(endpoint: Endpoint, name: str) -> str:
         raise no_such_model(name) from None
 
 
+@ROUTES.post("/v1/models/{id}/recall", body=wire.RecallRequest, reply=wire.RecallReply)
 async def recall(request: Request) -> Response:
+    """Bring what an agent's sessions begin with from the disk into memory."""
     body = await decode(request, wire.RecallRequest)
     exchange = exchange_of(request)
 
@@ -281,8 +310,9 @@ def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
     return len(tokens)
 
 
+@ROUTES.get("/health", reply=wire.Health, also={"503": wire.Health})
 async def health(request: Request) -> Response:
-    """Answer 200 once the default model has been loaded, 503 while it loads, drains or has failed."""
+    """Whether the default model is ready; 503 while it loads (with progress), fails or drains."""
     endpoint = exchange_of(request).endpoint
     models = endpoint.models
     state = models.state(models.default)
@@ -302,20 +332,25 @@ async def health(request: Request) -> Response:
     return json_reply(report) if status == "ok" else json_reply(report, 503, {"retry-after": "1"})
 
 
+@ROUTES.get("/metrics", reply_type="text/plain", is_admin=True)
 async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
     endpoint = exchange_of(request).endpoint
     return Response(
         await endpoint.in_thread(endpoint.metrics.exposition), headers={"content-type": METRICS_TYPE}
     )
 
 
+@ROUTES.get("/", reply_type="text/plain")
 async def root(request: Request) -> Response:
-    """Who is here. Ollama's clients look for these words at its port."""
+    """Whether an endpoint is here. Ollama's clients look for "Ollama is running" at its port."""
     who = "edgeinfer" if exchange_of(request).endpoint.shelf is None else "Ollama"
     return Response(f"{who} is running", media_type="text/plain")
 
 
+@ROUTES.get("/slots", reply=wire.Slots)
 async def slots(request: Request) -> Response:
+    """What was remembered of the latest prompts, and where each went a way of its own."""
     exchange = exchange_of(request)
     own = [slot for key, slot in exchange.endpoint.slots if key == exchange.key]
     return json_reply(wire.Slots(slots=own))
@@ -325,7 +360,9 @@ def _replicas(engines: Sequence[tuple[str, Engine]]) -> dict[str, ReplicasInfo]:
     return {name: engine.replicas() for name, engine in engines if isinstance(engine, HasReplicas)}
 
 
+@ROUTES.get("/props", reply=wire.Props)
 async def props(request: Request) -> Response:
+    """What this endpoint is and holds."""
     endpoint = exchange_of(request).endpoint
     info = endpoint.models.info(endpoint.models.default)
     replicas = await endpoint.in_thread(_replicas, endpoint.models.engines())
@@ -350,3 +387,12 @@ async def props(request: Request) -> Response:
             build_info=f"edgeinfer-{__version__}",
         )
     )
+
+
+NATIVE = Dialect(
+    name="native",
+    error_type=ErrorReply,
+    error_body=error_body,
+    error_events=error_events,
+    operations=[*ROUTES, *llama_routes.ROUTES],
+)

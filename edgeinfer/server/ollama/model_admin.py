@@ -19,12 +19,15 @@ from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.server.connection import disconnected
 from edgeinfer.server.context import Exchange, exchange_of
+from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.model_pool import LATEST, Shelf, spellings
 from edgeinfer.server.ollama import wire
+from edgeinfer.server.ollama.model_view import find, named
 from edgeinfer.server.ollama.render import error_line
-from edgeinfer.server.ollama.routes import find, named
 from edgeinfer.server.problems import Problem, from_error, internal
 from edgeinfer.server.request_body import decode
+
+ROUTES = RouteTable()
 
 #: How Ollama writes repositories of Hugging Face.
 _HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
@@ -44,7 +47,11 @@ def _shelf(exchange: Exchange) -> Shelf:
     return shelf
 
 
+@ROUTES.post(
+    "/api/pull", body=wire.OllamaPullRequest, reply=wire.OllamaStatus, streams=True, is_admin=True
+)
 async def pull(request: Request) -> Response:
+    """Fetch a model; a line a report."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaPullRequest)
     shelf, text = _shelf(exchange), source_of(named(body.model, body.name))
@@ -85,8 +92,11 @@ def _refuse_sizes(name: str) -> None:
     raise UnknownModelError(f"no model is called {name!r}", hint=hint)
 
 
+@ROUTES.post(
+    "/api/create", body=wire.OllamaCreateRequest, reply=wire.OllamaStatus, streams=True, is_admin=True
+)
 async def create(request: Request) -> Response:
-    """A name for a file that stays where it is, or for a model that is here."""
+    """Name a GGUF file of this machine, which stays where it is, or a model once more."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaCreateRequest)
     shelf, name = _shelf(exchange), named(body.model, body.name).removesuffix(LATEST)
@@ -101,7 +111,11 @@ async def create(request: Request) -> Response:
     return await work.begun(stream=body.stream is not False)
 
 
+@ROUTES.post(
+    "/api/copy", body=wire.OllamaCopyRequest, reply=wire.OllamaStatus, uses_model=False, is_admin=True
+)
 async def copy(request: Request) -> Response:
+    """Give a model another name beside its own."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaCopyRequest)
     shelf = _shelf(exchange)
@@ -111,7 +125,9 @@ async def copy(request: Request) -> Response:
     return _done(exchange, stream=False)
 
 
+@ROUTES.delete("/api/delete", body=wire.OllamaDeleteRequest, reply=wire.OllamaStatus, is_admin=True)
 async def delete(request: Request) -> Response:
+    """Remove a model."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaDeleteRequest)
     shelf, name = _shelf(exchange), named(body.model, body.name)
@@ -123,11 +139,15 @@ async def delete(request: Request) -> Response:
     return _done(exchange, stream=False)
 
 
+@ROUTES.post("/api/push", reply=wire.OllamaStatus, uses_model=False)
 async def push(request: Request) -> Response:
+    """Refused: nothing is pushed from here."""
     raise Problem(400, "Models are not pushed from here.", code="not_supported")
 
 
+@ROUTES.post("/api/blobs/{id}", reply=wire.OllamaStatus, uses_model=False)
 async def blob(request: Request) -> Response:
+    """Refused: files are not uploaded here."""
     raise Problem(
         400,
         "Files are not uploaded here; /api/create takes the path of a file on this machine in `from`.",

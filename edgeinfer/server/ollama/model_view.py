@@ -11,9 +11,11 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.chat_format import reasoning
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
+from edgeinfer.server.context import Exchange
 from edgeinfer.server.model_pool import Pulled, listed_name
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama.render import stamp
+from edgeinfer.server.problems import Problem
 
 if TYPE_CHECKING:
     from edgeinfer.models.gguf import GgufHeader
@@ -162,3 +164,23 @@ def _modelfile(name: str, parameters: str, files: ModelFiles | None) -> str:
     if files and files.system_prompt:
         lines.append(f"SYSTEM {msgspec.json.encode(files.system_prompt).decode()}")
     return "\n".join(lines)
+
+
+def named(model: str, name: str) -> str:
+    """The model in either spelling of the field. Raises Problem 400 without one."""
+    if not (model or name):
+        raise Problem(
+            400,
+            "Missing required parameter: 'model'.",
+            param="model",
+            code="missing_required_parameter",
+        )
+    return model or name
+
+
+async def find(exchange: Exchange, name: str) -> Pulled:
+    """A model that is here. Raises UnknownModelError."""
+    models = exchange.endpoint.models
+    wanted = models.resolve(name)
+    pulled = await exchange.endpoint.in_thread(models.pulled)
+    return next((model for model in pulled if model.name == wanted), Pulled(name=wanted))

@@ -14,12 +14,23 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
+from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import Job, answer
 from edgeinfer.server.model_pool import LoadedModel, Pulled, listed_name
-from edgeinfer.server.ollama import model_view, translate, wire
-from edgeinfer.server.ollama.render import ChatRenderer, Clock, GenerateRenderer, Shape, stamp
-from edgeinfer.server.problems import Problem
+from edgeinfer.server.ollama import model_admin, model_view, translate, wire
+from edgeinfer.server.ollama.render import (
+    ChatRenderer,
+    Clock,
+    GenerateRenderer,
+    Shape,
+    error_body,
+    error_line,
+    stamp,
+    waiting_line,
+)
 from edgeinfer.server.request_body import decode
+
+ROUTES = RouteTable()
 
 #: Ollama's API as of this version is what is followed; clients refuse versions that they find too old.
 API_VERSION = "0.13.0"
@@ -27,7 +38,9 @@ API_VERSION = "0.13.0"
 _FOR_EVER_S = 100 * 365 * 86_400.0
 
 
+@ROUTES.post("/api/chat", body=wire.OllamaChatRequest, reply=wire.OllamaChatReply, streams=True)
 async def chat(request: Request) -> Response:
+    """Answer a conversation."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaChatRequest)
     if not body.messages:
@@ -35,7 +48,11 @@ async def chat(request: Request) -> Response:
     return await _answer(exchange, body, lambda info: translate.chat(body, info), ChatRenderer)
 
 
+@ROUTES.post(
+    "/api/generate", body=wire.OllamaGenerateRequest, reply=wire.OllamaGenerateReply, streams=True
+)
 async def generate(request: Request) -> Response:
+    """Answer a prompt, go on with it, or fill the gap before a suffix."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaGenerateRequest)
     if not (body.prompt or body.suffix):
@@ -78,7 +95,9 @@ async def _load_or_unload(exchange: Exchange, body: wire.GenerationFields, shape
     return json_reply(reply)
 
 
+@ROUTES.post("/api/embed", body=wire.OllamaEmbedRequest, reply=wire.OllamaEmbedReply)
 async def embed(request: Request) -> Response:
+    """Embed texts."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaEmbedRequest)
     texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
@@ -100,7 +119,9 @@ async def embed(request: Request) -> Response:
     return json_reply(reply)
 
 
+@ROUTES.post("/api/embeddings", body=wire.OllamaEmbeddingsRequest, reply=wire.OllamaEmbeddingsReply)
 async def embeddings(request: Request) -> Response:
+    """Embed a text, as before /api/embed."""
     body = await decode(request, wire.OllamaEmbeddingsRequest)
 
     def work(engine: Engine) -> wire.OllamaEmbeddingsReply:
@@ -126,43 +147,29 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
     return [x / length for x in kept]
 
 
+@ROUTES.get("/api/tags", reply=wire.OllamaTags)
 async def tags(request: Request) -> Response:
+    """The pulled models."""
     models = exchange_of(request).endpoint.models
     pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
     return json_reply(model_view.listed(pulled))
 
 
+@ROUTES.post("/api/show", body=wire.OllamaShowRequest, reply=wire.OllamaShowReply, uses_model=False)
 async def show(request: Request) -> Response:
+    """What a model is and can do."""
     exchange = exchange_of(request)
     body = await decode(request, wire.OllamaShowRequest)
     models = exchange.endpoint.models
-    model = await find(exchange, named(body.model, body.name))
+    model = await model_view.find(exchange, model_view.named(body.model, body.name))
     reply = await exchange.endpoint.in_thread(model_view.describe, model, models.info(model.name))
     exchange.answer = reply
     return json_reply(reply)
 
 
-def named(model: str, name: str) -> str:
-    """The model in either spelling of the field. Raises Problem 400 without one."""
-    if not (model or name):
-        raise Problem(
-            400,
-            "Missing required parameter: 'model'.",
-            param="model",
-            code="missing_required_parameter",
-        )
-    return model or name
-
-
-async def find(exchange: Exchange, name: str) -> Pulled:
-    """A model that is here. Raises UnknownModelError."""
-    models = exchange.endpoint.models
-    wanted = models.resolve(name)
-    pulled = await exchange.endpoint.in_thread(models.pulled)
-    return next((model for model in pulled if model.name == wanted), Pulled(name=wanted))
-
-
+@ROUTES.get("/api/ps", reply=wire.OllamaProcesses)
 async def running(request: Request) -> Response:
+    """The loaded models."""
     models = exchange_of(request).endpoint.models
     pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
     here = {model.name: model for model in pulled}
@@ -189,5 +196,21 @@ def _running(loaded: LoadedModel, info: EngineInfo, pulled: Pulled) -> wire.Runn
     )
 
 
+@ROUTES.get("/api/version", reply=wire.OllamaVersion)
 async def version(request: Request) -> Response:
+    """The version of Ollama's API that is followed here."""
     return json_reply(wire.OllamaVersion(version=API_VERSION, edgeinfer=__version__))
+
+
+OLLAMA = Dialect(
+    name="ollama",
+    error_type=wire.OllamaError,
+    error_body=error_body,
+    error_events=error_line,
+    stream_type="application/x-ndjson",
+    comment=waiting_line,
+    prefix="/api/",
+    checks_body_type=False,
+    answers_any_name=False,
+    operations=[*ROUTES, *model_admin.ROUTES],
+)

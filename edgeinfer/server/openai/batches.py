@@ -28,9 +28,12 @@ from edgeinfer.server.batches import (
     write_record,
 )
 from edgeinfer.server.context import Exchange, exchange_of, json_reply
+from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.problems import Problem, shutting_down
 from edgeinfer.server.request_body import decode, read_body
 from edgeinfer.server.wire_types import Reply, Wire
+
+ROUTES = RouteTable()
 
 _FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
 
@@ -60,7 +63,9 @@ def _place(request: Request) -> tuple[Exchange, Batches, Path]:
     return exchange, batches, batches.folder(exchange.key)
 
 
+@ROUTES.post("/v1/files", reply=FileObject, uses_model=False)
 async def upload(request: Request) -> Response:
+    """Keep a file of requests, a multipart form with `file` and `purpose`."""
     _, _, folder = _place(request)
     content_type = request.headers.get("content-type", "")
     raw = await read_body(request)
@@ -90,19 +95,25 @@ def _form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
     return fields
 
 
+@ROUTES.get("/v1/files/{id}", reply=FileObject)
 async def one_file(request: Request) -> Response:
+    """A file of requests or answers."""
     _, _, folder = _place(request)
     return json_reply(read_record(folder, request.path_params["id"], FileObject))
 
 
+@ROUTES.get("/v1/files/{id}/content", reply_type="application/jsonl")
 async def content_of(request: Request) -> Response:
+    """The lines of a file."""
     _, _, folder = _place(request)
     record = read_record(folder, request.path_params["id"], FileObject)
     content = await asyncio.to_thread((folder / f"{record.id}.jsonl").read_bytes)
     return Response(content, media_type="application/jsonl")
 
 
+@ROUTES.delete("/v1/files/{id}", reply=FileDeleted)
 async def delete_file(request: Request) -> Response:
+    """Delete a file."""
     _, _, folder = _place(request)
     record = read_record(folder, request.path_params["id"], FileObject)
     for ending in ("json", "jsonl"):
@@ -110,7 +121,9 @@ async def delete_file(request: Request) -> Response:
     return json_reply(FileDeleted(id=record.id))
 
 
+@ROUTES.post("/v1/batches", body=BatchRequest, reply=BatchObject, uses_model=False)
 async def create(request: Request) -> Response:
+    """Answer a file of requests in the background."""
     body = await decode(request, BatchRequest)
     exchange, batches, folder = _place(request)
     if exchange.endpoint.draining:
@@ -152,12 +165,16 @@ def _lines(raw: bytes, url: str) -> list[BatchLine]:
     return list(lines.values())
 
 
+@ROUTES.get("/v1/batches/{id}", reply=BatchObject)
 async def one_batch(request: Request) -> Response:
+    """How far a batch is."""
     _, batches, folder = _place(request)
     return json_reply(batches.batch(folder, request.path_params["id"]))
 
 
+@ROUTES.post("/v1/batches/{id}/cancel", reply=BatchObject, uses_model=False)
 async def cancel(request: Request) -> Response:
+    """End a batch; what it has answered is kept."""
     _, batches, folder = _place(request)
     batch = batches.batch(folder, request.path_params["id"])
     await batches.cancel(batch.id)

@@ -16,13 +16,22 @@ from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
+from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import Job, answer
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Pulled
-from edgeinfer.server.openai import translate, wire
-from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, FunctionsRenderer
+from edgeinfer.server.openai import batches, translate, wire
+from edgeinfer.server.openai.render import (
+    ChatRenderer,
+    CompletionRenderer,
+    FunctionsRenderer,
+    error_body,
+    error_events,
+)
 from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode
+
+ROUTES = RouteTable()
 
 #: Texts of one request, as many as OpenAI takes; the engine embeds some at a time.
 _MAX_EMBEDDED = 2048
@@ -33,7 +42,9 @@ def fingerprint(info: EngineInfo) -> str:
     return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
 
 
+@ROUTES.post("/v1/chat/completions", body=wire.ChatRequest, reply=wire.ChatCompletion, streams=True)
 async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
     exchange = exchange_of(request)
     asked = await decode(request, wire.ChatRequest)
     body = translate.as_tools(asked)
@@ -61,7 +72,9 @@ async def chat_completions(request: Request) -> Response:
     return await answer(exchange, job)
 
 
+@ROUTES.post("/v1/completions", body=wire.CompletionRequest, reply=wire.Completion, streams=True)
 async def completions(request: Request) -> Response:
+    """Continue a text."""
     exchange = exchange_of(request)
     body = await decode(request, wire.CompletionRequest)
     usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -87,7 +100,9 @@ async def completions(request: Request) -> Response:
     return await answer(exchange, job)
 
 
+@ROUTES.post("/v1/embeddings", body=wire.EmbeddingRequest, reply=wire.EmbeddingReply)
 async def embeddings(request: Request) -> Response:
+    """Embed texts."""
     exchange = exchange_of(request)
     body = await decode(request, wire.EmbeddingRequest)
     texts = translate.prompts(body.input, "input", _MAX_EMBEDDED)
@@ -150,7 +165,9 @@ def _base64(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
+@ROUTES.get("/v1/models", reply=wire.ModelList)
 async def list_models(request: Request) -> Response:
+    """The pulled models."""
     exchange = exchange_of(request)
     models = exchange.endpoint.models
     pulled = await exchange.endpoint.in_thread(models.pulled)
@@ -159,7 +176,9 @@ async def list_models(request: Request) -> Response:
     return json_reply(wire.ModelList(data=cards, first_id=first, last_id=last))
 
 
+@ROUTES.get("/v1/models/{id}", reply=wire.ModelCard)
 async def one_model(request: Request) -> Response:
+    """One pulled model."""
     exchange = exchange_of(request)
     name = request.path_params["id"]
     models = exchange.endpoint.models
@@ -197,3 +216,12 @@ def _card(exchange: Exchange, pulled: Pulled) -> wire.ModelCard:
 
 def _stamp(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+OPENAI = Dialect(
+    name="openai",
+    error_type=wire.ErrorReply,
+    error_body=error_body,
+    error_events=error_events,
+    operations=[*ROUTES, *batches.ROUTES],
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -9,21 +10,30 @@ from starlette.types import Receive, Scope, Send
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import Cut, Kept
 from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.openai.render import error_body, sentence
+from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import (
     DeletedResponse,
+    InputItems,
     InputItemsQuery,
     InputTokensReply,
+    ResponseReply,
     ResponsesRequest,
     StoredQuery,
 )
 
+ROUTES = RouteTable()
 
+
+@ROUTES.post("/v1/responses", body=ResponsesRequest, reply=ResponseReply, streams=True, may_store=True)
 async def responses(request: Request) -> Response:
+    """Answer a conversation."""
     exchange = exchange_of(request)
     body = stored.go_on(exchange, await decode(request, ResponsesRequest))
     name = stored.store(exchange, body)
@@ -38,20 +48,26 @@ async def responses(request: Request) -> Response:
     return await answer(exchange, job)
 
 
+@ROUTES.post("/v1/responses/{id}/cancel", reply=ResponseReply, uses_model=False)
 async def cancel_response(request: Request) -> Response:
+    """End a response that is made in the background."""
     exchange = exchange_of(request)
     _, kept = stored.find(exchange, request.path_params["id"])
     return Response(stored.cancel(kept), media_type="application/json")
 
 
+@ROUTES.get("/v1/responses/{id}/input_items", query=InputItemsQuery, reply=InputItems)
 async def input_items(request: Request) -> Response:
+    """What a stored response answers."""
     query = decode_query(request, InputItemsQuery)
     name = request.path_params["id"]
     _, kept = stored.find(exchange_of(request), name)
     return json_reply(stored.input_items(kept, name, query))
 
 
+@ROUTES.post("/v1/responses/input_tokens", body=ResponsesRequest, reply=InputTokensReply)
 async def input_tokens(request: Request) -> Response:
+    """Count a conversation's tokens."""
     exchange = exchange_of(request)
     body = stored.go_on(exchange, await decode(request, ResponsesRequest))
     turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
@@ -62,7 +78,9 @@ async def input_tokens(request: Request) -> Response:
     return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
 
 
+@ROUTES.get("/v1/responses/{id}", query=StoredQuery, reply=ResponseReply, streams=True)
 async def stored_response(request: Request) -> Response:
+    """A stored response, or its stream from behind an event."""
     query = decode_query(request, StoredQuery)
     _, kept = stored.find(exchange_of(request), request.path_params["id"])
     if query.stream:
@@ -72,7 +90,9 @@ async def stored_response(request: Request) -> Response:
     return Response(stored.reply_of(kept), media_type="application/json")
 
 
+@ROUTES.delete("/v1/responses/{id}", reply=DeletedResponse)
 async def delete_response(request: Request) -> Response:
+    """Forget a stored response, and end it if it is being made."""
     exchange, name = exchange_of(request), request.path_params["id"]
     answers, kept = stored.find(exchange, name)
     answers.remove(exchange.key, name)
@@ -88,3 +108,24 @@ class _Again(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._kept.read(receive, send, self._cut)
+
+
+def error_events(problem: Problem, request_id: str) -> bytes:
+    """The `error` event, as its API sends it when it cannot send `response.failed`."""
+    event = {
+        "type": "error",
+        "code": problem.code,
+        "message": sentence(problem),
+        "param": problem.param,
+        "sequence_number": 0,
+    }
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
+
+
+RESPONSES = Dialect(
+    name="responses",
+    error_type=ErrorReply,
+    error_body=error_body,
+    error_events=error_events,
+    operations=ROUTES,
+)

@@ -25,7 +25,9 @@ async def _hello(request: Request) -> Response:
 
 ANOTHER = Dialect(
     name="another",
-    operations=(Operation(path="/hello", handler=_hello, summary="Greet.", reply=Sorry),),
+    operations=(
+        Operation(path="/hello", handler=_hello, summary="Greet.", method="POST", reply=Sorry),
+    ),
     error_type=Sorry,
     error_body=lambda problem, request_id: msgspec.json.encode(Sorry(problem.message)),
     error_events=lambda problem, request_id: b"data: sorry\n\n",
