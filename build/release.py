@@ -146,7 +146,7 @@ def publish(tree: Path, out: Path) -> None:
     (share / "completions").mkdir(parents=True, exist_ok=True)
     notices.write(tree, WORK / "cache/app", BACKENDS, out / "edgeinfer.cdx.json")
     (share / "edgeinfer.1").write_text(manual.page())
-    shutil.copyfile(ROOT / "docs/install.md", share / "INSTALL.md")
+    shutil.copyfile(ROOT / "docs/start/install.md", share / "INSTALL.md")
     for shell, name in (("bash", "edgeinfer.bash"), ("zsh", "_edgeinfer"), ("fish", "edgeinfer.fish")):
         (share / "completions" / name).write_text(script(shell, build_parser()) + "\n")
     for name in ("edgeinfer.1", "INSTALL.md"):

@@ -1,4 +1,4 @@
-"""Write (or with --check, compare) the parts of the docs that restate code.
+"""Write (or with --check, compare) the parts of the docs that restate code; say which links lead nowhere.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of
 GENERATORS. Text around the markers is written by hand and kept.
@@ -22,6 +22,8 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 #: DATE, … commit HASH, … cores of …; `COMMAND` and an empty line.
 FIGURE_HEAD = re.compile(r"\d{4}-\d\d-\d\d, .*commit \w+.*, \d+ cores of .*; `[^`]+`.*\.\n\n")
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -299,24 +301,48 @@ def render(text: str) -> str:
     return BLOCK.sub(lambda m: f"{m[1]}{generate(m['name'])}{m[4]}", text)
 
 
+def broken_links(path: Path, text: str) -> Iterator[str]:
+    """Yield the links of a document that lead to no file of the repository, or to no heading of one."""
+    for target in LINK.findall(FENCED.sub("", text)):
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        has_anchors = anchor and found.suffix == ".md" and found.exists()
+        if not found.exists() or (has_anchors and anchor not in anchors(found.read_text("utf-8"))):
+            yield target
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of the headings of a document, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower().strip()).replace(" ", "-") for one in headings}
+
+
+def missing_tests() -> list[str]:
+    """Return the paths of tests that .ci/run names and that are not there."""
+    named = re.findall(r"tests/[\w/]+(?:\.py)?", (ROOT / ".ci/run").read_text("utf-8"))
+    return sorted({path for path in named if not (ROOT / path).exists()})
+
+
 def main() -> int:
-    """Exit 1 under --check when a document is not what the code would write."""
+    """Exit 1 under --check when a document is not what the code would write, or a link leads nowhere."""
     check = "--check" in sys.argv[1:]
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if not path.is_file():
-            continue
+    broken = [f".ci/run: {path}" for path in missing_tests()]
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
         before = path.read_text("utf-8")
         after = render(before)
         if before != after:
             stale.append(path.relative_to(ROOT))
             if not check:
                 path.write_text(after, "utf-8")
+        broken += [f"{path.relative_to(ROOT)}: {link}" for link in broken_links(path, after)]
+    for link in broken:
+        print(f"leads nowhere: {link}", file=sys.stderr)
     for path in stale:
         print(f"{'stale' if check else 'written'}: {path}", file=sys.stderr)
     if stale and check:
         print("\nhint: make docs", file=sys.stderr)
-    return 1 if stale and check else 0
+    return 1 if check and (stale or broken) else 0
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 def corpus() -> list[str]:
     """Texts of this repository, and the strings themselves."""
-    texts = [(ROOT / "docs" / name).read_text() for name in ("guide.md", "models.md", "engine.md")]
+    texts = [
+        (ROOT / "docs" / name).read_text()
+        for name in ("start/first-answer.md", "guides/models.md", "concepts/scheduling.md")
+    ]
     return [*texts, *nasty_strings(300)]
 
 

@@ -55,7 +55,7 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
         settings = msgspec.convert(given, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"the application's arguments are wrong: {error}", hint="docs/cluster.md has the fields"
+            f"the application's arguments are wrong: {error}", hint="docs/guides/ray.md has the fields"
         ) from error
     names = [one.model for one in settings.models]
     doubled = {name for name in names if names.count(name) > 1}

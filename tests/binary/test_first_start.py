@@ -224,7 +224,7 @@ def test_needs_no_newer_libc_than_promised(used):
     )
     needed = re.findall(r"Name: GLIBC_(\d+)\.(\d+)\S*  Flags: none", found.stdout)
     assert max((int(major), int(minor)) for major, minor in needed) <= floor.FLOOR
-    assert "glibc {}.{} or newer".format(*floor.FLOOR) in (ROOT / "docs/install.md").read_text()
+    assert "glibc {}.{} or newer".format(*floor.FLOOR) in (ROOT / "docs/start/install.md").read_text()
     assert (app / "criu/bin/criu").exists()
 
 

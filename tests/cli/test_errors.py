@@ -16,7 +16,7 @@ def leaves(cls=errors.EdgeInferError):
 
 
 def test_every_code_has_a_row_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs/errors.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/errors.md").read_text()
     assert [cls.code for cls in leaves() if f"| `{cls.code}` |" not in page] == []
     assert set(errors.every_class()) == set(leaves())
 

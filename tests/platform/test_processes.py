@@ -1,4 +1,4 @@
-"""docs/processes.md names every program that this project starts as a process of its own."""
+"""docs/development/processes.md names every program that this project starts as a process of its own."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TABLE = (ROOT / "docs/processes.md").read_text()
+TABLE = (ROOT / "docs/development/processes.md").read_text()
 
 
 def modules_with_a_main():

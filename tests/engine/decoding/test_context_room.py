@@ -53,7 +53,7 @@ def plan_for(shape: Shape, memory_gib: float, **options: object) -> Plan:
 
 @pytest.mark.parametrize(
     ("shape", "memory_gib", "kv_type", "n_ctx"),
-    [  # the table of docs/engine.md
+    [  # the table of docs/concepts/scheduling.md
         (FOUR, 24, "f16", 40_960),
         (FOUR, 16, "f16", 40_960),
         (FOUR, 8, "q8_0", 37_376),

@@ -1,4 +1,4 @@
-"""Every family of models: what works with each, as the table in docs/models.md says.
+"""Every family of models: what works with each, as the table in docs/guides/models.md says.
 
 WRITE_FAMILIES=1 writes the table's figure from this run.
 """

@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def _lines() -> list[str]:
-    pages = (ROOT / "README.md", ROOT / "docs/serve.md")
+    pages = (ROOT / "README.md", ROOT / "docs/guides/serve.md")
     return [
         line.strip()
         for page in pages
