@@ -34,12 +34,12 @@ _COPY = ctypes.CFUNCTYPE(
 )  # get_tensor and set_tensor of ggml_backend_buffer_i
 _PROBE_BYTES = 4096
 _I8 = 24  # GGML_TYPE_I8
-#: More copies of one state than this are not noted: a layer has two, or one for each run of cells.
+#: Copies of one state that are recorded: a layer has two, or one for each run of cells.
 _MOST_COPIES = 4096
-#: Mappings that a process may have, where the kernel does not say; of them this share is for cells.
+#: Mappings of a process if the kernel does not say; the share of them for cells.
 _DEFAULT_MAPPINGS = 65_530
 _MAPPINGS_SHARE = 0.75
-#: Mappings are counted at most so often (seconds): some 10 ms.
+#: Interval (s) of counting mappings, which takes some 10 ms.
 _COUNT_S = 1.0
 
 
@@ -85,7 +85,7 @@ class _Entries(NamedTuple):
 
 
 class CellCopies:
-    """The library, and where its functions go. One in a process, for all its contexts."""
+    """The library, and the table entries it replaces. One per process, for all its contexts."""
 
     def __init__(self, library: ctypes.CDLL, entries: _Entries) -> None:
         self._library = library
@@ -96,7 +96,9 @@ class CellCopies:
 
     @contextlib.contextmanager
     def out(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """Note what llama.cpp copies out of `buffers` to `state`, in a list filled at the end."""
+        """Record the copies that llama.cpp makes from `buffers` to `state`, in a list filled at the
+        end.
+        """
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
         with self._at_work(buffers, self._entries.get, "edgeinfer_cells_get", transfer):
@@ -108,9 +110,9 @@ class CellCopies:
     def into(
         self, buffers: Sequence[int], state: int, pieces: Sequence[Piece], file: MappedFile | None
     ) -> Iterator[_Transfer]:
-        """Have `pieces`, in order, be taken for those bytes of the state at address `state`.
+        """Use `pieces`, in order, for those bytes of the state at address `state`.
 
-        They lie in `file`, if it is given, whose pages become the cells'. Yields what counts the bytes.
+        They lie in `file`, if given, whose pages become the cells'. Yields the counter of bytes.
         """
         can_map = file is not None and self._may_map(len(pieces))
         transfer = _Transfer(
@@ -137,7 +139,7 @@ class CellCopies:
             yield
 
     def _may_map(self, n: int) -> bool:
-        """Whether the kernel leaves this process room for `n` ranges of cells mapped on their own."""
+        """Tell if the kernel leaves this process room for `n` separately mapped ranges."""
         if self._n_free < 2 * n and time.monotonic() - self._counted_at > _COUNT_S:
             self._counted_at = time.monotonic()
             self._n_free = int(_MAPPINGS_SHARE * _most_mappings()) - sum(1 for _ in areas())
@@ -145,7 +147,7 @@ class CellCopies:
 
 
 def find_copies() -> CellCopies | None:
-    """The library, where it is there and fits ggml's tables; looked for once."""
+    """Open the library, if it fits ggml's tables; once."""
     if not _found:
         _found.append(_find() if sys.platform == "linux" else None)
     return _found[0]
@@ -191,16 +193,16 @@ def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:
     return None if get is None or put is None else _Entries(get, put)
 
 
-#: Giving back a gigabyte takes 0.1 to 0.25 s, and whoever asks meanwhile waits for it.
+#: Returning a gigabyte takes 0.1 to 0.25 s, during which an incoming request waits.
 _PIECE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CellMemory:
-    """Where the `n_cells` cells lie: `buffers`, as far as their pages can be given back.
+    """The memory of the `n_cells` cells: `buffers` whose pages can be returned.
 
     `rows` are the bytes of one cell in each tensor of the cache, in their order in the one buffer;
-    empty where that is not known. `copies` sees what llama.cpp copies, and does it otherwise.
+    empty if unknown. `copies` intercepts llama.cpp's copies.
     """
 
     buffers: tuple[Buffer, ...] = ()
@@ -214,7 +216,7 @@ class CellMemory:
         return [buffer.handle for buffer in self.buffers]
 
     def pages(self) -> Iterator[Range]:
-        """Whole pages of all buffers, in pieces."""
+        """Yield the whole pages of all buffers, in pieces."""
         for start, end in (buffer.memory for buffer in self.buffers):
             low = _round_up(start)
             high = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -222,21 +224,21 @@ class CellMemory:
                 yield Range(at, min(at + _PIECE_BYTES, high))
 
     def give_back(self, pages: Iterable[Range] | None = None) -> None:
-        """Give `pages`, or all, back to the kernel: zeros then. No sequence may have cells in them."""
+        """Return `pages`, or all, to the kernel: zeros then. No sequence may have cells in them."""
         for low, high in self.pages() if pages is None else pages:
             map_zeros(low, high)
 
     def can_be_pages_of(self, shift: int) -> bool:
-        """Whether cells lie in a page as those that are `shift` cells before them do."""
+        """Tell if cells lie in a page as those `shift` cells before them do."""
         return bool(self.copies and self.rows) and not any(
             shift * row % mmap.PAGESIZE for row in self.rows
         )
 
     def populate(self, first: int, end: int) -> None:
-        """Have the kernel give the pages of cells [first, end) now. Any thread.
+        """Populate the pages of cells [first, end) now. Any thread.
 
-        Who writes a page that was never written waits 0.3 to 0.5 ms a megabyte for it; another thread
-        can do that ahead. A kernel before 5.14 does not know how, and nothing happens.
+        The first write of a page waits 0.3 to 0.5 ms a megabyte for it; another thread can do that
+        ahead. A kernel before 5.14 does nothing.
         """
         advise(self._of_cells(first, min(end, self.n_cells)), POPULATE_WRITE)
 
@@ -250,12 +252,12 @@ class CellMemory:
             at += self.n_cells * row
 
 
-#: Of a context whose cells are unknown, or not this process's own memory.
+#: For a context whose cells are unknown, or in device memory.
 NO_CELLS = CellMemory()
 
 
 def cell_memory(buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int) -> CellMemory:
-    """The memory of `buffers`; its `rows` are believed where they add up to the one buffer."""
+    """Describe the memory of `buffers`; `rows` are trusted if they add up to the one buffer."""
     size = sum(memory.high - memory.low for _, memory in buffers)
     is_known = len(buffers) == 1 and sum(rows) * n_cells == size
     copies = find_copies() if buffers else None

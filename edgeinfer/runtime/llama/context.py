@@ -117,12 +117,10 @@ class Batch:
         self.n_outputs = 0
 
     def clear(self) -> None:
-        """Begin another batch."""
         self.n_tokens = self.n_outputs = 0
 
     @property
     def room(self) -> int:
-        """Tokens that still fit."""
         return self.capacity - self.n_tokens
 
     def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
@@ -155,7 +153,7 @@ class Batch:
             raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
 
     def decode(self, active: ActiveContext) -> int:
-        """llama_decode's return code: 0, or 1 when no KV cells were found; negative is fatal."""
+        """Run llama_decode and return its code: 0, or 1 without KV cells; negative is fatal."""
         self._native.n_tokens = self.n_tokens
         return libllama.decode(active.context, self._native)
 
@@ -168,7 +166,7 @@ class Logits:
         self._row_type = ctypes.c_float * n_vocab
 
     def row(self, index: int) -> npt.NDArray[np.float32]:
-        """The logits of the batch's token `index`. Raises DecodeError when it asked for none."""
+        """Return the logits of the batch's token `index`. Raises DecodeError if it has none."""
         pointer = L.llama_get_logits_ith(self._active.context, index)
         if not pointer:
             raise DecodeError(f"token {index} of the batch has no logits")
@@ -177,10 +175,11 @@ class Logits:
 
 
 class AbortFlag:
-    """Ends a llama_decode early. Any thread may call `ask`, the one that decodes the rest.
+    """End a llama_decode early. Any thread may call `ask`, the one that decodes the rest.
 
-    llama.cpp asks a callback before each node of its graph. One in Python would take the interpreter's
-    lock thousands of times a step; libc's `strlen` over our buffer needs none: "" goes on, "x" ends.
+    llama.cpp calls back before each node of its graph. A callback in Python would take the
+    interpreter's lock thousands of times a step; libc's `strlen` over our buffer needs none: ""
+    continues, "x" aborts.
     """
 
     def __init__(self) -> None:
@@ -189,15 +188,15 @@ class AbortFlag:
         self._callback = ctypes.cast(strlen, libllama.lib().ggml_abort_callback)
 
     def put_on(self, context: Any) -> None:
-        """Have the computing of `context` ask."""
+        """Make the computations of `context` abortable."""
         libllama.lib().llama_set_abort_callback(
             context, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
         )
 
     def ask(self) -> None:
-        """End the llama_decode that is running, or the next; it returns 2."""
+        """Abort the llama_decode that is running, or the next; it returns 2."""
         self._text[0] = b"x"
 
     def clear(self) -> None:
-        """Let computing go on."""
+        """Stop aborting."""
         self._text[0] = b"\0"

@@ -1,7 +1,7 @@
-"""Libraries of our own C++ (native/): where they lie, and attention for ggml's CPU backend.
+"""The in-tree C++ libraries (native/): their folder, and attention for ggml's CPU backend.
 
-ggml asks each "extra buffer type" for an operation before it computes that itself, which is how its
-repacked weights work. The attention library is one more of them, and no place for weights
+ggml offers each operation to its "extra buffer types" before it computes it, which is how its repacked
+weights work. The attention library is one more of them, and holds no weights
 (docs/decisions/095-attention-of-our-own.md).
 """
 
@@ -32,7 +32,7 @@ LEVELS = {"haswell": "v3", "alderlake": "v3"} | dict.fromkeys(
 class Attention(msgspec.Struct, frozen=True):
     """The attention in use. `level` is "v3", "v4", or "" for llama.cpp's own, which has no `version`.
 
-    `version` is a digest of what the library was made from.
+    `version` is a digest of the library's sources.
     """
 
     level: str = ""
@@ -40,13 +40,13 @@ class Attention(msgspec.Struct, frozen=True):
 
 
 def folder() -> Path:
-    """Where the libraries lie: in the shipped file's folder, or where native/build.sh puts them."""
+    """Return the libraries' folder: in the shipped file, or where native/build.sh puts them."""
     frozen = getattr(sys, "_MEIPASS", None)
     return Path(frozen) / "native" if frozen else Path(sys.prefix) / "lib/edgeinfer/native"
 
 
 def library(name: str) -> Path:
-    """The library of that name: "guard", "attention-v3"."""
+    """Return the path of a library: "guard", "attention-v3"."""
     return folder() / f"libedgeinfer-{name}.so.1"
 
 
@@ -70,7 +70,7 @@ def _fits(binding_version: str) -> bool:
 
 
 def cpu_library() -> str:
-    """The library of ggml's CPU variant that this process maps; "" where there are no variants."""
+    """Find the mapped library of ggml's CPU variant; "" without variants."""
     try:
         maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape")
     except OSError:
@@ -85,10 +85,10 @@ def variant_of(path: str) -> str:
 
 
 def use_attention(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Attention:
-    """Have the CPU backend, which is loaded, compute attention by our library; called once.
+    """Register the attention library with the loaded CPU backend; called once.
 
-    Where it is not here or does not open, and for variants that it is not compiled for, llama.cpp's own
-    stays. `ggml` and `base` are libggml and libggml-base, with their functions declared.
+    llama.cpp's own stays if the library is missing, does not open, or is not compiled for this variant.
+    `ggml` and `base` are libggml and libggml-base, with their functions declared.
     """
     path = cpu_library()
     level = LEVELS.get(variant_of(path), "")

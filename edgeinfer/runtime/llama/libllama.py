@@ -1,8 +1,8 @@
-"""llama.cpp itself: finding its CPU variants, catching what it logs, and saying how it was built.
+"""llama.cpp itself: its CPU variants, its log, and its build.
 
 The only module that imports llama_cpp. The portable wheel keeps one library per instruction set beside
-the package; nothing loads them by itself. `lib()` does so once per process, and whoever opens a model
-calls it. `L` is the same binding for those who are handed a model, a context or a memory already.
+the package, and nothing loads them by itself. `lib()` does so once per process before a model is
+opened. `L` is the same binding for code that holds a model, a context or a memory already.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 @contextmanager
 def _environment_while_mapped() -> Iterator[None]:
-    """Set what the user has not set, and remove it again: no child process inherits it."""
+    """Set unset variables, and remove them again: no child process inherits them."""
     ours = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
     os.environ |= ours
     try:
@@ -63,8 +63,8 @@ _listeners: list[list[str]] = []
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How llama.cpp was built. `cpu_variant` "": one library serves every CPU.
 
-    `attention` is the level of our own in use, "v3" or "v4", and `attention_version` a digest of what
-    it was made from; both are "" for llama.cpp's own.
+    `attention` is the level of the in-tree attention in use, "v3" or "v4", and `attention_version` a
+    digest of its sources; both are "" for llama.cpp's own.
     """
 
     binding_version: str
@@ -113,7 +113,7 @@ def _capture_logs() -> None:
 
 
 def _say_aborts() -> None:
-    """Print what ggml aborts for; it would run gdb on this process as well."""
+    """Print ggml's abort message, without gdb on this process."""
 
     def on_abort(message: bytes) -> None:
         os.write(2, message + b"\n")
@@ -124,12 +124,12 @@ def _say_aborts() -> None:
 
 
 def recent_log(lines: int = 10) -> list[str]:
-    """The last warnings and errors of llama.cpp, oldest first."""
+    """Return the last warnings and errors of llama.cpp, oldest first."""
     return [line for line in list(_log)[-lines:] if line.strip(" .")]
 
 
 def clear_log() -> None:
-    """Forget what was logged: before a call whose own words are wanted."""
+    """Clear the log before a call whose own messages are wanted."""
     _log.clear()
 
 
@@ -145,12 +145,12 @@ def listening() -> Iterator[list[str]]:
 
 
 def library_dir() -> Path:
-    """Where libllama and libggml are."""
+    """Return the folder of libllama and libggml."""
     return Path(llama_cpp.__file__).resolve().parent / "lib"
 
 
 def variant_dirs() -> list[Path]:
-    """Folders that may hold the CPU variants: beside the package, or in a frozen program."""
+    """List the folders that may hold the CPU variants: beside the package, or in a frozen program."""
     package = Path(llama_cpp.__file__).resolve().parent
     frozen = getattr(sys, "_MEIPASS", None)
     places = [package.parent / "bin", package / "lib", package / "bin"]
@@ -185,7 +185,7 @@ def _load_backends() -> ctypes.CDLL:
 
 
 def load_backend(path: str) -> tuple[int, list[str]]:
-    """Register a backend library: ggml's handle of it, 0 when it could not, and what was logged."""
+    """Register a backend library: ggml's handle of it, 0 on failure, and the log."""
     lib()
     with registry_lock, listening() as lines:
         return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
@@ -197,9 +197,9 @@ def own_library(name: str) -> ctypes.CDLL:
 
 
 def guard_decode() -> None:
-    """Have errors of devices come back from `decode` and `move_state`, by native/guard.cpp, once.
+    """Return devices' errors from `decode` and `move_state`, by native/guard.cpp; once.
 
-    They are C++ exceptions and aborts, which without it end the process.
+    They are C++ exceptions and aborts, which would end the process.
     """
     if "decode" in _state:
         return
@@ -221,7 +221,7 @@ def guard_decode() -> None:
 
 
 def decode(context: Any, batch: Any) -> int:
-    """llama_decode's code: 0, 1 when no KV cells were found, 2 when given up; negative is fatal."""
+    """Run llama_decode: 0, 1 without KV cells, 2 if aborted; negative is fatal."""
     return int(_state.get("decode", L.llama_decode)(context, batch))
 
 
@@ -232,7 +232,7 @@ def move_state(function: Any, *args: Any) -> int:
 
 
 def base_library() -> ctypes.CDLL:
-    """libggml-base, which llama.cpp allocates with; its functions that edgeinfer calls are declared."""
+    """Open libggml-base, with the functions that edgeinfer calls declared."""
     base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -275,7 +275,7 @@ def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
 
 @cache
 def build_info() -> BuildInfo:
-    """What `doctor` and `version` show. Raises EngineError as `lib` does."""
+    """Describe the build for `doctor` and `version`. Raises EngineError as `lib` does."""
     llama = lib()
     base = base_library()
     system = llama.llama_print_system_info().decode()
@@ -299,5 +299,5 @@ def build_info() -> BuildInfo:
 
 
 def supports_gpu() -> bool:
-    """Whether this build can offload layers to a GPU that is here."""
+    """Tell if this build can offload layers to a GPU of this machine."""
     return bool(lib().llama_supports_gpu_offload())

@@ -24,9 +24,9 @@ Held = dict[str, Any]
 class LoraAdapters:
     """The adapters of an engine by name, in every model that it may decode with.
 
-    `key` is for any thread; `use`, `change` and what follows are for the thread that decodes, between
-    two steps. `lock` is held while a request gets its key and is queued, so that no adapter goes
-    between the two.
+    `key` is for any thread; `use`, `change` and the rest are for the decode thread, between two steps.
+    `lock` is held while a request gets its key and is queued, so that no adapter is unloaded between
+    the two.
     """
 
     def __init__(self, model: Any, active: ActiveContext, wanted: Sequence[Adapter]) -> None:
@@ -41,7 +41,7 @@ class LoraAdapters:
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
-        """Those that requests may name, in the order of loading."""
+        """The adapters that requests may name, in the order of loading."""
         return tuple(adapter for adapter, _ in self._named.values())
 
     def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
@@ -77,7 +77,7 @@ class LoraAdapters:
         self._current, self._context = adapters, context
 
     def change(self, wanted: Sequence[Adapter]) -> None:
-        """Let requests name these adapters, and no others. Those that went stay until `release`.
+        """Let requests name these adapters, and no others. Removed ones stay loaded until `release`.
 
         Raises InvalidRequestError, ModelLoadError; nothing has changed then.
         """
@@ -97,11 +97,11 @@ class LoraAdapters:
             self._named = named
 
     def left(self) -> frozenset[str]:
-        """Stamps of adapters that no request can name any more, and that are not released yet."""
+        """List the stamps of removed adapters that are still loaded."""
         return self._homes_held() - {stamp for _, stamp in self._named.values()}
 
     def release(self) -> None:
-        """Give back the memory of those. Nothing that runs uses them."""
+        """Free removed adapters, which no running request uses."""
         if left := self.left():
             self.use(())
             self._free_but(self._homes_held() - left)
@@ -115,18 +115,18 @@ class LoraAdapters:
                 L.llama_adapter_lora_free(held.pop(stamp))
 
     def open(self, model: Any) -> Held:
-        """Load all into another model. Any thread. Raises ModelLoadError."""
+        """Load all adapters for another model. Any thread. Raises ModelLoadError."""
         held: Held = {}
         _fill(model, held, self._named)
         return held
 
     def attach(self, model: Any, held: Held) -> None:
-        """Have another model, with `held` loaded by `open`, follow changes. Raises ModelLoadError."""
+        """Keep the adapters of another model, loaded by `open`, up to date. Raises ModelLoadError."""
         _fill(model, held, self._named)
         self._homes.append((model, held))
 
     def detach(self) -> Held:
-        """Forget the model that was entered; what the first one has."""
+        """Forget the attached model, and return the first one's adapters."""
         del self._homes[1:]
         return self._homes[0][1]
 

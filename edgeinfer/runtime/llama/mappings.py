@@ -1,4 +1,4 @@
-"""This process's mappings of memory on Linux, and advice to the kernel about them."""
+"""This process's memory mappings on Linux, and madvise(2) on them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Area(NamedTuple):
 
 
 def areas() -> Iterator[Area]:
-    """This process's mappings, in order."""
+    """Yield this process's mappings, in order."""
     try:
         file = open("/proc/self/maps", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     except FileNotFoundError:
@@ -63,9 +63,9 @@ def advise(ranges: Iterable[Range], advice: int) -> None:
 
 
 def map_zeros(low: int, high: int) -> None:
-    """Have whole pages, which are the caller's, be private memory that was never touched.
+    """Replace whole pages of the caller by private memory that was never touched.
 
-    Where the kernel has no room for the mapping, they keep what they hold.
+    If the kernel has no room for the mapping, they keep their contents.
     """
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
@@ -76,19 +76,17 @@ def map_zeros(low: int, high: int) -> None:
 
 
 class HugePages:
-    """Huge pages for the large allocations between the making of this and `ask`, where the kernel gives
-    them when asked.
+    """Request huge pages for the large allocations made between this object's creation and `ask`.
 
-    For weights that are computed (repacked) into memory of their own: a fault brings 2 MB, and decoding
-    misses the TLB less. Not for a KV cache, of which a short conversation touches a little in many
-    places.
+    For repacked weights, which have memory of their own: a fault brings 2 MB, and decoding misses the
+    TLB less. Not for a KV cache, of which a short conversation touches a little in many places.
     """
 
     def __init__(self) -> None:
         self._before = list(_anonymous())
 
     def ask(self) -> None:
-        """Nothing of the allocations needs to be touched yet."""
+        """Request them; the allocations need not be touched yet."""
         new = [
             Range(low, high)
             for area in _anonymous()
@@ -99,7 +97,7 @@ class HugePages:
             advise(new, HUGEPAGE)
 
     def _cut(self, low: int, high: int) -> Iterator[Range]:
-        """What of a range was not there before; neighbours may have grown together."""
+        """Yield the new parts of a range; neighbours may have grown together."""
         for known_low, known_high in self._before:
             if known_high <= low or known_low >= high:
                 continue
@@ -111,9 +109,9 @@ class HugePages:
 
 
 class Untouched:
-    """Tells anonymous memory that was never touched, and so holds zeros and takes no page.
+    """Tell which anonymous memory was never touched, and so holds zeros and takes no page.
 
-    Of what is anonymous when this is made. Nothing is untouched where the kernel does not say.
+    Covers what is anonymous when this is made; nothing if the kernel does not say.
     """
 
     def __init__(self) -> None:
@@ -124,7 +122,7 @@ class Untouched:
             self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
     def holds(self, low: int, high: int) -> bool:
-        """Whether no page of this range was ever touched."""
+        """Tell if no page of this range was ever touched."""
         at = bisect.bisect_right(self._lows, low) - 1
         if self._fd < 0 or at < 0 or high > self._anonymous[at].high:
             return False
@@ -135,7 +133,7 @@ class Untouched:
         return len(entries) == wanted and max(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES]) < _SWAPPED
 
     def close(self) -> None:
-        """Close what the kernel says. Idempotent."""
+        """Close the kernel's page map. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

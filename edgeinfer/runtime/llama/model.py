@@ -115,7 +115,7 @@ class Loaded:
         return ActiveContext(self.context, self.cells)
 
     def free(self) -> None:
-        """Give everything back. Idempotent; nothing may use the pointers afterwards."""
+        """Free context and model. Idempotent; no pointer may be used afterwards."""
         llama = libllama.lib()
         if self.context:
             llama.llama_free(self.context)
@@ -153,7 +153,7 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
 
 
 def _refuse_encoder_decoder(model: Any, path: str) -> None:
-    """Raise ModelLoadError for a model (T5, BART) that reads with one half and writes with another."""
+    """Raise ModelLoadError for a model (T5, BART) with both halves."""
     llama = libllama.lib()
     if llama.llama_model_has_encoder(model) and llama.llama_model_has_decoder(model):
         raise ModelLoadError(
@@ -163,7 +163,7 @@ def _refuse_encoder_decoder(model: Any, path: str) -> None:
 
 
 def check_options(options: LoadOptions) -> None:
-    """Raises UsageError naming the option that is out of range."""
+    """Raise UsageError naming the option that is out of range."""
     try:
         load_options.check(options)
     except ValueError as error:
@@ -171,7 +171,7 @@ def check_options(options: LoadOptions) -> None:
 
 
 def check_files(paths: tuple[str, ...]) -> None:
-    """Raises ModelLoadError naming the file that is missing."""
+    """Raise ModelLoadError naming the file that is missing."""
     for path in paths:
         if not os.path.isfile(path):
             raise ModelLoadError(f"{path} is not there")
@@ -229,7 +229,7 @@ def free_model(model: Any) -> None:
 
 
 def read_meta(model: Any) -> dict[str, str]:
-    """The file's scalar metadata as text."""
+    """Read the file's scalar metadata as text."""
     llama = libllama.lib()
     buffer = ctypes.create_string_buffer(1 << 16)
     meta = {}
@@ -247,8 +247,8 @@ def read_meta(model: Any) -> dict[str, str]:
 
 
 def model_shape(model: Any, meta: dict[str, str]) -> Shape:
-    """The sizes of a loaded model. llama.cpp keeps no arrays of the metadata: where head counts differ
-    by layer, those it names stand for all, an upper bound.
+    """Work out the sizes of a loaded model. llama.cpp keeps no arrays of the metadata: head counts that
+    differ by layer are taken for all, an upper bound.
     """
     llama = libllama.lib()
     metadata: dict[str, object] = {
@@ -305,7 +305,7 @@ def _with_context(
 
 
 def with_another_context(loaded: Loaded, model: Any, options: LoadOptions) -> Loaded:
-    """`loaded` with a context of `model` elsewhere. Raises ModelLoadError, OutOfMemoryError."""
+    """Return `loaded` with a context of `model`. Raises ModelLoadError, OutOfMemoryError."""
     llama = libllama.lib()
     kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
     params = _planned_params(msgspec.structs.replace(options, **kept), loaded.plan)
@@ -346,7 +346,7 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
 def context_params(
     options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
 ) -> Any:
-    """Parameters of a context: unified KV cache, no timers. A KV type that nobody chose is f16."""
+    """Make parameters of a context: unified KV cache, no timers. An unchosen KV type is f16."""
     llama = libllama.lib()
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
     params = llama.llama_context_default_params()
@@ -411,7 +411,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
 def _cells(
     buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
-    """Those of the buffers that are the KV cache's, by the sizes that llama.cpp says.
+    """Find the KV cache's buffers by the sizes in llama.cpp's log.
 
     They live as long as the context; others may be replaced. Without flash attention V is transposed.
     """
@@ -447,10 +447,11 @@ class _Override(ctypes.Structure):
 
 
 class Placement:
-    """The parameters of a model for `offload`, whose parts lie on `pointers` (ggml_backend_dev_t).
+    """The device parameters of a model for `offload`, whose parts lie on `pointers`
+    (ggml_backend_dev_t).
 
     Without pointers it is all the CPU's: an empty list of devices, because llama.cpp creates each that
-    it knows even for no layers. It keeps pointers to what is here while it loads.
+    it knows even for no layers. llama.cpp keeps pointers to this object's memory while it loads.
     """
 
     def __init__(self, pointers: Sequence[int], offload: Offload | None = None) -> None:
@@ -462,7 +463,7 @@ class Placement:
         self._overrides = _overrides(offload.n_without_experts if offload and pointers else 0)
 
     def write(self, params: Any) -> None:
-        """Set what `params` (llama_model_params) say of devices."""
+        """Set the device fields of `params` (llama_model_params)."""
         params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
         params.n_gpu_layers = self._n_layers
         if self._n_layers:

@@ -1,4 +1,4 @@
-"""Sampling by llama.cpp's sampler chains, one a request; plain greedy needs none."""
+"""Sampling by llama.cpp's sampler chains, one per request; plain greedy needs none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEUTRAL_MIN_KEEP = 1
 
 
 def is_plain_greedy(sampling: Sampling) -> bool:
-    """Whether the largest logit is the answer: temperature 0 and nothing that bends the logits."""
+    """Tell if the largest logit is the answer: temperature 0, unbiased and without penalties."""
     return (
         sampling.temperature <= 0
         and not sampling.logit_bias
@@ -35,7 +35,7 @@ def _penalises(s: Sampling) -> bool:
 class Sampler:
     """One request's sampler. Owns native memory until `close`. One thread at a time.
 
-    `history` is how many of the last prompt tokens the penalties look at.
+    `history` is the number of last prompt tokens that penalties read.
     """
 
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
@@ -44,13 +44,13 @@ class Sampler:
         self.history = 0 if self._greedy else _history(sampling, n_ctx)
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """The next token from batch row `row`, which `logits` views, accepted into the history."""
+        """Sample from batch row `row`, which `logits` views, and accept the token into the history."""
         if self._chain is None:
             return int(logits.argmax())
         return int(L.llama_sampler_sample(self._chain, context, row))
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Let the penalties see tokens that were not sampled here: the prompt's."""
+        """Accept tokens into the penalties' history that were not sampled here: the prompt's."""
         if self._chain is not None:
             for token in tokens:
                 L.llama_sampler_accept(self._chain, token)
@@ -67,7 +67,7 @@ class Sampler:
 
 
 def _history(s: Sampling, n_ctx: int) -> int:
-    """How many of the last tokens its penalties look at; a negative option stands for all."""
+    """Count the last tokens that the penalties read; a negative option stands for all."""
     wanted = [s.repeat_last_n] if _penalises(s) else []
     if s.dry_multiplier:
         wanted.append(s.dry_penalty_last_n)
@@ -84,7 +84,7 @@ def _chain(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Any:
 
 
 def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
-    """The stages in llama.cpp's order, neutral ones left out; the last one picks."""
+    """Make the stages in llama.cpp's order without neutral ones; the last one samples."""
     if s.logit_bias:
         pairs = (L.llama_logit_bias * len(s.logit_bias))(*((t, b) for t, b in s.logit_bias.items()))
         yield L.llama_sampler_init_logit_bias(vocab.n_vocab, len(s.logit_bias), pairs)

@@ -1,12 +1,12 @@
-"""Large CPU buffers of llama.cpp that are cleared by giving their pages back instead of writing zeros.
+"""Clear large CPU buffers of llama.cpp by returning their pages instead of writing zeros.
 
 llama.cpp clears a KV cache when it makes it: 0.5 s and a gigabyte of memory for each gigabyte, though
-most cells may never be used. Anonymous memory that was given back reads as zeros as well (madvise(2)).
+most cells may never be used. Returned anonymous memory reads as zeros as well (madvise(2)).
 
-ggml has no option for this: in the table of functions that a buffer begins with, the one that clears is
-replaced. Only for the first clearing: later, parts of a buffer may be mapped from a file, whose content
-would come back. Which entry is which is found by trying: one counts only when ggml's public function
-calls what was put there, and where none is found, ggml's own function stays (decision 082).
+ggml has no option for this: the clearing entry of a buffer's function table is replaced, for the first
+clearing only: later, parts of a buffer may be mapped from a file, whose content would come back. The
+entry is found by probing: one counts only if ggml's public function calls the probe, and without one
+ggml's own function stays (decision 082).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _found: list[_SparseBuffers | None] = []
 
 @contextlib.contextmanager
 def sparse_buffers() -> Iterator[list[Buffer]]:
-    """Let large buffers made meanwhile be cleared by giving pages back; yields them, at the end."""
+    """Clear large buffers made meanwhile by returning pages; yields them, at the end."""
     if not _found:
         _found.append(_find() if sys.platform == "linux" else None)
     sparse = _found[0]
@@ -53,7 +53,7 @@ def sparse_buffers() -> Iterator[list[Buffer]]:
 
 
 class _SparseBuffers:
-    """The two table entries and what takes their places; never freed: buffers keep pointers to it."""
+    """The two table entries and their replacements; never freed: buffers keep pointers to them."""
 
     def __init__(self, ggml: ctypes.CDLL, buffer_type: int, allocate: int, clear: int) -> None:
         self._ggml = ggml
@@ -125,12 +125,12 @@ def _find() -> _SparseBuffers | None:
 
 
 def table(address: int, length: int) -> Any:
-    """The `length` pointers at `address`, to be read and written."""
+    """View the `length` pointers at `address`, for reading and writing."""
     return (Pointer * length).from_address(address)
 
 
 def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | None:
-    """The number of the entry that `call`, of ctypes prototype `kind`, goes through, or None."""
+    """Find the entry that `call`, of ctypes prototype `kind`, goes through, or None."""
     seen: list[bool] = []
 
     def note(*_: object) -> None:
@@ -147,7 +147,7 @@ def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | Non
 
 @contextlib.contextmanager
 def replaced(entries: Any, number: int, function: Any) -> Iterator[None]:
-    """Have `function`, of ctypes, in an entry's place during the block."""
+    """Put `function`, of ctypes, in an entry's place during the block."""
     before = entries[number]
     entries[number] = ctypes.cast(function, Pointer).value
     try:

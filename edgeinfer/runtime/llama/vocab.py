@@ -17,9 +17,9 @@ _CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
 class FimTokens(NamedTuple):
-    """Tokens that mark what is before a gap, behind it and in it.
+    """Tokens for fill-in-the-middle: before the prefix, the suffix and the middle.
 
-    `repo` and `file` are -1 where a model has none.
+    `repo` and `file` are -1 if a model has none.
     """
 
     prefix: int
@@ -46,14 +46,14 @@ class Vocab:
 
     @cached_property
     def eos_tokens(self) -> tuple[int, ...]:
-        """Find all ends of generation, end of turn first, on first use: 80 ms for 262,144."""
+        """Find all end-of-generation tokens, end of turn first, on first use: 80 ms for 262,144."""
         ends = [t for t in range(self.n_vocab) if L.llama_vocab_is_eog(self.pointer, t)]
         first = [t for t in (self.eos, L.llama_vocab_eot(self.pointer)) if t in ends]
         return tuple(dict.fromkeys(first + ends))
 
     @cached_property
     def fim(self) -> FimTokens | None:
-        """The tokens for filling a gap; None for a model that was not made for it."""
+        """The fill-in-the-middle tokens; None for a model without them."""
         found = FimTokens(
             prefix=L.llama_vocab_fim_pre(self.pointer),
             suffix=L.llama_vocab_fim_suf(self.pointer),
@@ -64,15 +64,15 @@ class Vocab:
         return found if min(found.prefix, found.suffix, found.middle) >= 0 else None
 
     def is_eos(self, token: int) -> bool:
-        """Whether the token ends a generation."""
+        """Tell if the token ends a generation."""
         return bool(L.llama_vocab_is_eog(self.pointer, token))
 
     def is_control(self, token: int) -> bool:
-        """Whether the token stands for no text of its own."""
+        """Tell if the token has no text of its own."""
         return bool(L.llama_vocab_is_control(self.pointer, token))
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """A token's bytes; control tokens if `special`. Raises IndexError beyond the last."""
+        """Return a token's bytes; control tokens if `special`. Raises IndexError beyond the last."""
         cache = self._special_pieces if special else self._pieces
         found = cache.get(token)
         if found is None:
@@ -108,13 +108,13 @@ class Vocab:
         return ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value or 0
 
     def text(self, token: int) -> str:
-        """A token's own spelling in the vocabulary, "" when there is no such token."""
+        """Return a token's spelling, "" without such a token."""
         if not 0 <= token < self.n_vocab:
             return ""
         return self.piece(token, special=True).decode("utf-8", "replace")
 
     def raw_text(self, token: int) -> bytes:
-        """A token as the file spells it; what two vocabularies are compared by."""
+        """Return a token as the file spells it, which vocabularies are compared by."""
         return bytes(L.llama_vocab_get_text(self.pointer, token))
 
     def control_tokens(self) -> dict[str, int]:
@@ -124,19 +124,20 @@ class Vocab:
         return {self.raw_text(t).decode("utf-8", "replace"): t for t in found}
 
     def strips_left(self, token: int) -> bool:
-        """Whether the token takes away white space before it."""
+        """Tell if the token strips white space before it."""
         return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_LSTRIP)
 
     def strips_right(self, token: int) -> bool:
-        """Whether the token takes away white space behind it."""
+        """Tell if the token strips white space behind it."""
         return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_RSTRIP)
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """Tokens of `text`.
+        """Tokenize `text`.
 
-        `parse_special` reads `<|im_end|>` and its like as tokens; `add_special` adds BOS where due.
+        `parse_special` reads `<|im_end|>` and its like as tokens; `add_special` adds BOS if the model
+        wants it.
         """
         data = normalized(text, self._normalizer).encode("utf-8", "replace")
         size = len(data) // 2 + 16

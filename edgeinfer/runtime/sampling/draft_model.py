@@ -1,4 +1,4 @@
-"""A small model that drafts for a large one: all but making and freeing it is for the decode thread."""
+"""A draft model for speculative decoding: all but making and freeing it is for the decode thread."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.sampling.speculative import Acceptance
 
-#: A guess less likely than this, by the draft model's own word, is not worth a row in the batch.
+#: Draft tokens less likely than this by the draft model are not worth a row in the batch.
 _MIN_PROBABILITY = 0.4
-#: llama.cpp pads vocabularies; drafts and targets may differ by so many unused tokens at the end.
+#: llama.cpp pads vocabularies: this many unused tokens at the end may differ.
 _MAX_PADDING = 128
-#: Acceptance rate that is assumed before anything was verified.
+#: Acceptance rate assumed at the start.
 _START = 0.8
 
 
@@ -60,11 +60,11 @@ class DraftModel:
         self.s_per_token = 1e-6
 
     def drafter(self) -> ModelDrafter:
-        """A drafter for one request."""
+        """Make a drafter for one request."""
         return ModelDrafter(self)
 
     def take(self) -> int | None:
-        """A sequence id, None when all are taken."""
+        """Reserve a sequence id, None if all are in use."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -72,13 +72,13 @@ class DraftModel:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Forget a sequence."""
+        """Free a sequence id."""
         self._active.remove(slot)
         del self._held[slot]
         self._free.append(slot)
 
     def draft(self, slot: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` tokens this model would say after `tokens`, as long as it is sure enough."""
+        """Return up to `limit` draft tokens after `tokens`, while the model is confident enough."""
         if max(tokens[-limit:]) >= self._n_vocab or not self._catch_up(slot, tokens):
             return []
         drafts: list[int] = []
@@ -107,7 +107,7 @@ class DraftModel:
         self._batch.clear()
         self._batch.add(tokens, len(held), slot, outputs=1)
         if self._batch.decode(self._active):
-            self._forget_all()  # no cells left, or worse: begin anew, a draft is never needed
+            self._forget_all()  # no cells left, or worse: start again, a draft is never needed
             return False
         held += tokens
         return True
@@ -118,11 +118,10 @@ class DraftModel:
             held.clear()
 
     def park(self) -> None:
-        """Forget what was computed. Only while idle."""
+        """Drop the cache. Only while idle."""
         self._forget_all()
 
     def set_threads(self, n: int) -> None:
-        """Decode threads from now on."""
         self._active.set_threads(n)
 
     def close(self) -> None:
@@ -162,14 +161,14 @@ class ModelDrafter:
         return drafts
 
     def close(self) -> None:
-        """Give the sequence back. Idempotent."""
+        """Free the sequence id. Idempotent."""
         if self._slot is not None:
             self._model.give_back(self._slot)
             self._slot = None
 
 
 def check_same_vocabulary(main: Vocab, draft: Vocab) -> None:
-    """Raises ModelLoadError, naming the first difference."""
+    """Compare two vocabularies. Raises ModelLoadError, naming the first difference."""
     differs = ""
     if main.kind != draft.kind or abs(main.n_vocab - draft.n_vocab) > _MAX_PADDING:
         differs = f"{draft.n_vocab} tokens instead of {main.n_vocab}"

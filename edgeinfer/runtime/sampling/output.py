@@ -1,4 +1,4 @@
-"""From a sampled token: bytes, whole characters, stop strings, events, log-probabilities."""
+"""From a sampled token to events: bytes, whole characters, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from edgeinfer.runtime.llama.vocab import Vocab
 def token_logprobs(
     vocab: Vocab, logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """Log-probabilities of every token at temperature 1, and the `top` most likely ones, best first."""
+    """Return every token's log-probability at temperature 1, and the `top` most likely ones, best
+    first.
+    """
     peak = logits.max()
     logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
     if not top:
@@ -28,7 +30,7 @@ def token_logprobs(
 
 
 class Output:
-    """One generation's way from tokens to events. The decode loop's thread alone."""
+    """One generation's way from tokens to events. The decode thread alone."""
 
     def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
         self._vocab, self._parser = vocab, parser
@@ -40,21 +42,21 @@ class Output:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that was met, if one was."""
+        """The stop string that ended the text, if any."""
         return self._text.stopped_by
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside of a reasoning span."""
+        """Tell if the text so far ends inside a reasoning span."""
         return self._parser is not None and self._parser.is_reasoning
 
     @property
     def is_holding(self) -> bool:
-        """Whether the end of the text waits for what comes next: a character, or a marker."""
+        """Tell if the end of the text waits for the rest of a character or a marker."""
         return self._text.is_holding or (self._parser is not None and self._parser.is_holding)
 
     def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
-        """The events that are certain once `token` was sampled."""
+        """Return the events that are certain after `token`."""
         if logprobs is not None:
             self.note(logprobs)
         events = self._parsed(self._text.feed(self._vocab.piece(token, special=self._special)))
@@ -66,7 +68,7 @@ class Output:
         self._logprobs.append(logprobs)
 
     def finish(self) -> list[Parsed]:
-        """The rest, at the end of the generation."""
+        """Return the remaining events at the end of the generation."""
         events = self._parsed(self._text.finish())
         if self._parser is not None:
             events += self._note(self._parser.finish())
@@ -99,7 +101,7 @@ class Output:
 def chosen_logprobs(
     vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]
 ) -> TokenLogprobs:
-    """The event value for a sampled token and its alternatives."""
+    """Make the event value of a sampled token and its alternatives."""
 
     def entry(t: int) -> Logprob:
         return Logprob(t, vocab.piece(t, special=True), float(logprobs[t]))
@@ -108,7 +110,7 @@ def chosen_logprobs(
 
 
 class TextStream:
-    """One generation's text. What could still become a stop string is held back."""
+    """One generation's text, which holds back possible stop strings."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -117,20 +119,22 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def feed(self, data: bytes) -> str:
-        """Text that is certain after `data`; once `stopped_by` is set, that before the stop string."""
+        """Return the text that is certain after `data`; once `stopped_by` is set, the text before the
+        stop string.
+        """
         if self.stopped_by is not None:
             return ""
         text = self._decoder.decode(data)
         return self._release(self._held + text) if self._stops else text
 
     def finish(self) -> str:
-        """What was held back, at the end. Bytes of an unfinished character are dropped."""
+        """Return the held text at the end. Bytes of an unfinished character are dropped."""
         held, self._held = self._held, ""
         return "" if self.stopped_by is not None else held
 
     @property
     def is_holding(self) -> bool:
-        """Whether text waits for what comes: a possible stop string, or the rest of a character."""
+        """Tell if text is held: a possible stop string, or a part of a character."""
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:
@@ -154,9 +158,9 @@ class ReasoningBudget:
         self._n = 0
 
     def is_spent(self, output: Output) -> bool:
-        """Whether the span is to be closed now. Asked once behind each token that was sampled.
+        """Tell if the span must be closed now. Called once after each sampled token.
 
-        Not within a character or what may become a marker: the next token is waited for then.
+        Not within a character or a possible marker: the next token decides then.
         """
         is_inside = output.is_reasoning
         self._n += self._was_inside and is_inside  # the marker that opens it is no part of it

@@ -178,7 +178,7 @@ class Drafting:
         return n
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Compare the prediction with the `tokens` that came, and book the rows that were drafted."""
+        """Compare the prediction with the sampled `tokens`, and count the rows that were drafted."""
         self.drafted += drafted
         self.accepted += accepted
         for predicted, token in zip(self._predicted, tokens[self._at :], strict=False):
