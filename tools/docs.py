@@ -122,7 +122,7 @@ def model_keys() -> str:
 
 def chat_commands() -> str:
     """Every `/` command of the chat."""
-    from edgeinfer.chat.commands.slash import COMMANDS
+    from edgeinfer.chat.commands import COMMANDS
 
     rows = []
     for c in COMMANDS:

@@ -35,7 +35,7 @@ async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
     from edgeinfer.config.config_file import ChatConfig
     from edgeinfer.tui.screens import model_picker
 
-    model_picker.shelf = lambda warm=(): list(SHELF)
+    model_picker.list_choices = lambda warm=(): list(SHELF)
     made = SCENES[scene]()
     with tempfile.TemporaryDirectory() as home:
         os.environ["EDGEINFER_HOME"] = home

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.chat.code import fenced
+from edgeinfer.chat.formats import fenced
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.interface import Engine

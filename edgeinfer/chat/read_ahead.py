@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from edgeinfer.chat.commands import slash
+from edgeinfer.chat import commands
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError
@@ -71,7 +71,7 @@ class ReadAhead:
         if session.conversation.id != self._conversation:
             self._conversation = session.conversation.id
             self.remembered = 0
-        words = "" if slash.is_command(text.strip()) else whole_words(text)
+        words = "" if commands.is_command(text.strip()) else whole_words(text)
         state = self._state_of(attachments, editing)
         if (state, words) == (self._state, self._words):
             return False
@@ -98,7 +98,7 @@ class ReadAhead:
 
     def rest(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> None:
         """Take this as read: nothing is read before something changes."""
-        self._words = "" if slash.is_command(text.strip()) else whole_words(text)
+        self._words = "" if commands.is_command(text.strip()) else whole_words(text)
         self._state = self._state_of(attachments, editing)
 
     def _state_of(self, attachments: Sequence[Attachment], editing: int | None) -> tuple[object, ...]:

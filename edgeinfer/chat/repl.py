@@ -13,16 +13,15 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from edgeinfer.chat import attachments, context, first_run
-from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.commands import slash
-from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
-from edgeinfer.chat.commands.settings import save
+from edgeinfer.chat import attachments, commands, context, model_choices
+from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.chat.opening import Launch, started
+from edgeinfer.chat.launch import Launch, started
+from edgeinfer.chat.model_choices import list_choices, size_words
 from edgeinfer.chat.read_ahead import ReadAhead
-from edgeinfer.chat.shelf import shelf, size_words
+from edgeinfer.chat.session import Answer
+from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
 from edgeinfer.models.progress import PlainLines
@@ -123,7 +122,7 @@ class Repl:
     def _take(self, line: str) -> None:
         self._read_ahead.stop()
         try:
-            if slash.is_command(line.strip()):
+            if commands.is_command(line.strip()):
                 self.commander.run(line.strip())
             elif line.strip():
                 self._ask(line)
@@ -260,16 +259,16 @@ class Repl:
 
     def _fetch(self, name: str, error: ModelNotPulledError) -> str:
         """Fetch the model that the person agrees to; return its name. Raises `error` for none."""
-        rows = shelf(self.launch.host.warm_models())
-        offered = first_run.choices(self.launch, rows)
+        rows = list_choices(self.launch.host.warm_models())
+        offered = model_choices.first_run_offer(self.launch, rows)
         report = PlainLines(self._out).report
         if offered:
             for number, choice in enumerate(offered, 1):
-                self.show_text(f"{number}. {choice.name}: {first_run.described(choice)}")
+                self.show_text(f"{number}. {choice.name}: {model_choices.describe_offer(choice)}")
             wanted = self._answer_to(f"No model is here yet. Which one, 1 to {len(offered)}, or n?")
             if not wanted.isdecimal() or not 1 <= int(wanted) <= len(offered):
                 raise error
-            name, note = first_run.fetch(offered[int(wanted) - 1].name, report)
+            name, note = model_choices.pull_first(offered[int(wanted) - 1].name, report)
             if note:
                 self.show_text(note)
             return name
@@ -288,7 +287,7 @@ class Repl:
         return (self._line() or "").strip().lower()
 
     def pick_model(self) -> None:
-        for row in shelf(self.launch.host.warm_models()):
+        for row in list_choices(self.launch.host.warm_models()):
             state = f", {row.state}" if row.state else ""
             state += f" from {row.store}" if row.store else ""
             size = f", {size_words(row.size_bytes)}" if row.size_bytes else ""
@@ -300,9 +299,9 @@ class Repl:
         self.show_text(sessions_text(self.session, words))
 
     def show_help(self, command: str) -> None:
-        found = slash.BY_NAME.get(command)
+        found = commands.BY_NAME.get(command)
         self.show_text(
-            f"/{found.name} {found.argument}: {found.summary}" if found else slash.help_text()
+            f"/{found.name} {found.argument}: {found.summary}" if found else commands.help_text()
         )
 
     def show_settings(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -285,3 +286,42 @@ def refuse_offline(target: str) -> None:
     """Raise OfflineError when the network is off. Whatever leaves this machine asks this first."""
     if offline(load_config()):
         raise OfflineError(f"{target} needs the network, and the offline switch is on")
+
+
+def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
+    """Set a key of config.toml, e.g. `("chat", "theme")`, keeping comments and order; None removes it.
+
+    Raises ConfigError, and changes nothing then.
+    """
+    import tomlkit  # 30 ms, and only a changed setting needs it
+
+    file = path or config_path()
+    try:
+        document = tomlkit.parse(file.read_text("utf-8")) if file.exists() else tomlkit.document()
+        table: Any = document
+        for key in keys[:-1]:
+            table = table.setdefault(key, tomlkit.table())
+        if value is None:
+            table.pop(keys[-1], None)
+        else:
+            table[keys[-1]] = value
+        _replace(file, tomlkit.dumps(document))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: {error.strerror}", hint="the setting holds until you leave"
+        ) from error
+    except tomlkit.exceptions.TOMLKitError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _replace(file: Path, text: str) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=file.parent, prefix=".config-", suffix=".toml")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as out:
+            out.write(text)
+        load_config(Path(name))
+        os.replace(name, file.resolve())
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

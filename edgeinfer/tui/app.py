@@ -14,8 +14,8 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from edgeinfer.chat.commands import slash
-from edgeinfer.chat.opening import Launch
+from edgeinfer.chat import commands
+from edgeinfer.chat.launch import Launch
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.conversation.carrying import unpacked
 from edgeinfer.tui.conversation.chat_screen import ChatScreen
@@ -137,7 +137,7 @@ class ChatApp(App[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette offers the commands that need no argument."""
-        for command in slash.COMMANDS:
+        for command in commands.COMMANDS:
             if not command.argument or command.argument.startswith("["):
                 title = command.name.replace("-", " ").capitalize()
                 yield SystemCommand(

@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat.history.migrate import migrate
 from edgeinfer.chat.history.store import Store
-from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.launch import Launch
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.fake import FakeEngine

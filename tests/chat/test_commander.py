@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from edgeinfer.chat.commands import slash
-from edgeinfer.chat.commands.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat import commands
+from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
@@ -230,7 +230,7 @@ def test_stats_tell_model_start_context_and_speed(commander):
 
 
 def test_help_lists_every_command():
-    assert all(f"/{c.name}" in slash.help_text() for c in slash.COMMANDS)
+    assert all(f"/{c.name}" in commands.help_text() for c in commands.COMMANDS)
 
 
 def test_adapters_come_and_go(commander, front):

@@ -142,7 +142,7 @@ def test_a_missing_model_is_offered_and_no_is_an_answer(tmp_path):
 
 @pytest.mark.parametrize(("line", "model"), [("1", "qwen3-0.6b"), ("2", MODEL), ("n", "")])
 def test_a_first_run_offers_models_and_remembers_the_choice(tmp_path, monkeypatch, line, model):
-    monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
+    monkeypatch.setattr("edgeinfer.chat.model_choices.first_run_choices", lambda: OFFERED)
     pulled = {row.name: row for row in EMPTY_SHELF}
     monkeypatch.setattr("edgeinfer.models.pull.pull", lambda name, report, cancel: pulled[name])
     host = FixedHost(errors=[ModelNotPulledError("m is not here")])

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from edgeinfer.chat import attachments, presets
-from edgeinfer.chat.code import code_blocks
-from edgeinfer.chat.commands import export, settings, slash
-from edgeinfer.chat.commands.complete import complete
+from edgeinfer.chat import attachments, commands, formats, presets
+from edgeinfer.chat.commands import complete
+from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.values import Attachment, Conversation, Turn
+from edgeinfer.config import config_file
 from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import ConfigError, StoreError, UsageError
 
@@ -16,18 +16,18 @@ from edgeinfer.errors import ConfigError, StoreError, UsageError
 class TestSlash:
     @pytest.mark.parametrize("line", ["/help", "/model x", "/q", "/temp 0.5", "/x"])
     def test_is_a_command(self, line):
-        assert slash.is_command(line)
+        assert commands.is_command(line)
 
     @pytest.mark.parametrize(
         "line", ["", "/", "/ x", "//", "/usr/bin", "/etc/hosts is wrong", "hello /help", "/a\nb"]
     )
     def test_is_text(self, line):
-        assert not slash.is_command(line)
+        assert not commands.is_command(line)
 
     def test_parse(self):
-        assert slash.parse("/Model  smollm2 ") == slash.Typed("model", "smollm2")
-        assert slash.parse("/regenerate").name == "regen"
-        assert slash.parse("/?").name == "help"
+        assert commands.parse("/Model  smollm2 ") == commands.Typed("model", "smollm2")
+        assert commands.parse("/regenerate").name == "regen"
+        assert commands.parse("/?").name == "help"
 
     @pytest.mark.parametrize(
         ("line", "hint"),
@@ -35,15 +35,15 @@ class TestSlash:
     )
     def test_mistakes_name_the_way_out(self, line, hint):
         with pytest.raises(UsageError) as caught:
-            slash.parse(line)
+            commands.parse(line)
         assert hint in caught.value.hint
 
     def test_names_are_unique_and_every_one_has_a_handler(self):
-        from edgeinfer.chat.commands.commander import Commander
+        from edgeinfer.chat.commander import Commander
 
-        names = [n for c in slash.COMMANDS for n in (c.name, *c.aliases)]
-        assert len(names) == len(set(names)) == len(slash.BY_NAME)
-        assert all(hasattr(Commander, f"_{c.name.replace('-', '_')}") for c in slash.COMMANDS)
+        names = [n for c in commands.COMMANDS for n in (c.name, *c.aliases)]
+        assert len(names) == len(set(names)) == len(commands.BY_NAME)
+        assert all(hasattr(Commander, f"_{c.name.replace('-', '_')}") for c in commands.COMMANDS)
 
 
 class TestComplete:
@@ -51,7 +51,7 @@ class TestComplete:
         return [c.label for c in complete(before, names or {}, cwd)]
 
     def test_commands_by_name_alias_and_middle(self):
-        assert len(complete("/", {})) == len(slash.COMMANDS)
+        assert len(complete("/", {})) == len(commands.COMMANDS)
         assert self.labels("/mo") == ["/model [NAME]"]
         assert self.labels("/clea") == ["/new"]
         assert self.labels("/retr") == ["/regen"]
@@ -146,7 +146,7 @@ TURNS = [
 
 class TestExport:
     def test_markdown(self):
-        text = export.to_markdown(CONVERSATION, TURNS)
+        text = formats.to_markdown(CONVERSATION, TURNS)
         assert text.startswith("# Sorting: a/b\n")
         assert "## System\n\nBe brief." in text
         assert "## You\n\nHow?\n\n````py\n```x```\n````" in text
@@ -155,34 +155,34 @@ class TestExport:
         assert text.endswith("*(stopped)*\n")
 
     def test_json_holds_everything(self):
-        body = json.loads(export.to_json(CONVERSATION, TURNS))
+        body = json.loads(formats.to_json(CONVERSATION, TURNS))
         assert body["schema"] == "edgeinfer-conversation/1"
         assert body["conversation"]["system_prompt"] == "Be brief."
         assert [t["parent_id"] for t in body["turns"]] == [None, 1]
 
     def test_nothing_is_overwritten(self, tmp_path):
-        path = export.write(tmp_path / "x.md", "one")
+        path = formats.write(tmp_path / "x.md", "one")
         assert path.stat().st_mode & 0o777 == 0o600
         with pytest.raises(StoreError, match="there already"):
-            export.write(tmp_path / "x.md", "two")
+            formats.write(tmp_path / "x.md", "two")
         assert path.read_text() == "one"
         with pytest.raises(StoreError, match="No such file"):
-            export.write(tmp_path / "no" / "x.md", "two")
+            formats.write(tmp_path / "no" / "x.md", "two")
 
     def test_file_names_are_safe(self):
-        assert export.file_name(CONVERSATION, ".md") == "sorting-a-b.md"
-        assert export.file_name(Conversation(title="../../etc"), ".md") == "etc.md"
-        assert export.file_name(Conversation(title="Grüße 你好"), ".md") == "grüße-你好.md"
-        assert export.file_name(Conversation(), ".json") == "conversation.json"
+        assert formats.file_name(CONVERSATION, ".md") == "sorting-a-b.md"
+        assert formats.file_name(Conversation(title="../../etc"), ".md") == "etc.md"
+        assert formats.file_name(Conversation(title="Grüße 你好"), ".md") == "grüße-你好.md"
+        assert formats.file_name(Conversation(), ".json") == "conversation.json"
 
 
 class TestSettings:
     def test_comments_and_order_survive(self, tmp_path):
         file = tmp_path / "config.toml"
         file.write_text('# mine\ndefault-model = "x"  # yes\n\n[chat]\ntheme = "nord"\n')
-        settings.save(("chat", "theme"), "dracula", file)
-        settings.save(("chat", "keys", "stop"), "ctrl+x", file)
-        settings.save(("chat", "system-prompts", "pirate"), "Arr.\nYou.", file)
+        config_file.save(("chat", "theme"), "dracula", file)
+        config_file.save(("chat", "keys", "stop"), "ctrl+x", file)
+        config_file.save(("chat", "system-prompts", "pirate"), "Arr.\nYou.", file)
         text = file.read_text()
         assert text.startswith('# mine\ndefault-model = "x"  # yes\n')
         config = load_config(file)
@@ -192,7 +192,7 @@ class TestSettings:
     def test_a_file_that_would_not_load_is_not_written(self, tmp_path):
         file = tmp_path / "new" / "config.toml"
         with pytest.raises(ConfigError):
-            settings.save(("chat", "theme"), 3, file)
+            config_file.save(("chat", "theme"), 3, file)
         assert not file.exists()
         assert list(file.parent.iterdir()) == []
 
@@ -200,7 +200,7 @@ class TestSettings:
         file = tmp_path / "config.toml"
         file.write_text("[chat\n")
         with pytest.raises(ConfigError):
-            settings.save(("chat", "theme"), "nord", file)
+            config_file.save(("chat", "theme"), "nord", file)
         assert file.read_text() == "[chat\n"
 
 

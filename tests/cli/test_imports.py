@@ -41,7 +41,7 @@ def modules_after(statement):
         # it clones into namespaces, where a lock that another thread holds is never released
         ("import edgeinfer.snapshots.build.builder", HEAVY),
         ("import edgeinfer.snapshots.restore.app_process", HEAVY),
-        ("import edgeinfer.cli.verbs.show, edgeinfer.chat.shelf", ("llama_cpp", "numpy")),
+        ("import edgeinfer.cli.verbs.show, edgeinfer.chat.model_choices", ("llama_cpp", "numpy")),
     ],
 )
 def test_importing_stays_light(statement, forbidden):

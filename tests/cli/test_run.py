@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from edgeinfer import requesting
-from edgeinfer.chat.opening import started
+from edgeinfer.chat.launch import started
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config

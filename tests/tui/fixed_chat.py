@@ -9,8 +9,8 @@ import time
 import msgspec
 
 from edgeinfer.chat.history.store import Store
-from edgeinfer.chat.opening import Launch
-from edgeinfer.chat.shelf import Shelved
+from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.model_choices import ModelChoice
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, Start
 from edgeinfer.models.fits import FirstRunChoice
@@ -38,7 +38,7 @@ def words(text):
 
 
 SHELF = [
-    Shelved(
+    ModelChoice(
         name=MODEL,
         title="SmolLM2 135M Instruct",
         parameters="135M",
@@ -50,7 +50,7 @@ SHELF = [
         pulled=True,
         warm=True,
     ),
-    Shelved(
+    ModelChoice(
         name="qwen3-0.6b",
         title="Qwen3 0.6B",
         parameters="0.6B",
@@ -61,7 +61,7 @@ SHELF = [
         available_bytes=8 << 30,
         guessed=True,
     ),
-    Shelved(
+    ModelChoice(
         name="mistral-7b-instruct",
         title="Mistral 7B",
         parameters="7B",

@@ -370,8 +370,8 @@ def first_run(monkeypatch):
         return next(row for row in EMPTY_SHELF if row.name == name)
 
     monkeypatch.setattr("edgeinfer.models.pull.pull", pull)
-    monkeypatch.setattr("edgeinfer.tui.screens.model_picker.shelf", lambda warm=(): EMPTY_SHELF)
-    monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
+    monkeypatch.setattr("edgeinfer.tui.screens.model_picker.list_choices", lambda warm=(): EMPTY_SHELF)
+    monkeypatch.setattr("edgeinfer.chat.model_choices.first_run_choices", lambda: OFFERED)
     return unreachable
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 from fixed_chat import MODEL, SHELF, FixedHost
 
-from edgeinfer.chat import shelf as chat_shelf
+from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.models.progress import PullProgress, progress_text
@@ -21,8 +21,8 @@ from edgeinfer.tui.textual_internals import keymap
 
 
 @pytest.fixture(autouse=True)
-def shelf(monkeypatch):
-    monkeypatch.setattr(model_picker, "shelf", lambda warm=(): list(SHELF))
+def fixed_choices(monkeypatch):
+    monkeypatch.setattr(model_picker, "list_choices", lambda warm=(): list(SHELF))
 
 
 @pytest.fixture
@@ -318,6 +318,6 @@ async def test_the_palette_offers_the_commands(drive):
 
 
 def test_models_that_cannot_chat_are_not_offered():
-    purposes = {row.purpose for row in chat_shelf.shelf()}
+    purposes = {row.purpose for row in list_choices()}
     assert "chat" in purposes
     assert not purposes & {"embedding", "reranker"}

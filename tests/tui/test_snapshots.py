@@ -21,8 +21,8 @@ LOOKS = [
 )
 def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path, monkeypatch):
     made = scene()
-    monkeypatch.setattr(model_picker, "shelf", lambda warm=(): made.shelf)
-    monkeypatch.setattr("edgeinfer.chat.first_run.first_run_choices", lambda: OFFERED)
+    monkeypatch.setattr(model_picker, "list_choices", lambda warm=(): made.shelf)
+    monkeypatch.setattr("edgeinfer.chat.model_choices.first_run_choices", lambda: OFFERED)
     app = make_app(
         tmp_path, made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields
     )

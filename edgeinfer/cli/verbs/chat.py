@@ -24,7 +24,7 @@ from edgeinfer.host import HandOver, Host
 from edgeinfer.platform import process
 
 if TYPE_CHECKING:
-    from edgeinfer.chat.opening import Launch
+    from edgeinfer.chat.launch import Launch
     from edgeinfer.tui.app import ChatApp
     from edgeinfer.tui.conversation.relay import Taking
 
@@ -130,7 +130,7 @@ def _plain(launch: Launch) -> ChatResult:
 
 
 def _launch(options: argparse.Namespace, host: Host) -> Launch:
-    from edgeinfer.chat.opening import Launch  # 100 ms in a cold process: numpy
+    from edgeinfer.chat.launch import Launch  # 100 ms in a cold process: numpy
 
     sampling = requesting.typed_sampling(options)
     if options.max_tokens:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from textual.message import Message
 
 from edgeinfer.chat import context
-from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.values import Turn
+from edgeinfer.chat.session import Answer
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgeinfer.chat.commands.commander import Commander
+from edgeinfer.chat.commander import Commander
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.tui.conversation.attaching import Attaching

@@ -14,11 +14,10 @@ from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
 from edgeinfer.chat import context
-from edgeinfer.chat.commands.complete import complete
-from edgeinfer.chat.commands.slash import is_command
+from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history import library
 from edgeinfer.chat.history.store import purge_deleted
-from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
 from edgeinfer.tui.bindings import bindings

@@ -13,13 +13,13 @@ from typing import Any
 
 from textual.app import App, SuspendNotSupported
 
-from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.commands.commander import Commander, stats_text
-from edgeinfer.chat.commands.complete import Names
-from edgeinfer.chat.commands.settings import save
+from edgeinfer.chat.commander import Commander, stats_text
+from edgeinfer.chat.commands import Names
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.presets import describe
+from edgeinfer.chat.session import Answer
+from edgeinfer.config.config_file import save
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.conversation.answering import Answering
 from edgeinfer.tui.conversation.attaching import Attaching

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from textual.message import Message
 
-from edgeinfer.chat.engines import Engines
+from edgeinfer.chat.launch import Engines
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.interface import Engine
 

@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.values import Turn
+from edgeinfer.chat.session import Answer
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.events import Progress
 from edgeinfer.tui.drawing.entry import AnswerEntry

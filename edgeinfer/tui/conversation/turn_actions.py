@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgeinfer.chat.code import code_blocks
+from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.values import Turn
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.conversation.front import AppFront

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from textual.widgets import Static
 
-from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.values import Stats, Turn
-from edgeinfer.chat.opening import Launch, started
-from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.launch import Launch, started
+from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.interface import Generation

@@ -9,7 +9,7 @@ from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
-from edgeinfer.chat.code import parser
+from edgeinfer.chat.formats import parser
 from edgeinfer.tui.drawing.code import draw_code
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, hung, prefixed, styled, wrap
 

@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from edgeinfer.chat.commands import slash
+from edgeinfer.chat import commands as slash
 from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
 from edgeinfer.tui.drawing.lines import Line, wrap
 from edgeinfer.tui.screens.choice import sheet

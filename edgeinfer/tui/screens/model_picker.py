@@ -13,9 +13,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat import first_run
-from edgeinfer.chat.opening import Launch
-from edgeinfer.chat.shelf import Shelved, shelf, size_words
+from edgeinfer.chat import model_choices
+from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.model_choices import ModelChoice, list_choices, size_words
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.models.progress import progress_text
@@ -50,9 +50,9 @@ class ModelScreen(ModalScreen[str | None]):
         self.launch = launch
         self.wanted = wanted
         self.first = first
-        self.rows: list[Shelved] = []
+        self.rows: list[ModelChoice] = []
         self.offered: dict[str, FirstRunChoice] = {}
-        self._all: list[Shelved] = []
+        self._all: list[ModelChoice] = []
         self._stop = threading.Event()
         self._working = ""
 
@@ -78,17 +78,17 @@ class ModelScreen(ModalScreen[str | None]):
         self.query_one(Input).focus()
         self._read()
 
-    @work(thread=True, group="shelf")
+    @work(thread=True, group="choices")
     def _read(self) -> None:
         try:
-            rows = shelf(self.launch.host.warm_models())
-            choices = first_run.choices(self.launch, rows) if self.first else []
+            rows = list_choices(self.launch.host.warm_models())
+            choices = model_choices.first_run_offer(self.launch, rows) if self.first else []
         except EdgeInferError as error:
             self.app.call_from_thread(self._show_error, error)
             return
         self.app.call_from_thread(self._show, rows, choices)
 
-    def _show(self, rows: list[Shelved], choices: list[FirstRunChoice]) -> None:
+    def _show(self, rows: list[ModelChoice], choices: list[FirstRunChoice]) -> None:
         self._all = rows
         self.offered = {choice.name: choice for choice in choices}
         chosen = self.chosen.name if self.chosen else self.wanted
@@ -121,7 +121,7 @@ class ModelScreen(ModalScreen[str | None]):
             next((i for i, r in enumerate(self.rows) if r.name == chosen), 0) if self.rows else None
         )
 
-    def _row(self, row: Shelved, room: int) -> Content:
+    def _row(self, row: ModelChoice, room: int) -> Content:
         choice = self.offered.get(row.name)
         note = f"{choice.role}, ~{choice.tokens_per_s:.0f} tok/s" if choice else ""
         return _row(row, row.name == self.wanted and not self.first, room, note)
@@ -131,7 +131,7 @@ class ModelScreen(ModalScreen[str | None]):
         if self.rows:
             listed.highlighted = min(max((listed.highlighted or 0) + by, 0), len(self.rows) - 1)
 
-    def _found_elsewhere(self, rows: list[Shelved]) -> str:
+    def _found_elsewhere(self, rows: list[ModelChoice]) -> str:
         found = [row for row in rows if row.store]
         if not found:
             return ""
@@ -143,7 +143,7 @@ class ModelScreen(ModalScreen[str | None]):
         return best.name
 
     @property
-    def chosen(self) -> Shelved | None:
+    def chosen(self) -> ModelChoice | None:
         at = self.query_one(OptionList).highlighted
         return self.rows[at] if at is not None and at < len(self.rows) else None
 
@@ -200,7 +200,7 @@ class ModelScreen(ModalScreen[str | None]):
         note = ""
         try:
             if self.offered:
-                name, note = first_run.fetch(name, report, self._stop)
+                name, note = model_choices.pull_first(name, report, self._stop)
             else:
                 name = pull(name, report, self._stop).name
         except EdgeInferError as error:
@@ -254,7 +254,7 @@ class ModelScreen(ModalScreen[str | None]):
         self.query_one(".detail", Static).update(f"✗ {error.message}\n{hint(error)}".strip())
 
 
-def _row(row: Shelved, current: bool, room: int, note: str = "") -> Content:
+def _row(row: ModelChoice, current: bool, room: int, note: str = "") -> Content:
     """Return one line of `room` cells for a model; `note` stands for whether it fits and is here."""
     about = "~" if row.guessed else ""
     size = f"{about}{size_words(row.size_bytes)}" if row.size_bytes else ""
@@ -280,7 +280,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def detail(row: Shelved) -> str:
+def detail(row: ModelChoice) -> str:
     """Return up to three lines about the chosen model."""
     facts = [
         row.title,

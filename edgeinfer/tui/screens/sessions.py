@@ -13,8 +13,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat.commands import export
-from edgeinfer.chat.commands.commander import Commander
+from edgeinfer.chat import formats
+from edgeinfer.chat.commander import Commander
 from edgeinfer.chat.history import library, tree
 from edgeinfer.chat.history.values import Summary
 from edgeinfer.chat.session import ChatSession
@@ -141,8 +141,8 @@ class SessionScreen(ModalScreen[int | None]):
         try:
             conversation = self.session.store.conversation(chosen.id)
             turns = tree.path(self.session.store.turns(chosen.id), conversation.head_id)
-            path = export.write(
-                Path(export.file_name(conversation, ".md")), export.to_markdown(conversation, turns)
+            path = formats.write(
+                Path(formats.file_name(conversation, ".md")), formats.to_markdown(conversation, turns)
             )
         except EdgeInferError as error:
             self._show_error(error)

@@ -14,10 +14,10 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgeinfer.chat import presets
-from edgeinfer.chat.commands.commander import Commander
-from edgeinfer.chat.commands.settings import save
-from edgeinfer.chat.opening import Launch
+from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.session import ChatSession
+from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import BY_ID, HEADINGS, KEYS, shown

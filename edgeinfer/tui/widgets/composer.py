@@ -17,7 +17,7 @@ from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 from textual.widgets.text_area import Selection
 
-from edgeinfer.chat.commands.complete import Completion
+from edgeinfer.chat.commands import Completion
 from edgeinfer.tui.bindings import bindings
 
 #: A paste with more lines or characters than this is attached instead of being typed.

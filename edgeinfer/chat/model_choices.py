@@ -1,29 +1,36 @@
-"""The models to pick from: the catalogue and what is pulled, and whether each fits here."""
+"""The models to pick from, whether each fits this machine, and the offer of a first run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.config.config_file import save
+from edgeinfer.errors import DownloadError, EdgeInferError, OfflineError
 from edgeinfer.models import fits, gguf
 from edgeinfer.models.catalog import Model, load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
-from edgeinfer.models.fits import header_plan
+from edgeinfer.models.fits import FirstRunChoice, first_run_choices, header_plan
+from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.store import PulledModel, list_pulled
 from edgeinfer.platform.machine import Machine, read_machine
+from edgeinfer.platform.places import DEFAULT_MODEL
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_parameters
+
+if TYPE_CHECKING:
+    from edgeinfer.chat.launch import Launch  # 100 ms at run time: numpy
 
 #: Context that the memory of a model that is not here is judged with.
 _N_CTX = 4096
 
 
-class Shelved(msgspec.Struct, frozen=True, kw_only=True):
+class ModelChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A model in the picker. Bytes are 0 if unknown, `guessed` if estimated from its parameters."""
 
     name: str
@@ -42,14 +49,14 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> Literal["warm", "here", ""]:
-        """What is here of it: a snapshot, its files, or nothing."""
+        """ "warm" with a snapshot, "here" with its files, otherwise ""."""
         if self.warm:
             return "warm"
         return "here" if self.pulled else ""
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the memory that is free now; None when unknown."""
+        """Whether it fits into the memory that is free now; None if unknown."""
         return (
             self.needs_bytes <= self.available_bytes
             if self.needs_bytes and self.available_bytes
@@ -57,10 +64,10 @@ class Shelved(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def shelf(warm: Collection[str] = ()) -> list[Shelved]:
-    """Every model that can chat: pulled ones, other programs', then the catalogue in its order.
+def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
+    """List every model that can chat: pulled ones, other programs', then the catalogue in its order.
 
-    Reads headers: not for the first paint.
+    Reads GGUF headers: too slow for the first paint.
     """
     machine = read_machine()
     available = _available(machine)
@@ -77,8 +84,8 @@ def _available(machine: Machine) -> int:
     return machine.memory.available_bytes if machine.memory.total_bytes else 0
 
 
-def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bool) -> Shelved:
-    return Shelved(
+def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bool) -> ModelChoice:
+    return ModelChoice(
         name=pulled.name,
         title=model.title if model else pulled.name,
         parameters=model.parameters if model else format_parameters(pulled.n_params),
@@ -94,7 +101,7 @@ def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bo
 
 
 def _needs(paths: Sequence[str | Path], machine: Machine) -> int:
-    """Bytes of memory by the files' headers; 0 for files that `edgeinfer show` finds fault with."""
+    """Return the memory (bytes) by the files' headers; 0 for files that cannot be read."""
     try:
         headers = [gguf.read_header(path) for path in paths]
         options = LoadOptions(n_ctx=min(_N_CTX, headers[0].n_ctx_train or _N_CTX), n_parallel=4)
@@ -103,9 +110,8 @@ def _needs(paths: Sequence[str | Path], machine: Machine) -> int:
         return 0
 
 
-def _found(found: ExternalModel, machine: Machine, warm: bool) -> Shelved:
-    """A model of another program. What is wrong with its file is said when it is taken."""
-    return Shelved(
+def _found(found: ExternalModel, machine: Machine, warm: bool) -> ModelChoice:
+    return ModelChoice(
         name=found.name,
         title=f"from {found.store}, used where it is",
         size_bytes=found.size_bytes,
@@ -117,9 +123,9 @@ def _found(found: ExternalModel, machine: Machine, warm: bool) -> Shelved:
     )
 
 
-def _catalogued(model: Model, available: int) -> Shelved:
+def _catalogued(model: Model, available: int) -> ModelChoice:
     size = model.stored_bytes
-    return Shelved(
+    return ModelChoice(
         name=model.name,
         title=model.title,
         parameters=model.parameters,
@@ -140,3 +146,40 @@ def size_words(n_bytes: int) -> str:
     if n_bytes < 10**6:
         return f"{n_bytes / 1e3:.0f} kB"
     return f"{n_bytes / 1e6:.0f} MB"
+
+
+def first_run_offer(launch: Launch, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
+    """Return models that suit this machine if none is here and none was named; takes 0.2 s."""
+    if launch.model != launch.host.config.default_model or any(row.pulled for row in rows):
+        return []
+    return first_run_choices()
+
+
+def describe_offer(choice: FirstRunChoice) -> str:
+    """Return `comfortable · 812 MB · Apache-2.0 · about 24 tokens/s`."""
+    size = size_words(choice.size_bytes)
+    return f"{choice.role} · {size} · {choice.licence} · about {choice.tokens_per_s:.0f} tokens/s"
+
+
+def pull_first(
+    name: str, report: Callable[[PullProgress], None], cancel: threading.Event | None = None
+) -> tuple[str, str]:
+    """Pull the chosen model, or the default one if its source cannot be reached.
+
+    The pulled model becomes `default-model`. Return its name, and why it is another one, or "".
+    Raises what `pull` raises.
+    """
+    from edgeinfer.models.pull import pull  # 30 ms: hashing, and what the network needs
+
+    note = ""
+    try:
+        pulled = pull(name, report, cancel)
+    except OfflineError:
+        raise
+    except DownloadError as error:
+        if name == DEFAULT_MODEL:
+            raise
+        note = f"{name} could not be fetched: {error.message}. {DEFAULT_MODEL} is used instead."
+        pulled = pull(DEFAULT_MODEL, report, cancel)
+    save(("default-model",), pulled.name)
+    return pulled.name, note

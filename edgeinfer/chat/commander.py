@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from edgeinfer.chat import attachments, context, presets
-from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.code import code_blocks
-from edgeinfer.chat.commands import export, settings, slash
+from edgeinfer.chat import attachments, commands, context, formats, presets
+from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history import library
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.config import config_file
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
 from edgeinfer.errors import UsageError
@@ -80,7 +79,7 @@ class Commander:
 
     def run(self, line: str) -> None:
         """Run one command line. Raises EdgeInferError with the words to show, and changes nothing."""
-        typed = slash.parse(line)
+        typed = commands.parse(line)
         handler = getattr(self, f"_{typed.name.replace('-', '_')}")
         handler(typed.argument)
 
@@ -105,7 +104,7 @@ class Commander:
         text = self.session.conversation.system_prompt
         if not text:
             raise UsageError("there is no system prompt to keep", hint="set one: `/system TEXT`")
-        settings.save(("chat", "system-prompts", argument), text)
+        config_file.save(("chat", "system-prompts", argument), text)
         self.prompts[argument] = text
         self.front.show_text(f"Kept. `/system {argument}` uses it.")
 
@@ -183,7 +182,7 @@ class Commander:
     def _copy(self, argument: str) -> None:
         if argument == "all":
             self.front.copy(
-                export.to_markdown(self.session.conversation, self.session.path), "the conversation"
+                formats.to_markdown(self.session.conversation, self.session.path), "the conversation"
             )
             return
         answer = self._last_answer()
@@ -257,10 +256,10 @@ class Commander:
         conversation = self.session.conversation
         if not self.session.path:
             raise UsageError("there is nothing to export yet", hint="ask something first")
-        path = Path(argument) if argument else Path(export.file_name(conversation, ".md"))
+        path = Path(argument) if argument else Path(formats.file_name(conversation, ".md"))
         as_json = path.suffix.lower() == ".json"
-        text = export.to_json(conversation, self.session.all_turns()) if as_json else ""
-        written = export.write(path, text or export.to_markdown(conversation, self.session.path))
+        text = formats.to_json(conversation, self.session.all_turns()) if as_json else ""
+        written = formats.write(path, text or formats.to_markdown(conversation, self.session.path))
         self.front.show_text(f"Written to {written}")
 
     # answers and branches
