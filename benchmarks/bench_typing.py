@@ -33,7 +33,7 @@ from typing import Any
 from bench_tui import EDGEINFER, Screen
 from common import add_out, markdown, memory_of, tree_of, write_figure
 
-from edgeinfer.platform.places import DEFAULT_MODEL
+from edgeinfer.platform.paths import DEFAULT_MODEL
 
 #: Typed again and again: words that no model begins an answer with.
 WORDS = "kestrel granite lantern meadow copper harbour violet thicket marble cedar".split()

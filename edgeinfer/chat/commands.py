@@ -13,7 +13,7 @@ import msgspec
 
 from edgeinfer.chat import attachments, presets
 from edgeinfer.errors import UsageError
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 
 #: What an argument is, so that it can be completed.
 Kind = Literal[
@@ -228,7 +228,7 @@ def _settings() -> Sequence[tuple[str, str]]:
 
 def _adapters() -> Sequence[tuple[str, str]]:
     try:
-        files = sorted(os.listdir(places.adapters()))
+        files = sorted(os.listdir(paths.adapters_path()))
     except OSError:
         files = []
     names = [(file.removesuffix(".gguf"), "pulled") for file in files if file.endswith(".gguf")]

@@ -19,7 +19,7 @@ from edgeinfer.models.fits import FirstRunChoice, first_run_choices, header_plan
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.store import PulledModel, list_pulled
 from edgeinfer.platform.machine import Machine, read_machine
-from edgeinfer.platform.places import DEFAULT_MODEL
+from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_parameters
 

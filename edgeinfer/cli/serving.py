@@ -20,7 +20,7 @@ from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.config.config_file import ServeConfig, replica_range
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
-from edgeinfer.platform import paths, places
+from edgeinfer.platform import paths
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan.plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
@@ -295,11 +295,11 @@ def _bind_ollama(
 ) -> list[socket.socket]:
     if options.tls_cert is not None:
         raise UsageError("--ollama speaks plain HTTP, --tls-cert does not: leave out one of them")
-    port = places.ollama_port()
+    port = paths.ollama_port()
     if sockets.has_port(listeners, port):
         return []
     try:
-        return sockets.bind(places.OLLAMA_HOST, port)
+        return sockets.bind(paths.OLLAMA_HOST, port)
     except ServeError as error:
         raise ServeError(
             error.message,

@@ -15,7 +15,7 @@ import msgspec
 
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.errors import ConfigError, OfflineError
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 
 
 def about(sentence: str, **limits: Any) -> msgspec.Meta:
@@ -201,7 +201,7 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
 class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
-    default_model: Annotated[str, about("The model when none is named.")] = places.DEFAULT_MODEL
+    default_model: Annotated[str, about("The model when none is named.")] = paths.DEFAULT_MODEL
     offline: Annotated[
         bool, about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
     ] = False
@@ -225,7 +225,7 @@ _RENAMED = {
 
 def config_path() -> Path:
     """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
-    return Path(places.config_file())
+    return Path(paths.config_file())
 
 
 def load_config(path: Path | None = None) -> Config:
@@ -245,7 +245,7 @@ def load_config(path: Path | None = None) -> Config:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     _rename_keys(document)
     refuse_unknown_keys(document, Config, str(source))
-    bundled = os.environ.get(places.BUNDLED_MODEL)
+    bundled = os.environ.get(paths.BUNDLED_MODEL)
     if bundled:
         document.setdefault("default-model", bundled)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _adapter(entry: str) -> tuple[str, float]:
         raise ValueError(f"the scale {tail} is not between -100 and 100")
     if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
         return os.path.abspath(os.path.expanduser(entry)), scale
-    return os.path.join(places.adapters(), entry + ".gguf"), scale
+    return os.path.join(paths.adapters_path(), entry + ".gguf"), scale
 
 
 def adapters_of(text: str) -> dict[str, tuple[str, float]]:

@@ -9,7 +9,7 @@ import time
 
 from edgeinfer.launcher import messages, supervise
 from edgeinfer.launcher.apps import quietly
-from edgeinfer.platform import places, process
+from edgeinfer.platform import paths, process
 from edgeinfer.snapshots import format
 
 #: In the state directory: what was built in the background, or why nothing was.
@@ -133,4 +133,4 @@ def log(text: str) -> None:
 
 
 def _log_file() -> str:
-    return os.path.join(places.base("state"), LOG)
+    return os.path.join(paths.base("state"), LOG)

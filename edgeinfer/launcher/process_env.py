@@ -10,7 +10,7 @@ import os
 
 from edgeinfer.launcher import selection
 from edgeinfer.launcher.messages import LaunchRequest
-from edgeinfer.platform import places, process
+from edgeinfer.platform import paths, process
 
 #: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
 LIMITS = (
@@ -50,7 +50,7 @@ def listen(argv: list[str]) -> list[_socket.socket]:
         host = selection.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
         found = _bound(host, selection.option(argv, "--port") or str(serve.get("port", 8080)))
     if found and ("--ollama" in argv or serve.get("ollama")):
-        found += _bound(places.OLLAMA_HOST, str(places.ollama_port()))
+        found += _bound(paths.OLLAMA_HOST, str(paths.ollama_port()))
     return found
 
 

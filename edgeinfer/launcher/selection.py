@@ -12,7 +12,7 @@ import os
 from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.launcher.argv import options_and_words
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 from edgeinfer.snapshots import fingerprint, format
 
 TYPE_CHECKING = False
@@ -61,8 +61,8 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
                 continue  # the app refuses it, and says why
             if value not in ENGINE_CHOOSES:
                 options[one.field] = str(value)
-    bundled = os.environ.get(places.BUNDLED_MODEL)
-    model = str(config.get("default-model") or bundled or places.DEFAULT_MODEL)
+    bundled = os.environ.get(paths.BUNDLED_MODEL)
+    model = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
     known = {format.model_part(name) for name in format.generations()}
     first = _first_word(argv)
     if warm := _warm(first, known):
@@ -112,7 +112,7 @@ def typed(argv: list[str], name: str) -> list[str]:
 
 def read_config() -> dict[str, Any]:
     """config.toml as it is; empty when there is none or it cannot be read (the app will say so)."""
-    path = places.config_file()
+    path = paths.config_file()
     if not os.path.exists(path):
         return {}
     import tomllib  # 15 ms, only where there is a file
@@ -131,7 +131,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 
     Raises SnapshotMissingError when there is none, else what refused the best one.
     """
-    root, others = places.snapshots(), False
+    root, others = paths.snapshots_path(), False
     all_of = format.generations(root, fingerprint.program_tag())
     names = [name for name in all_of if format.model_part(name) == format.part_of(model)]
     if names:
@@ -168,7 +168,7 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
 
     Raises SnapshotMissingError for none or one with other options, else what refuses it.
     """
-    root = places.snapshots()
+    root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())
     found = format.named(all_of, snapshot, model)
     if len(found) != 1:

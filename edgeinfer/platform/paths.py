@@ -1,38 +1,119 @@
-"""Where things live, as paths; `edgeinfer.platform.places` knows, and tells the launcher in strings.
+"""Where things live. `EDGEINFER_HOME` puts everything under one directory.
 
-Linux follows the XDG base directory specification (what platformdirs gives; a test compares the two).
-`EDGEINFER_HOME` puts everything under one directory. Whoever writes makes directories, with
-`private_dir`.
+Linux follows the XDG base directory specification, as platformdirs does (a test compares the two).
+Functions that end in `_dir` return a `Path`, those that end in `_path` text: the launcher does without
+`pathlib`, which costs 12 ms of a launch that takes 40. Only `private_dir` makes a directory.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
+import sys
 
 from edgeinfer.errors import SnapshotUnsafeError
-from edgeinfer.platform import places
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+#: The model if none is named, and the variable in which a shipped file names the model inside it.
+DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
+#: Prefixes of the names of models in external stores: Ollama's, Hugging Face's, LM Studio's.
+FOUND = ("ollama/", "hf:", "lmstudio/")
+#: Where Ollama's clients look for it, and the variable that names another port.
+OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
+_OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"
+_XDG = {
+    "config": ("XDG_CONFIG_HOME", ".config"),
+    "data": ("XDG_DATA_HOME", ".local/share"),
+    "cache": ("XDG_CACHE_HOME", ".cache"),
+    "state": ("XDG_STATE_HOME", ".local/state"),
+}
+
+
+def ollama_port(environment: Mapping[str, str] = os.environ) -> int:
+    """Name the port of `serve --ollama`. A variable that is no port counts as none."""
+    named = environment.get(_OLLAMA_VARIABLE, "")
+    return int(named) if named.isdecimal() and 0 < int(named) <= 65_535 else _OLLAMA_PORT
+
+
+def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Name the directory of one kind of data ("config", "data", "cache", "state"), absolute.
+
+    `environment` is that of the process whose directory it is.
+    """
+    home = environment.get("EDGEINFER_HOME")
+    if home:
+        return os.path.join(os.path.abspath(home), kind)
+    if sys.platform != "linux":
+        import platformdirs  # 6 ms; never on the Linux launch path
+
+        return str(getattr(platformdirs, f"user_{kind}_dir")("edgeinfer", appauthor=False))
+    variable, default = _XDG[kind]
+    value = environment.get(variable, "")
+    if not value.startswith("/"):
+        value = os.path.join(environment.get("HOME") or os.path.expanduser("~"), default)
+    return os.path.join(value, "edgeinfer")
+
+
+def shared_with(environment: Mapping[str, str]) -> bool:
+    """Tell whether a process with this environment has any of its directories where this one has it."""
+    return any(base(kind, environment) == base(kind) for kind in _XDG)
+
+
+def config_file() -> str:
+    """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
+    return os.environ.get("EDGEINFER_CONFIG") or os.path.join(base("config"), "config.toml")
+
+
+def adapters_path() -> str:
+    """LoRA adapters, one GGUF file each."""
+    return os.path.join(base("data"), "adapters")
+
+
+def snapshots_path() -> str:
+    """Snapshots, one folder each; 0700."""
+    return os.path.join(base("cache"), "snapshots")
+
+
+def runtime_path() -> str:
+    """Name the place of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, else under /tmp."""
+    home = os.environ.get("EDGEINFER_HOME")
+    if home:
+        return os.path.join(os.path.abspath(home), "run")
+    directory = os.environ.get("XDG_RUNTIME_DIR", "")
+    if directory.startswith("/") and os.path.isdir(directory):
+        return os.path.join(directory, "edgeinfer")
+    shared = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  whoever uses it checks: 0700, ours
+    return os.path.join(shared, f"edgeinfer-{os.getuid()}")
+
+
+def _path(text: str) -> Path:
+    from pathlib import Path  # 12 ms, which the launcher saves
+
+    return Path(text)
 
 
 def config_dir() -> Path:
     """config.toml, models.toml, the API key."""
-    return Path(places.base("config"))
+    return _path(base("config"))
 
 
 def data_dir() -> Path:
     """Models and conversations: what a user would miss."""
-    return Path(places.base("data"))
+    return _path(base("data"))
 
 
 def cache_dir() -> Path:
     """Snapshots and compiled things: what can be made again."""
-    return Path(places.base("cache"))
+    return _path(base("cache"))
 
 
 def state_dir() -> Path:
     """Logs and histories."""
-    return Path(places.base("state"))
+    return _path(base("state"))
 
 
 def models_dir() -> Path:
@@ -42,12 +123,12 @@ def models_dir() -> Path:
 
 def adapters_dir() -> Path:
     """LoRA adapters, one GGUF file each."""
-    return Path(places.adapters())
+    return _path(adapters_path())
 
 
 def snapshots_dir() -> Path:
     """Snapshots, one folder each; 0700."""
-    return Path(places.snapshots())
+    return _path(snapshots_path())
 
 
 def blocks_dir() -> Path:
@@ -57,12 +138,12 @@ def blocks_dir() -> Path:
 
 def runtime_dir() -> Path:
     """The folder of sockets and process records, under $XDG_RUNTIME_DIR or /tmp."""
-    return Path(places.runtime())
+    return _path(runtime_path())
 
 
 def shipped_file(name: str) -> Path:
     """A file that comes with the program."""
-    return Path(__file__).parents[1] / "data" / name
+    return _path(__file__).parents[1] / "data" / name
 
 
 def private_dir(path: Path) -> Path:

@@ -15,7 +15,7 @@ import os
 import sys
 
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.format import Manifest, refuse_unsafe
 
@@ -65,7 +65,7 @@ def candidates() -> list[str]:
     from edgeinfer.shipping import shipped  # as rarely
 
     bundled = shipped.bundled_criu()
-    ours = [str(bundled or ""), f"{sys.prefix}/criu/bin/criu", f"{places.base('data')}/criu/bin/criu"]
+    ours = [str(bundled or ""), f"{sys.prefix}/criu/bin/criu", f"{paths.base('data')}/criu/bin/criu"]
     places_of_path = [shutil.which("criu") or "", "/usr/sbin/criu", "/usr/local/sbin/criu"]
     return [path for path in [*ours, *places_of_path] if path and os.access(path, os.X_OK)]
 
@@ -160,7 +160,7 @@ def work_dir() -> str:
     """
     refused = []
     shared = [f"{_TMPFS}/edgeinfer-{os.getuid()}"] if os.path.isdir(_TMPFS) else []
-    for path in (*shared, places.runtime(), os.path.join(places.base("cache"), "criu")):
+    for path in (*shared, paths.runtime_path(), os.path.join(paths.base("cache"), "criu")):
         try:
             os.makedirs(path, 0o700, exist_ok=True)
             refuse_unsafe(path, directory=True)

@@ -10,7 +10,7 @@ import sys
 
 import edgeinfer
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 from edgeinfer.snapshots.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
 
 #: The folder of our own package.
@@ -69,7 +69,7 @@ def machine_keys() -> dict[str, str]:
 def _models_toml() -> str:
     """When the user's catalogue was last written: its words on a model are in the model's snapshot."""
     try:
-        return str(os.stat(f"{places.base('config')}/models.toml").st_mtime_ns)
+        return str(os.stat(f"{paths.base('config')}/models.toml").st_mtime_ns)
     except OSError:
         return ""
 

@@ -30,7 +30,7 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
     UsageError,
 )
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def read_manifest(folder: str) -> Manifest:
 def safe_name(model: str) -> str:
     """Turn a model's name or path into a snapshot name's first part, without separators."""
     plain = model.lower()
-    if plain.startswith(places.FOUND):  # found in any letter case, and Ollama's with its tag or without
+    if plain.startswith(paths.FOUND):  # found in any letter case, and Ollama's with its tag or without
         plain = plain.removesuffix(":latest") if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):
@@ -310,7 +310,7 @@ def program_of(folder: str) -> str:
 
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
     """List folders with a manifest, newest first, of one `program` if given."""
-    root = root or places.snapshots()
+    root = root or paths.snapshots_path()
     found: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):
         if program in ("", program_of(folder)) and os.path.lexists(f"{root}/{folder}/{MANIFEST}"):

@@ -19,7 +19,7 @@ import msgspec
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
-from edgeinfer.platform import places, process_metadata
+from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.process_metadata import left_by
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles, ReplicasInfo
@@ -110,7 +110,7 @@ def shares_folders(pid: int) -> bool:
     except OSError:
         return True
     pairs = (os.fsdecode(entry).partition("=") for entry in raw.split(b"\0"))
-    return places.shared_with({name: value for name, _, value in pairs})
+    return paths.shared_with({name: value for name, _, value in pairs})
 
 
 def _parents() -> dict[int, int]:

@@ -11,7 +11,7 @@ import pytest
 
 from edgeinfer.cli.main import main
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 from edgeinfer.platform.page_cache import read_in, resident_bytes
 from edgeinfer.snapshots.format import MANIFEST, Manifest, manifest_text
 
@@ -56,7 +56,7 @@ def test_a_models_file_is_in_memory_afterwards(model, capsys) -> None:
 
 @pytest.mark.parametrize(("repack", "n_files"), [("on", 2), ("off", 3)])
 def test_a_snapshot_is_loaded_before_the_model(model, capsys, repack, n_files) -> None:
-    folder = Path(places.snapshots()) / "mine@1-program"
+    folder = Path(paths.snapshots_path()) / "mine@1-program"
     for one in (folder.parent, folder, folder / "images"):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
     manifest = Manifest(

@@ -28,7 +28,7 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
 )
 from edgeinfer.launcher import selection
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 from edgeinfer.platform.disk import locked
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.llama.mappings import LARGE_BYTES
@@ -84,8 +84,8 @@ def publish(root, name, generation=1, *, model="m", requested=None, actual=None,
 def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     publish(root, "m")
     assert selection.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
-    assert selection.launch_choice(["run", "hello"]).model == places.DEFAULT_MODEL
-    assert selection.launch_choice(["run", "--draft", "m", "hello"]).model == places.DEFAULT_MODEL
+    assert selection.launch_choice(["run", "hello"]).model == paths.DEFAULT_MODEL
+    assert selection.launch_choice(["run", "--draft", "m", "hello"]).model == paths.DEFAULT_MODEL
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, t
         ("serve other --port 8080", "other"),
         ("chat other", "other"),
         ("run other hello", "other"),
-        ("run hello", places.DEFAULT_MODEL),
-        ("run hello --seed 4", places.DEFAULT_MODEL),
-        ("serve --port 8080", places.DEFAULT_MODEL),
-        ("chat", places.DEFAULT_MODEL),
-        ("batch in.jsonl out.jsonl", places.DEFAULT_MODEL),
+        ("run hello", paths.DEFAULT_MODEL),
+        ("run hello --seed 4", paths.DEFAULT_MODEL),
+        ("serve --port 8080", paths.DEFAULT_MODEL),
+        ("chat", paths.DEFAULT_MODEL),
+        ("batch in.jsonl out.jsonl", paths.DEFAULT_MODEL),
     ],
 )
 def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
@@ -226,7 +226,7 @@ def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path
 def test_the_default_is_the_configurations():
     from edgeinfer.config.config_file import Config
 
-    assert Config().default_model == places.DEFAULT_MODEL
+    assert Config().default_model == paths.DEFAULT_MODEL
 
 
 def test_an_exact_match_is_preferred_then_the_newest(root):
@@ -454,7 +454,7 @@ def test_watch_of_an_engine_that_was_unloaded_ends_quietly(monkeypatch):
 def test_folder_of_another_user_is_passed_over_for_one_of_our_own(root, monkeypatch):
     places_tried = [root.parent / "shm", root.parent / "run"]
     monkeypatch.setattr(criu, "_TMPFS", str(places_tried[0]))
-    monkeypatch.setattr(places, "runtime", lambda: str(places_tried[1]))
+    monkeypatch.setattr(paths, "runtime", lambda: str(places_tried[1]))
     places_tried[0].mkdir()
     for folder in (places_tried[0] / f"edgeinfer-{os.getuid()}", places_tried[1]):
         folder.mkdir(mode=0o777)

@@ -12,7 +12,7 @@ import msgspec
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 
 #: What an option or word takes, by how its metavar begins; anything that ends in FILE or DIR is a path.
 _KINDS = {"MODEL": "models", "SNAPSHOT": "snapshots", "ADAPTER": "adapters"}
@@ -87,7 +87,7 @@ def _known(kind: str) -> list[str]:
     if kind == "snapshots":
         return sorted(generations())
     if kind == "adapters":
-        return sorted(path.stem for path in Path(places.adapters()).glob("*.gguf"))
+        return sorted(path.stem for path in Path(paths.adapters_path()).glob("*.gguf"))
     found = (model.name for model in stores.usable())
     return sorted({*load_catalog().models, *(model.name for model in list_pulled()), *found})
 

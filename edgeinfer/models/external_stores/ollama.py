@@ -29,10 +29,10 @@ from edgeinfer.models.external_stores.reader import (
     folders,
     small_file,
 )
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 
 STORE = "Ollama"
-PREFIX = places.FOUND[0]
+PREFIX = paths.FOUND[0]
 _SERVICE = "/usr/share/ollama/.ollama/models"
 _REGISTRY, _LIBRARY = "registry.ollama.ai", "library"
 _TAG = ":latest"

@@ -29,7 +29,7 @@ from edgeinfer.models.external_stores.reader import (
     ggufs,
     small_file,
 )
-from edgeinfer.platform import places
+from edgeinfer.platform import paths
 
 #: (path in its repository, quantization or "") → the model's name
 _Naming = Callable[[str, str], str]
@@ -84,7 +84,7 @@ def _found_file(path: Path, root: Path, promised: _Digest) -> ExternalFile:
 
 
 HUGGING_FACE = "Hugging Face"
-HF_PREFIX = places.FOUND[1]
+HF_PREFIX = paths.FOUND[1]
 _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HF_DEPTH = 3
@@ -166,7 +166,7 @@ def _blob_digest(path: str) -> str:
 
 
 LM_STUDIO = "LM Studio"
-LM_PREFIX = places.FOUND[2]
+LM_PREFIX = paths.FOUND[2]
 _HOMES = (".lmstudio", ".cache/lm-studio")
 _POINTER = ".lmstudio-home-pointer"
 _LM_DEPTH = 2
