@@ -1,1 +1,1 @@
-"""Models as files: `models.toml`, sources, fetching, GGUF headers. Knows no engine."""
+"""Find, pull, verify, convert and quantize models as files; no engine is loaded here."""

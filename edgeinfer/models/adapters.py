@@ -1,4 +1,4 @@
-"""Adapters of this machine: pulled and converted for a base model, and merged into one.
+"""Pull LoRA adapters, convert them for a base model, and merge them into one.
 
 adapters/NAME.gguf           the adapter, as `--lora NAME` finds it
 """
@@ -34,7 +34,7 @@ _HOW = "`edgeinfer pull ADAPTER --base MODEL`"
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that is here."""
+    """A pulled adapter."""
 
     name: str
     path: str
@@ -44,7 +44,7 @@ class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place(name: str) -> Path:
-    """The file of a pulled adapter; it need not exist."""
+    """Return the file of a pulled adapter; it need not exist."""
     return paths.adapters_dir() / f"{names.model_name(name)}.gguf"
 
 
@@ -93,7 +93,7 @@ def pull_adapter(
 
 
 def _name_of(text: str, planned: str) -> str:
-    """A repository's name without the quantization that is no matter of an adapter."""
+    """Name the adapter after its repository; it has no quantization."""
     if names.is_path(text):
         return planned
     source = sources.parse(text)

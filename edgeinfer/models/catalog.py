@@ -1,8 +1,8 @@
-"""models.toml: the shipped catalogue and the user's own, typed, with unknown keys refused by name.
+"""Read models.toml: the shipped catalogue and the user's own; unknown keys are errors.
 
 The user's file (`models.toml` in the configuration directory) adds models, and overrides keys of a
-shipped one by name. Whoever gives `sources` gives new bytes, so the shipped `sha256` and `size-bytes`
-of that model are dropped with the old ones.
+shipped one by name. If it gives `sources`, the shipped `sha256` and `size-bytes` of
+that model are dropped with the old ones, because the bytes differ.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
     """A model's own sampling defaults; what is left out is the program's default."""
 
     def given(self) -> dict[str, float]:
-        """Only what the catalogue says, by Sampling's field names."""
+        """Return what the catalogue sets, by Sampling's field names."""
         return {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
 
     def over(self, base: Sampling) -> Sampling:
@@ -73,7 +73,7 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
 
 
 def parameter_count(text: str) -> float:
-    """`"1.7B"` → 1.7e9; 0.0 for ""."""
+    """Parse a count of parameters: `"1.7B"` → 1.7e9; 0.0 for ""."""
     return float(text[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[text[-1]] if text else 0.0
 
 
@@ -86,7 +86,7 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 
     @property
     def option(self) -> str:
-        """As `--lora` takes it."""
+        """The adapter in the form of `--lora`."""
         return f"{self.path or self.name}:{self.scale:g}"
 
 
@@ -133,7 +133,7 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def final_quantization(self) -> str:
-        """The quantization that is stored: `quantize` when it is wanted, else the source's."""
+        """The stored quantization: `quantize` if set, otherwise the source's."""
         return (self.quantize or self.quantization).upper()
 
     @property
@@ -143,7 +143,7 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of what `pull` stores, exact or estimated; 0 if not even the parameters are known."""
+        """Size of what `pull` stores, exact or estimated; 0 if the parameters are unknown."""
         if not self.stored_is_estimate:
             return self.size_bytes
         bits = _BITS_PER_WEIGHT.get(self.final_quantization, 5.0)
@@ -159,7 +159,7 @@ class Catalog(msgspec.Struct, frozen=True):
         return self.models.get(name)
 
     def find(self, name: str) -> Model:
-        """The model called `name`. Raises UnknownModelError with the names nearest to it."""
+        """Return the model called `name`. Raises UnknownModelError with the nearest names."""
         model = self.models.get(name)
         if model is None:
             raise UnknownModelError(f"no model is called {name!r}", hint=nearest(name, self.models))
@@ -167,7 +167,7 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 def nearest(name: str, known: Any) -> str | None:
-    """A hint with the names of `known` nearest to `name`, or None when none is near."""
+    """Return a hint with the names of `known` nearest to `name`, or None."""
     near = (
         difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
         or [k for k in known if len(name) > 2 and name in k][:3]
@@ -176,17 +176,17 @@ def nearest(name: str, known: Any) -> str | None:
 
 
 def shipped_path() -> Path:
-    """The catalogue that came with the program."""
+    """Return the shipped catalogue's path."""
     return paths.shipped_file(FILE_NAME)
 
 
 def user_path() -> Path:
-    """The user's own catalogue; it need not exist."""
+    """Return the user's own catalogue's path; it need not exist."""
     return paths.config_dir() / FILE_NAME
 
 
 def load_catalog(shipped: Path | None = None, user: Path | None = None) -> Catalog:
-    """The shipped catalogue with the user's over it.
+    """Load the shipped catalogue, overridden by the user's.
 
     Raises ConfigError naming file, model, key and the nearest valid key.
     """

@@ -63,7 +63,7 @@ class FirstRunChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needed_bytes(size_bytes: int) -> int:
-    """Memory that a model of `size_bytes` is taken to need with a short context."""
+    """Estimate the memory (bytes) of a model of `size_bytes` with a short context."""
     return int(size_bytes * 1.2) + (100 << 20)
 
 
@@ -85,7 +85,7 @@ def fit(
 
 
 def active_share(model: Model | None, name: str, parameters: str) -> float:
-    """Share of the weights that a token is multiplied with: below 1 for a mixture of experts."""
+    """Return the share of weights a token is multiplied with: below 1 for a mixture of experts."""
     total = parameter_count(parameters)
     match = _ACTIVE.search(name.lower())
     told = parameter_count(model.active_parameters) if model else 0.0
@@ -129,7 +129,7 @@ def _choice(role: Role, why: str, model: Model, tokens_per_s: float) -> FirstRun
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:
-    """The sizes of a model from the headers of its files, the first of which has the metadata."""
+    """Return a model's shape from its files' headers; the first has the metadata."""
     first = headers[0]
     return make_shape(
         first.metadata,
@@ -140,7 +140,7 @@ def header_shape(headers: Sequence[GgufHeader]) -> Shape:
 
 
 def header_plan(headers: Sequence[GgufHeader], options: LoadOptions, machine: Machine) -> Plan:
-    """The plan by which `runtime.llama.model` would load these files."""
+    """Return the plan by which `runtime.llama.model` would load these files."""
     file_bytes = sum(header.file_bytes for header in headers)
     repack = choose_repack(options.repack, file_bytes, machine)
     return make_plan(header_shape(headers), options, machine, repack)

@@ -1,4 +1,4 @@
-"""GGUF headers, read without trusting a byte of them.
+"""Read GGUF headers without trusting a byte of them.
 
 The reader walks the header of a mapped file once. Every count, length, type, dimension and offset is
 checked against what is left of the file before it is used, so that a hostile or torn file ends in
@@ -155,19 +155,19 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     infos_offset: int = 0
 
     def text(self, key: str, default: str = "") -> str:
-        """The string at `key`, or `default` when it is absent or no string."""
+        """Return the string at `key`, or `default` if it is absent or no string."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else default
 
     def number(self, key: str, default: int = 0) -> int:
-        """The non-negative integer at `key`, or `default` when it is absent or something else."""
+        """Return the non-negative integer at `key`, or `default` if it is absent or anything else."""
         value = self.metadata.get(key)
         return (
             value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
         )
 
     def own(self, key: str) -> str:
-        """`key` under the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
+        """Return `key` under the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
         return f"{self.architecture}.{key}"
 
     @property
@@ -207,14 +207,14 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purpose(self) -> Literal["chat", "base", "embedding"]:
-        """What the model is for, as far as its header tells."""
+        """The model's purpose by its header."""
         if self.metadata.get(self.own("attention.causal")) is False:
             return "embedding"
         return "chat" if self.chat_template else "base"
 
     @property
     def quantization(self) -> str:
-        """The type that `general.file_type` names, else the type of most of the bytes."""
+        """The type that `general.file_type` names, otherwise the type of most bytes."""
         named = FILE_TYPES.get(self.number("general.file_type", -1))
         return named or self._commonest_type()
 
@@ -439,7 +439,7 @@ class _Walker:
         return alignment
 
     def _tensor(self, index: int) -> tuple[str, str, tuple[int, ...], int, int]:
-        """(name, type, shape, size in bytes, offset from the data's start) of the next entry."""
+        """Return (name, type, shape, size in bytes, offset from the data's start) of the next entry."""
         name = self._string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
         n_dims = self._u32(f"the dimensions of {name}")
         if n_dims > MAX_DIMS:

@@ -76,7 +76,7 @@ def file_name(text: str) -> str:
 
 
 def sanitize_file_name(text: str) -> str:
-    """Make a path's or URL's last component a safe file name. Raises UsageError for none."""
+    """Make a path's or URL's last component a safe file name. Raises UsageError if none is left."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
     return file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 

@@ -1,4 +1,4 @@
-"""Work out what a word means to `pull`: the model, its sources, what its files must be."""
+"""Plan a pull: the model that a reference names, its sources, and what its files must be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgeinfer.models.names import Reference
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted."""
+    """A planned pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted."""
 
     ref: Reference
     candidates: tuple[tuple[sources.Source, ...], ...]
@@ -27,9 +27,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Fetched(msgspec.Struct, kw_only=True):
     """One complete file of a source, not yet verified. `ours` is false for a file imported in place.
 
-    `sha256` is what its source promises ("": nothing); whoever hashes it fills in `found_sha256`.
+    `sha256` is the source's digest ("": none), `found_sha256` the computed one.
     `pinned` is false for files of this machine, which may change between two imports.
-    `checkpoint` marks files, or the folder, that are to be converted.
+    `checkpoint` marks files, or a folder, to convert.
     """
 
     path: Path
@@ -80,7 +80,7 @@ def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> Plan:
 
 
 def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
-    """The same repositories in another quantization; only Hugging Face sources can be asked for one."""
+    """Return the same repositories in another quantization; only Hugging Face has several."""
     repos = [
         part
         for parts in entry.parsed_sources()

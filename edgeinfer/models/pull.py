@@ -1,4 +1,4 @@
-"""Pull the verified files of a model by a word; an error keeps what was fetched.
+"""Pull the verified files of a model; an error keeps what was fetched.
 
 The order is what keeps a wrong file out: lock, fetch to a partial file, hash, compare with every digest
 known (catalogue, hub, pin), check the header, quantize if wanted, rename, and only then write the
@@ -26,10 +26,9 @@ from edgeinfer.platform.disk import sha256_of
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`quantize` and `sha256` replace the type to store it in and the digest that the catalogue says.
+    """`quantize` and `sha256` replace the catalogue's type to store and digest.
 
-    `in_place` points at a local file instead of copying it; `again` fetches what is here; `patience` is
-    with web servers.
+    `in_place` points at a local file instead of copying it; `again` fetches a model that is here.
     """
 
     name: str | None = None
@@ -46,7 +45,7 @@ def pull(
     cancel: threading.Event | None = None,
     options: PullOptions | None = None,
 ) -> PulledModel:
-    """Make the model that `text` names be here, and return its record; quick when it already is.
+    """Fetch the model that `text` names unless it is here, and return its record.
 
     Raises UsageError, UnknownModelError, ModelBusyError, OfflineError before any connection,
     DownloadError and its kin when every source failed, ChecksumError, InvalidGgufError, QuantizeError,
@@ -83,7 +82,7 @@ def _in_type(todo: Plan, type_name: str) -> Plan:
 
 
 def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
-    """What `OWNER/REPO:TYPE` means for a checkpoint that nobody said otherwise of."""
+    """Return the type in `OWNER/REPO:TYPE` for a checkpoint without another one."""
     named = (part for parts in todo.candidates for part in parts if isinstance(part, sources.HubQuant))
     return (
         next((part.quant for part in named), "") if fetched[0].checkpoint and not todo.quantize else ""
@@ -91,7 +90,7 @@ def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
 
 
 def _already_here(todo: Plan, job: Job) -> PulledModel | None:
-    """Return the record when every file still is what it says, hashing touched ones again."""
+    """Return the record if every file still matches it; touched files are hashed again."""
     record = store.read_record(names.folder(todo.ref))
     if record is None:
         return None
@@ -117,7 +116,7 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
 def fetch_first_working(
     todo: Plan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[Fetched], str]:
-    """Fetch from the first good candidate. Raises the last error, with the others' words."""
+    """Fetch from the first good candidate. Raises the last error, with the others' messages."""
     failures: list[CatalogError] = []
     for parts in todo.candidates:
         source = " + ".join(map(str, parts))

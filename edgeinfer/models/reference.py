@@ -1,4 +1,4 @@
-"""Resolve what a person calls a model, once: `resolve` returns a `ModelRef` that callers pass on.
+"""Resolve a model reference once: `resolve` returns a `ModelRef` that callers pass on.
 
 A model reference is a path, a name here (`NAME`, `NAME:QUANT`), the source a model was pulled from, a
 name in another program's store, or a name of the catalogue whose files are not here.
@@ -46,7 +46,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[Path]:
-        """The files, absolute, in order, not verified; of a path, whether they are there or not."""
+        """The files, absolute, in order, not verified; those of a path need not exist."""
         if self.kind == "file":
             return names.split_parts(Path(self.name))
         if self.external is not None:

@@ -24,9 +24,9 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def remove(text: str, *, forget: bool = False) -> Removed:
-    """Remove the model or the adapter `text`, and whatever an unfinished pull of it left.
+    """Remove the model or the adapter `text`, and what an unfinished pull of it left.
 
-    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for another program's.
+    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for an external store's.
     """
     found = _removable(text)
     if found is not None and found.kind == "absent" and sources.looks_like_source(text):
@@ -53,7 +53,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
 
 
 def _removable(text: str) -> ModelRef | None:
-    """Resolve what may be removed; None for a record that cannot be read, which is removed like any."""
+    """Resolve a removable model; None if its record cannot be read."""
     try:
         ref = resolve(text)
     except CatalogError:
@@ -79,7 +79,7 @@ def _bytes_under(folder: Path) -> int:
 
 
 def copy(text: str, name: str) -> store.PulledModel:
-    """Make the model `text` be here as `name` too; either can be removed without the other.
+    """Store the model `text` under `name` too; either can be removed without the other.
 
     Raises UsageError if `name` is taken or no name, or for an external store's model,
     UnknownModelError, ModelNotPulledError, ModelBusyError.

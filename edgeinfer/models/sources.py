@@ -1,4 +1,4 @@
-"""Where a model's files come from, as it is written in models.toml and on the command line.
+"""Parse the sources of models, as models.toml and the command line spell them.
 
 hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository
 hf:OWNER/REPO:QUANT               file or split files of that quantization; OWNER/REPO:QUANT works too

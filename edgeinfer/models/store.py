@@ -1,13 +1,13 @@
-"""Pulled models on disk: one folder each under `models_dir()`, with a record that says what is in it.
+"""Store pulled models: a folder each under `models_dir()`, with a record of its files.
 
     models/NAME/model.json       the record; a folder without one holds no model
     models/NAME/FILE.gguf        the files, unless the record names files elsewhere (imported in place)
-    models/NAME.lock.json        pins: the SHA-256 each source had at the first pull; outlives `rm`
+    models/NAME.lock.json        pins: the SHA-256 of each source at the first pull; outlives `rm`
     models/.partial/NAME/        what an unfinished pull has fetched
-    models/.locks/NAME           flock of whoever changes the model
+    models/.locks/NAME           flock of the process that changes the model
 
 The record is written last, by rename, so a folder is a model or nothing. Files were hashed and their
-headers checked before that; afterwards their size and modification time vouch for them, not a hash.
+headers checked before that; afterwards their size and modification time are compared, not a hash.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purpose(self) -> str:
-        """What its header says that it is for; "" for a file that cannot be read."""
+        """The purpose by its header; "" if that cannot be read."""
         try:
             return gguf.read_header(self.paths[0]).purpose
         except InvalidGgufError:
@@ -128,7 +128,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_place(self) -> bool:
-        """Whether the files belong to somebody else and are only pointed at."""
+        """Whether the record points at files elsewhere."""
         return any(os.path.isabs(file.path) for file in self.files)
 
     @property
@@ -150,7 +150,7 @@ def read_record(folder: Path) -> PulledModel | None:
 
 
 def write_record(record: PulledModel) -> None:
-    """Make the folder a model: its files are in place and verified."""
+    """Write the record, which makes the folder a model; files are in place and verified."""
     write_whole(record.folder / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))
 
 
@@ -163,7 +163,7 @@ def _folders() -> Iterator[Path]:
 
 
 def list_pulled() -> list[PulledModel]:
-    """List every model that is here, by name, without those whose record cannot be read."""
+    """List the pulled models by name, without those whose record cannot be read."""
     found = []
     for folder in _folders():
         try:
@@ -222,7 +222,7 @@ def _placed(one: Fetched, folder: Path) -> PulledFile:
 
 
 def unfinished() -> dict[str, int]:
-    """Bytes of pulls that were stopped, by the model's name; one that still runs is none."""
+    """Return the bytes of interrupted pulls by the model's name, without running ones."""
     found = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -283,7 +283,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     first_pulled_at: str
 
 
-class LockFile(msgspec.Struct, frozen=True, kw_only=True):
+class Pins(msgspec.Struct, frozen=True, kw_only=True):
     """The whole of `NAME.lock.json`."""
 
     pins: tuple[Pin, ...] = ()
@@ -291,16 +291,16 @@ class LockFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pins_path(ref: Reference) -> Path:
-    """The lock file of a model; it need not exist."""
+    """Return the file of a model's pins; it need not exist."""
     return paths.models_dir() / (ref.folder + _PINS_SUFFIX)
 
 
-def read_pins(ref: Reference) -> LockFile:
-    """The pins of a model. Raises CatalogError when the file cannot be understood."""
+def read_pins(ref: Reference) -> Pins:
+    """Read the pins of a model. Raises CatalogError if they cannot be read."""
     try:
-        return msgspec.json.decode(pins_path(ref).read_bytes(), type=LockFile)
+        return msgspec.json.decode(pins_path(ref).read_bytes(), type=Pins)
     except FileNotFoundError:
-        return LockFile()
+        return Pins()
     except (OSError, msgspec.MsgspecError) as error:
         raise CatalogError(
             f"{pins_path(ref)} cannot be read: {error}", hint=f"`edgeinfer rm {ref} --forget`"
@@ -308,19 +308,13 @@ def read_pins(ref: Reference) -> LockFile:
 
 
 def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
-    """The pinned SHA-256, or "" on the first pull."""
-    return next(
-        (
-            pin.sha256
-            for pin in read_pins(ref).pins
-            if (pin.source, pin.file_name) == (source, file_name)
-        ),
-        "",
-    )
+    """Return the pinned SHA-256, or "" on the first pull."""
+    pins = {(pin.source, pin.file_name): pin.sha256 for pin in read_pins(ref).pins}
+    return pins.get((source, file_name), "")
 
 
 def pin_files(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
-    """Pin every file that is not pinned yet."""
+    """Pin the SHA-256 of every file that has no pin yet."""
     old = read_pins(ref).pins
     have = {(pin.source, pin.file_name) for pin in old}
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -337,7 +331,7 @@ def pin_files(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
     )
     if new:
         write_whole(
-            pins_path(ref), msgspec.json.format(msgspec.json.encode(LockFile(pins=old + new)), indent=2)
+            pins_path(ref), msgspec.json.format(msgspec.json.encode(Pins(pins=old + new)), indent=2)
         )
 
 

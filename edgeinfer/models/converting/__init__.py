@@ -1,1 +1,1 @@
-"""Checkpoints as their makers publish them (safetensors, config.json) become GGUF files."""
+"""Convert checkpoints (safetensors, config.json) and PEFT adapters to GGUF."""

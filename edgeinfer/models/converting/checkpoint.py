@@ -1,4 +1,4 @@
-"""A checkpoint's config.json and safetensors, checked before any value is used.
+"""Read a checkpoint's config.json and safetensors, checked before any value is used.
 
 Tensors are views of the mapped files; nothing is copied until a value is computed with. The format
 (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header, the data.
@@ -42,7 +42,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype("u1"),
     "F8_E5M2": np.dtype("u1"),
 }
-#: What can be a weight.
+#: Types of weights that are converted.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -53,7 +53,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Where a tensor lies. `dtype` is the format's word; `shape` has the slowest dimension first."""
+    """A tensor's place. `dtype` is the format's name; `shape` has the slowest dimension first."""
 
     name: str
     dtype: str
@@ -110,14 +110,14 @@ class Safetensors:
         return Tensor(name, entry.dtype, entry.shape, data + begin, wanted)
 
     def view(self, name: str) -> Array:
-        """The tensor's values as they are stored, of its shape; BF16 as 16-bit integers."""
+        """Return the stored values in the tensor's shape; BF16 as 16-bit integers."""
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)
         flat: Array = np.frombuffer(self._map, DTYPES[tensor.dtype], count, tensor.offset)
         return flat.reshape(tensor.shape)
 
     def release(self, name: str) -> None:
-        """Let the kernel take the tensor's pages back; they are read again when they are used again."""
+        """Give the tensor's pages back to the kernel; they are read again on use."""
         tensor = self.tensors[name]
         begin = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.offset + tensor.n_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -132,7 +132,7 @@ def to_float32(values: Array, dtype: str) -> npt.NDArray[np.float32]:
     return values.astype(np.float32, copy=False)
 
 
-#: What to say to who has weights in another packing, by `quant_method` of config.json.
+#: Names of quantized packings that are refused, by `quant_method` of config.json.
 _PACKED = {
     "gptq": "GPTQ",
     "awq": "AWQ",
@@ -146,7 +146,7 @@ Config = dict[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} when there is none. Raises ConversionError."""
+    """Read the object in a JSON file, {} without one. Raises ConversionError."""
     try:
         with open(open_regular(path), "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, Any])
@@ -158,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def conversion_errors(folder: Path) -> Iterator[None]:
-    """Turn what a wrong value in a stranger's files leads to into ConversionError."""
+    """Turn errors caused by a wrong value in an untrusted file into ConversionError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
@@ -233,7 +233,7 @@ class Checkpoint:
         return list(self._home)
 
     def tensor(self, name: str) -> Tensor:
-        """Where `name` lies. Raises ConversionError when it holds no floating-point numbers."""
+        """Return where `name` lies. Raises ConversionError if it holds no floating-point numbers."""
         tensor = self._home[name].tensors[name]
         if tensor.dtype not in FLOATS:
             raise ConversionError(
@@ -243,11 +243,11 @@ class Checkpoint:
         return tensor
 
     def view(self, name: str) -> Array:
-        """The values as they are stored, of the tensor's shape."""
+        """Return the stored values in the tensor's shape."""
         return self._home[name].view(name)
 
     def release(self, name: str) -> None:
-        """Give the pages of a tensor back."""
+        """Give a tensor's pages back to the kernel."""
         self._home[name].release(name)
 
     @property

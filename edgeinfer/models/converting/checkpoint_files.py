@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which they are, in a folder or a repository, and one GGUF made of them."""
+"""Pick a checkpoint's files from a folder or a repository, and make one GGUF of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weight_files(names: list[str]) -> list[str]:
 
 
 def checkpoint_files(paths: list[str]) -> list[str]:
-    """What to fetch of a repository to convert it; [] when it has no checkpoint or adapter."""
+    """Pick the files of a repository that a conversion needs; [] without checkpoint or adapter."""
     if CONFIG not in paths and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     weights = weight_files(paths) if CONFIG in paths else []
@@ -64,12 +64,12 @@ def checkpoint_files(paths: list[str]) -> list[str]:
 
 
 def flat_name(path: str) -> str:
-    """A file's name in one folder for all."""
+    """Return a file's name in a flat folder."""
     return path.replace("/", "-")
 
 
 def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
-    """Convert verified files, or the folder a person named, to one GGUF in `work`.
+    """Convert verified files, or a local folder, to one GGUF in `work`.
 
     `type_name` is one of DIRECT, or "" for the checkpoint's own. Raises ConversionError,
     DiskFullError, InterruptedByUser; what was fetched is kept.
@@ -91,7 +91,7 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
 
 
 def linked(fetched: list[Fetched], folder: Path) -> Path:
-    """A folder that has the files under the names they are published by."""
+    """Link the files in `folder` under their published names, and return it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     for one in fetched:

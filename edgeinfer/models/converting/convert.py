@@ -72,7 +72,7 @@ def _plan(checkpoint: Checkpoint, family: Family, config: Values) -> list[Planne
 
 
 def plain_name(name: str) -> str:
-    """The tensor's name without what wraps a text model."""
+    """Return the tensor's name without a text model's wrappers."""
     for prefix, plain in (
         ("model.language_model.", "model."),
         ("language_model.model.", "model."),
@@ -88,7 +88,7 @@ def plain_name(name: str) -> str:
 def _grouped(
     checkpoint: Checkpoint, family: Family, config: Values
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each tensor's name with itself; the experts' of one layer together, in order."""
+    """Yield each tensor with its sources; the experts of one layer together, in order."""
     experts: dict[str, dict[int, str]] = {}
     for name in checkpoint.names:
         if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq") or _dropped(name, family):
@@ -129,7 +129,7 @@ def _planned(checkpoint: Checkpoint, family: Family, name: str, sources: tuple[s
 
 
 def transform_of(family: Family, name: str) -> Transform | None:
-    """What the family does to the tensor called `name` in a GGUF."""
+    """Return the family's transform of the GGUF tensor `name`, or None."""
     return next((how for end, how in family.transforms.items() if _is(name, end)), None)
 
 
@@ -155,12 +155,12 @@ _POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "poolin
 
 
 def own_type(checkpoint: Checkpoint) -> str:
-    """The type that loses nothing, or least, of what the checkpoint has: BF16 or F16."""
+    """Return the type that loses least of the checkpoint's: BF16 or F16."""
     return "BF16" if checkpoint.commonest_dtype == "BF16" else "F16"
 
 
 def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
-    """Write the checkpoint in `folder` to `target` in one of `fetched.DIRECT`; "" takes its own type.
+    """Write the checkpoint in `folder` to `target` as one of `DIRECT`; "" takes its own type.
 
     Raises ConversionError, DiskFullError, InterruptedByUser; then nothing is left at `target`.
     """
@@ -246,7 +246,7 @@ class _Conversion:
         return wanted
 
     def _pooling(self) -> int:
-        """How sentence-transformers makes one vector: its own file says so; mean where none does."""
+        """Return the pooling type of sentence-transformers' own file; mean without one."""
         said = read_json(self.checkpoint.folder / "1_Pooling" / "config.json")
         said = said or read_json(self.checkpoint.folder / "1_Pooling-config.json")
         return next((number for word, number in _POOLINGS.items() if said.get(word)), 1)

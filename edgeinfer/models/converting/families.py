@@ -63,7 +63,7 @@ def _granite(config: Values) -> Values:
 
 
 def _gemma2(config: Values) -> Values:
-    """Only where llama.cpp computes windows: others' keys of that name would change the estimates."""
+    """Set the window for architectures that have one: a key elsewhere would change memory estimates."""
     window = config.get("sliding_window")
     return {"attention.sliding_window": int(window)} if window else {}
 
@@ -191,7 +191,7 @@ FAMILIES = (
 
 
 def find_family(architectures: list[str]) -> Family:
-    """The row of a checkpoint. Raises ConversionError naming those that are known."""
+    """Return the row of a checkpoint. Raises ConversionError with the known ones."""
     for word in architectures[:1]:
         for family in FAMILIES:
             if word in family.checkpoints:

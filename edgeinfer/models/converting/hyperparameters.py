@@ -1,4 +1,4 @@
-"""config.json becomes GGUF metadata: names of keys, attention's shape, rotary embeddings.
+"""Map config.json to GGUF metadata: names of keys, attention's shape, rotary embeddings.
 
 Formulas of rope: https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py
 """
@@ -53,13 +53,13 @@ KEYS = (
 
 
 def lookup(config: Values, name: str) -> Any:
-    """The value of the GGUF key `name` in config.json, None when it has none."""
+    """Return the value of the GGUF key `name` in config.json, or None."""
     spellings = next(key.spellings for key in KEYS if key.name == name)
     return next((config[word] for word in spellings if config.get(word) is not None), None)
 
 
 def needed(config: Values, name: str, most: int = 1 << 31) -> int:
-    """The count at the GGUF key `name`. Raises ConversionError for none, or no such."""
+    """Return the count at the GGUF key `name`. Raises ConversionError for a missing or invalid one."""
     value = lookup(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         spellings = next(key.spellings for key in KEYS if key.name == name)
@@ -68,7 +68,7 @@ def needed(config: Values, name: str, most: int = 1 << 31) -> int:
 
 
 def count_heads(config: Values) -> Heads:
-    """The shape of attention. Raises ConversionError when config.json does not say it."""
+    """Return the shape of attention. Raises ConversionError if config.json lacks it."""
     n_head = needed(config, "attention.head_count")
     width = needed(config, "embedding_length")
     head_dim = config.get("head_dim")
@@ -82,7 +82,7 @@ def count_heads(config: Values) -> Heads:
 
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:
-    """Keys and values under the architecture's name, without its prefix. Raises ConversionError."""
+    """Return the architecture's keys and values, without its prefix. Raises ConversionError."""
     heads = count_heads(config)
     needed(config, "context_length")
     found: dict[str, Any] = {}
@@ -104,7 +104,7 @@ _KNOWN = "default, linear, dynamic, yarn, llama3, longrope"
 
 
 def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
-    """The rope parameters of config.json in its newer form, of the layers of one kind."""
+    """Return config.json's rope parameters in their newer form, for layers of one kind."""
     found: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(found.get(layers), dict):
         found = found[layers]
@@ -114,7 +114,7 @@ def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
 
 
 def _rope_metadata(config: Values, head_dim: int) -> Values:
-    """Keys under the architecture's name. Raises ConversionError for a kind llama.cpp lacks."""
+    """Return the keys of rope. Raises ConversionError for a kind llama.cpp lacks."""
     rope = rope_parameters(config)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     found: Values = {
@@ -151,7 +151,7 @@ def _original_context(config: Values, rope: Values) -> int:
 
 
 def rope_tensors(config: Values, head_dim: int) -> dict[str, Array]:
-    """Factors of each frequency that llama.cpp wants as tensors, float32 of half the rotated width."""
+    """Return the frequency factors llama.cpp reads as tensors, float32 of half the rotated width."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type")
     if kind == "llama3":

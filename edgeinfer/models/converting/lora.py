@@ -198,11 +198,11 @@ class _GgufAdapter:
 
     @property
     def names(self) -> set[str]:
-        """The tensors of the base that it changes."""
+        """The base's tensors that it changes."""
         return {name.removesuffix(".lora_a") for name in self._tensors if name.endswith(".lora_a")}
 
     def pair(self, name: str) -> tuple[Array, Array]:
-        """A [rank, in], and B [out, rank] with the whole scale in it, float32."""
+        """Return A [rank, in], and B [out, rank] multiplied by the whole scale, float32."""
         a, b = (self._read(self._tensors[f"{name}.lora_{which}"]) for which in "ab")
         factor = self._scale * (self._alpha / len(a) if self._alpha else 1.0)
         return a, b * np.float32(factor)
@@ -212,7 +212,7 @@ class _GgufAdapter:
 
 
 def dequantized(raw: Array, tensor: TensorInfo) -> Array:
-    """A tensor's bytes, or those of some of its rows, as float32 of shape [rows, row length]."""
+    """Dequantize whole rows of a tensor to float32 of shape [rows, row length]."""
     import gguf as package  # 80 ms, only for who merges
 
     known = TENSOR_TYPES[_NUMBERS[tensor.type]]

@@ -15,7 +15,7 @@ from edgeinfer.models.converting.checkpoint import Array
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Query heads, key and value heads, and values in one head."""
+    """Counts of query heads and of key and value heads, and a head's width."""
 
     n_head: int
     n_head_kv: int
@@ -26,7 +26,7 @@ Transform = Callable[[Array, Heads], Array]
 
 
 def _interleaved(values: Array, n_head: int) -> Array:
-    """Rows of each head from halves (rotate_half) to pairs (ggml's rope of type "norm")."""
+    """Reorder each head's rows from halves (rotate_half) to pairs (ggml's rope of type "norm")."""
     shape = values.shape
     halves = values.reshape(n_head, 2, shape[0] // n_head // 2, *shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
@@ -43,15 +43,15 @@ def pair_keys(values: Array, heads: Heads) -> Array:
 
 
 def transpose(values: Array, _heads: Heads) -> Array:
-    """[in, out] to [out, in]: GPT-2 has its matrices the other way round."""
+    """Transpose [in, out] to [out, in], as GPT-2 stores its matrices."""
     return np.ascontiguousarray(values.T)
 
 
 def plus_one(values: Array, _heads: Heads) -> Array:
-    """Norms that are stored as the difference from one, float32."""
+    """Add one to norms that are stored as the difference from one, float32."""
     return values + np.float32(1)
 
 
 def drop_padding_rows(values: Array, _heads: Heads) -> Array:
-    """RoBERTa counts positions from 2: the first two rows are never used."""
+    """Drop the first two rows: RoBERTa counts positions from 2."""
     return np.ascontiguousarray(values[2:])

@@ -1,4 +1,4 @@
-"""A tokenizer.json becomes the keys of a GGUF.
+"""Map a tokenizer.json to the keys of a GGUF.
 
 Four kinds: byte-level BPE, BPE over text with byte fallback (SentencePiece's: Llama 2, Gemma),
 WordPiece (BERT) and Unigram (XLM-RoBERTa). llama.cpp has a fixed set of ways to split text before BPE,
@@ -53,7 +53,7 @@ _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
-    """llama.cpp's name for the splits of a byte-level tokenizer.json. Raises ConversionError."""
+    """Return llama.cpp's name for the splits of a byte-level tokenizer.json. Raises ConversionError."""
     steps = tuple(_steps(tokenizer.get("pre_tokenizer")))
     whole_words = bool(tokenizer["model"].get("ignore_merges"))
     name = _PRE_TOKENIZERS.get(steps, ("", ""))[whole_words]
@@ -67,7 +67,7 @@ def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
 
 
 def _steps(step: dict[str, Any] | None) -> list[str]:
-    """Each step as its pattern, or a word for what has none."""
+    """Return each step's pattern, or a label for a step without one."""
     match step:
         case None:
             return []
@@ -105,7 +105,7 @@ BYTE = 6
 
 _SPACE = "\u2581"
 _FORM = NORMALIZER_KEY.removeprefix("tokenizer.")
-#: tokenizer_config.json's word → llama.cpp's key.
+#: tokenizer_config.json's key → llama.cpp's.
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -118,7 +118,7 @@ _SPECIAL = {
 
 
 class Vocabulary:
-    """Tokens by id, with a type and a score each; what is not named is an unused padding."""
+    """Tokens by id, with a type and a score each; unnamed ids are unused padding."""
 
     def __init__(self, size: int) -> None:
         self.tokens = [f"[PAD{index}]" for index in range(size)]
@@ -126,7 +126,7 @@ class Vocabulary:
         self.scores = [-1000.0] * size
 
     def put(self, index: int, token: str, kind: int, score: float = -1000.0) -> None:
-        """Name a token. Raises ConversionError when the model has no row for it."""
+        """Name a token. Raises ConversionError if the model has no row for it."""
         if not 0 <= index < len(self.tokens):
             raise ConversionError(
                 f"tokenizer.json has {token!r} at {index}, config.json says {len(self.tokens)} tokens"
@@ -137,7 +137,7 @@ class Vocabulary:
 
 
 def metadata(folder: Path, n_vocab: int) -> Values:
-    """The keys under `tokenizer.` of the checkpoint in `folder`. Raises ConversionError."""
+    """Return the keys under `tokenizer.` for the checkpoint in `folder`. Raises ConversionError."""
     tokenizer = read_json(folder / "tokenizer.json")
     if not isinstance(tokenizer.get("model"), dict):
         raise ConversionError(
@@ -183,7 +183,7 @@ def _text(value: Any) -> str:
 
 
 def _merges(model: Values) -> list[tuple[str, str]]:
-    """The pairs in order of rank, in either of the two spellings."""
+    """Return the pairs in order of rank; tokenizer.json spells them in two ways."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(left, right) for left, right in pairs]
 
@@ -275,7 +275,7 @@ def _unigram(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:
-    """Tokens that are found in a text before it is split: special ones, and whole words."""
+    """Put the tokens that are matched before text is split: special ones, and whole words."""
     for token in tokenizer.get("added_tokens") or ():
         kept = vocabulary.types[token["id"]] if token["id"] < len(vocabulary.types) else UNUSED
         if kept == UNKNOWN:
@@ -313,7 +313,7 @@ def _specials(folder: Path, tokenizer: Values) -> Values:
 
 
 def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
-    """Whether one text gets a special token before it, and one after it; None where nobody says."""
+    """Whether a special token goes before one text, and after it; None if nothing says."""
     if step is None:
         return None, None
     if step["type"] == "Sequence":

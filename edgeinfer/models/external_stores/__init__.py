@@ -1,1 +1,1 @@
-"""Models that other programs keep on this machine, used where they are and never written to."""
+"""Use models in other programs' stores where they are; nothing there is ever written."""

@@ -1,9 +1,9 @@
-"""Ollama's store: manifests name the blobs that a model is made of, by their SHA-256.
+"""Read Ollama's store: manifests name the blobs of a model by their SHA-256.
 
     MODELS/manifests/REGISTRY/NAMESPACE/MODEL/TAG    JSON: layers by kind, digest and size
     MODELS/blobs/sha256-HEX                          what was fetched, under its own digest
 
-A model's name here is `ollama/` and what a person types to `ollama run`.
+A model is called `ollama/` and the argument of `ollama run`.
 
 Ollama's templates are Go's: the GGUF's own Jinja template is used if there is one; otherwise the family
 is recognized by its markers.
@@ -51,13 +51,13 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def roots(environment: Mapping[str, str]) -> list[Path]:
-    """Where Ollama keeps models: what it is told, this user's folder, the service's."""
+    """Return Ollama's folders: the configured one, this user's, the service's."""
     told = environment.get("OLLAMA_MODELS", "")
     return [Path(told)] * bool(told) + [Path.home() / ".ollama/models", Path(_SERVICE)]
 
 
 def search(root: Path) -> Iterator[ExternalModel]:
-    """Yield every model of a store, by name. Raises UnusableError when the store is closed."""
+    """Yield every model of a store, by name. Raises UnusableError if it is not readable."""
     root = Path(os.path.realpath(root))
     for registry in folders(root / "manifests"):
         for namespace in folders(registry):
@@ -141,7 +141,7 @@ _OPTIONS = {
 
 
 def _turns(system: str, user: str, assistant: str, ask: str) -> str:
-    """A Jinja template of one piece a turn, `%` being its text."""
+    """Make a Jinja template of one piece a turn; `%` stands for its text."""
     rows = (("system", system), ("user", user), ("assistant", assistant))
     cases = "".join(
         f"{{%- {'if' if role == 'system' else 'elif'} message.role == '{role}' -%}}"
@@ -192,7 +192,7 @@ _TEMPLATES = (
 
 
 class OllamaSettings(msgspec.Struct, kw_only=True):
-    """What is used of a model's layers; `used` and `unused` say so, for a person.
+    """Settings from a model's layers; `used` and `unused` describe them for `show`.
 
     `chat_template` None leaves the file's own.
     """

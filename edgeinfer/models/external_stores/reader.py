@@ -23,7 +23,7 @@ from edgeinfer.platform.disk import sha256_of
 
 
 class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One GGUF file. `path` is the file itself, no link; `sha256` is what its name promises, or ""."""
+    """A GGUF file. `path` is the file itself, no link; `sha256` is the digest in its name, or ""."""
 
     path: str
     size_bytes: int
@@ -31,9 +31,9 @@ class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of another program. `name` is what a person types to use it.
+    """A model of another program. `name` is its model reference.
 
-    `problem` says why it can't be used and `fix` what to do about it. `layers` are Ollama's further
+    `problem` says why it cannot be used and `fix` how to solve that. `layers` are Ollama's further
     files by kind (`template`, `params`, `system`, …).
     """
 
@@ -54,7 +54,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(file.path for file in self.files)
 
 
-#: (bytes read, bytes in all), for a person who waits
+#: Progress: (bytes read, bytes in all).
 OnRead = Callable[[int, int], None]
 
 
@@ -99,7 +99,7 @@ Stamp = tuple[int, int, int, int] | None
 
 
 class UnusableError(Exception):
-    """Something in another program's store can't be used; a search turns it into a model's problem."""
+    """An unusable part of a store; a search turns it into a model's problem."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -107,13 +107,13 @@ class UnusableError(Exception):
         self.hint = hint
 
 
-#: What has been looked at since `noting` began, with how it was then.
+#: Stamps of what was read since `noting` began.
 _noted: ContextVar[dict[str, Stamp] | None] = ContextVar("noted", default=None)
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[str, Stamp]]:
-    """Note every folder and file that is looked at in the block, and how it was just before."""
+    """Record every folder and file that is read in the block, with its stamp just before."""
     noted: dict[str, Stamp] = {}
     token = _noted.set(noted)
     try:
@@ -123,7 +123,7 @@ def noting() -> Iterator[dict[str, Stamp]]:
 
 
 def stamp_of(path: str) -> Stamp:
-    """What changes when a folder or a file does; None where there is none, or it is closed."""
+    """Return a stamp that changes with a folder or a file; None if it is absent or not readable."""
     try:
         info = os.stat(path)
     except (OSError, ValueError):
@@ -138,7 +138,7 @@ def _note(path: str | Path) -> None:
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """List a folder by name; empty when it isn't there. Raises UnusableError when it is closed."""
+    """List a folder by name; empty if absent. Raises UnusableError if it is not readable."""
     _note(folder)
     try:
         with os.scandir(folder) as found:
@@ -150,7 +150,7 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def folders(folder: Path) -> list[Path]:
-    """List the folders in a folder, hidden ones left out. Raises as `entries`."""
+    """List the folders in a folder without hidden ones. Raises as `entries`."""
     return [Path(e.path) for e in entries(folder) if not e.name.startswith(".") and _is_folder(e)]
 
 
@@ -162,7 +162,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def ggufs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield what is called `….gguf` in a folder and `depth` folders deep; links to folders are left."""
+    """Yield files called `….gguf` up to `depth` folders deep; links to folders are not followed."""
     for entry in entries(folder):
         if entry.name.startswith("."):
             continue
@@ -173,9 +173,9 @@ def ggufs(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
-    """Find the ordinary file that `path` is or links to, and its status. `store` has no link in it.
+    """Return the ordinary file that `path` is or links to, and its status. `store` is a real path.
 
-    Raises UnusableError when it is gone, no file, closed to this user, or outside `store`.
+    Raises UnusableError when it is gone, no file, not readable, or outside `store`.
     """
     _note(path)
     real = os.path.realpath(path)
@@ -201,7 +201,7 @@ def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
 
 
 def small_file(path: Path, store: Path) -> bytes:
-    """Read a manifest or another short file whole. Raises UnusableError, also for a long one."""
+    """Read a manifest or another short file whole. Raises UnusableError."""
     real, info = file_in(path, store)
     if info.st_size > MAX_TEXT_BYTES:
         raise UnusableError(f"{real} has {info.st_size} bytes, and {MAX_TEXT_BYTES} are read at most")

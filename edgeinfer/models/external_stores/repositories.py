@@ -1,4 +1,4 @@
-"""Stores that hold repositories' GGUF files under their own names: Hugging Face's cache, LM Studio.
+"""Read stores of repositories' GGUF files: Hugging Face's cache and LM Studio's folders.
 
     HUB/models--OWNER--REPO/refs/REF                 the revision that a branch or tag was
     HUB/models--OWNER--REPO/snapshots/REVISION/…     links, under the files' own names
@@ -33,9 +33,9 @@ from edgeinfer.platform import paths
 
 #: (path in its repository, quantization or "") → the model's name
 _Naming = Callable[[str, str], str]
-#: the model's name → what to do when it can't be used
+#: the model's name → how to solve its problem
 _Fix = Callable[[str], str]
-#: file → the SHA-256 that its name promises, or ""
+#: file → the SHA-256 in its name, or ""
 _Digest = Callable[[str], str]
 
 
@@ -91,7 +91,7 @@ _HF_DEPTH = 3
 
 
 def hf_roots(environment: Mapping[str, str]) -> list[Path]:
-    """The cache that Hugging Face's own tools would use; the first variable that is set says it."""
+    """Return the cache of Hugging Face's own tools; the first variable that is set decides."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environment.get(variable):
             return [Path(environment[variable]).expanduser()]
@@ -102,7 +102,7 @@ def hf_roots(environment: Mapping[str, str]) -> list[Path]:
 
 
 def search_hf(root: Path) -> Iterator[ExternalModel]:
-    """Yield every model of a cache. Raises UnusableError when it is closed."""
+    """Yield every model of a cache. Raises UnusableError if it is not readable."""
     root = Path(os.path.realpath(root))
     for repo in folders(root):
         owner_and_name = _REPO.fullmatch(repo.name)
@@ -160,7 +160,7 @@ def _pull(name: str) -> str:
 
 
 def _blob_digest(path: str) -> str:
-    """Large files are called by their SHA-256, small ones by Git's digest."""
+    """Return the SHA-256 that names a large file; small ones have Git's digest."""
     blob = os.path.basename(path)
     return blob if _SHA256.fullmatch(blob) else ""
 
@@ -177,7 +177,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def lm_roots(_environment: Mapping[str, str]) -> list[Path]:
-    """The folders of its homes, old and new, and the one that its settings name."""
+    """Return the folders of its homes, old and new, and the configured one."""
     homes = [Path.home() / home for home in _HOMES]
     pointer = _text(Path.home() / _POINTER)
     if pointer.startswith("/") and "\0" not in pointer:
@@ -203,7 +203,7 @@ def _text(path: Path) -> str:
 
 
 def search_lm(root: Path) -> Iterator[ExternalModel]:
-    """Yield every model of a folder. Raises UnusableError when it is closed."""
+    """Yield every model of a folder. Raises UnusableError if it is not readable."""
     root = Path(os.path.realpath(root))
     for publisher in folders(root):
         for repo in folders(publisher):

@@ -1,7 +1,7 @@
-"""Find models in the stores of other programs, and check one before it is used.
+"""Find models in other programs' stores, and verify one before it is used.
 
-A search reads names and sizes. What is in a file is checked when the model is used: the header without
-trusting a byte of it, then once the whole file against the digest in its name.
+A search reads names and sizes alone. When a model is used, its header is checked without trusting a
+byte of it, and once the whole file against the digest in its name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_name(text: str) -> bool:
 
 
 def search(prefix: str = "") -> list[ExternalModel]:
-    """List every model of every store whose names begin so, those that can't be used included."""
+    """List every model whose name begins with `prefix`, unusable ones included."""
     found: dict[str, ExternalModel] = {}
     for store in _STORES:
         if store.prefix.startswith(prefix) or prefix.startswith(store.prefix):
@@ -87,9 +87,9 @@ def _printable(model: ExternalModel) -> ExternalModel:
 
 
 def find(text: str) -> ExternalModel | None:
-    """Find the model that a person means by `text`, in any letter case; None when there is none.
+    """Find the model called `text`, in any letter case; None if there is none.
 
-    `hf:` may be left out. Of Ollama's, `:latest` goes without saying.
+    `hf:` and, of Ollama's, `:latest` may be left out.
     """
     wanted = text.lower()
     if wanted.startswith(ollama.PREFIX):
@@ -103,18 +103,18 @@ def find(text: str) -> ExternalModel | None:
 
 
 def similar_names(text: str) -> list[str]:
-    """Names of usable models that end in what was typed: `ollama/llama3.2:1b` for `llama3.2:1b`."""
+    """List usable models whose names end in `text`: `ollama/llama3.2:1b` for `llama3.2:1b`."""
     end = f"/{text.lower()}"
     return [m.name for m in search() if not m.problem and m.name.lower().endswith(end)]
 
 
 def usable() -> list[ExternalModel]:
-    """List the models that can be tried."""
+    """List the usable models."""
     return [model for model in search() if not model.problem]
 
 
 class StoreWatcher:
-    """The usable models, searched for again once anything in a store has changed; thread-safe."""
+    """Cache the usable models until anything in a store changes; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class StoreWatcher:
         self._found: list[ExternalModel] = []
 
     def usable(self) -> list[ExternalModel]:
-        """List the models that can be tried."""
+        """List the usable models."""
         with self._lock:
             has_changed = any(reader.stamp_of(path) != stamp for path, stamp in self._noted.items())
             if has_changed or not self._noted:
@@ -149,7 +149,7 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
 
 
 def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
-    """What its owner says of a model beside its weights."""
+    """Return the settings that a store keeps beside a model's weights."""
     return ollama.read_settings(model.layers, has_template=bool(header.chat_template))
 
 
@@ -164,7 +164,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
 
 
 def described(model: ExternalModel) -> ModelFiles:
-    """A model's files as their headers and its owner describe them, before their bytes are checked.
+    """Return a model's files as headers and store describe them, before bytes are verified.
 
     Raises ModelNotPulledError, InvalidGgufError.
     """
@@ -181,13 +181,13 @@ def described(model: ExternalModel) -> ModelFiles:
 
 
 def digest(model: ExternalModel) -> str:
-    """The SHA-256 that the names promise; "" where one has none."""
+    """Return the SHA-256 by the files' names; "" if one has none."""
     known = [file.sha256 for file in model.files]
     return names.combined_digest(known) if all(known) else ""
 
 
 def not_found_error(text: str) -> ModelNotPulledError:
-    """The error for a name of another program's model that isn't there."""
+    """Return the error for a name of another program's model that is absent."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]

@@ -1,1 +1,1 @@
-"""Sources become partial files, one module a kind of place. Nothing here decides that one is right."""
+"""Fetch sources into partial files, one module a kind of source; nothing is verified here."""

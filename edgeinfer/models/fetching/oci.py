@@ -1,6 +1,6 @@
-"""Registries of containers: from an artefact's manifest to its layers that are GGUF files.
+"""Resolve an artifact of a container registry to its layers that are GGUF files.
 
-Ollama's registry and Docker's model artefacts are such: a manifest lists layers by media type and
+Ollama's registry and Docker's model artifacts are such: a manifest lists layers by media type and
 digest. The digest is the SHA-256 of the file, so what is fetched is checked against it.
 """
 
@@ -46,10 +46,10 @@ _TIMEOUT_S = 30.0
 
 
 def resolve(source: OciArtifact) -> list[Remote]:
-    """The artefact's GGUF files, in order, with their sizes and digests.
+    """Return the artifact's GGUF files, in order, with their sizes and digests.
 
-    Raises AuthenticationError, SourceNotFoundError, ChecksumError for a manifest that is not what was
-    asked for by its digest, DownloadError.
+    Raises AuthenticationError, SourceNotFoundError, ChecksumError for a manifest of another digest,
+    DownloadError.
     """
     try:
         with http_client.client(str(source), _TIMEOUT_S) as client:
@@ -94,7 +94,7 @@ def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
 
 
 class Registry:
-    """One repository of a registry, asked with the token it gives for what is asked."""
+    """A client of one repository of a registry, with its token."""
 
     def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
         host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
@@ -107,14 +107,14 @@ class Registry:
         self._authorization = ""
 
     def manifest(self, reference: str) -> dict[str, Any]:
-        """The manifest by tag or digest, whose own digest is checked."""
+        """Return the manifest of a tag or digest, which is verified."""
         manifest = json.loads(self.manifest_content(reference))
         if not isinstance(manifest, dict):
             raise ValueError("no object")
         return manifest
 
     def manifest_content(self, reference: str) -> bytes:
-        """The manifest's bytes by tag or digest, whose own digest is checked."""
+        """Return the manifest's bytes of a tag or digest, which is verified."""
         url = f"{self.base}/manifests/{reference}"
         content = self.asked("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
         found = f"sha256:{hashlib.sha256(content).hexdigest()}"
@@ -123,7 +123,7 @@ class Registry:
         return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
-        """A layer's address, size and digest."""
+        """Return a layer's address, size and digest."""
         digest = str(layer["digest"])
         return Remote(
             url=f"{self.base}/blobs/{digest}",
@@ -142,7 +142,7 @@ class Registry:
         content: bytes | Iterator[bytes] | None = None,
         wanted: tuple[int, ...] = (200,),
     ) -> httpx2.Response:
-        """Ask, again with a token where one is wanted; an answer with a status that is `wanted`.
+        """Send a request, again with a token if required; return a response of a `wanted` status.
 
         Raises AuthenticationError, SourceNotFoundError, DownloadError.
         """
@@ -172,7 +172,7 @@ class Registry:
         return self._client.request(method, url, headers=all_of, content=content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
-        """Whether an address is of the registry itself, which alone sees the login."""
+        """Whether an address is the registry's own, which alone gets the credentials."""
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
@@ -198,13 +198,13 @@ class Registry:
 
 
 def _same_owner(one: str, other: str) -> bool:
-    """Whether two hosts are one, or names in one domain, as auth.docker.io is beside its registry."""
+    """Whether two hosts are one or in one domain, as auth.docker.io and its registry are."""
     domain = one.split(".")[-2:]
     return one == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
 
 
 def _login(registry: str) -> str:
-    """What `docker login` or `podman login` has kept for a registry, base64; "" for nothing."""
+    """Return the credentials of `docker login` or `podman login`, base64, or ""."""
     home = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent") / "containers/auth.json"
     hub = registry in ("docker.io", "index.docker.io", _HUB)

@@ -1,4 +1,4 @@
-"""Object stores: from a bucket's object to an address that botocore has signed.
+"""Resolve objects of S3 and Google Cloud Storage to addresses that botocore signs.
 
 Credentials, region and endpoint come from where every S3 tool finds them (environment, profile,
 instance); without credentials the object is asked for anonymously. Google's buckets are asked at its
@@ -25,7 +25,7 @@ _SIGNED_S = 7 * 24 * 3600
 
 
 def resolve(source: StoredObject) -> list[Remote]:
-    """The object, or all objects of a split model or a checkpoint, with sizes and signed addresses.
+    """Return the object, or all of a split model or a checkpoint, with sizes and signed addresses.
 
     Raises UsageError without botocore, AuthenticationError, SourceNotFoundError, DownloadError.
     """
@@ -88,7 +88,7 @@ def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remo
 
 
 def _sha256(head: dict[str, Any]) -> str:
-    """The object's SHA-256 where the store knows that of the whole; of parts it says nothing to us."""
+    """Return the object's SHA-256 if the store has that of the whole object, otherwise ""."""
     digest = head.get("ChecksumSHA256", "")
     if not digest or "-" in digest or head.get("ChecksumType", "FULL_OBJECT") != "FULL_OBJECT":
         return ""

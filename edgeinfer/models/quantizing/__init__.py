@@ -1,1 +1,1 @@
-"""Smaller copies of models, importance matrices and what they cost, computed in helper processes."""
+"""Quantize models, make importance matrices and measure the loss, in helper processes."""

@@ -25,7 +25,7 @@ _POLL_S = 0.2
 
 
 def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
-    """Run `module` and yield what it says; end it when the generator is closed or ends.
+    """Run `module` and yield its events; end it when the generator is closed or ends.
 
     Raises InterruptedByUser, and QuantizeError when it dies of a signal or without an "error" or
     "done".
@@ -100,7 +100,7 @@ Span = tuple[str, int, int, int, int]
 
 
 def imatrix_spans(path: Path) -> list[Span]:
-    """Every tensor's figures in the importance matrix at `path`.
+    """Return where every tensor's sums and counts lie in the importance matrix at `path`.
 
     Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit.
     """
@@ -120,12 +120,12 @@ def imatrix_spans(path: Path) -> list[Span]:
 
 
 def calibration_text() -> Path:
-    """What a model reads where no text is given: prose, talk, code and lists, none of it scored."""
+    """Return the default text for importance matrices: prose, dialogue, code and lists."""
     return paths.shipped_file("calibration.txt")
 
 
 def make_imatrix(model: Path, text: Path, target: Path, job: Job, skipped_tokens: int = 0) -> int:
-    """Write the importance matrix of `model` for `text`; how many tokens of it were read.
+    """Write the importance matrix of `model` over `text`; return the number of tokens read.
 
     The first `skipped_tokens` are left out where enough is left without. Raises QuantizeError,
     InterruptedByUser.
@@ -219,7 +219,7 @@ def _quantizer_error(said: dict[str, object], target: Path, kind: int) -> Catalo
 
 
 def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
-    """What the helper says of a model, beside another of the same vocabulary where one is given."""
+    """Measure the perplexity of a model, and its divergence from `compared` if given."""
     text = checked_text(options.text) if options.text else paths.shipped_file("perplexity.txt")
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
@@ -233,7 +233,7 @@ def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -
 
 
 def checked_text(text: str) -> Path:
-    """The path of a text that somebody named. Raises UsageError where there is none."""
+    """Return the path of a text file. Raises UsageError if there is none."""
     if not Path(text).is_file():
         raise UsageError(f"there is no text {text}")
     return Path(text)

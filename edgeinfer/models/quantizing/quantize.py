@@ -1,4 +1,4 @@
-"""Quantize stored models and what was fetched, and say what it cost.
+"""Quantize stored and fetched models, and measure the loss.
 
 A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
 template, stop strings and sampling defaults.
@@ -35,7 +35,7 @@ _SCORED_TOKENS = 1024
 
 
 class Quantized(msgspec.Struct, frozen=True, kw_only=True):
-    """Before and after. Perplexities are of the text we ship, None when they were not asked for.
+    """Before and after. Perplexities are of the shipped text, None if not measured.
 
     `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
     the share of tokens of which both think the same is likeliest.
@@ -148,7 +148,7 @@ def publish(
     job: Job,
     source: str,
 ) -> PulledModel:
-    """Store the file at `target`, which was made of a model like `before`, as the model `ref`."""
+    """Store the file at `target`, made from a model with the header `before`, as `ref`."""
     name = target.name.removesuffix(".part")
     made = Fetched(path=target, file_name=name, found_sha256=sha256_of(target, job.at))
     base = origin.base if origin else ref.name
