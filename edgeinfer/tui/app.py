@@ -17,10 +17,9 @@ from textual.screen import Screen
 from edgeinfer.chat import commands
 from edgeinfer.chat.launch import Launch
 from edgeinfer.tui.bindings import BY_ID
-from edgeinfer.tui.conversation.carrying import unpacked
 from edgeinfer.tui.conversation.chat_screen import ChatScreen
-from edgeinfer.tui.conversation.loading import Loader
-from edgeinfer.tui.conversation.relay import Giving, Taking
+from edgeinfer.tui.conversation.handoff import Giving, Taking, unpacked
+from edgeinfer.tui.conversation.view import Loader
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
 

@@ -27,8 +27,8 @@ from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore
-from edgeinfer.tui.conversation.carrying import unpacked
-from edgeinfer.tui.screens.choice import ChoiceScreen
+from edgeinfer.tui.conversation.handoff import unpacked
+from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 from edgeinfer.tui.widgets.composer import Completions
 

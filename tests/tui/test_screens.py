@@ -12,8 +12,7 @@ from edgeinfer.models.progress import PullProgress, progress_text
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
-from edgeinfer.tui.screens.choice import AskScreen, ChoiceScreen
-from edgeinfer.tui.screens.help import HelpScreen, help_content
+from edgeinfer.tui.screens.dialogs import AskScreen, ChoiceScreen, HelpScreen, help_content
 from edgeinfer.tui.screens.model_picker import ModelScreen, pull_text
 from edgeinfer.tui.screens.sessions import SessionScreen, ago
 from edgeinfer.tui.screens.settings import KeyScreen, SettingsScreen

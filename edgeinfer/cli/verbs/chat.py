@@ -26,7 +26,7 @@ from edgeinfer.platform import process
 if TYPE_CHECKING:
     from edgeinfer.chat.launch import Launch
     from edgeinfer.tui.app import ChatApp
-    from edgeinfer.tui.conversation.relay import Taking
+    from edgeinfer.tui.conversation.handoff import Taking
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ def _go_on(
     options: argparse.Namespace, host: Host, hand_over: HandOver, channel: socket.socket
 ) -> ChatResult:
     """Go on with the chat of a process that started cold; SystemExit where that one keeps it."""
-    from edgeinfer.tui.conversation.relay import Taking
+    from edgeinfer.tui.conversation.handoff import Taking
 
     taking = Taking(hand_over, channel)
     if not taking.chat:

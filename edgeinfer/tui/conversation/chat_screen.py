@@ -21,15 +21,11 @@ from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
 from edgeinfer.tui.bindings import bindings
+from edgeinfer.tui.conversation.actions import AppFront, TurnActions
 from edgeinfer.tui.conversation.answering import Answering
-from edgeinfer.tui.conversation.attaching import Attaching
-from edgeinfer.tui.conversation.carrying import Carried, Carrying
-from edgeinfer.tui.conversation.front import AppFront
-from edgeinfer.tui.conversation.loading import Loader
-from edgeinfer.tui.conversation.streaming import Streaming
-from edgeinfer.tui.conversation.turn_actions import TurnActions
-from edgeinfer.tui.conversation.view import View
-from edgeinfer.tui.widgets.composer import Completions, Composer, Queue
+from edgeinfer.tui.conversation.handoff import Carried, Carrying
+from edgeinfer.tui.conversation.view import Loader, Streaming, View
+from edgeinfer.tui.widgets.composer import Attaching, Completions, Composer, Queue
 from edgeinfer.tui.widgets.transcript import Transcript
 
 #: Ways out when the context is full and there are older turns: command, label, what it means.
@@ -280,7 +276,7 @@ class ChatScreen(Screen[None]):
         return [(f"ctx {n_ctx}", f"Load with a context of {n_ctx:,}", meaning)] if n_ctx else []
 
     def _choose_way(self, title: str, text: str, choices: list[tuple[str, str, str]]) -> None:
-        from edgeinfer.tui.screens.choice import ChoiceScreen
+        from edgeinfer.tui.screens.dialogs import ChoiceScreen
 
         self.app.push_screen(ChoiceScreen(title, text, choices), self._make_room)
 

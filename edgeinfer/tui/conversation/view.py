@@ -1,21 +1,201 @@
-"""What the chat screen shows of a session: its turns, its title, its state in the status line."""
+"""Shows a session on the chat screen: its turns and state, a streaming answer, a loading model.
+
+Drawing shares the processor with the engine's threads. A pause follows each drawing, long enough that
+drawing takes at most `SHARE` of one core, and at least a thirtieth of a second.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from textual.message import Message
 from textual.widgets import Static
 
 from edgeinfer.chat.history.values import Stats, Turn
-from edgeinfer.chat.launch import Launch, started
+from edgeinfer.chat.launch import Engines, Launch, started
 from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.error_text import hint
-from edgeinfer.errors import EdgeInferError
-from edgeinfer.runtime.interface import Generation
-from edgeinfer.tui.conversation.loading import Loader
-from edgeinfer.tui.conversation.streaming import Streaming
+from edgeinfer.errors import EdgeInferError, EngineClosedError
+from edgeinfer.runtime.events import Progress
+from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
 from edgeinfer.tui.widgets.composer import Composer
 from edgeinfer.tui.widgets.status import Part, Status
 from edgeinfer.tui.widgets.transcript import Transcript
+
+
+class Loader:
+    """Loads a model; a later load replaces an earlier. Its thread `post`s `Loaded` or `Failed`."""
+
+    class Loaded(Message):
+        """A model is there."""
+
+        def __init__(self, serial: int, model: str, engine: Engine) -> None:
+            super().__init__()
+            self.serial = serial
+            self.model = model
+            self.engine = engine
+
+    class Failed(Message):
+        """A model could not be loaded."""
+
+        def __init__(self, serial: int, model: str, error: EdgeInferError) -> None:
+            super().__init__()
+            self.serial = serial
+            self.model = model
+            self.error = error
+
+    def __init__(self, engines: Engines, post: Callable[[Message], object]) -> None:
+        self._engines = engines
+        self._post = post
+        self.progress = ""
+        self._model = ""
+        self._serial = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model in use is the one that this launch was for."""
+        return self._engines.is_first
+
+    def start(self, model: str, n_ctx: int | None = None) -> None:
+        """Load `model` unless it is being loaded."""
+        if self.progress and n_ctx is None and model == self._model:
+            return
+        self._model = model
+        self._serial += 1
+        self.progress = f"loading {model}…"
+        # not a worker of Textual's: leaving would wait for it
+        threading.Thread(
+            target=self._load, args=(model, n_ctx, self._serial), name=f"load {model}", daemon=True
+        ).start()
+
+    def finish(self, ended: Loaded | Failed) -> bool:
+        """Return whether the load that ended is the last one asked for; then nothing is loading."""
+        if ended.serial != self._serial:
+            return False
+        self.progress = ""
+        return True
+
+    def _load(self, model: str, n_ctx: int | None, serial: int) -> None:
+        def progress(stage: str, fraction: float | None) -> None:
+            done = "" if fraction is None else f" {fraction:.0%}"
+            if serial == self._serial:
+                self.progress = f"{stage}{done}"
+
+        ended: Loader.Loaded | Loader.Failed
+        try:
+            ended = self.Loaded(serial, model, self._engines.get(model, n_ctx, progress))
+        except OSError as failure:  # the launcher that would have started a worker is gone
+            error = EngineClosedError(f"{model} cannot be started: {failure}")
+            ended = self.Failed(serial, model, error)
+        except EdgeInferError as failure:
+            ended = self.Failed(serial, model, failure)
+        with contextlib.suppress(RuntimeError):  # the app has ended meanwhile
+            self._post(ended)
+
+    def close(self) -> None:
+        """Free what is loaded."""
+        self._serial += 1
+        self._engines.close()
+
+
+#: Share of one core that drawing may take while an answer streams.
+SHARE = 0.04
+
+#: Seconds after which a thread that draws must let another run, while an answer streams. Python's 5 ms
+#: would hold up every token that comes while something is drawn: the engine needs the interpreter for a
+#: moment between two.
+_SWITCH_S = 0.0005
+_FASTEST_S = 1 / 30
+_SLOWEST_S = 0.25
+
+
+class Pace:
+    """Says how long to wait after a drawing, from the processor time of this thread since the last."""
+
+    def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
+        self._cpu = cpu
+        self._last = cpu()
+        self.pause_s = _FASTEST_S
+
+    def drawn(self) -> float:
+        """Call once a drawing. Return the pause before the next in seconds, smoothed."""
+        now = self._cpu()
+        wanted = min(max((now - self._last) / SHARE, _FASTEST_S), _SLOWEST_S)
+        self._last = now
+        self.pause_s += (wanted - self.pause_s) * 0.3
+        return self.pause_s
+
+
+class Streaming:
+    """One answer on its way into its entry in the transcript."""
+
+    def __init__(
+        self, answer: Answer, entry: AnswerEntry, transcript: Transcript, pace: Pace | None = None
+    ) -> None:
+        self.answer = answer
+        self.entry = entry
+        self.transcript = transcript
+        self.tokens = 0
+        self.began = time.monotonic()
+        self._pace = pace or Pace()
+        self._due = asyncio.Event()
+
+    async def run(self) -> tuple[Turn, EdgeInferError | None]:
+        """Follow the generation to its end. Return the ended turn, and the error that broke it off."""
+        drawing = asyncio.create_task(self._draw_as_due())
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        error: EdgeInferError | None = None
+        try:
+            async for event in self.answer.generation:
+                self.answer.add(event)
+                self.tokens += 1
+                self._due.set()
+        except EdgeInferError as failure:
+            error = failure
+            self.answer.fail(failure)
+        finally:
+            drawing.cancel()
+            sys.setswitchinterval(switch_s)
+        self._show()
+        return self.answer.done or self.answer.abandon(), error
+
+    async def _draw_as_due(self) -> None:
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            self._show()
+            await asyncio.sleep(self._pace.drawn())
+
+    def _show(self) -> None:
+        piece = self.answer.flush()
+        if piece.text or piece.reasoning:
+            self.entry.grow(piece.text, piece.reasoning)
+        elif not self.answer.text and self.answer.progress is not None:
+            self.entry.wait(_waiting_for(self.answer.progress))
+        else:
+            return
+        self.transcript.redrawn(self.entry)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The rate since it began, roughly; the exact one comes with the end."""
+        elapsed = time.monotonic() - self.began
+        return self.tokens / elapsed if elapsed > 0.2 else 0.0
+
+
+def _waiting_for(prefill: Progress) -> str:
+    if prefill.queued:
+        return "waiting for its turn…"
+    if prefill.total_tokens <= 512:
+        return "…"
+    return f"reading {prefill.done_tokens:,} of {prefill.total_tokens:,} tokens…"
 
 
 class View:

@@ -20,7 +20,7 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.models.progress import progress_text
 from edgeinfer.tui.bindings import bindings
-from edgeinfer.tui.screens.choice import sheet
+from edgeinfer.tui.screens.dialogs import sheet
 
 if TYPE_CHECKING:
     from edgeinfer.models.fits import FirstRunChoice

@@ -22,7 +22,7 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.drawing.lines import clean
-from edgeinfer.tui.screens.choice import AskScreen, sheet
+from edgeinfer.tui.screens.dialogs import AskScreen, sheet
 
 
 class SessionScreen(ModalScreen[int | None]):

@@ -21,7 +21,7 @@ from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import BY_ID, HEADINGS, KEYS, shown
-from edgeinfer.tui.screens.choice import ChoiceScreen, sheet
+from edgeinfer.tui.screens.dialogs import ChoiceScreen, sheet
 from edgeinfer.tui.textual_internals import keymap
 
 

@@ -1,10 +1,13 @@
-"""The chat goes on in another process: the one that started cold gives, the resumed one takes.
+"""Hands the chat on a screen over to another process: from the cold one to the resumed one.
 
-The two speak over a socket of their own. First comes the chat as bytes, their number before them; the
-one that takes says `READY` once it shows the same on no screen, with its model there; the one that
-gives stops reading keys and says `TAKE`, unless something was typed since: then it withdraws. From
-`TAKE` on it waits for the launcher's word to leave. Where that socket ends instead, the terminal is
-its again, and what was typed meanwhile still waits there to be read.
+Turns are in the store of conversations, KV blocks in the prefix cache; the rest is transferred: what is
+typed and folded, the scroll position, and remarks between the turns.
+
+The two have a socket of their own. The source sends the chat, its size before it; the target sends
+`READY` once it shows the same on no screen, with its model loaded; the source stops reading keys and
+sends `TAKE`, unless a key was pressed since: then it withdraws. From `TAKE` on it waits for the
+launcher's message to leave. If that socket ends instead, the source has the terminal again, and keys
+pressed meanwhile still wait there to be read.
 """
 
 from __future__ import annotations
@@ -14,9 +17,17 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import msgspec
+
+from edgeinfer.chat.commander import Commander
+from edgeinfer.chat.history.values import Attachment, Conversation
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.host import HandOver
+from edgeinfer.tui.conversation.view import View
+from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
+from edgeinfer.tui.widgets.composer import Attaching, Typed
 
 READY, TAKE = b"r", b"t"
 _HEAD_BYTES = 8
@@ -148,3 +159,107 @@ class Taking:
             terminal.claim(modes)
             self._hand_over.ready()  # the channel stays open: its end would say that this one died
         return self.has_terminal
+
+
+class _Shown(msgspec.Struct, frozen=True, tag=True):
+    """One entry of the transcript."""
+
+
+class _Turn(_Shown, frozen=True, tag="turn"):
+    number: int
+    folded: bool
+
+
+class _Remark(_Shown, frozen=True, tag="remark"):
+    text: str
+    kind: Literal["remark", "error"]
+    hint: str
+
+
+class Carried(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat. `modes` are the terminal's before the app."""
+
+    conversation: Conversation
+    entries: list[_Turn | _Remark]
+    cursor: int | None
+    scroll_y: float
+    following: bool
+    typed: Typed
+    attachments: list[Attachment]
+    deleted: int | None
+    theme: str
+    modes: list[Any]
+
+    def packed(self) -> bytes:
+        """As bytes, for `unpacked`."""
+        return msgspec.msgpack.encode(self)
+
+
+def unpacked(raw: bytes) -> Carried:
+    """Raises msgspec.MsgspecError."""
+    return msgspec.msgpack.decode(raw, type=Carried)
+
+
+class Carrying:
+    """Takes the chat on a screen apart, and puts one together."""
+
+    def __init__(self, view: View, attaching: Attaching, commander: Commander) -> None:
+        self._view = view
+        self._session: ChatSession = view.session
+        self._attaching = attaching
+        self._commander = commander
+
+    def carried(self, theme: str, modes: list[Any]) -> Carried:
+        """The chat as it is."""
+        transcript = self._view.transcript
+        return Carried(
+            conversation=self._session.conversation,
+            entries=[_taken_apart(e) for e in transcript.entries if not isinstance(e, Welcome)],
+            cursor=transcript.cursor,
+            scroll_y=transcript.scroll_y,
+            following=transcript.following,
+            typed=self._view.composer.typed,
+            attachments=self._attaching.kept,
+            deleted=self._commander.deleted,
+            theme=theme,
+            modes=modes,
+        )
+
+    def restore(self, carried: Carried) -> None:
+        """Be that chat, but for the model. Raises StoreError."""
+        if carried.conversation.id:
+            self._session.open(carried.conversation.id)
+        else:
+            self._session.conversation = carried.conversation
+        self._commander.deleted = carried.deleted
+        self._attaching.keep(carried.attachments)
+        self._view.composer.take(carried.typed)
+        transcript = self._view.transcript
+        entries = [entry for shown in carried.entries if (entry := self._entry(shown))]
+        transcript.show(entries or [Welcome(self._view.model)])
+        self._view.refresh_status()
+        if not carried.following:
+            transcript.scroll_to(y=carried.scroll_y, animate=False, force=True)
+        if carried.cursor is not None:
+            transcript.cursor = carried.cursor
+            transcript.focus(scroll_visible=False)
+
+    def _entry(self, shown: _Turn | _Remark) -> Entry | None:
+        match shown:
+            case _Remark(text, kind, hint):
+                return Remark(text, kind, hint)
+            case _Turn(number, folded):
+                turn = next((turn for turn in self._session.path if turn.id == number), None)
+                if turn is None:
+                    return None
+                entry = self._view.entry(turn)
+                if isinstance(entry, AnswerEntry | Question) and entry.folded != folded:
+                    entry.toggle()
+                return entry
+
+
+def _taken_apart(entry: Entry) -> _Turn | _Remark:
+    if isinstance(entry, Remark):
+        return _Remark(entry.text, entry.kind, entry.hint)
+    folded = entry.folded if isinstance(entry, AnswerEntry | Question) else True
+    return _Turn(entry.turn_id, folded)
