@@ -95,14 +95,12 @@ def _start(words: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
     return pid
 
 
-def detach(module: str, *arguments: str, stdin: int = -1) -> int:
-    """Start a module of ours that outlives us, with none of our descriptors but `stdin`; its pid."""
+def detach(module: str, *arguments: str) -> int:
+    """Start a module of ours that outlives us, with none of our descriptors; return its pid."""
 
     def prepare() -> None:
         os.setsid()
         process.silence()
-        if stdin >= 0:
-            os.dup2(stdin, 0)
         process.close_all_but()
         for number in supervise.FORWARDED:
             _signal.signal(number, _signal.SIG_DFL)

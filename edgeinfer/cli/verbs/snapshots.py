@@ -176,9 +176,10 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     bring.add_argument(
         "--rebuild",
         action="store_true",
-        help="build the same here in the background instead, from the same model and options",
+        help="build the same here instead, from the same model and options",
     )
-    bring.add_argument("--wait", action="store_true", help="with --rebuild: return once it is built")
+    # accepted until v0.3: a rebuild ends when it is done
+    bring.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     for parser in (export, bring):
         add_quiet(parser)
     trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")

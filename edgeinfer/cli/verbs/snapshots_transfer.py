@@ -15,10 +15,9 @@ from typing import ClassVar
 
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageTalk
-from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS, snapshot_options
+from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.launcher import builds
 from edgeinfer.models import sources
 from edgeinfer.models.progress import Job
 from edgeinfer.platform import paths
@@ -80,26 +79,6 @@ class ImportResult(Result, frozen=True, kw_only=True):
             f"{d.name} {how}: {format_bytes(d.disk_bytes)} on disk; {self.wall_s:.1f} s\n"
             f"signed by {self.signer}\n"
             f"try it: {_launch(d.name, d.model, d.requested)}"
-        )
-
-
-class RebuildResult(Result, frozen=True, kw_only=True):
-    """A snapshot that is being built here in the background; `log` says how that ended."""
-
-    kind: ClassVar[str] = "snapshots-rebuild"
-
-    name: str
-    model: str
-    requested: dict[str, str]
-    signer: str
-    log: str
-
-    def human(self) -> str:
-        return (
-            f"{self.name} is being built here in the background, with what it was made of there\n"
-            f"signed by {self.signer}\n"
-            f"`edgeinfer snapshots` lists it once it is built; {self.log} says how it went\n"
-            f"then: {_launch(self.name, self.model, self.requested)}"
         )
 
 
@@ -176,13 +155,9 @@ def _may_fill(folder: Path) -> bool:
     return (folder / "oci-layout").is_file() or not any(folder.iterdir())
 
 
-def import_(options: argparse.Namespace, host: Host) -> ImportResult | RebuildResult:
+def import_(options: argparse.Namespace, host: Host) -> ImportResult:
     """Raises what `importing` raises, UsageError for no address of a registry or no fingerprint."""
     began = time.monotonic()
-    if options.wait and not options.rebuild:
-        raise UsageError(
-            "--wait goes with --rebuild", hint="leave it out: an import ends when it is done"
-        )
     if options.trust:
         signing.trust(options.trust)
     talk = StageTalk(sys.stderr, quiet=options.quiet)
@@ -191,34 +166,20 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult | RebuildRe
         with _source(options.source, talk) as source:
             offer = offered(source, options.name)
             work = importing.Importing(source, offer, config, talk.say)
-            ordered = work.order(host) if options.rebuild else None
-            details = None if ordered else work.run()
-        if ordered and not options.wait:
-            return _ordered(ordered, offer.signer)
-        if ordered:
-            details = jobs.build(ordered, config, talk.say)
+            if options.rebuild:
+                details = jobs.build(work.order(host), config, talk.say)
+            else:
+                details = work.run()
     except SnapshotStaleError as error:
         hint = error.hint or f"build the same here: `{_again(options)} --rebuild`"
         raise SnapshotStaleError(error.message, key=error.key, hint=hint) from error
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
-    assert details is not None
     return ImportResult(
         snapshot=details,
         signer=offer.signer,
         rebuilt=options.rebuild,
         wall_s=round(time.monotonic() - began, 2),
-    )
-
-
-def _ordered(order: jobs.Order, signer: str) -> RebuildResult:
-    jobs.build_in_background(order)
-    return RebuildResult(
-        name=order.name,
-        model=order.model,
-        requested=snapshot_options(order.options),
-        signer=signer,
-        log=str(paths.state_dir() / builds.LOG),
     )
 
 

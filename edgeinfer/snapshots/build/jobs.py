@@ -5,8 +5,7 @@ process has loaded once more and snapshots that one: the running one is neither 
 (docs/decisions/091-a-snapshot-of-a-running-service.md).
 
 `python -m edgeinfer.snapshots.build.jobs MODEL OPTIONS` builds in the background what would have served
-a cold launch; without words, the job on stdin (`build_in_background`). It runs at idle priority and
-adds one line to `auto-warm.log` in the state directory.
+a cold launch, at idle priority, and adds one line to `auto-warm.log` in the state directory.
 """
 
 from __future__ import annotations
@@ -347,41 +346,21 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
         order = Order(model=name, files=files, options=options, system=files.system_prompt)
         chosen, _ = repack_choice(options, files, host.config.snapshots)
         order = msgspec.structs.replace(order, options=chosen)
-        why_not = reason_not_to(host.config, order, options)
+        if why_not := reason_not_to(host.config, order, options):
+            return f"{name}: not built: {why_not}"
+        began = time.monotonic()
+        details = build(order, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:
         return f"{model}: not built: {error.message}"
-    return f"{name}: not built: {why_not}" if why_not else build_ordered(order, host.config)
-
-
-def build_ordered(order: Order, config: Config) -> str:
-    """Build it whatever there is; a sentence about what happened. Raises nothing of ours."""
-    began = time.monotonic()
-    try:
-        details = build(order, config.snapshots, lambda _stage, _fraction: None)
-    except EdgeInferError as error:
-        return f"{order.name}: not built: {error.message}"
     took = f"{time.monotonic() - began:.1f} s"
     return f"{details.name}: built in {took}, {format_bytes(details.disk_bytes)} on disk"
-
-
-def build_in_background(order: Order) -> None:
-    """Have this built by a process that outlives this one. Raises OSError."""
-    descriptor = os.memfd_create("order")  # a system prompt may be longer than an argument
-    with open(descriptor, "wb", buffering=0) as file:
-        file.write(msgspec.json.encode(order))
-        file.seek(0)
-        builds.detach(__name__, stdin=descriptor)
 
 
 def main() -> None:
     """The background process; one at a time."""
     step_back()
     with locked(paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK):
-        if len(sys.argv) > 1:
-            outcome = build_if_useful(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))
-        else:
-            ordered = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-            outcome = build_ordered(ordered, Host().config)
+        outcome = build_if_useful(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))
         builds.log(outcome)
 
 

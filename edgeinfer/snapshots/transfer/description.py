@@ -25,7 +25,7 @@ from edgeinfer.shipping import shipped
 from edgeinfer.snapshots import fingerprint
 from edgeinfer.snapshots.transfer import signing
 
-FORMAT = 1
+FORMAT = 2
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -33,8 +33,6 @@ TAR = "application/vnd.oci.image.layer.v1.tar"
 TAR_GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
 SIGNATURE = "io.edgeinfer.snapshot.signature"
 SIGNER = "io.edgeinfer.snapshot.signer"
-#: The small stretches of llama.cpp's buffers, one after the other.
-LOOSE = "snapshot/buffers.img"
 Size = Annotated[int, msgspec.Meta(ge=0)]
 #: A snapshot's name is a folder's: no separators, and nothing hidden.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z", max_length=200)]

@@ -24,7 +24,6 @@ from edgeinfer.snapshots.restore import checks
 from edgeinfer.snapshots.transfer import oci, signing
 from edgeinfer.snapshots.transfer.description import (
     FORMAT,
-    LOOSE,
     SIGNATURE,
     SIGNER,
     AdapterFile,
@@ -118,22 +117,18 @@ def _put_layers(layers: list[Packed], where: Store) -> int:
 def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description, list[Packed]]:
     manifest, details = format.read_manifest(str(folder)), registry.read_details(folder)
     places = own_folders(str(folder))
-    pieces, dense, packed_size = _buffers(folder)
+    pieces = _pieces(folder)
     layers = inputs.layers()
     buffers = folder / format.BUFFERS
     layers += [
-        oci.stored(
-            "weights",
-            [Member(piece.file, piece.length, oci.stretch(buffers, piece.offset, piece.length))],
-        )
-        for piece in dense
+        oci.stored("weights", [_member(buffers, piece)])
+        for piece in pieces
+        if piece.length >= _WEIGHTS_BYTES
     ]
     members = [
         oci.whole(folder / one, f"snapshot/{one}") for one in manifest.images if one != format.BUFFERS
     ]
-    loose = [piece for piece in pieces if piece not in dense]
-    if packed_size:
-        members.append(Member(LOOSE, packed_size, lambda: _joined(buffers, loose)))
+    members += [_member(buffers, piece) for piece in pieces if piece.length < _WEIGHTS_BYTES]
     layers.append(oci.compressed("snapshot", members, scratch / "layer"))
     return (
         Description(
@@ -150,7 +145,7 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description
             real_places=without_symlinks(places),
             model_files=inputs.model,
             buffers_bytes=manifest.images.get(format.BUFFERS, 0),
-            pieces=tuple(pieces),
+            pieces=pieces,
             requirements=own_requirements(_libraries(folder, inputs), manifest.keys["criu"]),
             layers=tuple(one.layer for one in layers),
             draft=inputs.draft,
@@ -169,28 +164,24 @@ def _libraries(folder: Path, inputs: Inputs) -> list[str]:
     ]
 
 
-def _buffers(folder: Path) -> tuple[list[Piece], list[Piece], int]:
-    """Return the mapped stretches of `buffers.img`, the layers among them, the bytes of the others."""
-    pieces: list[Piece] = []
-    dense: list[Piece] = []
+def _pieces(folder: Path) -> tuple[Piece, ...]:
+    """The mapped stretches of `buffers.img`; the large ones are named by their content."""
+    found = []
     for low, high in criu_images.mapped_ranges(folder / format.IMAGES, str(folder / format.BUFFERS)):
-        is_large = high - low >= _WEIGHTS_BYTES
-        piece = Piece(offset=low, length=high - low, file=f"weights/{low}" if is_large else LOOSE)
-        if is_large:
+        piece = Piece(offset=low, length=high - low, file=f"snapshot/buffers/{low}")
+        if piece.length >= _WEIGHTS_BYTES:
             piece = msgspec.structs.replace(piece, file=f"weights/{_digest(folder, piece)}")
-            dense.append(piece)
-        pieces.append(piece)
-    return pieces, dense, sum(piece.length for piece in pieces if piece not in dense)
+        found.append(piece)
+    return tuple(found)
+
+
+def _member(buffers: Path, piece: Piece) -> Member:
+    return Member(piece.file, piece.length, oci.stretch(buffers, piece.offset, piece.length))
 
 
 def _digest(folder: Path, piece: Piece) -> str:
     with open(folder / format.BUFFERS, "rb", buffering=0) as file:
         return sha256_of_part(file.fileno(), piece.offset, piece.length, lambda _chunk, _done: None)
-
-
-def _joined(path: Path, pieces: list[Piece]) -> Iterator[bytes]:
-    for piece in pieces:
-        yield from oci.stretch(path, piece.offset, piece.length)()
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):

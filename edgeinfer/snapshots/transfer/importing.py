@@ -38,14 +38,12 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.running import adapters_text
 from edgeinfer.snapshots.transfer import description, oci
 from edgeinfer.snapshots.transfer.description import (
-    LOOSE,
     AdapterFile,
     Description,
     Layer,
     LayerBlob,
     ModelFile,
     Offered,
-    Piece,
     Source,
     corrupt,
 )
@@ -158,34 +156,24 @@ class Importing:
 
     def _arrive(self, folder: Path) -> None:
         self._progress("unpack", None)
-        arrived = folder / ARRIVED
-        (arrived / format.IMAGES).mkdir(mode=0o700, parents=True)
+        (folder / ARRIVED / format.IMAGES).mkdir(mode=0o700, parents=True)
+        if self._what.buffers_bytes:
+            descriptor = os.open(folder / format.BUFFERS, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.truncate(descriptor, self._what.buffers_bytes)
+            os.close(descriptor)
         for layer, blob in self._layers("snapshot", "weights"):
             chunks = self._source.chunks(blob.digest, blob.size)
             oci.unpack(layer, blob, chunks, self._places(folder, layer))
-        self._lay_buffers(folder)
 
     def _places(self, folder: Path, layer: Layer) -> oci.Targets:
+        buffers = folder / format.BUFFERS
+        places = {
+            one.file: (buffers, one.offset) for one in self._what.pieces if one.file in layer.files
+        }
         if layer.role == "weights":
-            buffers = folder / format.BUFFERS
-            return {
-                one.file: (buffers, one.offset) for one in self._what.pieces if one.file in layer.files
-            }
-        return {name: (folder / ARRIVED / _plain(name), 0) for name in layer.files}
-
-    def _lay_buffers(self, folder: Path) -> None:
-        if not self._what.buffers_bytes:
-            return
-        loose = folder / ARRIVED / format.BUFFERS
-        descriptor = os.open(folder / format.BUFFERS, os.O_WRONLY | os.O_CREAT, 0o600)
-        with open(descriptor, "wb") as file:
-            file.truncate(self._what.buffers_bytes)
-        at = 0
-        for piece in self._what.pieces:
-            if piece.file != LOOSE:
-                continue
-            _copy_part(loose, at, folder / format.BUFFERS, piece)
-            at += piece.length
+            return places
+        others = (name for name in layer.files if name not in places)
+        return places | {name: (folder / ARRIVED / _plain(name), 0) for name in others}
 
     def _rewrite(self, folder: Path, moved: dict[str, str]) -> None:
         images, old = folder / ARRIVED / format.IMAGES, self._what.real_places.snapshot
@@ -224,13 +212,6 @@ def _plain(name: str) -> str:
     if kind != "snapshot" or folder not in ("", format.IMAGES) or file.startswith(".") or not file:
         raise corrupt(f"{name!r} is no file of a snapshot")
     return rest
-
-
-def _copy_part(source: Path, at: int, target: Path, piece: Piece) -> None:
-    with open(target, "r+b") as file:
-        file.seek(piece.offset)
-        for chunk in oci.stretch(source, at, piece.length)():
-            file.write(chunk)
 
 
 _ROLES = ("model", "adapter")

@@ -105,19 +105,20 @@ def test_adapters_and_draft_travel_once_each(exporter, exported, signer, abroad)
 
 
 @pytest.mark.criu
-def test_where_it_does_not_fit_the_same_is_built_in_the_background(exporter, exported, abroad):
-    folder = exported.with_name("of another glibc")
+def test_import_that_does_not_fit_is_rebuilt_with_its_inputs(exported, abroad):
+    folder = exported.with_name("of another kernel")
     key = signing.Key(os.urandom(32))
-    resigned(exported, folder, key, lambda d: requiring(d, glibc="glibc 2.99"))
+    resigned(exported, folder, key, lambda d: requiring(d, kernel="1.2.3"))
     words = ("snapshots", "import", str(folder), "--trust", key.fingerprint)
     stale = abroad.run(*words, "--json").error
+    assert stale["code"] == "snapshot-stale"
+    assert "kernel: it was made with 1.2.3, here is" in stale["message"]
     assert f"import '{folder}' --rebuild`" in stale["hint"]
 
-    ordered = abroad.run(*words, "--rebuild", "--json").result
-    assert ordered["name"] in abroad.logged("built in")
-    assert [
-        one["details"]["name"] for one in abroad.run("snapshots", "--json").result["snapshots"]
-    ] == [ordered["name"]]
+    rebuilt = abroad.run(*words, "--rebuild", "--json").result
+    assert rebuilt["rebuilt"]
+    listed = abroad.run("snapshots", "--json").result["snapshots"]
+    assert [one["details"]["name"] for one in listed] == [rebuilt["snapshot"]["name"]]
     assert abroad.ask(*WISHES).start["how"] == "resumed"
     shutil.rmtree(folder)
 
