@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from edgeinfer.models.external_stores.reader import ExternalModel
-    from edgeinfer.models.external_stores.stores import StoreWatcher
+    from edgeinfer.models.external_stores.stores import StoreCache
     from edgeinfer.models.progress import OnProgress
 
 T = TypeVar("T")
@@ -234,13 +234,13 @@ def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
 
 def pulled_models() -> Callable[[], Sequence[Pulled]]:
     """Make what lists every model that is here, other programs' after our own."""
-    watched: list[StoreWatcher] = []
+    watched: list[StoreCache] = []
 
     def listed() -> Sequence[Pulled]:
         # the catalogue is not needed until a second model is named
         from edgeinfer.models.external_stores import stores
 
-        watched[:] = watched or [stores.StoreWatcher()]
+        watched[:] = watched or [stores.StoreCache()]
         return [*_own_models(), *_others_models(watched[0].usable())]
 
     return listed

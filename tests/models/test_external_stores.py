@@ -327,7 +327,7 @@ def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
     assert part_of("Ollama/Big:latest") == part_of("ollama/big")
 
 
-def test_a_store_is_searched_again_only_when_something_in_it_has_changed(made, monkeypatch) -> None:
+def test_store_cache_searches_again_once_stale(made, monkeypatch) -> None:
     searches: list[str] = []
     plain = stores.search
 
@@ -336,14 +336,14 @@ def test_a_store_is_searched_again_only_when_something_in_it_has_changed(made, m
         return plain(prefix)
 
     monkeypatch.setattr(stores, "search", counted)
-    watched = stores.StoreWatcher()
-    names = [[model.name for model in watched.usable()] for _ in range(3)]
+    monkeypatch.setattr(stores, "FRESH_S", 3600.0)
+    cache = stores.StoreCache()
+    names = [[model.name for model in cache.usable()] for _ in range(3)]
     assert names == [[made.name]] * 3
     assert len(searches) == 1
+    monkeypatch.setattr(stores, "FRESH_S", 0.0)
     made.file.unlink()
-    assert watched.usable() == []
-    assert watched.usable() == []
-    assert len(searches) == 2
+    assert stores.StoreCache().usable() == []
 
 
 def test_a_bare_name_of_ollama_is_told_in_full(home: Path) -> None:

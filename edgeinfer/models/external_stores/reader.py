@@ -7,11 +7,9 @@ in the cache by path; size, modification time and inode must be unchanged.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from itertools import islice
 from pathlib import Path
 
@@ -94,10 +92,6 @@ MAX_ENTRIES = 20_000
 MAX_TEXT_BYTES = 1 << 20
 
 
-#: Times, size and inode.
-Stamp = tuple[int, int, int, int] | None
-
-
 class UnusableError(Exception):
     """An unusable part of a store; a search turns it into a model's problem."""
 
@@ -107,39 +101,8 @@ class UnusableError(Exception):
         self.hint = hint
 
 
-#: Stamps of what was read since `noting` began.
-_noted: ContextVar[dict[str, Stamp] | None] = ContextVar("noted", default=None)
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[dict[str, Stamp]]:
-    """Record every folder and file that is read in the block, with its stamp just before."""
-    noted: dict[str, Stamp] = {}
-    token = _noted.set(noted)
-    try:
-        yield noted
-    finally:
-        _noted.reset(token)
-
-
-def stamp_of(path: str) -> Stamp:
-    """Return a stamp that changes with a folder or a file; None if it is absent or not readable."""
-    try:
-        info = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
-
-
-def _note(path: str | Path) -> None:
-    noted = _noted.get()
-    if noted is not None:
-        noted.setdefault(str(path), stamp_of(str(path)))
-
-
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """List a folder by name; empty if absent. Raises UnusableError if it is not readable."""
-    _note(folder)
     try:
         with os.scandir(folder) as found:
             return sorted(islice(found, MAX_ENTRIES), key=lambda entry: entry.name)
@@ -177,7 +140,6 @@ def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
 
     Raises UnusableError when it is gone, no file, not readable, or outside `store`.
     """
-    _note(path)
     real = os.path.realpath(path)
     try:
         info = os.stat(real)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,13 +17,15 @@ import msgspec
 
 from edgeinfer.errors import ChecksumError, InvalidGgufError, ModelNotPulledError
 from edgeinfer.models import gguf, names
-from edgeinfer.models.external_stores import ollama, reader, repositories
+from edgeinfer.models.external_stores import ollama, repositories
 from edgeinfer.models.external_stores.ollama import OllamaSettings
 from edgeinfer.models.external_stores.reader import ExternalModel, UnusableError, verify
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
-#: (stage, fraction), as loading tells its progress
+#: How long (s) a list of the stores' models is used.
+FRESH_S = 2.0
+#: (stage, fraction), as in loading.
 Progress = Callable[[str, float | None], None]
 
 
@@ -113,22 +116,21 @@ def usable() -> list[ExternalModel]:
     return [model for model in search() if not model.problem]
 
 
-class StoreWatcher:
-    """Cache the usable models until anything in a store changes; thread-safe."""
+class StoreCache:
+    """Cache the usable models for a moment, because clients list them often; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._noted: dict[str, reader.Stamp] = {}
-        self._found: list[ExternalModel] = []
+        self._models: list[ExternalModel] = []
+        self._stale_at = 0.0
 
     def usable(self) -> list[ExternalModel]:
-        """List the usable models."""
+        """List the usable models, at most `FRESH_S` old."""
         with self._lock:
-            has_changed = any(reader.stamp_of(path) != stamp for path, stamp in self._noted.items())
-            if has_changed or not self._noted:
-                with reader.noting() as self._noted:
-                    self._found = usable()
-            return self._found
+            if time.monotonic() >= self._stale_at:
+                self._models = usable()
+                self._stale_at = time.monotonic() + FRESH_S
+            return self._models
 
 
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import selectors
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from edgeinfer.models.progress import Job
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
 from edgeinfer.platform.process import child_command
-
-_POLL_S = 0.2
 
 
 def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
@@ -39,9 +36,13 @@ def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
         )
         last: dict[str, Any] = {}
         try:
-            for last in _lines(process, job):
-                yield last
-            process.wait()
+            assert process.stdout is not None
+            with job.waking(process.kill):
+                for line in process.stdout:
+                    last = msgspec.json.decode(line, type=dict[str, Any])
+                    yield last
+                process.wait()
+            job.check()
         finally:
             if process.poll() is None:
                 process.kill()
@@ -63,23 +64,6 @@ def follow(module: str, *args: str, job: Job) -> dict[str, Any]:
             if said["event"] == "progress":
                 job.at(int(said["done"]), int(said["total"]))
     return said
-
-
-def _lines(process: subprocess.Popen[bytes], job: Job) -> Iterator[dict[str, Any]]:
-    assert process.stdout is not None
-    pending = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            job.check()
-            if not selector.select(_POLL_S):
-                continue
-            chunk = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]  # a BufferedReader, which typeshed calls IO
-            if not chunk:
-                return
-            *whole, pending = (pending + chunk).split(b"\n")
-            for line in whole:
-                yield msgspec.json.decode(line, type=dict[str, Any])
 
 
 def _death(code: int) -> str:
