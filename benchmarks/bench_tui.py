@@ -278,7 +278,6 @@ async def _into_app(engine: Any) -> float:
 
 
 def bench_store(runs: int) -> dict[str, Any]:
-    from edgeinfer.chat.history import library
     from edgeinfer.chat.history.store import Store
 
     with tempfile.TemporaryDirectory() as folder:
@@ -306,10 +305,10 @@ def bench_store(runs: int) -> dict[str, Any]:
                 )
         store.db.execute("COMMIT")
         calls: dict[str, Callable[[], object]] = {
-            "list": lambda: library.listing(store),
-            "search a rare word": lambda: library.search(store, "zebra"),
-            "search a word of every turn": lambda: library.search(store, "paragraph wrapped"),
-            "search a prefix": lambda: library.search(store, "conv"),
+            "list": lambda: store.listing(),
+            "search a rare word": lambda: store.search("zebra"),
+            "search a word of every turn": lambda: store.search("paragraph wrapped"),
+            "search a prefix": lambda: store.search("conv"),
             "open one": lambda: store.turns(77),
         }
         return {name: spread([_timed(call) for _ in range(runs)], "ms") for name, call in calls.items()}

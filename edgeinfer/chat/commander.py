@@ -8,7 +8,7 @@ from typing import Protocol
 
 from edgeinfer.chat import attachments, commands, context, formats, presets
 from edgeinfer.chat.formats import code_blocks
-from edgeinfer.chat.history import library
+from edgeinfer.chat.history.store import MARK, UNMARK
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.config import config_file
@@ -342,12 +342,10 @@ class Commander:
 
 def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:
     """Conversations as lines: number, turns, title, snippet."""
-    found = (
-        library.search(session.store, words, limit) if words else library.listing(session.store, limit)
-    )
+    found = session.store.search(words, limit) if words else session.store.listing(limit)
     if not found:
         return "No conversation holds these words." if words else "No conversations yet."
-    clean = str.maketrans("", "", library.MARK + library.UNMARK)
+    clean = str.maketrans("", "", MARK + UNMARK)
     lines = [
         f"{s.id:>5}  {s.turns:>3} turns  {s.title}"
         + (f"\n       {s.snippet.translate(clean)}" if s.snippet else "")

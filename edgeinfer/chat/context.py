@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgeinfer.chat.attachments import with_attachments
-from edgeinfer.chat.history import tree
-from edgeinfer.chat.history.values import Turn
+from edgeinfer.chat.history.values import Turn, sent_part
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
@@ -38,7 +37,7 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
     is too long.
     """
     path = session.path
-    _, kept = tree.sent(path)
+    _, kept = sent_part(path)
     questions = [i for i, turn in enumerate(kept) if turn.role == "user"]
     if len(questions) < 2:
         raise UsageError("there is nothing older to leave out", hint="begin a new conversation: `/new`")
@@ -71,7 +70,7 @@ def beginning(engine: Engine, text: str) -> str:
 def summary_request(session: ChatSession, engine: Engine, kept: Turn) -> GenerateRequest:
     """Return the request for a summary of what precedes `kept`, cut from the front until it fits."""
     path = session.path
-    summary, sent = tree.sent(path)
+    summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(kept.id)]
     lines = [f"Summary of what was before: {summary}"] if summary else []
     lines += [

@@ -18,9 +18,19 @@ import msgspec
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import with_attachments
-from edgeinfer.chat.history import library, tree
 from edgeinfer.chat.history.store import Store
-from edgeinfer.chat.history.values import CUT, Attachment, Conversation, Stats, Status, Turn
+from edgeinfer.chat.history.values import (
+    CUT,
+    Attachment,
+    Conversation,
+    Stats,
+    Status,
+    Turn,
+    branch_to,
+    newest_leaf,
+    sent_part,
+    siblings,
+)
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
 from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.generation import Collected
@@ -53,7 +63,7 @@ class ChatSession:
     @property
     def path(self) -> list[Turn]:
         """The turns of the branch on show, first to last."""
-        return tree.path(self._turns, self.conversation.head_id)
+        return branch_to(self._turns, self.conversation.head_id)
 
     @property
     def head(self) -> Turn | None:
@@ -106,7 +116,7 @@ class ChatSession:
 
     def open_last(self) -> bool:
         """Open the conversation used last; False when there is none."""
-        found = library.last(self.store)
+        found = self.store.last()
         if found is not None:
             self.open(found)
         return found is not None
@@ -187,7 +197,7 @@ class ChatSession:
             status="streaming",
         )
         try:
-            generation = engine.submit(self._request(tree.path(self._turns, question_id)))
+            generation = engine.submit(self._request(branch_to(self._turns, question_id)))
         except EdgeInferError as error:
             self._append(
                 self.store.add(msgspec.structs.replace(blank, status="failed", error=error.message))
@@ -250,16 +260,16 @@ class ChatSession:
 
     def alternatives(self, turn_id: int) -> tuple[int, int]:
         """(which, of how many) a turn is among its siblings, from 1."""
-        found = [t.id for t in tree.siblings(self._turns, turn_id)]
+        found = [t.id for t in siblings(self._turns, turn_id)]
         return found.index(turn_id) + 1, len(found)
 
     def page(self, turn_id: int, step: int) -> bool:
         """Show the alternative `step` places on, and its branch; False when there is none."""
-        found = [t.id for t in tree.siblings(self._turns, turn_id)]
+        found = [t.id for t in siblings(self._turns, turn_id)]
         index = found.index(turn_id) + step
         if not 0 <= index < len(found):
             return False
-        self._move(tree.leaf(self._turns, found[index]))
+        self._move(newest_leaf(self._turns, found[index]))
         return True
 
     def back_to(self, turn_id: int | None) -> None:
@@ -295,7 +305,7 @@ class ChatSession:
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
         """Return the messages of a branch: system prompt with the summary of what was cut, turns."""
-        summary, kept = tree.sent(list(turns))
+        summary, kept = sent_part(list(turns))
         system = self.conversation.system_prompt or (
             self.engine.info.system_prompt if self.engine else ""
         )
@@ -330,7 +340,7 @@ class ChatSession:
         if edited is not None:
             parent_id = edited.parent_id
             attachments = edited.attachments
-        turns = tree.path(self._turns, parent_id)
+        turns = branch_to(self._turns, parent_id)
         if text or attachments:
             turns.append(Turn(content=text, attachments=tuple(attachments)))
         return self._request(turns) if turns else None

@@ -1,7 +1,7 @@
 """The seam between the engine and its fronts. Fronts import this, never the engine.
 
 Four things stand behind it: `runtime.engine.LlamaEngine` (in this process),
-`workers.client.RemoteEngine` (in a worker process), `workers.replicas.ReplicatedEngine`
+`workers.remote_engine.RemoteEngine` (in a worker process), `workers.replicas.ReplicatedEngine`
 (several of those), and `runtime.fake.FakeEngine` (scripted, for tests of the fronts).
 """
 

@@ -17,8 +17,7 @@ from textual.cache import LRUCache
 from textual.pilot import Pilot
 
 from edgeinfer.cache_report import CacheReport
-from edgeinfer.chat.history.migrate import migrate
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import Store, migrate
 from edgeinfer.chat.launch import Launch
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from edgeinfer.chat import context
-from edgeinfer.chat.history import tree
 from edgeinfer.chat.history.store import Store
-from edgeinfer.chat.history.values import Attachment
+from edgeinfer.chat.history.values import Attachment, sent_part
 from edgeinfer.chat.session import ChatSession, title_of
 from edgeinfer.errors import (
     ContextLengthError,
@@ -299,7 +298,7 @@ class TestContext:
         last = session.path[-2]
         session.cut(last.id, "s")
         session.cut(last.id, None)
-        assert tree.sent(session.path) == ("", session.path)
+        assert sent_part(session.path) == ("", session.path)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import textwrap
 import msgspec
 import pytest
 
-from edgeinfer.chat.history import library, migrate
-from edgeinfer.chat.history.store import STALE_MS, UNDO_MS, Store
+from edgeinfer.chat.history.store import MARK, STALE_MS, UNDO_MS, UNMARK, Store, migrate, migrations
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Turn
 from edgeinfer.errors import StoreError
 
@@ -124,10 +123,10 @@ def test_finish_folds_the_journal_and_indexes_the_text(store):
     conversation = talk(store, "q")
     answer = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
     store.append(answer.id, "zebra")
-    assert library.search(store, "zebra") == []
+    assert store.search("zebra") == []
     store.finish(msgspec.structs.replace(answer, content="zebra stripes", status="complete"))
     assert store.turns(conversation)[answer.id].content == "zebra stripes"
-    assert [s.id for s in library.search(store, "zebra")] == [conversation]
+    assert [s.id for s in store.search("zebra")] == [conversation]
     assert store.db.execute("SELECT count(*) FROM journal").fetchone() == (0,)
 
 
@@ -136,11 +135,11 @@ def test_reopen_unindexes_until_it_ends_again(store):
     head = store.conversation(conversation).head_id
     store.reopen(head)
     store.append(head, " and second")
-    assert library.search(store, "part") == []
+    assert store.search("part") == []
     turn = store.turns(conversation)[head]
     assert turn.content == "first part and second"
     store.finish(msgspec.structs.replace(turn, status="complete"))
-    assert len(library.search(store, "second")) == 1
+    assert len(store.search("second")) == 1
     store.db.execute("INSERT INTO turn_search(turn_search) VALUES ('integrity-check')")
 
 
@@ -154,7 +153,7 @@ def test_settle_folds_what_dead_processes_left_and_leaves_the_living(store, cloc
     assert store.clean_up() == 1
     rows = dict(store.db.execute("SELECT id, status FROM turn WHERE role = 'assistant'").fetchall())
     assert rows == {dead.id: "interrupted", alive.id: "streaming"}
-    assert len(library.search(store, "died")) == 1
+    assert len(store.search("died")) == 1
     store.append(alive.id, ", yes")
     assert store.turns(conversation)[alive.id].content == "still at it, yes"
 
@@ -162,12 +161,12 @@ def test_settle_folds_what_dead_processes_left_and_leaves_the_living(store, cloc
 def test_delete_hides_undelete_brings_back_and_a_day_later_it_is_gone(store, clock):
     conversation = talk(store, "secret words", "yes")
     store.delete(conversation)
-    assert library.listing(store) == []
-    assert library.search(store, "secret") == []
+    assert store.listing() == []
+    assert store.search("secret") == []
     with pytest.raises(StoreError):
         store.conversation(conversation)
     store.undelete(conversation)
-    assert [s.id for s in library.listing(store)] == [conversation]
+    assert [s.id for s in store.listing()] == [conversation]
     store.delete(conversation)
     clock.now += UNDO_MS + 10
     assert [found.id for found in store.overdue()] == [conversation]
@@ -186,36 +185,36 @@ def test_search_finds_words_prefixes_accents_and_titles(store):
     two = talk(
         store, "What is a monad?", "A monoid in the category of endofunctors.", title="Category theory"
     )
-    assert [s.id for s in library.search(store, "souffle")] == [one]
-    assert [s.id for s in library.search(store, "endofun")] == [two]
-    assert [s.id for s in library.search(store, "egg whites")] == [one]
-    assert [s.id for s in library.search(store, "categ")] == [two]
-    assert library.search(store, "egg monad") == []
-    assert library.search(store, '"; DROP TABLE turn; --') == []
-    assert len(library.search(store, '"')) == 2
-    snippet = library.search(store, "whites")[0].snippet
-    assert f"{library.MARK}whites{library.UNMARK}" in snippet
+    assert [s.id for s in store.search("souffle")] == [one]
+    assert [s.id for s in store.search("endofun")] == [two]
+    assert [s.id for s in store.search("egg whites")] == [one]
+    assert [s.id for s in store.search("categ")] == [two]
+    assert store.search("egg monad") == []
+    assert store.search('"; DROP TABLE turn; --') == []
+    assert len(store.search('"')) == 2
+    snippet = store.search("whites")[0].snippet
+    assert f"{MARK}whites{UNMARK}" in snippet
 
 
 def test_rename_moves_the_title_in_the_index(store):
     conversation = talk(store, "x", title="Before")
     store.update(conversation, title="After")
-    assert library.search(store, "before") == []
-    assert [s.title for s in library.search(store, "after")] == ["After"]
+    assert store.search("before") == []
+    assert [s.title for s in store.search("after")] == ["After"]
 
 
 def test_list_is_newest_first_and_leaves_out_the_empty(store):
     one, two = talk(store, "a"), talk(store, "b")
     store.create(Conversation(title="empty"))
-    assert [s.id for s in library.listing(store)] == [two, one]
+    assert [s.id for s in store.listing()] == [two, one]
     store.update(one, head_id=1)
-    assert library.last(store) == one
-    assert [s.turns for s in library.listing(store)] == [1, 1]
+    assert store.last() == one
+    assert [s.turns for s in store.listing()] == [1, 1]
 
 
 def test_typed_is_newest_first_without_repeats(store):
     talk(store, "a", "x", "b", "y", "a")
-    assert library.typed(store) == ["a", "b"]
+    assert store.typed() == ["a", "b"]
 
 
 def test_two_processes_may_write(store, tmp_path, clock):
@@ -249,12 +248,12 @@ def test_a_newer_schema_is_refused(tmp_path, store):
 
 
 def test_every_migration_step_leads_to_the_same_schema(tmp_path):
-    scripts = migrate.available()
+    scripts = migrations()
     whole = sqlite3.connect(":memory:", isolation_level=None)
-    migrate.migrate(whole, "whole")
+    migrate(whole, "whole")
     stepped = sqlite3.connect(":memory:", isolation_level=None)
     for count in range(1, len(scripts) + 1):
-        assert migrate.migrate(stepped, "stepped", scripts[:count]) == count
+        assert migrate(stepped, "stepped", scripts[:count]) == count
         stepped.execute("INSERT INTO conversation (created_ms, updated_ms) VALUES (1, 1)")
         stepped.execute(
             "INSERT INTO turn (conversation_id, role, content, status, created_ms)"
@@ -271,12 +270,12 @@ def test_every_migration_step_leads_to_the_same_schema(tmp_path):
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path):
-    good = migrate.available()[0]
+    good = migrations()[0]
     bad = tmp_path / "0002_bad.sql"
     bad.write_text("CREATE TABLE extra (x);\nCREATE TABLE extra (x);\n")
     db = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
     with pytest.raises(sqlite3.OperationalError):
-        migrate.migrate(db, "c", [good, bad])
+        migrate(db, "c", [good, bad])
     assert db.execute("PRAGMA user_version").fetchone() == (0,)
     assert db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
     db.close()
@@ -286,4 +285,4 @@ def test_a_missing_migration_is_noticed(tmp_path):
     (tmp_path / "0001_a.sql").write_text("")
     (tmp_path / "0003_c.sql").write_text("")
     with pytest.raises(StoreError, match="incomplete"):
-        migrate.available(tmp_path)
+        migrations(tmp_path)

@@ -28,8 +28,7 @@ from edgeinfer.snapshots.build import builder, jobs
 from edgeinfer.snapshots.build.park import ParkRequest
 from edgeinfer.snapshots.restore import app_host
 from edgeinfer.snapshots.restore.app_host import AppHost
-from edgeinfer.workers.client import RemoteEngine
-from edgeinfer.workers.server import serve
+from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
 MESSAGE, HINT = "a context of 9 tokens needs 9 MiB", "give it --ctx 4"
 
@@ -138,7 +137,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
     def load(_progress):
         raise raised_here()
 
-    worker = threading.Thread(target=serve, args=(there, Start(), load))
+    worker = threading.Thread(target=serve_engine, args=(there, Start(), load))
     worker.start()
     with pytest.raises(OutOfMemoryError) as raised:
         RemoteEngine(here)

@@ -14,8 +14,7 @@ from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
-from edgeinfer.workers.client import RemoteEngine
-from edgeinfer.workers.server import serve
+from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
 
 @contextlib.contextmanager
@@ -28,7 +27,9 @@ def remote(engine, progress=None):
             raise engine
         return engine
 
-    worker = threading.Thread(target=serve, args=(there, Start(how="resumed", snapshot="fake"), load))
+    worker = threading.Thread(
+        target=serve_engine, args=(there, Start(how="resumed", snapshot="fake"), load)
+    )
     worker.start()
     try:
         made = RemoteEngine(here, progress)

@@ -18,10 +18,9 @@ from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.workers.client import RemoteEngine
+from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 from edgeinfer.workers.replica_supervisor import Autoscaling, Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, RoutedRequest
-from edgeinfer.workers.server import serve
 
 BOUNDS = Bounds(least=1, most=3, wait_s=5, idle_s=60)
 END = Finished(reason="stop", usage=Usage(), timings=Timings())
@@ -162,7 +161,9 @@ class Shop:
         here, there = socket.socketpair()
         self.sockets.append(there)
         worker = threading.Thread(
-            target=serve, args=(there, Start(how="resumed"), lambda progress: engine), daemon=True
+            target=serve_engine,
+            args=(there, Start(how="resumed"), lambda progress: engine),
+            daemon=True,
         )
         worker.start()
         self.workers.append(worker)
@@ -282,7 +283,7 @@ def test_worker_whose_decode_loop_has_failed_ends() -> None:
             return "the decode loop failed: MemoryError: no more"
 
     here, there = socket.socketpair()
-    thread = threading.Thread(target=serve, args=(there, Start(), lambda progress: Dead()))
+    thread = threading.Thread(target=serve_engine, args=(there, Start(), lambda progress: Dead()))
     thread.start()
     engine = RemoteEngine(here)
     assert engine.health() == ""

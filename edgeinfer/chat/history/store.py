@@ -1,34 +1,121 @@
 """The conversations of a user in one SQLite file. Every write is committed before its method returns.
 
-An answer that is being written goes to a journal piece by piece, so what was shown survives `kill -9`;
-its end folds the journal into the turn. Whoever reads a turn whose process died sees content and
-journal joined, as "interrupted". One thread; several processes may hold the file open (write-ahead
-log).
+A streaming answer goes to a journal piece by piece, so shown text survives `kill -9`; its end folds
+the journal into the turn. If the process died, a reader sees content and journal joined, as
+"interrupted". One thread a store; several processes may hold the file open (write-ahead log).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from edgeinfer.chat.history.migrate import migrate
-from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Turn
+from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.store import forget_conversation
+
+_MIGRATIONS = Path(__file__).with_name("migrations")
+_NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
+
+
+def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
+    """List the migrations in order. Raises StoreError if one is missing from the build."""
+    found = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
+    if not found or list(found) != list(range(1, len(found) + 1)):
+        raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")
+    return list(found.values())
+
+
+def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
+    """Bring `db` (in autocommit mode) to the newest schema and return its number.
+
+    `name` is for the words of an error.
+
+    Raises StoreError when it was made by a newer edgeinfer, sqlite3.Error when a statement fails
+    (nothing is changed then).
+    """
+    scripts = migrations() if scripts is None else scripts
+    if (reached := _version(db)) == len(scripts):
+        return reached
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        reached = _version(db)  # another process may have migrated it while this one waited
+        if reached > len(scripts):
+            raise StoreError(
+                f"{name} was made by a newer edgeinfer (schema {reached}, this one knows "
+                f"{len(scripts)})",
+                hint="use that version, or move the file aside",
+            )
+        for script in scripts[reached:]:
+            for statement in _statements(script.read_text("utf-8")):
+                db.execute(statement)
+        db.execute(f"PRAGMA user_version = {len(scripts)}")
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    return len(scripts)
+
+
+def _version(db: sqlite3.Connection) -> int:
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _statements(script: str) -> Iterator[str]:
+    """One statement at a time: `executescript` would commit the transaction they belong to."""
+    gathered = ""
+    for line in script.splitlines(keepends=True):
+        gathered += line
+        if sqlite3.complete_statement(gathered):
+            yield gathered
+            gathered = ""
+
 
 #: An answer without a new piece for so long was left behind by a process that died.
 STALE_MS = 60_000
 
 #: Deleted conversations are kept so long, for undo.
 UNDO_MS = 24 * 3600 * 1000
+
+#: Put around found words in a snippet; neither can be in a stored text that a terminal shows.
+MARK, UNMARK = "\x02", "\x03"
+
+#: Turns that a search looks at, newest first.
+HITS = 4000
+
+_COUNT = "(SELECT count(*) FROM turn WHERE turn.conversation_id = c.id)"
+_WORD = re.compile(r"\w+", re.UNICODE)
+_SEARCH = f"""
+    WITH hit AS (
+        SELECT rowid AS turn_id FROM turn_search
+        WHERE turn_search MATCH :query ORDER BY rowid DESC LIMIT {HITS}
+    ),
+    found AS MATERIALIZED (
+        SELECT t.conversation_id AS id, max(hit.turn_id) AS turn_id
+        FROM hit JOIN turn t ON t.id = hit.turn_id GROUP BY 1
+    ),
+    named AS MATERIALIZED (SELECT rowid AS id FROM title_search WHERE title_search MATCH :query),
+    every AS (SELECT id FROM found UNION SELECT id FROM named),
+    shown AS MATERIALIZED (
+        SELECT c.id, c.title, c.model, c.updated_ms, coalesce(found.turn_id, 0) AS turn_id,
+            c.id IN named AS named
+        FROM every JOIN conversation c ON c.id = every.id LEFT JOIN found ON found.id = every.id
+        WHERE c.deleted_ms IS NULL ORDER BY named DESC, c.updated_ms DESC, c.id DESC LIMIT :limit
+    )
+    SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, coalesce(t.content, '')
+    FROM shown c LEFT JOIN turn t ON t.id = c.turn_id
+    ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
+    """
 
 _TURN = (
     "id, conversation_id, parent_id, role, content, reasoning, attachments,"
@@ -48,7 +135,7 @@ def now_ms() -> int:
 
 
 @contextlib.contextmanager
-def speaking(name: str) -> Iterator[None]:
+def _store_errors(name: str) -> Iterator[None]:
     """Turn sqlite3's errors into StoreError with a step a person can take."""
     try:
         yield
@@ -67,7 +154,7 @@ class Store:
     """Open with `Store.open()`. `clock` gives milliseconds since 1970."""
 
     def __init__(self, db: sqlite3.Connection, name: str, clock: Callable[[], int] = now_ms) -> None:
-        self._db = db
+        self.db = db
         self.name = name
         self.clock = clock
 
@@ -82,7 +169,7 @@ class Store:
             raise StoreError(
                 f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME"
             ) from error
-        with speaking(str(file)):
+        with _store_errors(str(file)):
             db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
@@ -98,12 +185,7 @@ class Store:
 
     def close(self) -> None:
         """Idempotent."""
-        self._db.close()
-
-    @property
-    def db(self) -> sqlite3.Connection:
-        """For the reading side (`chat.library`)."""
-        return self._db
+        self.db.close()
 
     # conversations
 
@@ -137,8 +219,8 @@ class Store:
 
     def conversation(self, conversation_id: int) -> Conversation:
         """Raises StoreError when there is none."""
-        with speaking(self.name):
-            row = self._db.execute(
+        with _store_errors(self.name):
+            row = self.db.execute(
                 f"SELECT {_CONVERSATION} FROM conversation WHERE id = ? AND deleted_ms IS NULL",
                 (conversation_id,),
             ).fetchone()
@@ -166,8 +248,8 @@ class Store:
 
     def undelete(self, conversation_id: int) -> None:
         """Bring a deleted conversation back. Raises StoreError when it has been purged."""
-        with speaking(self.name):
-            found = self._db.execute(
+        with _store_errors(self.name):
+            found = self.db.execute(
                 "UPDATE conversation SET deleted_ms = NULL WHERE id = ?", (conversation_id,)
             ).rowcount
         if not found:
@@ -193,12 +275,12 @@ class Store:
             now,
         )
         with self._transaction():
-            row_id = self._db.execute(
+            row_id = self.db.execute(
                 f"INSERT INTO turn ({_TURN.removeprefix('id, ')}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, "
                 f"?, ?, ?)",
                 values,
             ).lastrowid
-            self._db.execute(
+            self.db.execute(
                 "UPDATE conversation SET head_id = ?, updated_ms = ? WHERE id = ?",
                 (row_id, now, turn.conversation_id),
             )
@@ -206,8 +288,8 @@ class Store:
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
         """Return all turns of a conversation by id, unfinished ones joined with their journal."""
-        with speaking(self.name):
-            rows = self._db.execute(
+        with _store_errors(self.name):
+            rows = self.db.execute(
                 f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", (conversation_id,)
             ).fetchall()
             found = {row[0]: _turn(row) for row in rows}
@@ -236,7 +318,7 @@ class Store:
     def finish(self, turn: Turn) -> None:
         """Write a turn's end (content, status, stats) and drop its journal in the same transaction."""
         with self._transaction():
-            self._db.execute(
+            self.db.execute(
                 "UPDATE turn SET content = ?, reasoning = ?, status = ?, error = ?, model = ?, stats = "
                 "? WHERE id = ?",
                 (
@@ -249,8 +331,8 @@ class Store:
                     turn.id,
                 ),
             )
-            self._db.execute("DELETE FROM journal WHERE turn_id = ?", (turn.id,))
-            self._db.execute(
+            self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn.id,))
+            self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id = ?",
                 (self.clock(), turn.conversation_id),
             )
@@ -263,7 +345,7 @@ class Store:
         """Fold answers that dead processes left behind; return how many."""
         now = self.clock()
         with self._transaction():
-            rows = self._db.execute(
+            rows = self.db.execute(
                 "SELECT id FROM turn WHERE status = 'streaming' AND created_ms < :old AND NOT EXISTS"
                 " (SELECT 1 FROM journal WHERE turn_id = turn.id AND created_ms >= :old)",
                 {"old": now - STALE_MS},
@@ -274,8 +356,8 @@ class Store:
 
     def overdue(self) -> list[Conversation]:
         """Return what was deleted a day ago: ids alone."""
-        with speaking(self.name):
-            rows = self._db.execute(
+        with _store_errors(self.name):
+            rows = self.db.execute(
                 "SELECT id FROM conversation WHERE deleted_ms < ?", (self.clock() - UNDO_MS,)
             ).fetchall()
         return [Conversation(id=row[0]) for row in rows]
@@ -283,43 +365,94 @@ class Store:
     def purge(self, deleted: Sequence[Conversation]) -> None:
         """Delete these for good, unless one was brought back meanwhile."""
         with self._transaction():
-            self._db.executemany(
+            self.db.executemany(
                 "DELETE FROM conversation WHERE id = ? AND deleted_ms IS NOT NULL",
                 [(conversation.id,) for conversation in deleted],
             )
 
+    # finding conversations again
+
+    def listing(self, limit: int = 500) -> list[Summary]:
+        """Return the conversations that hold a turn, newest first."""
+        sql = (
+            f"SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms FROM conversation c"
+            " WHERE c.deleted_ms IS NULL AND turns > 0 ORDER BY c.updated_ms DESC, c.id DESC LIMIT ?"
+        )
+        with _store_errors(self.name):
+            rows = self.db.execute(sql, (limit,)).fetchall()
+        return [Summary(id=r[0], title=r[1], model=r[2], turns=r[3], updated_ms=r[4]) for r in rows]
+
+    def search(self, words: str, limit: int = 60) -> list[Summary]:
+        """Return conversations with all the words, the last as a prefix: titles first, then the newest.
+
+        One snippet each, from the newest turn that has them. Of a word in very many turns the newest
+        `HITS` are looked at: ranking all of them would take a quarter of a second in 20,000 turns.
+        """
+        query = match_query(words)
+        if not query:
+            return self.listing(limit)
+        with _store_errors(self.name):
+            rows = self.db.execute(_SEARCH, {"query": query, "limit": limit}).fetchall()
+        wanted = _WORD.findall(words)
+        return [
+            Summary(
+                id=r[0],
+                title=r[1],
+                model=r[2],
+                turns=r[3],
+                updated_ms=r[4],
+                snippet=snippet(r[5], wanted),
+            )
+            for r in rows
+        ]
+
+    def last(self) -> int | None:
+        """Return the conversation that was used last, for `--continue`."""
+        found = self.listing(limit=1)
+        return found[0].id if found else None
+
+    def typed(self, limit: int = 200) -> list[str]:
+        """Return what the user typed before, newest first, without repeats."""
+        with _store_errors(self.name):
+            rows = self.db.execute(
+                "SELECT t.content FROM turn t JOIN conversation c ON c.id = t.conversation_id"
+                " WHERE t.role = 'user' AND c.deleted_ms IS NULL ORDER BY t.id DESC LIMIT ?",
+                (limit,),
+            ).fetchall()
+        return list(dict.fromkeys(r[0] for r in rows if r[0]))
+
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
         # the status first: leaving "streaming" indexes the text, and that must be the whole text
-        self._db.execute("UPDATE turn SET status = 'streaming' WHERE id = ?", (turn_id,))
-        self._db.execute(
+        self.db.execute("UPDATE turn SET status = 'streaming' WHERE id = ?", (turn_id,))
+        self.db.execute(
             "UPDATE turn SET content = content || ?, reasoning = reasoning || ?, status = ? WHERE id = "
             "?",
             (content, reasoning, status, turn_id),
         )
-        self._db.execute("DELETE FROM journal WHERE turn_id = ?", (turn_id,))
+        self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn_id,))
 
     def _journal(self, turn_id: int) -> tuple[str, str]:
-        rows = self._db.execute(
+        rows = self.db.execute(
             "SELECT content, reasoning FROM journal WHERE turn_id = ? ORDER BY id", (turn_id,)
         ).fetchall()
         return "".join(r[0] for r in rows), "".join(r[1] for r in rows)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        with speaking(self.name):
-            self._db.execute("BEGIN IMMEDIATE")
+        with _store_errors(self.name):
+            self.db.execute("BEGIN IMMEDIATE")
             try:
                 yield
-                self._db.execute("COMMIT")
+                self.db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
                 raise
 
     def _write(self, sql: str, values: tuple[object, ...]) -> int:
-        with speaking(self.name):
-            return self._db.execute(sql, values).lastrowid or 0
+        with _store_errors(self.name):
+            return self.db.execute(sql, values).lastrowid or 0
 
 
 def _json(value: object) -> str:
@@ -342,6 +475,31 @@ def _turn(row: tuple[Any, ...]) -> Turn:
         cut_summary=row[11],
         created_ms=row[12],
     )
+
+
+def match_query(words: str) -> str:
+    """Return the FTS5 expression of typed words, the last one as a prefix; "" for no words."""
+    found = _WORD.findall(words)
+    return " ".join(f'"{w}"' for w in found) + "*" if found else ""
+
+
+def snippet(text: str, words: Sequence[str], around: int = 40) -> str:
+    """Return the place in `text` where the first of `words` begins a word, the words marked."""
+    plain = text if text.isascii() else "".join(unicodedata.normalize("NFD", c)[0] for c in text)
+    bare = ("".join(unicodedata.normalize("NFD", c)[0] for c in w) for w in words)
+    pattern = re.compile("|".join(rf"\b{re.escape(w)}\w*" for w in bare), re.IGNORECASE)
+    first = pattern.search(plain)
+    if first is None:
+        return ""
+    start, end = max(0, first.start() - around), min(len(text), first.end() + around)
+    while 0 < start < first.start() and not text[start - 1].isspace():
+        start += 1
+    parts, at = ["…" if start else ""], start
+    for found in pattern.finditer(plain, start, end):
+        parts += [text[at : found.start()], MARK, text[found.start() : found.end()], UNMARK]
+        at = found.end()
+    parts += [text[at:end], "…" if end < len(text) else ""]
+    return " ".join("".join(parts).split())
 
 
 def purge_deleted(open_store: Callable[[], Store] | None = None) -> None:

@@ -1,12 +1,12 @@
-"""Conversations as plain values. They know no database, no terminal and no engine.
+"""Conversations as plain values, and pure functions over the tree of a conversation's turns.
 
-A conversation is a tree of turns: editing an earlier turn or regenerating an answer adds a sibling, and
-nothing is ever overwritten. `Conversation.head_id` names the last turn of the branch on show;
-`tree.path` walks it.
+Editing a question or regenerating an answer adds a sibling; nothing is overwritten.
+`Conversation.head_id` is the last turn of the branch on show, which `branch_to` walks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -117,3 +117,47 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     updated_ms: int
     snippet: str = ""
+
+
+Turns = Mapping[int, Turn]
+
+
+def branch_to(turns: Turns, head_id: int | None) -> list[Turn]:
+    """Return the turns from the first to `head_id`; empty if there is none."""
+    walked: list[Turn] = []
+    at = turns.get(head_id) if head_id is not None else None
+    while at is not None:
+        walked.append(at)
+        at = turns.get(at.parent_id) if at.parent_id is not None else None
+    walked.reverse()
+    return walked
+
+
+def siblings(turns: Turns, turn_id: int) -> list[Turn]:
+    """Return the alternatives of a turn, itself among them, oldest first."""
+    turn = turns[turn_id]
+    return sorted(
+        (t for t in turns.values() if t.parent_id == turn.parent_id and t.role == turn.role),
+        key=lambda t: t.id,
+    )
+
+
+def newest_leaf(turns: Turns, turn_id: int) -> int:
+    """Return the newest end of the branches through `turn_id`."""
+    children: dict[int, int] = {}
+    for turn in turns.values():
+        if turn.parent_id is not None:
+            children[turn.parent_id] = max(turn.id, children.get(turn.parent_id, 0))
+    at = turn_id
+    while at in children:
+        at = children[at]
+    return at
+
+
+def sent_part(branch: list[Turn]) -> tuple[str, list[Turn]]:
+    """Return the summary of the turns before the cut ("" for none), and the turns after it."""
+    for index in range(len(branch) - 1, -1, -1):
+        summary = branch[index].cut_summary
+        if summary is not None:
+            return summary, branch[index:]
+    return "", branch

@@ -40,7 +40,7 @@ from edgeinfer.snapshots.restore.memory import IdleWatch
 from edgeinfer.snapshots.running import Description, describe, stamps_of
 
 if TYPE_CHECKING:
-    from edgeinfer.workers.client import RemoteEngine
+    from edgeinfer.workers.remote_engine import RemoteEngine
 
 
 #: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built.
@@ -166,7 +166,7 @@ class AppHost(Host):
         Raises what loading it raises there, EngineClosedError when that process dies before it is
         ready.
         """
-        from edgeinfer.workers.client import RemoteEngine  # 5 ms in a cold process
+        from edgeinfer.workers.remote_engine import RemoteEngine  # 5 ms in a cold process
 
         wanted = messages.StartWorker(
             model=model, options=msgspec.json.encode(options), requested=snapshot_options(options)
@@ -182,7 +182,7 @@ class AppHost(Host):
         return RemoteEngine(socket.socket(fileno=fds[0]), progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
-        from edgeinfer.workers.client import RemoteEngine  # as in `worker`
+        from edgeinfer.workers.remote_engine import RemoteEngine  # as in `worker`
 
         return engine.start if isinstance(engine, RemoteEngine) else None
 

@@ -131,11 +131,11 @@ def _run_role(
         host = AppHost(start, link, loaded, tuple(sockets), request=request, source=channel)
         return main(list(request.argv), host)
     if request.role == "worker":
-        from edgeinfer.workers.server import serve  # 5 ms in a cold process
+        from edgeinfer.workers.remote_engine import serve_engine  # 5 ms in a cold process
 
         host = AppHost(start, link, loaded, request=request)
         options = msgspec.json.decode(request.options, type=LoadOptions)
-        serve(sockets[0], start, lambda progress: host.engine(request.model, options, progress))
+        serve_engine(sockets[0], start, lambda progress: host.engine(request.model, options, progress))
         return 0
     if request.role == "canary" and loaded is not None:
         process.stay_back()

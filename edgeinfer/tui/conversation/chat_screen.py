@@ -15,7 +15,6 @@ from textual.widgets import Static, TextArea
 
 from edgeinfer.chat import context
 from edgeinfer.chat.commands import complete, is_command
-from edgeinfer.chat.history import library
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
@@ -98,7 +97,7 @@ class ChatScreen(Screen[None]):
     def _open(self) -> None:
         if self.launch.continue_last and not self.session.open_last():
             self.front.show_text("There is no conversation yet to continue.")
-        self.composer.set_past(library.typed(self.session.store))
+        self.composer.set_past(self.session.store.typed())
         if self.session.path:
             self.view.show_session()
         self.composer.fill(self.session.conversation.draft or self.composer.text)

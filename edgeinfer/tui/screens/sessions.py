@@ -15,8 +15,8 @@ from textual.widgets.option_list import Option
 
 from edgeinfer.chat import formats
 from edgeinfer.chat.commander import Commander
-from edgeinfer.chat.history import library, tree
-from edgeinfer.chat.history.values import Summary
+from edgeinfer.chat.history.store import MARK, UNMARK
+from edgeinfer.chat.history.values import Summary, branch_to
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
@@ -62,11 +62,8 @@ class SessionScreen(ModalScreen[int | None]):
     def _search(self) -> None:
         words = self.query_one(Input).value
         try:
-            self.found = (
-                library.search(self.session.store, words)
-                if words.strip()
-                else library.listing(self.session.store)
-            )
+            store = self.session.store
+            self.found = store.search(words) if words.strip() else store.listing()
         except EdgeInferError as error:
             self._show_error(error)
             return
@@ -140,7 +137,7 @@ class SessionScreen(ModalScreen[int | None]):
             return
         try:
             conversation = self.session.store.conversation(chosen.id)
-            turns = tree.path(self.session.store.turns(chosen.id), conversation.head_id)
+            turns = branch_to(self.session.store.turns(chosen.id), conversation.head_id)
             path = formats.write(
                 Path(formats.file_name(conversation, ".md")), formats.to_markdown(conversation, turns)
             )
@@ -166,8 +163,8 @@ def _row(summary: Summary, now_ms: int, room: int) -> Content:
 
 def _snippet(text: str) -> Content:
     parts: list[tuple[str, str]] = []
-    for index, piece in enumerate(text.split(library.MARK)):
-        found, _, rest = piece.rpartition(library.UNMARK) if index else ("", "", piece)
+    for index, piece in enumerate(text.split(MARK)):
+        found, _, rest = piece.rpartition(UNMARK) if index else ("", "", piece)
         parts += [(clean(found), "$accent"), (clean(rest), "dim")]
     return Content.assemble(*parts)
 

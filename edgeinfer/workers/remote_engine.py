@@ -1,0 +1,414 @@
+"""An engine in a worker process: its client here, its server there, typed frames over one socket.
+
+A frame is four bytes of length and one msgpack message. Events of a generation come back as they are
+made; the other calls answer once. If the worker dies, everything in flight ends with EngineClosedError;
+if the client closes, the worker writes its pending blocks and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from edgeinfer.errors import EdgeInferError, EngineClosedError, EngineError, from_fields, to_fields
+from edgeinfer.host import LoadProgress, Start
+from edgeinfer.runtime.events import Event, Finished
+from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
+from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+
+MAX_BYTES = 1 << 30
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Anything on the wire."""
+
+
+class Submit(Frame, frozen=True):
+    id: int
+    request: GenerateRequest
+
+
+class Cancel(Frame, frozen=True):
+    id: int
+
+
+class Call(Frame, frozen=True):
+    id: int
+    method: str
+    arguments: msgspec.Raw
+
+
+class CallFailed(Frame, frozen=True):
+    """An error as `errors.to_fields` writes it. `id` 0: loading failed."""
+
+    id: int
+    error: dict[str, str]
+
+
+class Loading(Frame, frozen=True):
+    stage: str
+    fraction: float | None
+
+
+class Ready(Frame, frozen=True):
+    info: EngineInfo
+    start: Start
+
+
+class Accepted(Frame, frozen=True):
+    id: int
+
+
+class StreamEvent(Frame, frozen=True):
+    id: int
+    event: Event
+
+
+class CallResult(Frame, frozen=True):
+    id: int
+    value: msgspec.Raw
+
+
+ToWorker = Submit | Cancel | Call
+FromWorker = CallFailed | Loading | Ready | Accepted | StreamEvent | CallResult
+
+
+class Wire:
+    """Sends and receives frames over a stream socket. Any thread may send; one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._file = sock.makefile("rb")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+
+    def send(self, frame: Frame) -> None:
+        """Raise OSError if the other side is gone."""
+        with self._sending:
+            body = self._encoder.encode(frame)
+            self._sock.sendall(len(body).to_bytes(4, "little") + body)
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+        """Return the next frame, None at the end."""
+        try:
+            head = self._file.read(4)
+            size = int.from_bytes(head, "little")
+            body = self._file.read(size) if len(head) == 4 and size <= MAX_BYTES else b""
+        except OSError:
+            return None
+        return decoder.decode(body) if body and len(body) == size else None
+
+    def finish(self) -> None:
+        """Say that nothing more is asked. What the other side still sends is received."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def hang_up(self) -> None:
+        """From any thread: the side that receives, here and there, comes to the end."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the side that receives, when it has come to the end."""
+        self.hang_up()
+        self._file.close()
+        self._sock.close()
+
+
+T = TypeVar("T")
+
+#: Limit (s) for a worker to write its pending blocks when it ends.
+_END_S = 30.0
+
+
+class RemoteEngine:
+    """The `Engine` of a worker process."""
+
+    def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
+        """Wait until the worker is ready. Raises what loading raised there, EngineClosedError."""
+        self._wire = Wire(sock)
+        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._streams: dict[int, EventStream] = {}
+        self._waiting: dict[int, queue.SimpleQueue[FromWorker | EngineClosedError]] = {}
+        self._closed = False
+        ready = self._handshake(progress)
+        self._info = ready.info
+        self.start = ready.start
+        name = f"worker {ready.info.model}"
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._reader.start()
+
+    def _handshake(self, progress: LoadProgress | None) -> Ready:
+        while True:
+            frame = self._wire.receive(self._decoder)
+            if isinstance(frame, Ready):
+                return frame
+            if isinstance(frame, Loading):
+                if progress is not None:
+                    progress(frame.stage, frame.fraction)
+                continue
+            self._wire.close()
+            if isinstance(frame, CallFailed):
+                raise from_fields(frame.error)
+            raise EngineClosedError("the worker died while it started")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker runs and was not closed."""
+        return not self._closed
+
+    def health(self) -> str:
+        """See `Engine.health`: a worker whose decode loop has failed ends."""
+        return self._gone().message if self._closed else ""
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        """Validate and queue in the worker; see `Engine.submit`."""
+        number = next(self._ids)
+        stream = EventStream(lambda: self._cancel(number))
+        with self._lock:
+            self._streams[number] = stream
+        try:
+            self._ask(number, Submit(number, request))
+        except BaseException:
+            with self._lock:
+                self._streams.pop(number, None)
+            raise
+        return stream
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        return self._call(
+            "tokenize", list[int], text, add_special=add_special, parse_special=parse_special
+        )
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        return self._call("detokenize", bytes, list(tokens))
+
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        return self._call("apply_template", str, list(messages), list(tools), options or {})
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        return self._call("tokenize_chat", list[int], list(messages), list(tools), options or {})
+
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        return self._call(
+            "embed",
+            list[list[float]],
+            [text if isinstance(text, str) else list(text) for text in texts],
+        )
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        return self._call("rerank", list[float], query, list(documents))
+
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        return self._call("begun_with", list[int], agent, salt)
+
+    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        loaded = self._call("use_adapters", tuple[Adapter, ...], list(wanted))
+        self._info = msgspec.structs.replace(self._info, lora=loaded)
+        return loaded
+
+    def metrics(self) -> EngineMetrics:
+        return self._call("metrics", EngineMetrics)
+
+    def use_threads(self, n_threads: int) -> None:
+        """Set the decode threads from the next step on."""
+        self._call("use_threads", type(None), n_threads)
+
+    def close(self) -> None:
+        """End the worker, and wait until it has written its pending blocks. Idempotent."""
+        self._closed = True
+        self._wire.finish()
+        self._reader.join(_END_S)
+        self._wire.hang_up()
+
+    # --- the wire
+
+    def _call(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
+        number = next(self._ids)
+        raw = msgspec.Raw(msgspec.msgpack.encode((arguments, named)))
+        answer = self._ask(number, Call(number, method, raw))
+        assert isinstance(answer, CallResult)
+        return msgspec.msgpack.decode(answer.value, type=kind)
+
+    def _ask(self, number: int, frame: Frame) -> FromWorker:
+        box: queue.SimpleQueue[FromWorker | EngineClosedError] = queue.SimpleQueue()
+        with self._lock:
+            if self._closed:
+                raise self._gone()
+            self._waiting[number] = box
+        try:
+            self._wire.send(frame)
+        except OSError as error:
+            raise self._gone() from error
+        answer = box.get()
+        if isinstance(answer, EngineClosedError):
+            raise answer
+        if isinstance(answer, CallFailed):
+            raise from_fields(answer.error)
+        return answer
+
+    def _cancel(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self._wire.send(Cancel(number))
+
+    def _gone(self) -> EngineClosedError:
+        name = self._info.model if hasattr(self, "_info") else "the model"
+        return EngineClosedError(
+            f"the process of {name} has ended", hint="ask again: it is started anew"
+        )
+
+    def _read(self) -> None:
+        while (frame := self._wire.receive(self._decoder)) is not None:
+            self._dispatch(frame)
+        with self._lock:
+            self._closed = True
+            streams, self._streams = list(self._streams.values()), {}
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for stream in streams:
+            stream.put(self._gone())
+        for box in waiting:
+            box.put(self._gone())
+        self._wire.close()
+
+    def _dispatch(self, frame: Any) -> None:
+        if isinstance(frame, StreamEvent):
+            ended = isinstance(frame.event, Finished)
+            with self._lock:
+                stream = self._streams.pop(frame.id, None) if ended else self._streams.get(frame.id)
+            if stream is not None:
+                stream.put(frame.event)
+            return
+        with self._lock:
+            box = self._waiting.pop(frame.id, None)
+            stream = self._streams.pop(frame.id, None) if box is None else None
+        if box is not None:
+            box.put(frame)
+        elif stream is not None and isinstance(frame, CallFailed):
+            error = from_fields(frame.error)
+            stream.put(
+                error if isinstance(error, EngineError) else EngineError(error.message, hint=error.hint)
+            )
+
+
+#: Methods that may be called by name, with plain arguments.
+CALLS = (
+    "tokenize",
+    "detokenize",
+    "apply_template",
+    "tokenize_chat",
+    "embed",
+    "rerank",
+    "begun_with",
+    "use_adapters",
+    "metrics",
+    "use_threads",
+)
+
+
+def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
+    """Load the engine, then answer the client until it closes the socket."""
+    wire = Wire(sock)
+    with contextlib.suppress(OSError):  # the client is gone: end too
+        try:
+            engine = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
+        except EdgeInferError as error:
+            wire.send(CallFailed(0, to_fields(error)))
+        else:
+            wire.send(Ready(engine.info, start))
+            _Server(wire, engine).run()
+            engine.close()  # writes pending blocks; the client waits for the end of the socket
+    wire.close()
+
+
+class _Server:
+    def __init__(self, wire: Wire, engine: Engine) -> None:
+        self._wire, self._engine = wire, engine
+        self._running: dict[int, Any] = {}
+        self._calls = ThreadPoolExecutor(4, "calls")
+
+    def run(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ToWorker)
+        while (frame := self._wire.receive(decoder)) is not None:
+            if isinstance(frame, Submit):
+                self._submit(frame)
+            elif isinstance(frame, Cancel):
+                generation = self._running.get(frame.id)
+                if generation is not None:
+                    generation.cancel()
+            else:
+                self._calls.submit(self._guarded, frame.id, functools.partial(self._call, frame))
+        self._calls.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, frame: Submit) -> None:
+        try:
+            generation = self._engine.submit(frame.request)
+        except EdgeInferError as error:
+            self._wire.send(CallFailed(frame.id, to_fields(error)))
+            return
+        self._running[frame.id] = generation
+        self._wire.send(Accepted(frame.id))
+        pump = functools.partial(self._pump, frame.id, generation)
+        threading.Thread(target=self._guarded, args=(frame.id, pump), daemon=True).start()
+
+    def _pump(self, number: int, generation: Any) -> None:
+        try:
+            for event in generation:
+                self._wire.send(StreamEvent(number, event))
+        finally:
+            self._running.pop(number, None)
+
+    def _call(self, frame: Call) -> None:
+        if frame.method not in CALLS:
+            raise EngineError(f"a worker has no {frame.method}")
+        arguments, named = msgspec.msgpack.decode(frame.arguments)
+        if frame.method in ("apply_template", "tokenize_chat"):
+            arguments = [
+                msgspec.convert(arguments[0], list[Message]),
+                msgspec.convert(arguments[1], list[Tool]),
+                arguments[2],
+            ]
+        elif frame.method == "use_adapters":
+            arguments = [msgspec.convert(arguments[0], list[Adapter])]
+        value = getattr(self._engine, frame.method)(*arguments, **named)
+        self._wire.send(CallResult(frame.id, msgspec.Raw(msgspec.msgpack.encode(value))))
+
+    def _guarded(self, number: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except EdgeInferError as error:
+            with contextlib.suppress(OSError):
+                self._wire.send(CallFailed(number, to_fields(error)))
+        except OSError:  # the client is gone; `run` ends too
+            pass
+        finally:
+            if self._engine.health():  # the process ends, and the client starts another
+                self._wire.hang_up()
