@@ -65,28 +65,28 @@ class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class HandOver(Protocol):
-    """How a process that started cold is succeeded by a resumed one."""
+class Handoff(Protocol):
+    """An app's side of a handoff, from a cold process (source) to a resumed one (target)."""
 
     @property
-    def is_successor(self) -> bool:
-        """Whether this process is to take over from one that still works."""
+    def is_target(self) -> bool:
+        """Whether this process is the target."""
 
     @property
-    def predecessor(self) -> socket.socket | None:
-        """What leads to that one, where it gave a channel with `idle`."""
+    def source(self) -> socket.socket | None:
+        """The target's channel to the source, if the source passed one to `idle`."""
 
     def listen(self) -> int:
-        """Say that this process may be succeeded; a descriptor to be polled for `receive`."""
+        """Offer this process as a source; return a descriptor to poll before `receive`."""
 
-    def receive(self) -> Literal["offer", "leave", "end"]:
-        """Read what comes: a successor is on offer, it has begun, nobody speaks any more."""
+    def receive(self) -> Literal["start", "commit", "end"]:
+        """Read the launcher's next word: start a handoff, commit it, or the end of the pipe."""
 
     def idle(self, channel: socket.socket | None = None) -> None:
-        """Say that a successor may come now; it gets `channel`."""
+        """Report the source idle: the target may start now, and gets `channel`."""
 
     def ready(self) -> None:
-        """Say that this process, the successor, could answer."""
+        """Report the target ready to answer."""
 
 
 class OwnEngine(Protocol):
@@ -234,8 +234,8 @@ class Host:
         """Tell how the worker behind `engine` started; None for an engine of this process."""
         return None
 
-    def hand_over(self) -> HandOver | None:
-        """The way to a successor, or from a predecessor; None where this process is the only one."""
+    def handoff(self) -> Handoff | None:
+        """Return this process's side of a handoff, or None if there can be none."""
         return None
 
     def listens_at(self, url: str) -> None:

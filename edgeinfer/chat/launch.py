@@ -12,7 +12,7 @@ from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig
-from edgeinfer.host import HandOver, Host, LoadProgress, Start
+from edgeinfer.host import Handoff, Host, LoadProgress, Start
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.units import format_ms
@@ -22,7 +22,7 @@ from edgeinfer.units import format_ms
 class Launch:
     """One start of the chat, for either front. `terminal` is the descriptor of the terminal to use.
 
-    `hand_over` is the way to a resumed process, or from one that started cold.
+    `handoff` is this process's side of a handoff, if there can be one.
     """
 
     host: Host
@@ -33,7 +33,7 @@ class Launch:
     continue_last: bool = False
     conversation: Conversation = field(default_factory=Conversation)
     attachments: list[Attachment] = field(default_factory=list)
-    hand_over: HandOver | None = None
+    handoff: Handoff | None = None
     terminal: int = 0
 
     def session(self) -> ChatSession:

@@ -127,7 +127,7 @@ async def _serve(
     )
     purging = asyncio.create_task(_purge_daily())
     try:
-        return await EndpointServer(endpoint, gate, listeners, run_options, host.hand_over()).run()
+        return await EndpointServer(endpoint, gate, listeners, run_options, host.handoff()).run()
     finally:
         purging.cancel()
 

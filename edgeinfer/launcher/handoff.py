@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 _WITHDRAWN = "exit 0"
 
 
-class Handoff:
+class HandoffCoordinator:
     """At most one target at a time, for the app of the verb."""
 
     def __init__(self, verb: Verb, apps: Apps) -> None:

@@ -45,7 +45,7 @@ class Launcher:
         self._verb = Verb(argv)
         self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)
         self._builds = builds.Builds(self._poll)
-        self._handoff = handoff.Handoff(self._verb, self._apps)
+        self._handoff = handoff.HandoffCoordinator(self._verb, self._apps)
 
     def run(self) -> NoReturn:
         """Never returns."""

@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import HandOver
+from edgeinfer.host import Handoff
 from edgeinfer.server.app import build_app
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
@@ -45,14 +45,14 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How serving ended: "signal", "idle" or "succeeded"; whether a drain had to be cut short."""
+    """How serving ended: "signal", "idle" or "handed-off"; whether a drain had to be cut short."""
 
     reason: str
     cut_short: bool = False
 
 
 class EndpointServer(uvicorn.Server):
-    """uvicorn around one endpoint. `handoff`: see `Host.hand_over`."""
+    """uvicorn around one endpoint. `handoff`: see `Host.handoff`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class EndpointServer(uvicorn.Server):
         gate: Gate,
         listeners: Sequence[socket.socket],
         options: RunOptions,
-        handoff: HandOver | None = None,
+        handoff: Handoff | None = None,
     ) -> None:
         limits = endpoint.limits
         config = uvicorn.Config(
@@ -94,7 +94,7 @@ class EndpointServer(uvicorn.Server):
         endpoint = self._endpoint
         capture_uvicorn(endpoint.log)
         capture_loop(endpoint.log)
-        if self._handoff is not None and self._handoff.is_successor:
+        if self._handoff is not None and self._handoff.is_target:
             (await endpoint.models.acquire(endpoint.models.default)).release()
         with self.signals(), self._as_handoff_source():
             serving = asyncio.create_task(self._serve(list(self._listeners)))
@@ -105,7 +105,7 @@ class EndpointServer(uvicorn.Server):
                 tending.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await tending
-                if self._reason != "succeeded":
+                if self._reason != "handed-off":
                     sockets.notify("STOPPING=1")
                 await endpoint.models.close()
                 endpoint.threads.shutdown(wait=False, cancel_futures=True)
@@ -129,7 +129,7 @@ class EndpointServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def _as_handoff_source(self) -> Iterator[None]:
-        if self._handoff is None or self._handoff.is_successor:
+        if self._handoff is None or self._handoff.is_target:
             yield
             return
         source = _HandoffSource(self._endpoint, self._handoff, self._leave)
@@ -140,7 +140,7 @@ class EndpointServer(uvicorn.Server):
 
     async def _leave(self) -> None:
         """Accept nobody, answer what still comes on the connections, and end with the last of them."""
-        self._reason = "succeeded"
+        self._reason = "handed-off"
         self._endpoint.is_leaving = True
         for server in self.servers:
             for listener in server.sockets:
@@ -160,7 +160,7 @@ class EndpointServer(uvicorn.Server):
             self._endpoint.cancel_all()
             self.force_exit = True
             return
-        if self._reason != "succeeded":
+        if self._reason != "handed-off":
             self._reason = "idle" if why == "idle" else "signal"
         self._endpoint.draining = True
         self._endpoint.log.info("draining", why=why, running=self._endpoint.in_flight)
@@ -191,7 +191,7 @@ class EndpointServer(uvicorn.Server):
         endpoint.log.info("listening", url=" ".join(urls), model=endpoint.models.default)
         if loading is not None:
             await loading
-        if self._handoff is not None and self._handoff.is_successor:
+        if self._handoff is not None and self._handoff.is_target:
             self._handoff.ready()
         sockets.notify("READY=1", f"STATUS=serving {endpoint.models.default} at {urls[0]}")
         if options.idle_exit_s is None:
@@ -236,13 +236,13 @@ class _HandoffSource:
     """
 
     def __init__(
-        self, endpoint: Endpoint, hand_over: HandOver, leave: Callable[[], Coroutine[None, None, None]]
+        self, endpoint: Endpoint, handoff: Handoff, leave: Callable[[], Coroutine[None, None, None]]
     ) -> None:
         self._endpoint = endpoint
-        self._hand_over = hand_over
+        self._handoff = handoff
         self._leave = leave
         self._task: asyncio.Task[None] | None = None
-        self._fd = hand_over.listen()
+        self._fd = handoff.listen()
         asyncio.get_running_loop().add_reader(self._fd, self._receive)
 
     def close(self) -> None:
@@ -251,11 +251,11 @@ class _HandoffSource:
             self._task.cancel()
 
     def _receive(self) -> None:
-        word = self._hand_over.receive()
+        word = self._handoff.receive()
         if word == "end":
             self.close()
             return
-        work = self._say_when_idle() if word == "offer" else self._leave()
+        work = self._say_when_idle() if word == "start" else self._leave()
         self._task = asyncio.get_running_loop().create_task(work)
 
     async def _say_when_idle(self) -> None:
@@ -266,7 +266,7 @@ class _HandoffSource:
         if self._has_what_would_go():  # by a request that came meanwhile
             await self._say_when_idle()
         else:
-            self._hand_over.idle()
+            self._handoff.idle()
 
     def _has_what_would_go(self) -> bool:
         """Whether answers end with this process, or adapters that were loaded while a model ran."""

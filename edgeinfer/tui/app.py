@@ -18,7 +18,7 @@ from edgeinfer.chat import commands
 from edgeinfer.chat.launch import Launch
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.conversation.chat_screen import ChatScreen
-from edgeinfer.tui.conversation.handoff import Giving, Taking, unpacked
+from edgeinfer.tui.conversation.handoff import ChatHandoffSource, ChatHandoffTarget, unpacked
 from edgeinfer.tui.conversation.view import Loader
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
@@ -48,14 +48,17 @@ class ChatApp(App[None]):
     ]
 
     def __init__(
-        self, launch: Launch, driver_class: type[Driver] | None = None, taking: Taking | None = None
+        self,
+        launch: Launch,
+        driver_class: type[Driver] | None = None,
+        target: ChatHandoffTarget | None = None,
     ) -> None:
         super().__init__(driver_class=driver_class)
         self.crash: Exception | None = None
         self._launch = launch
-        self._taking = taking
-        self._giving: Giving | None = None
-        carried = unpacked(taking.chat) if taking is not None else None
+        self._handoff_target = target
+        self._handoff_source: ChatHandoffSource | None = None
+        carried = unpacked(target.chat) if target is not None else None
         self._modes_before = carried.modes if carried is not None else []
         self.register_theme(DARK)
         self.register_theme(LIGHT)
@@ -64,9 +67,9 @@ class ChatApp(App[None]):
         self.chat = ChatScreen(launch, carried)
 
     @property
-    def is_succeeded(self) -> bool:
+    def is_handed_off(self) -> bool:
         """Whether the chat goes on in another process."""
-        return self._giving is not None and self._giving.is_over
+        return self._handoff_source is not None and self._handoff_source.is_over
 
     def _begin_with(self, theme: str) -> str:
         """Take the theme before anything is styled, so that every style is parsed and applied once."""
@@ -96,40 +99,40 @@ class ChatApp(App[None]):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             loop.add_signal_handler(number, self.leave)
-        hand_over = self._launch.hand_over
+        handoff = self._launch.handoff
         rest_s = self._launch.host.config.snapshots.idle_release_s
-        if hand_over is not None and self._taking is None and rest_s > 0:
+        if handoff is not None and self._handoff_target is None and rest_s > 0:
             terminal = self._terminal
-            self._giving = Giving(
-                hand_over,
+            self._handoff_source = ChatHandoffSource(
+                handoff,
                 terminal,
                 rest_s,
                 lambda: self.chat.at_rest,
-                lambda: self.chat.carrying.carried(self.theme, terminal.modes).packed(),
+                lambda: self.chat.state_transfer.carried(self.theme, terminal.modes).packed(),
                 self.exit,
             )
-            self.set_interval(_LOOK_S, self._giving.look)
+            self.set_interval(_LOOK_S, self._handoff_source.look)
 
     # the chat from one process to another
 
     @on(Loader.Loaded)
     def _could_go_on(self) -> None:
-        if self._taking is not None and not self._taking.has_terminal:
-            self.run_worker(self._take(self._taking))
+        if self._handoff_target is not None and not self._handoff_target.has_terminal:
+            self.run_worker(self._take(self._handoff_target))
 
     @property
     def _terminal(self) -> TerminalDriver:
         return cast("TerminalDriver", self._driver)
 
-    async def _take(self, taking: Taking) -> None:
-        if await taking.take(self._terminal, self._modes_before):
+    async def _take(self, target: ChatHandoffTarget) -> None:
+        if await target.take(self._terminal, self._modes_before):
             self.screen.refresh()  # whole: what changed before was drawn on no screen
         else:
             self.exit()
 
     @on(Loader.Failed)
     def _could_not(self) -> None:
-        if self._taking is not None and not self._taking.has_terminal:
+        if self._handoff_target is not None and not self._handoff_target.has_terminal:
             self.exit(return_code=1)
 
     # the palette
@@ -158,8 +161,8 @@ class ChatApp(App[None]):
     def on_unmount(self) -> None:
         with contextlib.suppress(Exception):
             self.chat.leave()
-        if self._giving is not None:
-            self._giving.close()
+        if self._handoff_source is not None:
+            self._handoff_source.close()
         self.chat.loader.close()
 
     def _handle_exception(self, error: Exception) -> None:

@@ -22,7 +22,7 @@ import pytest
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.host import HandOver, Host
+from edgeinfer.host import Handoff, Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import KeptAnswers
@@ -55,7 +55,7 @@ class Setup:
     options: RunOptions = field(default_factory=RunOptions)
     payloads: PayloadLog | None = None
     host: str = "127.0.0.1"
-    hand_over: HandOver | None = None
+    handoff: Handoff | None = None
     pulled: Callable[[], Sequence[Pulled]] | None = None
     shelf: Shelf | None = None
     wait_ready: bool = True
@@ -131,7 +131,7 @@ def served(setup: Setup) -> Iterator[Served]:
             batches=Batches(setup.batches) if setup.batches else None,
             shelf=setup.shelf,
         )
-        server = EndpointServer(endpoint, setup.gate, [listener], setup.options, setup.hand_over)
+        server = EndpointServer(endpoint, setup.gate, [listener], setup.options, setup.handoff)
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop(), server=server)
         started.set()
         return await server.run()

@@ -725,9 +725,9 @@ async def test_a_narrow_status_line_keeps_context_and_rate(drive):
 async def test_an_empty_chat_is_carried_with_its_welcome(drive):
     async with drive() as d:
         await d.ready()
-        carried = unpacked(d.chat.carrying.carried("edgeinfer-dark", []).packed())
+        carried = unpacked(d.chat.state_transfer.carried("edgeinfer-dark", []).packed())
         d.chat.front.show_text("a remark")
         assert "F1" not in d.shown()
-        d.chat.carrying.restore(carried)
+        d.chat.state_transfer.restore(carried)
         assert "F1" in d.shown()
         assert "a remark" not in d.shown()

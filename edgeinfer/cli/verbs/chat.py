@@ -20,13 +20,13 @@ from edgeinfer.cli.options import (
 )
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import HandOver, Host
+from edgeinfer.host import Handoff, Host
 from edgeinfer.platform import process
 
 if TYPE_CHECKING:
     from edgeinfer.chat.launch import Launch
     from edgeinfer.tui.app import ChatApp
-    from edgeinfer.tui.conversation.handoff import Taking
+    from edgeinfer.tui.conversation.handoff import ChatHandoffTarget
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
@@ -58,36 +58,36 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
 
     Raises EdgeInferError when the app broke; the conversation is stored then too.
     """
-    hand_over = host.hand_over()
-    if hand_over is not None and hand_over.predecessor is not None:
-        return _go_on(options, host, hand_over, hand_over.predecessor)
+    handoff = host.handoff()
+    if handoff is not None and handoff.source is not None:
+        return _go_on(options, host, handoff, handoff.source)
     launch = _launch(options, host)
     piped = _piped(plain=options.plain)
     if piped is not None:
         launch.attachments.append(piped)
     if options.plain or os.environ.get("TERM") == "dumb":
         return _plain(launch)
-    launch.hand_over = hand_over
+    launch.handoff = handoff
     return _on_screen(launch)
 
 
 def _go_on(
-    options: argparse.Namespace, host: Host, hand_over: HandOver, channel: socket.socket
+    options: argparse.Namespace, host: Host, handoff: Handoff, channel: socket.socket
 ) -> ChatResult:
     """Go on with the chat of a process that started cold; SystemExit where that one keeps it."""
-    from edgeinfer.tui.conversation.handoff import Taking
+    from edgeinfer.tui.conversation.handoff import ChatHandoffTarget
 
-    taking = Taking(hand_over, channel)
-    if not taking.chat:
+    target = ChatHandoffTarget(handoff, channel)
+    if not target.chat:
         raise SystemExit(0)
     try:
         launch = _launch(options, host)
     except EdgeInferError:
         raise SystemExit(1) from None
-    return _on_screen(launch, taking)
+    return _on_screen(launch, target)
 
 
-def _on_screen(launch: Launch, taking: Taking | None = None) -> ChatResult:
+def _on_screen(launch: Launch, target: ChatHandoffTarget | None = None) -> ChatResult:
     from edgeinfer.tui.app import ChatApp  # 0.3 s: Textual; a parked process has it
 
     driver = None
@@ -95,14 +95,14 @@ def _on_screen(launch: Launch, taking: Taking | None = None) -> ChatResult:
         from edgeinfer.tui.driver import TerminalDriver, claim_terminal
 
         driver, TerminalDriver.out = TerminalDriver, claim_terminal()
-        TerminalDriver.waits = taking is not None
+        TerminalDriver.waits = target is not None
         if TerminalDriver.out is None:
             return _plain(launch)
-    app = ChatApp(launch, driver, taking)
+    app = ChatApp(launch, driver, target)
     app.run(mouse=launch.config.mouse)
-    if taking is not None and not taking.has_terminal:
+    if target is not None and not target.has_terminal:
         raise SystemExit(1 if app.crash else app.return_code)
-    if app.is_succeeded:
+    if app.is_handed_off:
         process.silence()  # the terminal is another's now
     return _ended(app)
 

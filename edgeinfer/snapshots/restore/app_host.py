@@ -205,13 +205,13 @@ class AppHost(Host):
         os.close(write_fd)
         follow_build(model, read_fd, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
-    def hand_over(self) -> HandOver | None:
+    def handoff(self) -> AppHandoff | None:
         """None if the configuration says so, or if nothing would be gained."""
         is_target = self._request.is_handoff_target
         wanted = self.start.how == "cold" and self.config.snapshots.hand_over
         if not (wanted or is_target):
             return None
-        return HandOver(self._tell, is_successor=is_target, predecessor=self._source)
+        return AppHandoff(self._tell, is_target=is_target, source=self._source)
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Name the snapshot that would have helped; the launcher builds it later, when idle."""
@@ -253,37 +253,35 @@ class AppHost(Host):
 Tell = Callable[[messages.Message, Sequence[int]], None]
 
 
-class HandOver:
+class AppHandoff:
     """An app's side of a handoff; `launcher.handoff` has the order."""
 
-    def __init__(
-        self, tell: Tell, *, is_successor: bool, predecessor: socket.socket | None = None
-    ) -> None:
-        self.is_successor = is_successor
-        self.predecessor = predecessor
+    def __init__(self, tell: Tell, *, is_target: bool, source: socket.socket | None = None) -> None:
+        self.is_target = is_target
+        self.source = source
         self._tell = tell
         self._pipe = -1
 
     def listen(self) -> int:
-        """Tell the launcher that this process may be succeeded; a descriptor that `receive` reads."""
+        """Offer this process as a source; return the descriptor that `receive` reads."""
         self._pipe, theirs = os.pipe()
         self._tell(messages.HandoffSource(), [theirs])
         os.close(theirs)
         return self._pipe
 
-    def receive(self) -> Literal["offer", "leave", "end"]:
-        """Read what the launcher says."""
+    def receive(self) -> Literal["start", "commit", "end"]:
+        """Read the launcher's next word."""
         word = os.read(self._pipe, 1)
         if word == START:
-            return "offer"
-        return "leave" if word == COMMIT else "end"
+            return "start"
+        return "commit" if word == COMMIT else "end"
 
     def idle(self, channel: socket.socket | None = None) -> None:
-        """Say that a successor may come now; it gets `channel`."""
+        """Report the source idle; the target gets `channel`."""
         self._tell(messages.SourceIdle(), () if channel is None else (channel.fileno(),))
 
     def ready(self) -> None:
-        """Say that this process, the successor, could answer."""
+        """Report the target ready to answer."""
         self._tell(messages.TargetReady(), ())
 
 

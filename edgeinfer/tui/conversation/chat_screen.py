@@ -22,7 +22,7 @@ from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledE
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.conversation.actions import AppFront, TurnActions
 from edgeinfer.tui.conversation.answering import Answering
-from edgeinfer.tui.conversation.handoff import Carried, Carrying
+from edgeinfer.tui.conversation.handoff import Carried, StateTransfer
 from edgeinfer.tui.conversation.view import Loader, Streaming, View
 from edgeinfer.tui.widgets.composer import Attaching, Completions, Composer, Queue
 from edgeinfer.tui.widgets.transcript import Transcript
@@ -66,7 +66,7 @@ class ChatScreen(Screen[None]):
             self.app, self.launch, self.view, self.answering, self.attaching, self._leave_app
         )
         self.turns = TurnActions(self.view, self.front)
-        self.carrying = Carrying(self.view, self.attaching, self.front.commander)
+        self.state_transfer = StateTransfer(self.view, self.attaching, self.front.commander)
         yield self.view.header
         yield self.transcript
         yield queued
@@ -85,7 +85,7 @@ class ChatScreen(Screen[None]):
             if self._carried is None:
                 self._open()
             else:
-                self.carrying.restore(self._carried)
+                self.state_transfer.restore(self._carried)
         except StoreError as error:
             self.view.show_error(error)
         self.attaching.show()

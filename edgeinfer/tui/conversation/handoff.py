@@ -24,7 +24,7 @@ import msgspec
 from edgeinfer.chat.commander import Commander
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.host import HandOver
+from edgeinfer.host import Handoff
 from edgeinfer.tui.conversation.view import View
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
 from edgeinfer.tui.widgets.composer import Attaching, Typed
@@ -46,7 +46,7 @@ class Terminal(Protocol):
     def claim(self, modes: list[Any]) -> None: ...
 
 
-class Giving:
+class ChatHandoffSource:
     """Gives the chat away once a successor is on offer and nothing has happened for `rest_s`.
 
     `at_rest` says whether nothing goes on, `carry` makes bytes of the chat, `leave` ends this process.
@@ -54,14 +54,14 @@ class Giving:
 
     def __init__(
         self,
-        hand_over: HandOver,
+        handoff: Handoff,
         terminal: Terminal,
         rest_s: float,
         at_rest: Callable[[], bool],
         carry: Callable[[], bytes],
         leave: Callable[[], object],
     ) -> None:
-        self._hand_over = hand_over
+        self._handoff = handoff
         self._terminal = terminal
         self._rest_s = rest_s
         self._at_rest = at_rest
@@ -72,7 +72,7 @@ class Giving:
         self._since = 0.0
         self._task: asyncio.Task[None] | None = None
         self.is_over = False
-        self._fd = hand_over.listen()
+        self._fd = handoff.listen()
         asyncio.get_running_loop().add_reader(self._fd, self._receive)
 
     def close(self) -> None:
@@ -82,12 +82,12 @@ class Giving:
             self._task.cancel()
 
     def _receive(self) -> None:
-        word = self._hand_over.receive()
-        if word == "offer":
+        word = self._handoff.receive()
+        if word == "start":
             self._offered = True
             return
         self.close()
-        if word == "leave":
+        if word == "commit":
             self.is_over = True
             self._leave()
 
@@ -108,7 +108,7 @@ class Giving:
         ours.setblocking(False)
         with ours:
             with theirs:
-                self._hand_over.idle(theirs)
+                self._handoff.idle(theirs)
             try:
                 await self._speak(ours)
             except ConnectionError:
@@ -133,12 +133,12 @@ class Giving:
         return self._terminal.heard != self._heard or not self._at_rest()
 
 
-class Taking:
+class ChatHandoffTarget:
     """Takes the chat over from the process that started cold. `chat` are its bytes, b"" if it went."""
 
-    def __init__(self, hand_over: HandOver, channel: socket.socket) -> None:
+    def __init__(self, handoff: Handoff, channel: socket.socket) -> None:
         self.has_terminal = False
-        self._hand_over = hand_over
+        self._handoff = handoff
         self._channel = channel
         self.chat = self._received()
 
@@ -157,7 +157,7 @@ class Taking:
             self.has_terminal = await loop.sock_recv(self._channel, 1) == TAKE
         if self.has_terminal:
             terminal.claim(modes)
-            self._hand_over.ready()  # the channel stays open: its end would say that this one died
+            self._handoff.ready()  # the channel stays open: its end would say that this one died
         return self.has_terminal
 
 
@@ -200,7 +200,7 @@ def unpacked(raw: bytes) -> Carried:
     return msgspec.msgpack.decode(raw, type=Carried)
 
 
-class Carrying:
+class StateTransfer:
     """Takes the chat on a screen apart, and puts one together."""
 
     def __init__(self, view: View, attaching: Attaching, commander: Commander) -> None:

@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.launcher.handoff import COMMIT, START
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server import lifecycle
-from edgeinfer.snapshots.restore.app_host import HandOver
+from edgeinfer.snapshots.restore.app_host import AppHandoff
 
 
 class Launcher:
@@ -20,7 +20,7 @@ class Launcher:
     def __init__(self):
         self.told = []
         self._pipe = -1
-        self.hand_over = HandOver(self._tell, is_successor=False)
+        self.handoff = AppHandoff(self._tell, is_target=False)
 
     def _tell(self, message, fds):
         self.told.append(type(message).__name__)
@@ -44,7 +44,7 @@ def launcher():
 
 def test_idle_is_said_when_the_stream_has_ended(serve, until, launcher):
     gate = Gate(threading.Event())
-    here = serve(FakeEngine([["one ", gate, "two"], ["three"]]), hand_over=launcher.hand_over)
+    here = serve(FakeEngine([["one ", gate, "two"], ["three"]]), handoff=launcher.handoff)
     body = {"stream": True, "messages": [{"role": "user", "content": "x"}]}
     with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert gate.reached.wait(20)
@@ -62,7 +62,7 @@ def test_idle_is_said_when_the_stream_has_ended(serve, until, launcher):
 
 def test_another_model_is_waited_for_until_it_has_a_snapshot(serve, until, launcher, monkeypatch):
     monkeypatch.setattr(lifecycle, "_WARM_POLL_S", 0.0)
-    here = serve(FakeEngine([["one"]] * 2), names=("fake", "other"), hand_over=launcher.hand_over)
+    here = serve(FakeEngine([["one"]] * 2), names=("fake", "other"), handoff=launcher.handoff)
     for model in ("fake", "other"):
         assert here.chat(model=model).status_code == 200
     asked = []
@@ -84,7 +84,7 @@ def test_another_model_is_waited_for_until_it_has_a_snapshot(serve, until, launc
 
 def test_answers_that_somebody_may_come_back_for_keep_it(serve, until, launcher, monkeypatch):
     monkeypatch.setattr(lifecycle, "_WARM_POLL_S", 0.0)
-    here = serve(FakeEngine([["one"]]), hand_over=launcher.hand_over, store_responses=True)
+    here = serve(FakeEngine([["one"]]), handoff=launcher.handoff, store_responses=True)
     name = here.client.post("/v1/responses", json={"input": "x"}).json()["id"]
     launcher.say(START)
     until(lambda: launcher.told == ["HandoffSource"], "the endpoint to take the offer")
@@ -97,7 +97,7 @@ def test_answers_that_somebody_may_come_back_for_keep_it(serve, until, launcher,
 
 
 def test_it_leaves_its_clients_an_answer_and_nobody_else(serve, until, launcher):
-    here = serve(FakeEngine([["one"]] * 3), hand_over=launcher.hand_over)
+    here = serve(FakeEngine([["one"]] * 3), handoff=launcher.handoff)
     with httpx2.Client(base_url=here.url, timeout=30) as kept:
         assert "connection" not in kept.get("/health").headers
         launcher.say(COMMIT)
@@ -106,11 +106,11 @@ def test_it_leaves_its_clients_an_answer_and_nobody_else(serve, until, launcher)
             late.connect(("127.0.0.1", here.port))
         answer = kept.get("/health")
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-    assert here.wait_ended().reason == "succeeded"
+    assert here.wait_ended().reason == "handed-off"
 
 
 def test_a_client_that_is_accepted_in_the_moment_of_leaving_is_answered(serve, launcher):
-    here = serve(FakeEngine([["one"]]), hand_over=launcher.hand_over)
+    here = serve(FakeEngine([["one"]]), handoff=launcher.handoff)
     asleep = threading.Event()
 
     def sleep():
@@ -123,4 +123,4 @@ def test_a_client_that_is_accepted_in_the_moment_of_leaving_is_answered(serve, l
     with socket.create_connection(("127.0.0.1", here.port), timeout=30) as late:
         late.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert late.recv(1000).startswith(b"HTTP/1.1 200")
-    assert here.wait_ended().reason == "succeeded"
+    assert here.wait_ended().reason == "handed-off"

@@ -165,7 +165,7 @@ def test_nothing_is_handed_over_when_that_is_switched_off_or_the_process_was_res
         for how, wanted in (("cold", False), ("resumed", True)):
             host = AppHost(Start(how=how), link, None)
             host._config = Config(snapshots=SnapshotsConfig(hand_over=wanted))
-            assert host.hand_over() is None
+            assert host.handoff() is None
         host = AppHost(Start(how="cold"), link, None)
         host._config = Config()
-        assert not host.hand_over().is_successor
+        assert not host.handoff().is_target

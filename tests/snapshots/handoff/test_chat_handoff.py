@@ -19,7 +19,7 @@ from edgeinfer.launcher.apps import App
 from edgeinfer.launcher.launch import Launcher
 
 from ..test_by_itself import MODEL
-from .test_hand_over import IDLE_BYTES, cold  # noqa: F401  a fixture
+from .test_endpoint_handoff import IDLE_BYTES, cold  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.criu
 
