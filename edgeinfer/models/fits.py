@@ -10,8 +10,7 @@ import msgspec
 
 from edgeinfer.models.catalog import Catalog, Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
-from edgeinfer.platform.machine import Machine, read_memory
-from edgeinfer.platform.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.platform.machine import Machine, MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape

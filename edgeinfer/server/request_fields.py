@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from edgeinfer.durations import parse_duration
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
 from edgeinfer.server.wire_types import LoraChoice
+from edgeinfer.units import parse_duration
 
 
 def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...] | None:

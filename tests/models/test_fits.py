@@ -10,8 +10,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs import list as list_verb
 from edgeinfer.models import fits
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.platform.machine import Memory
-from edgeinfer.platform.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.platform.machine import Memory, MemoryRate, read_memory_rate
 
 GB = 10**9
 

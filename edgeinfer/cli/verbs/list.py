@@ -22,8 +22,7 @@ from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.fits import Fit
 from edgeinfer.models.store import PulledModel, list_pulled, unfinished
-from edgeinfer.platform.machine import read_memory
-from edgeinfer.platform.memory_rate import MemoryRate, read_memory_rate
+from edgeinfer.platform.machine import MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshots.format import generations, model_part, part_of
 from edgeinfer.units import format_bytes, format_parameters

@@ -11,7 +11,7 @@ import msgspec
 from edgeinfer import requesting
 from edgeinfer.cli.options import add_load_option, add_model
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.verbs.show_devices import DevicesShown, planned_devices
+from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.config.load_options import GPU_LAYERS, KV_TYPE
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
@@ -23,8 +23,10 @@ from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
+from edgeinfer.runtime.llama.backends.devices import Loaded, Wishes, survey
+from edgeinfer.runtime.memory_plan.offload import DeviceShare, make_offload
 from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning
-from edgeinfer.runtime.memory_plan.shape import Buffers
+from edgeinfer.runtime.memory_plan.shape import Buffers, Shape
 from edgeinfer.units import format_bytes, format_parameters
 
 
@@ -42,6 +44,39 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
     has_chat_template: bool
     licence: str
     tensor_types: dict[str, int]
+
+
+class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers on devices, the output counted as one; bytes. `reason` says why no more, or none."""
+
+    n_layers: int
+    n_all: int
+    n_without_experts: int
+    parts: tuple[DeviceShare, ...]
+    reason: str
+    summary: str
+
+
+def _planned_devices(
+    shape: Shape, plan: Plan, layers: int | str, config: GpuConfig
+) -> DevicesShown | None:
+    """Ask this machine's devices and plan; None where there are none, or nobody wants them."""
+    wishes = Wishes.of(layers, config.devices, config.max_memory_gib)
+    if not wishes.is_worth_asking():
+        return None
+    answers = (answer for answer in survey() if isinstance(answer, Loaded))
+    devices = next((chosen for answer in answers if (chosen := wishes.chosen(answer.devices))), ())
+    if not devices:
+        return None
+    offload = make_offload(shape, plan, tuple(map(wishes.room, devices)), layers)
+    return DevicesShown(
+        n_layers=offload.n_layers,
+        n_all=offload.n_all,
+        n_without_experts=offload.n_without_experts,
+        parts=offload.parts,
+        reason=offload.reason,
+        summary=str(offload),
+    )
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,5 +386,5 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         repack_reason=plan.repack.reason,
         from_disk=plan.from_disk and not plan.refusal,
         warning=warning,
-        devices=planned_devices(header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),
+        devices=_planned_devices(header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),
     )
