@@ -173,17 +173,18 @@ def metrics() -> str:
     return "\n".join(["| metric | kind | labels | |", "|---|---|---|---|", *rows]) + "\n"
 
 
-def settled_lines() -> str:
-    """The rules for lines that agents change."""
+def prompt_rules() -> str:
+    """The rules of prompt normalization."""
     from edgeinfer.agents.prompt_normalization import RULES
 
     goes = {
-        "nowhere": "left out",
+        "dropped": "dropped",
         "system turn": "into the system turn before",
-        "first user turn": "before what the first user turn says",
+        "first user turn": "before the text of the first user turn",
+        "last turn": "behind the last turn",
         "where it was": "kept where it first stood too",
     }
-    rows = [f"| `{r.name}` | {r.about} | {goes.get(r.to, 'behind the last turn')} |" for r in RULES]
+    rows = [f"| `{rule.name}` | {rule.description} | {goes[rule.to]} |" for rule in RULES]
     return "\n".join(["| rule | what | where it goes |", "|---|---|---|", *rows]) + "\n"
 
 
@@ -275,7 +276,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "models": models,
     "model-keys": model_keys,
     "quantizations": quantizations,
-    "settled-lines": settled_lines,
+    "prompt-rules": prompt_rules,
 }
 
 

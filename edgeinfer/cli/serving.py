@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 
 from edgeinfer import requesting
+from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.config.config_file import ServeConfig, replica_range
 from edgeinfer.errors import ServeError, UsageError
@@ -117,7 +118,7 @@ async def _serve(
         host,
         payloads=payloads,
         refuse_unknown=pick(options.unknown_fields, config.unknown_fields) == "refuse",
-        settled_lines=config.settled_lines,
+        normalizer=PromptNormalizer(config.normalize_prompts),
         stored=KeptAnswers(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
         shelf=ModelAdmin(host) if _speaks_ollama(options, host) else None,

@@ -120,8 +120,8 @@ def replica_range(text: str) -> tuple[int, int]:
     raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_REPLICAS}")
 
 
-#: The rules of `agents.changing_lines`.
-SettledLine = Literal["standing", "billing-header", "day", "environment", "clock", "note", "reminder"]
+#: The rules of `agents.prompt_normalization`.
+PromptRule = Literal["standing", "billing-header", "day", "environment", "note", "reminder"]
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
@@ -167,10 +167,10 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         bool,
         about("Keep answers of /v1/responses in memory for an hour, to go on from and read again."),
     ] = False
-    settled_lines: Annotated[
-        tuple[SettledLine, ...],
-        about("Lines that agents change, which are cut or moved behind what their requests share."),
-    ] = get_args(SettledLine)
+    normalize_prompts: Annotated[
+        tuple[PromptRule, ...],
+        about("Rules that normalize the prompts of known coding agents; `[]` switches that off."),
+    ] = get_args(PromptRule)
     unknown_fields: Annotated[
         Literal["ignore", "refuse"],
         about("What becomes of a request's fields that nothing here knows; ignored ones are named."),
@@ -219,6 +219,7 @@ _RENAMED = {
         "copies": "replicas",
         "copies-wait-s": "replicas-wait-s",
         "copies-idle-s": "replicas-idle-s",
+        "settled-lines": "normalize-prompts",
     }
 }
 
@@ -261,6 +262,9 @@ def _rename_keys(document: dict[str, Any]) -> None:
             for old, new in keys.items():
                 if old in table:
                     table.setdefault(new, table.pop(old))
+            rules = table.get("normalize-prompts")
+            if isinstance(rules, list) and "clock" in rules:  # a rule once, of no known agent
+                rules.remove("clock")
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

@@ -106,7 +106,7 @@ class RecordMiddleware(_EndpointMiddleware):
             cached_tokens=exchange.cached_tokens,
             completion_tokens=exchange.completion_tokens,
             finish=exchange.how,
-            settled=", ".join(exchange.settled),
+            normalized=", ".join(exchange.normalized),
             ignored=", ".join(exchange.ignored),
         )
 

@@ -10,9 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.agents import prompt_normalization
 from edgeinfer.cache_report import CacheReport
-from edgeinfer.config.config_file import SettledLine
+from edgeinfer.config.config_file import PromptRule
 from edgeinfer.errors import EngineClosedError, UnknownModelError
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
@@ -68,8 +67,8 @@ class Exchange:
         self.kept: Kept | None = None
         #: Headers that go onto the answer, whoever makes it.
         self.reply_headers: dict[str, str] = {}
-        #: The rules of `changing_lines` that found something.
-        self.settled: tuple[SettledLine, ...] = ()
+        #: The prompt normalization rules that changed the prompt.
+        self.normalized: tuple[PromptRule, ...] = ()
         #: What of the request changed nothing.
         self.ignored: list[str] = []
 
@@ -98,17 +97,17 @@ class Exchange:
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 
-    def settle(self, turns: Sequence[Message], *, remembers: bool = False) -> tuple[Message, ...]:
-        """The turns without, or with elsewhere, the lines that change in every request; says so."""
-        wanted = self.endpoint.settled_lines
-        settled, self.settled = prompt_normalization.settle(turns, wanted)
-        turns = settled
-        if remembers and "reminder" in wanted:
-            turns = self.endpoint.reminders.restore(settled, self.cache_salt)
-        if turns != settled:
-            self.settled = (*self.settled, "reminder")
-        if self.settled:
-            self.reply_headers["x-edgeinfer-settled"] = ", ".join(self.settled)
+    def normalize(
+        self, turns: Sequence[Message], *, stores_prefix: bool = False
+    ) -> tuple[Message, ...]:
+        """Normalize a known agent's prompt, and name the rules that changed it in a header."""
+        turns, self.normalized = self.endpoint.normalizer.normalize(
+            turns,
+            self.headers.get("user-agent", ""),
+            cache_salt=self.cache_salt if stores_prefix else None,
+        )
+        if self.normalized:
+            self.reply_headers["x-edgeinfer-normalized"] = ", ".join(self.normalized)
         return turns
 
     def salted(self, cache_salt: str) -> str:

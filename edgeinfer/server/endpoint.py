@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from edgeinfer.agents import prompt_normalization
-from edgeinfer.config.config_file import SettledLine
+from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.errors import QueueFullError
 from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
@@ -41,7 +40,7 @@ class Endpoint:
         *,
         payloads: PayloadLog | None = None,
         refuse_unknown: bool = False,
-        settled_lines: Collection[SettledLine] = prompt_normalization.NAMES,
+        normalizer: PromptNormalizer | None = None,
         stored: KeptAnswers | None = None,
         batches: Batches | None = None,
         shelf: Shelf | None = None,
@@ -53,8 +52,7 @@ class Endpoint:
         self.payloads = payloads
         #: Whether an undeclared request field is an error; otherwise it is ignored and named.
         self.refuse_unknown = refuse_unknown
-        #: The prompt normalization rules that apply.
-        self.settled_lines = settled_lines
+        self.normalizer = normalizer or PromptNormalizer()
         #: Stored responses; None where they are switched off.
         self.stored = stored
         #: Files and batches; None where none are kept.
@@ -64,7 +62,6 @@ class Endpoint:
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
         self.preparation = Preparation(limits.prepare_s)
-        self.reminders = prompt_normalization.Reminders()
         self.draining = False
         #: Another process has the listening sockets: connections end with their next answer.
         self.is_leaving = False

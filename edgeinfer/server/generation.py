@@ -82,7 +82,7 @@ def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
         lora = ((exchange.adapter, 1.0),)
     return msgspec.structs.replace(
         request,
-        messages=exchange.settle(request.messages, remembers=request.cache_prompt),
+        messages=exchange.normalize(request.messages, stores_prefix=request.cache_prompt),
         cache_salt=exchange.salted(request.cache_salt),
         preamble=_preamble(exchange, request),
         lora=lora,

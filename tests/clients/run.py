@@ -61,7 +61,7 @@ class Session(msgspec.Struct, kw_only=True):
         found = [
             name
             for one in self.requests
-            for key in ("ignored", "settled")
+            for key in ("ignored", "normalized")
             for name in _words(one.get(key))
         ]
         return ", ".join(f"`{name}`" for name in dict.fromkeys(found)) or "–"

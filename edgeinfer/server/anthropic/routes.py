@@ -39,7 +39,7 @@ async def count_tokens(request: Request) -> Response:
     """Count a conversation's tokens."""
     body = await decode(request, wire.CountRequest)
     exchange = exchange_of(request)
-    turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
+    turns, tools = exchange.normalize(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> wire.TokenCountReply:
         return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(turns, tools)))

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from edgeinfer import __version__
 from edgeinfer.agents.predicted_prefix import begin_elsewhere
+from edgeinfer.agents.table import AGENTS
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
@@ -379,6 +380,10 @@ async def props(request: Request) -> Response:
             start_reason=endpoint.host.start.reason,
             start_stages_ms=endpoint.host.start.stages_ms,
             limits=msgspec.to_builtins(endpoint.limits),
+            prompt_normalization=wire.PromptNormalization(
+                rules=list(endpoint.normalizer.rules),
+                agents=[agent.name for agent in AGENTS.values() if agent.user_agent],
+            ),
             default_generation_settings=defaults,
             total_slots=info.n_parallel if info else 0,
             model_alias=endpoint.models.default,

@@ -261,6 +261,13 @@ class Modalities(Reply, frozen=True, kw_only=True):
     audio: bool = False
 
 
+class PromptNormalization(Reply, frozen=True, kw_only=True):
+    """The rules that normalize prompts, and the agents, by user agent, whose prompts they are for."""
+
+    rules: list[str]
+    agents: list[str]
+
+
 class Props(Reply, frozen=True, kw_only=True):
     """What this endpoint is and holds, and the default model as llama.cpp's server tells it."""
 
@@ -271,6 +278,7 @@ class Props(Reply, frozen=True, kw_only=True):
     start_reason: str
     start_stages_ms: dict[str, float]
     limits: dict[str, Any]
+    prompt_normalization: PromptNormalization
     default_generation_settings: LlamaDefaults
     total_slots: int
     model_alias: str

@@ -70,7 +70,7 @@ async def input_tokens(request: Request) -> Response:
     """Count a conversation's tokens."""
     exchange = exchange_of(request)
     body = stored.go_on(exchange, await decode(request, ResponsesRequest))
-    turns, tools = exchange.settle(translate.conversation(body)), translate.tools_of(body)
+    turns, tools = exchange.normalize(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> InputTokensReply:
         return InputTokensReply(input_tokens=len(engine.tokenize_chat(turns, tools)))

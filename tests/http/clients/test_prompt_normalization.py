@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.agents.prompt_normalization import NAMES, Reminders, settle
-from edgeinfer.config.config_file import ServeConfig
+from edgeinfer.agents.prompt_normalization import NAMES, PromptNormalizer, Reminders, normalize
+from edgeinfer.config.config_file import ServeConfig, load_config
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.requests import Message
 
 TOOL = {"name": "read", "description": "Read a file.", "input_schema": {"type": "object"}}
+CLAUDE = "claude-cli/2.1.330 (external, sdk-cli)"
 RULES = "Follow the house rules, every one of them, in the order in which they are written here. " * 12
 
 
@@ -31,13 +32,15 @@ def _claude(billing: str, text: str) -> dict[str, object]:
 
 @pytest.mark.model
 def test_two_sessions_that_differ_in_the_billing_line_share_their_prefix(real):
-    real.client.post("/v1/messages", json=_claude("0e0", "hello")).raise_for_status()
-    answer = real.client.post("/v1/messages", json=_claude("f8c", "bye"))
+    sent = {"headers": {"user-agent": CLAUDE}}
+    real.client.post("/v1/messages", json=_claude("0e0", "hello"), **sent).raise_for_status()
+    answer = real.client.post("/v1/messages", json=_claude("f8c", "bye"), **sent)
     usage = answer.raise_for_status().json()["usage"]
     assert usage["cache_read_input_tokens"] > 150
     assert usage["input_tokens"] < 16
-    assert answer.headers["x-edgeinfer-settled"] == "billing-header"
-    count = real.client.post("/v1/messages/count_tokens", json=_without(_claude("f8c", "bye"))).json()
+    assert answer.headers["x-edgeinfer-normalized"] == "billing-header"
+    body = _without(_claude("f8c", "bye"))
+    count = real.client.post("/v1/messages/count_tokens", json=body, **sent).json()
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
@@ -62,10 +65,10 @@ Skills."""
         _turn("assistant", "ho"),
         _turn("user", "on"),
     )
-    settled, applied = settle(turns)
+    normalized, applied = normalize(turns)
     assert applied == ("day", "environment")
     moved = "Today's date: Sun Nov 22 2026\nWorking directory: /w\nWorkspace root folder: /\n"
-    assert [turn.content for turn in settled] == [
+    assert [turn.content for turn in normalized] == [
         "Rules.\n<env>\n  Platform: linux\n</env>\nSkills.",
         f"{moved}Is directory a git repo: no\n\nhi",
         "ho",
@@ -77,9 +80,9 @@ def test_what_claude_code_says_behind_the_first_words_stands_before_them():
     said = "# Environment\n - Primary working directory: /w\n - Platform: linux\n\nAgents: many."
     reminder = "<system-reminder>\nSign commits.\n</system-reminder>\n\n"
     turns = (_turn("system", "Rules."), _turn("user", f"{reminder}hi"), _turn("system", said))
-    settled, applied = settle((*turns, _turn("assistant", "ho"), _turn("system", "later")))
+    normalized, applied = normalize((*turns, _turn("assistant", "ho"), _turn("system", "later")))
     assert applied == ("standing", "environment")
-    assert [(turn.role, turn.content) for turn in settled] == [
+    assert [(turn.role, turn.content) for turn in normalized] == [
         ("system", "Rules.\n\n# Environment\n - Platform: linux\n\nAgents: many."),
         ("user", f"{reminder}- Primary working directory: /w\n\nhi"),
         ("assistant", "ho"),
@@ -96,17 +99,19 @@ def test_in_codexs_turn_about_the_folder_what_names_it_comes_last():
   <shell>bash</shell>
   <filesystem>{roots}{profile}</filesystem>
 </environment_context>"""
-    settled, applied = settle((_turn("developer", "Rules."), _turn("user", said), _turn("user", "hi")))
+    normalized, applied = normalize(
+        (_turn("developer", "Rules."), _turn("user", said), _turn("user", "hi"))
+    )
     assert applied == ("environment",)
     assert (
-        settled[1].content
+        normalized[1].content
         == f"""<environment_context>
   <shell>bash</shell>
   <filesystem>{profile}{roots}</filesystem>
   <cwd>/w</cwd>
 </environment_context>"""
     )
-    assert settled[2].content == "hi"
+    assert normalized[2].content == "hi"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_in_codexs_turn_about_the_folder_what_names_it_comes_last():
 )
 def test_half_of_codexs_turn_stays_as_it_is(text):
     turns = (_turn("user", f"<environment_context>\n{text}"),)
-    assert settle(turns) == (turns, ())
+    assert normalize(turns) == (turns, ())
 
 
 @pytest.mark.parametrize(
@@ -132,20 +137,10 @@ def test_half_of_codexs_turn_stays_as_it_is(text):
 )
 def test_a_line_that_names_a_project_stands_with_the_users_words(line, rest):
     system = f"Rules.\n{line}{' ' if rest else ''}{rest}\nBe brief."
-    settled, applied = settle((_turn("system", system), _turn("user", "hi")))
+    normalized, applied = normalize((_turn("system", system), _turn("user", "hi")))
     assert applied == ("environment",)
-    assert settled[0].content == f"Rules.\n{rest}{chr(10) if rest else ''}Be brief."
-    assert settled[1].content == f"{line}\n\nhi"
-
-
-def test_a_clock_stands_behind_the_last_turn():
-    system = "You are at home.\nCurrent time is 12:34:56. Today's date is 2026-11-22.\nBe brief."
-    settled, applied = settle((_turn("system", system), _turn("user", "hi")))
-    assert applied == ("clock",)
-    assert [turn.content for turn in settled] == [
-        "You are at home.\nBe brief.",
-        "hi\n\nCurrent time is 12:34:56. Today's date is 2026-11-22.",
-    ]
+    assert normalized[0].content == f"Rules.\n{rest}{chr(10) if rest else ''}Be brief."
+    assert normalized[1].content == f"{line}\n\nhi"
 
 
 NOTE = "<info-msg>\nIt is currently 2026-11-22 13:06:00\nWorking directory: /w\n\n</info-msg>"
@@ -161,11 +156,11 @@ NOTE = "<info-msg>\nIt is currently 2026-11-22 13:06:00\nWorking directory: /w\n
 )
 def test_gooses_note_stands_behind_the_last_turn(said):
     turns = [_turn(role, text) for role, text in (("system", "Rules."), *said, ("user", "And now?"))]
-    settled, applied = settle(turns)
+    normalized, applied = normalize(turns)
     assert applied == ("note",)
-    assert settled[1].content == "Make a file."
-    assert settled[-1].content == f"And now?\n\n{NOTE}"
-    assert not any(NOTE in turn.content for turn in settled[:-1])
+    assert normalized[1].content == "Make a file."
+    assert normalized[-1].content == f"And now?\n\n{NOTE}"
+    assert not any(NOTE in turn.content for turn in normalized[:-1])
 
 
 @pytest.mark.parametrize(
@@ -181,33 +176,51 @@ def test_gooses_note_stands_behind_the_last_turn(said):
 )
 def test_what_only_looks_like_it_stays(text):
     turns = (_turn("system", text), _turn("user", "hi"))
-    assert settle(turns) == (turns, ())
+    assert normalize(turns) == (turns, ())
 
 
 def test_what_a_person_says_stays():
     turns = (
         _turn("user", "x-anthropic-billing-header: a\nCurrent date: 2026-11-22\nCurrent time: 12:34"),
     )
-    assert settle(turns) == (turns, ())
+    assert normalize(turns) == (turns, ())
 
 
 def test_what_has_no_turn_to_go_to_stays():
     turns = (_turn("system", "Current date: 2026-11-22\nCurrent time: 12:34"),)
-    assert settle(turns) == (turns, ())
+    assert normalize(turns) == (turns, ())
 
 
 def test_a_turn_that_is_only_such_a_line_is_gone():
     turns = (_turn("system", "x-anthropic-billing-header: a"), _turn("user", "hi"))
-    assert settle(turns) == ((_turn("user", "hi"),), ("billing-header",))
+    assert normalize(turns) == ((_turn("user", "hi"),), ("billing-header",))
 
 
-def test_a_rule_can_be_switched_off(serve):
-    assert ServeConfig().settled_lines == NAMES
+@pytest.mark.parametrize(
+    ("rules", "user_agent"),
+    [
+        (tuple(name for name in NAMES if name != "billing-header"), CLAUDE),
+        (NAMES, "Anthropic/Python 2.12.0"),  # an unknown client
+    ],
+)
+def test_prompt_stays_without_a_rule_or_a_known_agent(serve, rules, user_agent):
     engine = FakeEngine()
     here = serve(engine)
-    here.endpoint.settled_lines = tuple(name for name in NAMES if name != "billing-header")
-    here.client.post("/v1/messages", json=_claude("0e0", "hello") | {"model": "fake"})
+    here.endpoint.normalizer = PromptNormalizer(rules)
+    body = _claude("0e0", "hello") | {"model": "fake"}
+    answer = here.client.post("/v1/messages", json=body, headers={"user-agent": user_agent})
     assert engine.requests[0].messages[0].content.startswith("x-anthropic-billing-header")
+    assert "x-edgeinfer-normalized" not in answer.headers
+    reported = here.client.get("/props").json()["prompt_normalization"]
+    assert (reported["rules"], "claude" in reported["agents"]) == (list(rules), True)
+
+
+def test_configuration_has_every_rule_and_reads_the_old_key(tmp_path, monkeypatch):
+    path = tmp_path / "config.toml"
+    path.write_text('[serve]\nsettled-lines = ["day", "clock"]\n')
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
+    assert load_config().serve.normalize_prompts == ("day",)
+    assert ServeConfig().normalize_prompts == NAMES
 
 
 def _turn(role: str, content: str) -> Message:
@@ -251,13 +264,18 @@ def test_reminder_is_put_back_nowhere_else(turns, owner):
 def test_reminders_that_were_put_back_are_named(serve):
     engine = FakeEngine()
     here = serve(engine)
+    sent = {"user-agent": "opencode/1.18.33"}
 
     def ask(*said, **fields):
         turns = [{"role": turn.role, "content": turn.content} for turn in _modes(*said)]
-        return here.chat(messages=turns, **fields)
+        return here.client.post(
+            "/v1/chat/completions", json={"messages": turns, **fields}, headers=sent
+        )
 
     ask(f"one{PLAN}", cache_prompt=False)
-    assert "x-edgeinfer-settled" not in ask("one", f"two{PLAN}").headers  # nothing was to be remembered
+    assert (
+        "x-edgeinfer-normalized" not in ask("one", f"two{PLAN}").headers
+    )  # nothing was to be remembered
     ask(f"one{PLAN}")
-    assert ask("one", f"two{PLAN}").headers["x-edgeinfer-settled"] == "reminder"
+    assert ask("one", f"two{PLAN}").headers["x-edgeinfer-normalized"] == "reminder"
     assert engine.requests[-1].messages == _modes(f"one{PLAN}", f"two{PLAN}")

@@ -45,14 +45,16 @@ def _session(agent: str) -> list[dict[str, Any]]:
     return [one for one in found if len(one["body"].get("tools") or ()) == most]
 
 
-def _read(here, one: dict[str, Any], salt: str) -> tuple[int, int]:
-    """Ask as the agent did, for no answer: tokens of the prompt, and how many were remembered."""
+def _prefill(here, agent: str, one: dict[str, Any], salt: str) -> tuple[int, int]:
+    """Send a recorded request for no answer: tokens of the prompt, and how many were cached."""
+    user_agent = one["user_agent"] if agent != "pi" else "pi/launched"  # recorded without `launch`
     limits = {"/v1/responses": "max_output_tokens"}
     limit = limits.get(one["path"], "max_tokens")
     body = one["body"] | {"model": "reader", "stream": False, limit: 0, "cache_salt": salt}
     body.pop("stream_options", None)
     body.pop("max_completion_tokens", None)
-    answer = here.client.post(one["path"], json=body, timeout=120)
+    headers = {"user-agent": user_agent}
+    answer = here.client.post(one["path"], json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     (slot,) = here.client.get("/slots").json()["slots"][:1]
     return slot["n_prompt_tokens"], slot["cache_n"]
@@ -64,7 +66,7 @@ def test_only_what_is_new_is_computed(here, agent):
     assert len(session) >= 2
     before = 0
     for number, one in enumerate(session):
-        n_prompt, n_cached = _read(here, one, agent)
+        n_prompt, n_cached = _prefill(here, agent, one, agent)
         resumed = number == len(session) - 1 and agent in REWRITES_ITS_PAST
         if number and not resumed:
             assert n_prompt - n_cached <= n_prompt - before + MORE_THAN_NEW + NOTE.get(agent, 0)
@@ -78,6 +80,6 @@ def test_another_session_of_claude_code_finds_what_one_has_read(here):
     for billing in ("0e0", "f8c"):
         line = {"type": "text", "text": BILLING.format(billing)}
         body = first["body"] | {"system": [line, *first["body"]["system"]]}
-        read.append(_read(here, {**first, "body": body}, "billing"))
+        read.append(_prefill(here, "claude", {**first, "body": body}, "billing"))
     n_prompt, n_cached = read[1]
     assert n_prompt - n_cached <= MORE_THAN_NEW
