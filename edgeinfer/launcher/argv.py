@@ -3,9 +3,12 @@
 Imports only what the interpreter has built in: the launcher pays for each import at every launch.
 """
 
+from __future__ import annotations
+
 from itertools import islice
 
-LAUNCH_VERBS = ("chat", "run", "serve", "batch")
+#: Each verb with the number of words that must follow its first for that to be a model's name.
+LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
 #: Options of these verbs that take no value; every other option takes one.
 SWITCHES = frozenset(
     (
@@ -14,6 +17,8 @@ SWITCHES = frozenset(
     )
 )
 _OF_NO_VERB = ("-h", "--help", "--version")
+#: A longer word is a prompt.
+_LONGEST_NAME = 200
 
 
 def with_verb(typed: list[str]) -> list[str]:
@@ -42,3 +47,43 @@ def options_and_words(
             if "=" not in word and word not in switches:
                 options += islice(rest, 1)
     return options, words
+
+
+class CommandLine:
+    """The command line of a launch verb, as far as the launcher reads it."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.verb = argv[0]
+        options, self._words = options_and_words(argv[1:])
+        self._values: dict[str, list[str]] = {}
+        rest = iter(options)
+        for option in rest:
+            name, has_value, value = option.partition("=")
+            values = self._values.setdefault(name, [])
+            if has_value:
+                values.append(value)
+            elif name not in SWITCHES:
+                values += islice(rest, 1)
+
+    def has(self, option: str) -> bool:
+        """Whether an option was typed."""
+        return option in self._values
+
+    def values(self, option: str) -> list[str]:
+        """Return every value typed for an option."""
+        return self._values.get(option, [])
+
+    def value(self, option: str) -> str:
+        """Return the last value typed for an option, "" if there is none."""
+        return (self.values(option) or [""])[-1]
+
+    @property
+    def first_word(self) -> str:
+        """The word that may name a model: the first one, `batch`'s option; "" if there is none."""
+        first = self.value("--model") if self.verb == "batch" else "".join(self._words[:1])
+        return first if len(first) < _LONGEST_NAME else ""
+
+    @property
+    def named_model(self) -> str:
+        """The first word if it can only be a model, "" if it may be a prompt."""
+        return self.first_word if len(self._words) > LAUNCH_VERBS[self.verb] else ""

@@ -9,6 +9,7 @@ import _socket
 import os
 
 from edgeinfer.launcher import selection
+from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process
 
@@ -43,13 +44,13 @@ def describe(request: LaunchRequest) -> None:
 def listen(argv: list[str]) -> list[_socket.socket]:
     """Bind the sockets of `serve` before anything is loaded; none when that fails: the app says why."""
     activated = process.activated_descriptors()
-    serve = selection.read_config().get("serve", {})
+    line, serve = CommandLine(argv), selection.read_config().get("serve", {})
     if activated:
         found = [_socket.socket(fileno=fd) for fd in activated]
     else:
-        host = selection.option(argv, "--host") or str(serve.get("host", "127.0.0.1"))
-        found = _bound(host, selection.option(argv, "--port") or str(serve.get("port", 8080)))
-    if found and ("--ollama" in argv or serve.get("ollama")):
+        host = line.value("--host") or str(serve.get("host", "127.0.0.1"))
+        found = _bound(host, line.value("--port") or str(serve.get("port", 8080)))
+    if found and (line.has("--ollama") or serve.get("ollama")):
         found += _bound(paths.OLLAMA_HOST, str(paths.ollama_port()))
     return found
 

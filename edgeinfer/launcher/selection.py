@@ -11,17 +11,13 @@ import os
 
 from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
-from edgeinfer.launcher.argv import options_and_words
+from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.platform import paths
 from edgeinfer.snapshots import fingerprint, format
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-
-#: Verbs whose first word is a model's name if at least this many words follow it.
-_BEHIND_THE_MODEL = {"chat": 0, "serve": 0, "run": 1}
 
 
 class LaunchChoice:
@@ -47,12 +43,12 @@ class LaunchChoice:
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
     """Guess it from the words typed, then from config.toml."""
-    config = read_config()
-    snapshots, snapshot = config.get("snapshots", {}), option(argv, "--snapshot")
+    line, config = CommandLine(argv), read_config()
+    snapshots, snapshot = config.get("snapshots", {}), line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
     options = {}
     for one in filter(lambda row: row.flag, LOAD_OPTIONS):
-        words = typed(argv, one.flag)
+        words = line.values(one.flag)
         text = ",".join(words if one.many else words[-1:]) or str(load.get(one.key, ""))
         if text and one.of_snapshot:
             try:
@@ -64,50 +60,17 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     model = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
     known = {format.model_part(name) for name in format.generations()}
-    first = _first_word(argv)
-    if warm := _warm(first, known):
+    if warm := _warm(line.first_word, known):
         model = warm
     elif format.part_of(model) not in known:  # nothing can be resumed: say of which model
-        model = _named_first(argv) or model
-    resume = option(argv, "--resume") or str(snapshots.get("resume", "auto"))
+        model = line.named_model or model
+    resume = line.value("--resume") or str(snapshots.get("resume", "auto"))
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
-
-
-def _first_word(argv: list[str]) -> str:
-    if argv[0] == "batch":
-        return option(argv, "--model")
-    _, words = options_and_words(argv)
-    return words[1] if len(words) > 1 and len(words[1]) < 200 else ""
 
 
 def _warm(word: str, known: set[str]) -> str:
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
     return next((name for name in spellings if name and format.part_of(name) in known), "")
-
-
-def _named_first(argv: list[str]) -> str:
-    """Return the first word if it can only be a model, "" if it may be a prompt."""
-    _, words = options_and_words(argv)
-    n_behind = _BEHIND_THE_MODEL.get(argv[0])
-    is_named = n_behind is not None and len(words) > 1 + n_behind
-    return words[1] if is_named else ""
-
-
-def option(argv: list[str], name: str) -> str:
-    """Return the value typed for an option, the last one if typed twice, "" if it was not."""
-    return (typed(argv, name) or [""])[-1]
-
-
-def typed(argv: list[str], name: str) -> list[str]:
-    """Return every value typed for an option."""
-    options, _ = options_and_words(argv)
-    values = []
-    for at, word in enumerate(options):
-        if word == name and at + 1 < len(options):
-            values.append(options[at + 1])
-        elif word.startswith(f"{name}="):
-            values.append(word[len(name) + 1 :])
-    return values
 
 
 def read_config() -> dict[str, Any]:
