@@ -14,7 +14,7 @@ from edgeinfer.safe_text import without_controls
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),
-    e.WrongTimeError: (2, "give it where the message says"),
+    e.WrongScopeError: (2, "give it to a verb that takes it"),
     e.ConfigError: (2, "mend the file, or move it aside: every key has a default"),
     e.CatalogError: (3, "run `edgeinfer list` to see the models"),
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),

@@ -1,49 +1,8 @@
 """Every error edgeinfer raises on purpose.
 
-    EdgeInferError
-    ├── UsageError                    the command line or a request names something that cannot be
-    │   └── WrongTimeError            an option of load, launch or request time, given at another time
-    ├── ConfigError                   config.toml or models.toml: file, key and the nearest valid key
-    ├── CatalogError
-    │   ├── UnknownModelError         no such name in the catalogue
-    │   ├── ModelNotPulledError       known, but its files are not here
-    │   ├── DownloadError             a source failed; what was fetched is kept
-    │   │   ├── AuthenticationError   401/403: a token or an accepted licence is missing
-    │   │   ├── SourceNotFoundError   404, no such package, no such file
-    │   │   └── OfflineError          the offline switch is on
-    │   ├── ChecksumError             the bytes are not the ones promised; never published
-    │   ├── ModelBusyError            another process pulls, quantizes or removes this model
-    │   ├── InvalidGgufError          the header does not fit the file
-    │   ├── ConversionError           a checkpoint that cannot become a GGUF; names what of it
-    │   └── QuantizeError             llama.cpp's quantizer refused or died
-    ├── DiskFullError                 no room; names the bytes needed and free
-    ├── EngineError
-    │   ├── ModelLoadError            llama.cpp could not load the file or make a context
-    │   ├── OutOfMemoryError          weights and context do not fit
-    │   ├── InvalidRequestError       a field of a generation request; carries `param`
-    │   │   ├── ContextLengthError    prompt (and answer) exceed the context
-    │   │   └── UnsupportedConstraintError   a schema or grammar that cannot be honoured
-    │   ├── QueueFullError            the bounded queue is full; try again later
-    │   ├── DecodeError               llama_decode failed
-    │   └── EngineClosedError         the engine is shutting down or its process died
-    ├── SnapshotError
-    │   ├── SnapshotsUnavailableError this machine cannot dump or restore: names the reason
-    │   ├── SnapshotMissingError      no snapshot fits these options
-    │   ├── SnapshotStaleError        the manifest differs from this machine; names the key
-    │   ├── SnapshotUnsafeError       wrong owner, mode, or a symlink: never restored
-    │   ├── SnapshotCorruptError      a file of it is truncated or altered
-    │   ├── SnapshotUntrustedError    it is unsigned, or signed by a key that nobody here trusts
-    │   ├── DumpError                 CRIU could not dump
-    │   └── RestoreError              CRIU could not restore
-    ├── BlockDamagedError             a file of the block store is truncated or altered: it is not used
-    ├── ServeError                    the endpoint cannot bind, or may not
-    ├── StoreError                    the conversation store
-    ├── ShippingError                 the shipped file, or what was unpacked of it
-    └── InterruptedByUser             Ctrl-C; nothing is lost
-
-Each leaf has a stable `code` (its name in kebab case) that `--json`, the endpoint and scripts may rely
-on. The next step for a person and the exit code come from one table in `edgeinfer.error_text`; nothing
-else formats an error. Between processes an error travels as the strings of `to_fields`.
+Each class has a stable `code` (its name in kebab case) that `--json`, the endpoint and scripts may rely
+on. Its exit code and hint stand in one table, `edgeinfer.error_text`; nothing else formats an error.
+Between processes an error travels as the strings of `to_fields`.
 
 Standard library only: the launcher imports this.
 """
@@ -89,8 +48,8 @@ class UsageError(EdgeInferError):
     """The command line or a request names something that cannot be."""
 
 
-class WrongTimeError(UsageError):
-    """An option of load, launch or request time was given at another time."""
+class WrongScopeError(UsageError):
+    """An option of another scope: a load, launch or request option given where it has no effect."""
 
 
 class ConfigError(EdgeInferError):

@@ -1,7 +1,7 @@
 """From options typed to values of the engine; the configuration fills what was not typed.
 
-The options of the three times meet here and nowhere else: load (another snapshot), launch (rides in the
-launch request), request (one generation).
+Options of the three scopes meet here alone: load (another snapshot), launch (rides in the launch
+request), request (one generation).
 """
 
 from __future__ import annotations

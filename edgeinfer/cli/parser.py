@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from edgeinfer import __version__
-from edgeinfer.errors import UsageError, WrongTimeError
+from edgeinfer.errors import UsageError, WrongScopeError
 from edgeinfer.launcher.argv import options_and_words
 
 LOAD = "load options (another value needs another snapshot)"
 LAUNCH = "launch options"
 ENDPOINT = "endpoint options"
 SAMPLING = "sampling"
-_TIMES = {LOAD: "load", LAUNCH: "launch", ENDPOINT: "launch", SAMPLING: "request"}
+_SCOPES = {LOAD: "load", LAUNCH: "launch", ENDPOINT: "launch", SAMPLING: "request"}
 #: Groups that `--help` leaves to `--help-all`.
 FOLDED = (LOAD, LAUNCH, SAMPLING)
 #: Verbs whose options have a scope.
@@ -232,12 +232,12 @@ def module_of(verb: str) -> ModuleType:
 def refuse_unknown(
     parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: Sequence[str]
 ) -> None:
-    """Raise WrongTimeError for an option of another time, UsageError for anything else left over."""
+    """Raise WrongScopeError for an option of another scope, UsageError for any other leftover."""
     verb = options.verb or ""
     for word in unknown:
         found = list(_owners(word.partition("=")[0])) if word.startswith("--") else []
         if found:
-            raise _wrong_time(verb, found)
+            raise _wrong_scope(verb, found)
     if unknown:
         prog = f"{parser.prog} {verb}".strip()
         raise UsageError(
@@ -266,20 +266,20 @@ def _owners(flag: str) -> Iterator[tuple[str, argparse.Action, str]]:
     for name in _SCOPED_VERBS:
         for group in verbs_of(build_parser(name))[name]._action_groups:
             for action in group._group_actions:
-                if flag in action.option_strings and group.title in _TIMES:
+                if flag in action.option_strings and group.title in _SCOPES:
                     yield name, action, group.title
 
 
-def _wrong_time(verb: str, owners: Sequence[tuple[str, argparse.Action, str]]) -> WrongTimeError:
+def _wrong_scope(verb: str, owners: Sequence[tuple[str, argparse.Action, str]]) -> WrongScopeError:
     _, action, title = owners[0]
-    flag, time = action.option_strings[0], _TIMES[title]
+    flag, scope = action.option_strings[0], _SCOPES[title]
     takers = " or ".join(f"`edgeinfer {name}`" for name, _, _ in owners)
     hint = f"give it to {takers}"
-    if time == "request" and verb in _ENDPOINTS:
+    if scope == "request" and verb in _ENDPOINTS:
         hint = f'put "{action.dest}" into the body of a request'
-    elif time == "launch" and verb == "warm":
+    elif scope == "launch" and verb == "warm":
         hint += "; any snapshot serves it"
-    return WrongTimeError(f"{flag} is an option of {time} time: `{verb}` does not take it", hint=hint)
+    return WrongScopeError(f"{flag} is a {scope} option: `{verb}` does not take it", hint=hint)
 
 
 def add_action(

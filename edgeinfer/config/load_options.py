@@ -1,4 +1,4 @@
-"""The options of load time, a row each: flag, key of config.toml, field, default, values, help.
+"""The load options, a row each: flag, key of config.toml, field, default, values, help.
 
 Whoever names them reads this table: the parser (`arguments.launch_args`), the configuration
 (`config.LoadConfig`), the engine (`runtime.options.LoadOptions`, `runtime.llama.model`), and the

@@ -150,10 +150,10 @@ def merged(problems: Sequence[Problem]) -> Problem:
 
 
 def load_time_place(param: str) -> str:
-    """Say where an option of load time belongs that a request names; "" for any other field."""
+    """Name the flag of a load option that a request names; "" for any other field."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):
-            return f"; it is an option of load time: start the endpoint with {option.flag}"
+            return f"; it is a load option: start the endpoint with {option.flag}"
     return ""
 
 

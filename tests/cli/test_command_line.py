@@ -80,7 +80,7 @@ def test_a_verb_of_snapshots_is_refused_off_linux(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("typed", "time", "place"),
+    ("typed", "scope", "place"),
     [
         (("warm", "m", "--temperature", "0.5"), "request", "`edgeinfer chat` or `edgeinfer run`"),
         (("serve", "--top-k=5"), "request", 'put "top_k" into the body of a request'),
@@ -92,15 +92,15 @@ def test_a_verb_of_snapshots_is_refused_off_linux(capsys, monkeypatch):
         (("ps", "--kv-type=q8_0"), "load", "`edgeinfer chat`"),
     ],
 )
-def test_an_option_of_another_time_is_refused_with_its_place(typed, time, place, capsys):
+def test_option_of_another_scope_is_refused_with_its_place(typed, scope, place, capsys):
     assert main([*typed, "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
-    assert error["code"] == "wrong-time"
-    assert f"is an option of {time} time: `{typed[0]}` does not take it" in error["message"]
+    assert error["code"] == "wrong-scope"
+    assert f"is a {scope} option: `{typed[0]}` does not take it" in error["message"]
     assert place in error["hint"]
 
 
-def test_an_option_of_no_time_is_just_unknown(capsys):
+def test_option_without_a_scope_is_just_unknown(capsys):
     assert main(["warm", "m", "--colour", "red", "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["code"] == "usage"

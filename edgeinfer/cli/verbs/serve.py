@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the endpoint's options, all of launch time; None: the configuration or a default."""
+    """Add the endpoint's options, all of launch scope; None: the configuration or a default."""
     where = parser.add_argument_group(ENDPOINT)
     where.add_argument(
         "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"

@@ -278,6 +278,4 @@ def test_a_defect_of_ours_is_a_500_without_details(here, engine, monkeypatch):
 @pytest.mark.parametrize(("name", "flag"), [("n_ctx", "--ctx"), ("kv_type", "--kv-type")])
 def test_an_option_of_load_time_is_refused_with_its_place(here, name, flag):
     error = _post(here, "/v1/chat/completions", {"messages": HI, name: 512}).json()["error"]
-    assert error["message"].endswith(
-        f"'{name}'; it is an option of load time: start the endpoint with {flag}."
-    )
+    assert error["message"].endswith(f"'{name}'; it is a load option: start the endpoint with {flag}.")
