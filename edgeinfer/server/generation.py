@@ -7,6 +7,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -30,12 +31,20 @@ from edgeinfer.server.problems import Problem, from_error, internal, shutting_do
 _INLINE_CHARACTERS = 1024
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationBody(Protocol):
+    """A request's body, as far as the model and its stay are concerned."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def keep_alive(self) -> float | str | None: ...
+
+
+class Job(msgspec.Struct, frozen=True):
     """What a route makes of its body. Both functions are called once the model is here."""
 
-    model: str | None
     keep_alive: float | str | None
-    stream: bool
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
     renderer: Callable[[str, EngineInfo], Renderer]
 
@@ -169,14 +178,22 @@ async def _feed(
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-async def answer(exchange: Exchange, job: Job) -> Response:
-    """Begin a job and give its response, whole or streamed.
+async def answer(
+    exchange: Exchange,
+    body: GenerationBody,
+    requests: Callable[[EngineInfo], Sequence[GenerateRequest]],
+    renderer: Callable[[str, EngineInfo], Renderer],
+    *,
+    stream: bool,
+) -> Response:
+    """Generate the answers to `requests`, whole or streamed, in the shape of `renderer`.
 
     Raises Problem and EdgeInferError before the status is sent, then fails in the stream.
     """
     endpoint = exchange.endpoint
-    exchange.name_model(job.model)
-    if not job.stream:
+    exchange.name_model(body.model)
+    job = Job(body.keep_alive, requests, renderer)
+    if not stream:
         return _WholeResponse(exchange, job)
     opening: asyncio.Future[Begun]
     if endpoint.models.is_loaded(exchange.model):

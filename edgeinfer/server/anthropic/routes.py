@@ -10,7 +10,7 @@ from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error_events
 from edgeinfer.server.context import exchange_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
-from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.generation import answer
 from edgeinfer.server.request_body import decode
 from edgeinfer.server.request_fields import stop_strings
 
@@ -22,16 +22,15 @@ async def messages(request: Request) -> Response:
     """Answer a conversation."""
     exchange = exchange_of(request)
     body = await decode(request, wire.MessagesRequest)
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
-        stream=body.stream,
-        requests=lambda info: [translate.messages_request(body, info)],
-        renderer=lambda model, info: MessageRenderer(
+    return await answer(
+        exchange,
+        body,
+        lambda info: [translate.messages_request(body, info)],
+        lambda model, info: MessageRenderer(
             f"msg_{exchange.plain_id}", model, stop_strings(body.stop_sequences)
         ),
+        stream=body.stream,
     )
-    return await answer(exchange, job)
 
 
 @ROUTES.post("/v1/messages/count_tokens", body=wire.CountRequest, reply=wire.TokenCountReply)

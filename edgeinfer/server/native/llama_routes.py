@@ -26,10 +26,9 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.context import Exchange, exchange_of, json_reply
 from edgeinfer.server.dialect import RouteTable
-from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.generation import answer
 from edgeinfer.server.native import wire
 from edgeinfer.server.native.render import LlamaRenderer
-from edgeinfer.server.openai.routes import embed
 from edgeinfer.server.openai.translate import limit_of, prompts, sampling_of
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_list, decode_query
@@ -50,17 +49,16 @@ async def completion(request: Request) -> Response:
     body = await decode(request, wire.LlamaCompletion)
     given = body.prompt.prompt_string if isinstance(body.prompt, wire.PromptText) else body.prompt
     found = prompts(given, "prompt")
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
-        stream=body.stream,
-        requests=lambda info: [
+    return await answer(
+        exchange_of(request),
+        body,
+        lambda info: [
             GenerateRequest(prompt=prompt, constraint=_constraint(body), **_shared(body, info))
             for prompt in found
         ],
-        renderer=lambda model, info: LlamaRenderer(model, found, body, _sampling(body, info)),
+        lambda model, info: LlamaRenderer(model, found, body, _sampling(body, info)),
+        stream=body.stream,
     )
-    return await answer(exchange_of(request), job)
 
 
 def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:
@@ -101,14 +99,13 @@ def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
 async def infill(request: Request) -> Response:
     """Write what stands between a prefix and a suffix, in llama.cpp's shape."""
     body = await decode(request, wire.LlamaInfill)
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
+    return await answer(
+        exchange_of(request),
+        body,
+        lambda info: [_gap(body, info)],
+        lambda model, info: LlamaRenderer(model, [""], body, _sampling(body, info)),
         stream=body.stream,
-        requests=lambda info: [_gap(body, info)],
-        renderer=lambda model, info: LlamaRenderer(model, [""], body, _sampling(body, info)),
     )
-    return await answer(exchange_of(request), job)
 
 
 def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
@@ -119,24 +116,6 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
         files=tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ()),
     )
     return GenerateRequest(infill=gap, **_shared(body, info))
-
-
-@ROUTES.post("/embedding", body=wire.LlamaEmbedding, reply=wire.LlamaVector, is_list=True)
-async def embedding(request: Request) -> Response:
-    """Embed texts, in llama.cpp's shape."""
-    body = await decode(request, wire.LlamaEmbedding)
-    given = body.content if body.content is not None else body.input
-    if given is None:
-        raise InvalidRequestError("content is missing: a text or several", param="content")
-    texts = [given] if isinstance(given, str) else list(given)
-    reply = await embed(exchange_of(request), body.model, body.keep_alive, texts)
-    return json_reply(
-        [
-            wire.LlamaVector(index=vector.index, embedding=[vector.embedding])
-            for vector in reply.data
-            if isinstance(vector.embedding, list)
-        ]
-    )
 
 
 @ROUTES.get("/version", reply=wire.Version)

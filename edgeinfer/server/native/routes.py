@@ -23,12 +23,12 @@ from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.context import exchange_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.generation import answer
 from edgeinfer.server.native import llama_routes, wire
 from edgeinfer.server.native.wire import AdaptersQuery, LlamaDefaults
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
-from edgeinfer.server.openai.wire import ErrorReply
+from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
 from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.request_fields import caching, loras, overridden, seed_of, stop_strings
@@ -227,17 +227,14 @@ async def infer_post(request: Request) -> Response:
 async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) -> Response:
     exchange = exchange_of(request)
 
-    def renderer(model: str, info: EngineInfo) -> ChatRenderer:
-        return _InferRenderer(exchange.id, model, include_usage=False, fingerprint="")
-
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
+    chat = ChatRequest(messages=[])
+    return await answer(
+        exchange,
+        body,
+        lambda info: [_infer_request(body, info)],
+        lambda model, info: _InferRenderer(exchange.id, model, info, chat),
         stream=False,
-        requests=lambda info: [_infer_request(body, info)],
-        renderer=renderer,
     )
-    return await answer(exchange, job)
 
 
 @ROUTES.post("/v1/models/{id}/unload", reply=wire.UnloadReply, uses_model=False, is_admin=True)

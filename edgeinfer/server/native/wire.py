@@ -268,6 +268,13 @@ class PromptNormalization(Reply, frozen=True, kw_only=True):
     agents: list[str]
 
 
+class LlamaDefaults(Reply, frozen=True, kw_only=True):
+    """What a request that says nothing gets. `n_ctx` is 0 while the model is cold."""
+
+    n_ctx: int = 0
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
 class Props(Reply, frozen=True, kw_only=True):
     """What this endpoint is and holds, and the default model as llama.cpp's server tells it."""
 
@@ -404,31 +411,6 @@ class LlamaAnswer(Reply, frozen=True, kw_only=True):
     stop_type: StopType | msgspec.UnsetType = msgspec.UNSET
     stopping_word: str | msgspec.UnsetType = msgspec.UNSET
     timings: WireTimings | msgspec.UnsetType = msgspec.UNSET
-
-
-class LlamaEmbedding(Wire, frozen=True, kw_only=True):
-    """POST /embedding: one text or several, in `content` or in `input`."""
-
-    hints: ClassVar = frozenset({"embd_normalize", "encoding_format"})
-
-    content: Text | Annotated[list[Text], Meta(min_length=1, max_length=2048)] | None = None
-    input: Text | Annotated[list[Text], Meta(min_length=1, max_length=2048)] | None = None
-    model: ModelName | None = None
-    keep_alive: KeepAlive | None = None
-
-
-class LlamaVector(Reply, frozen=True, kw_only=True):
-    """One text's embedding, in a list of its own as llama.cpp has it."""
-
-    index: int
-    embedding: list[list[float]]
-
-
-class LlamaDefaults(Reply, frozen=True, kw_only=True):
-    """What a request that says nothing gets. `n_ctx` is 0 while the model is cold."""
-
-    n_ctx: int = 0
-    params: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class LoadedAdapter(Reply, frozen=True, kw_only=True):

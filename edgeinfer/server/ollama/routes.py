@@ -15,7 +15,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
-from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import LoadedModel, Pulled, listed_name
 from edgeinfer.server.ollama import model_admin, model_view, translate, wire
 from edgeinfer.server.ollama.render import (
@@ -70,14 +70,13 @@ async def _answer(
         exchange.ignore(translate.too_much(body.options, info))
         return [request(info)]
 
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
+    return await answer(
+        exchange,
+        body,
+        requests,
+        lambda model, info: shape(body.model, Clock(exchange.started)),
         stream=body.stream is not False,
-        requests=requests,
-        renderer=lambda model, info: shape(body.model, Clock(exchange.started)),
     )
-    return await answer(exchange, job)
 
 
 async def _load_or_unload(exchange: Exchange, body: wire.GenerationFields, shape: Shape) -> Response:

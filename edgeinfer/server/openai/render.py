@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer import __version__
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -23,9 +24,11 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.dialect import sse_comment, total, wire_timings
+from edgeinfer.server.metrics import version_of
 from edgeinfer.server.openai import wire
-from edgeinfer.server.openai.wire import CompletionRequest, ErrorBody, ErrorReply
+from edgeinfer.server.openai.wire import ErrorBody, ErrorReply
 from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
@@ -40,9 +43,9 @@ def finish_reason(end: Finished) -> wire.WireFinish:
     return "tool_calls" if end.reason == "tool_calls" else "stop"
 
 
-def chunk_end(index: int, reason: wire.WireFinish) -> wire.ChunkChoice:
-    """The last choice of an answer's stream."""
-    return wire.ChunkChoice(index=index, delta=wire.ChunkDelta(), finish_reason=reason)
+def fingerprint(info: EngineInfo) -> str:
+    """Return OpenAI's `system_fingerprint`: equal for equal program and model."""
+    return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
 
 
 def wire_usage(usage: Usage) -> wire.WireUsage:
@@ -84,15 +87,17 @@ def _finite(logprob: float) -> float:
 
 
 class _OpenAI:
+    """What both shapes share: `count` answers, `body.n` of each prompt."""
+
     def __init__(
-        self, request_id: str, model: str, *, include_usage: bool, fingerprint: str, n: int, count: int
+        self, request_id: str, model: str, info: EngineInfo, body: wire.GenerationFields, count: int
     ) -> None:
         self.id = request_id
         self.model = model
         self.created = int(time.time())
-        self.fingerprint = fingerprint
-        self.include_usage = include_usage
-        self.n = n
+        self.fingerprint = fingerprint(info)
+        self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self.n = body.n or 1
         self.count = count
         self._ends: dict[int, Finished] = {}
         head = _encode(self._chunk([]))
@@ -135,28 +140,13 @@ class _OpenAI:
 
 
 class ChatRenderer(_OpenAI):
-    """`chat.completion` and `chat.completion.chunk`.
+    """Render `chat.completion` and `chat.completion.chunk`."""
 
-    `may_call`: the answer may be calls alone, so a stream does not begin with an empty text, of which
-    some clients would make a part.
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        *,
-        include_usage: bool,
-        fingerprint: str,
-        n: int = 1,
-        logprobs: bool = False,
-        may_call: bool = False,
-    ) -> None:
-        super().__init__(
-            request_id, model, include_usage=include_usage, fingerprint=fingerprint, n=n, count=n
-        )
-        self.logprobs = logprobs
-        self.may_call = may_call
+    def __init__(self, request_id: str, model: str, info: EngineInfo, body: wire.ChatRequest) -> None:
+        super().__init__(request_id, model, info, body, body.n or 1)
+        self._logprobs = bool(body.logprobs)
+        #: An answer of calls alone must not stream an empty text first: some clients make a part of it.
+        self._may_call = bool(body.tools) and body.tool_choice != "none"
 
     def _chunk(self, choices: list[wire.ChunkChoice]) -> wire.ChatChunk:
         return wire.ChatChunk(
@@ -168,7 +158,7 @@ class ChatRenderer(_OpenAI):
         )
 
     def opening(self) -> bytes:
-        text = b"null" if self.may_call else b'""'
+        text = b"null" if self._may_call else b'""'
         delta = (
             b'"delta":{"role":"assistant","content":%b},"finish_reason":null,"logprobs":null}' % text
         )
@@ -202,7 +192,10 @@ class ChatRenderer(_OpenAI):
         )
 
     def _finish(self, index: int, end: Finished) -> bytes:
-        return self._end(index, end, chunk_end(index, finish_reason(end)))
+        choice = wire.ChunkChoice(
+            index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end)
+        )
+        return self._end(index, end, choice)
 
     def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers])
@@ -230,40 +223,13 @@ class ChatRenderer(_OpenAI):
             reasoning_content=answer.reasoning or None,
             tool_calls=calls or None,
         )
-        logprobs = wire_logprobs(answer.logprobs) if self.logprobs else None
+        logprobs = wire_logprobs(answer.logprobs) if self._logprobs else None
         return wire.ChatChoice(
             index=index,
             message=message,
             finish_reason=finish_reason(answer.finished),
             logprobs=logprobs,
         )
-
-
-class FunctionsRenderer(ChatRenderer):
-    """Chat completions whose calls are told as `function_call`."""
-
-    def event(self, index: int, event: Event) -> bytes:
-        if isinstance(event, ToolCallDelta):
-            function = wire.DeltaFunction(name=event.name or None, arguments=event.arguments)
-            return self._delta(index, b'{"function_call":' + _encode(function))
-        return super().event(index, event)
-
-    def _finish(self, index: int, end: Finished) -> bytes:
-        if end.reason != "tool_calls":
-            return super()._finish(index, end)
-        return self._end(index, end, chunk_end(index, "function_call"))
-
-    def _choice(self, index: int, answer: Collected) -> wire.ChatChoice:
-        choice = super()._choice(index, answer)
-        calls = choice.message.tool_calls
-        if not calls:
-            return choice
-        message = msgspec.structs.replace(
-            choice.message, tool_calls=None, function_call=calls[0].function
-        )
-        is_call = choice.finish_reason == "tool_calls"
-        reason: wire.WireFinish = "function_call" if is_call else choice.finish_reason
-        return msgspec.structs.replace(choice, message=message, finish_reason=reason)
 
 
 def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
@@ -309,17 +275,12 @@ class CompletionRenderer(_OpenAI):
         self,
         request_id: str,
         model: str,
-        *,
-        include_usage: bool,
-        fingerprint: str,
+        info: EngineInfo,
+        body: wire.CompletionRequest,
         prompts: Sequence[str | tuple[int, ...]],
-        body: CompletionRequest,
     ) -> None:
-        n = body.n or 1
-        count = n * len(prompts)
-        super().__init__(
-            request_id, model, include_usage=include_usage, fingerprint=fingerprint, n=n, count=count
-        )
+        count = (body.n or 1) * len(prompts)
+        super().__init__(request_id, model, info, body, count)
         self._body = body
         self._prompts = prompts
         self._offsets = [0] * count

@@ -11,23 +11,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer import __version__
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
-from edgeinfer.server.generation import Job, answer
-from edgeinfer.server.metrics import version_of
+from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import Pulled
 from edgeinfer.server.openai import batches, translate, wire
-from edgeinfer.server.openai.render import (
-    ChatRenderer,
-    CompletionRenderer,
-    FunctionsRenderer,
-    error_body,
-    error_events,
-)
+from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events
 from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode
 
@@ -37,39 +29,18 @@ ROUTES = RouteTable()
 _MAX_EMBEDDED = 2048
 
 
-def fingerprint(info: EngineInfo) -> str:
-    """What OpenAI calls `system_fingerprint`: equal for equal program and model."""
-    return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
-
-
 @ROUTES.post("/v1/chat/completions", body=wire.ChatRequest, reply=wire.ChatCompletion, streams=True)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     exchange = exchange_of(request)
-    asked = await decode(request, wire.ChatRequest)
-    body = translate.as_tools(asked)
-    kind = FunctionsRenderer if translate.uses_functions(asked) else ChatRenderer
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-
-    def renderer(model: str, info: EngineInfo) -> ChatRenderer:
-        return kind(
-            f"chatcmpl-{exchange.plain_id}",
-            model,
-            include_usage=usage,
-            fingerprint=fingerprint(info),
-            n=body.n or 1,
-            logprobs=bool(body.logprobs),
-            may_call=bool(body.tools) and body.tool_choice != "none",
-        )
-
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
+    body = await decode(request, wire.ChatRequest)
+    return await answer(
+        exchange,
+        body,
+        lambda info: translate.chat(body, info),
+        lambda model, info: ChatRenderer(f"chatcmpl-{exchange.plain_id}", model, info, body),
         stream=bool(body.stream),
-        requests=lambda info: translate.chat(body, info),
-        renderer=renderer,
     )
-    return await answer(exchange, job)
 
 
 @ROUTES.post("/v1/completions", body=wire.CompletionRequest, reply=wire.Completion, streams=True)
@@ -77,27 +48,14 @@ async def completions(request: Request) -> Response:
     """Continue a text."""
     exchange = exchange_of(request)
     body = await decode(request, wire.CompletionRequest)
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    found = translate.prompts(body.prompt, "prompt")
-
-    def renderer(model: str, info: EngineInfo) -> CompletionRenderer:
-        return CompletionRenderer(
-            f"cmpl-{exchange.plain_id}",
-            model,
-            include_usage=usage,
-            fingerprint=fingerprint(info),
-            prompts=found,
-            body=body,
-        )
-
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
+    prompts = translate.prompts(body.prompt, "prompt")
+    return await answer(
+        exchange,
+        body,
+        lambda info: translate.completion(body, info),
+        lambda model, info: CompletionRenderer(f"cmpl-{exchange.plain_id}", model, info, body, prompts),
         stream=bool(body.stream),
-        requests=lambda info: translate.completion(body, info),
-        renderer=renderer,
     )
-    return await answer(exchange, job)
 
 
 @ROUTES.post("/v1/embeddings", body=wire.EmbeddingRequest, reply=wire.EmbeddingReply)

@@ -145,10 +145,10 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
 
 def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
     """The conversation. Raises InvalidRequestError."""
-    return tuple(map(_message, _with_tool_calls(turns)))
+    return tuple(map(_message, turns))
 
 
-def _message(turn: wire.Turn) -> Message:
+def _message(turn: wire.ChatMessage) -> Message:
     match turn:
         case wire.SystemMessage():
             return Message(role="system", content=text_of(turn.content))
@@ -298,48 +298,3 @@ def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | N
         "lora": loras(body.lora),
         "speculative": body.speculative,
     }
-
-
-def uses_functions(body: wire.ChatRequest) -> bool:
-    """Whether calls are to be told as `function_call`."""
-    return bool(body.functions)
-
-
-def as_tools(body: wire.ChatRequest) -> wire.ChatRequest:
-    """The body with tools alone. Raises InvalidRequestError where it has both."""
-    if not body.functions:
-        if body.function_call not in (None, "none", "auto"):
-            raise InvalidRequestError("function_call needs functions", param="function_call")
-        return msgspec.structs.replace(body, functions=None, function_call=None)
-    if body.tools or body.tool_choice is not None:
-        raise InvalidRequestError("functions cannot be combined with tools", param="functions")
-    choice = body.function_call
-    return msgspec.structs.replace(
-        body,
-        functions=None,
-        function_call=None,
-        tools=[wire.ToolParam(function=function) for function in body.functions],
-        tool_choice=wire.NamedToolChoice(choice) if isinstance(choice, wire.NamedFunction) else choice,
-        parallel_tool_calls=False,
-    )
-
-
-def _with_tool_calls(messages: Sequence[wire.ChatMessage]) -> list[wire.Turn]:
-    """Make tool calls of function calls, and their answers the tools'. Raises InvalidRequestError."""
-    found: list[wire.Turn] = []
-    called: dict[str, str] = {}
-    for number, turn in enumerate(messages):
-        if isinstance(turn, wire.AssistantMessage) and turn.function_call is not None:
-            call = turn.function_call
-            called[call.name] = f"call_{number}"
-            calls = [*(turn.tool_calls or ()), wire.ToolCallParam(called[call.name], call)]
-            found.append(msgspec.structs.replace(turn, function_call=None, tool_calls=calls))
-        elif isinstance(turn, wire.FunctionMessage):
-            if turn.name not in called:
-                raise InvalidRequestError(
-                    f"nothing has called the function {turn.name!r} before", param=f"messages[{number}]"
-                )
-            found.append(wire.ToolMessage(turn.content or "", called[turn.name]))
-        else:
-            found.append(turn)
-    return found

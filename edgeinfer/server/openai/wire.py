@@ -115,13 +115,15 @@ class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
     hints: ClassVar = frozenset(
         {"id", "parsed", "annotations", "reasoning_details", "reasoning_signature", "provider_metadata"}
     )
-    refused: ClassVar[Mapping[str, str]] = {"audio": "sound cannot be heard"}
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "sound cannot be heard",
+        "function_call": "use tool_calls",
+    }
 
     content: str | Annotated[list[TextPart | RefusalPart], Meta(max_length=1024)] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     tool_calls: Annotated[list[ToolCallParam], Meta(max_length=128)] | None = None
-    function_call: FunctionCall | None = None
     name: ShortText | None = None
     refusal: Text | None = None
 
@@ -130,20 +132,13 @@ class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
     """A tool's answer."""
 
     hints: ClassVar = frozenset({"name"})
+    other_types: ClassVar[Mapping[str, str]] = {"function": "use the role tool"}
 
     content: Content
     tool_call_id: ShortText
 
 
-class FunctionMessage(Wire, frozen=True, tag="function", tag_field="role"):
-    """A function's answer, from before there were tools; it belongs to the latest call of that name."""
-
-    name: ToolName
-    content: Text | None = None
-
-
-Turn = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-ChatMessage = Turn | FunctionMessage
+ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
@@ -311,6 +306,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "answers are text",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
         "moderation": "nothing is moderated",
         "prediction": "answers are not predicted from a text",
         "prompt_logprobs": "use /v1/completions",
@@ -321,8 +318,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     max_completion_tokens: TokenLimit | None = None
     tools: Tools | None = None
     tool_choice: ToolChoiceParam | None = None
-    functions: Annotated[list[FunctionTool], Meta(max_length=256)] | None = None
-    function_call: Literal["none", "auto"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
@@ -442,10 +437,9 @@ class ReplyMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
     refusal: None = msgspec.field(default_factory=lambda: None)
     reasoning_content: str | None = None
     tool_calls: list[WireToolCall] | None = None
-    function_call: WireFunction | None = None
 
 
-WireFinish = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
+WireFinish = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class ChatChoice(Reply, frozen=True, kw_only=True):
@@ -486,7 +480,6 @@ class ChunkDelta(Reply, frozen=True, kw_only=True, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[DeltaToolCall] | None = None
-    function_call: DeltaFunction | None = None
 
 
 class ChunkChoice(Reply, frozen=True, kw_only=True):

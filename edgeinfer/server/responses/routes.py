@@ -11,7 +11,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import Cut, Kept
 from edgeinfer.server.context import exchange_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
-from edgeinfer.server.generation import Job, answer
+from edgeinfer.server.generation import answer
 from edgeinfer.server.openai.render import error_body, sentence
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
@@ -38,14 +38,13 @@ async def responses(request: Request) -> Response:
     body = stored.go_on(exchange, await decode(request, ResponsesRequest))
     name = stored.store(exchange, body)
     is_stored = exchange.kept is not None and exchange.kept.about is not None
-    job = Job(
-        model=body.model,
-        keep_alive=body.keep_alive,
+    return await answer(
+        exchange,
+        body,
+        lambda info: [translate.response_request(body, info)],
+        lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
         stream=bool(body.stream),
-        requests=lambda info: [translate.response_request(body, info)],
-        renderer=lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
     )
-    return await answer(exchange, job)
 
 
 @ROUTES.post("/v1/responses/{id}/cancel", reply=ResponseReply, uses_model=False)

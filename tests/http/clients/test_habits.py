@@ -203,9 +203,6 @@ def test_rerank_in_teis_shape(serve):
 
 
 def test_llama_cpps_other_routes(here):
-    (vector,) = here.client.post("/embedding", json={"content": "x"}).json()
-    assert len(vector["embedding"][0]) == 8
-    assert here.client.post("/embedding", json={}).json()["error"]["param"] == "content"
     ranked = here.client.post("/reranking", json={"query": "a", "documents": ["a", "b"]}).json()
     assert ranked["results"][0]["index"] == 0
     assert here.client.get("/lora-adapters").json() == []

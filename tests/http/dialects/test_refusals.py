@@ -29,7 +29,8 @@ def _post(here, path, body):
 
 CHAT = [
     ({"messages": HI, "audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
-    ({"messages": HI, "functions": [{}]}, "functions[0].name", "missing_required_parameter"),
+    ({"messages": HI, "functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+    ({"messages": [*HI, {"role": "function", "name": "f"}]}, "messages[1].role", "unsupported_value"),
     ({"messages": HI, "guided_json": {"a": 1}}, "guided_json", "unsupported_parameter"),
     ({"messages": HI, "regex": "a+"}, "regex", "unsupported_parameter"),
     ({"messages": HI, "ebnf": "root ::= x"}, "ebnf", "unsupported_parameter"),

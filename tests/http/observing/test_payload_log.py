@@ -44,7 +44,6 @@ ROUTES = (
     "/infer",
     "/infill",
     "/completion",
-    "/embedding",
     "/reranking",
     "/v1/responses/input_tokens",
     "/api/chat",
@@ -214,7 +213,6 @@ def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
         "/apply-template": {"messages": turns[:2], "tools": [{"function": function}]},
         "/infer": {"prompt": word(), "system": word(), "stop": [word()]},
         "/completion": {"prompt": word(), "stop": [word()], "n_probs": 2, **stream},
-        "/embedding": {"content": [word(), word()]},
         "/reranking": {"query": word(), "texts": [word()], "return_text": True},
         "/v1/responses/input_tokens": {"input": word(), "instructions": word()},
         "/infill": {
