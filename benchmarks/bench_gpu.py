@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
 
 from edgeinfer.runtime.llama.backends import files
-from edgeinfer.runtime.llama.backends.devices import Device, Loaded, device_line, survey
+from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, device_line, survey
 
 PORT = 18420
 #: Attaching is waited for so long (seconds): a software device compiles its kernels at the first step.
@@ -65,9 +65,9 @@ class GpuBench(Bench):
             self._take_software()
         os.environ.update(self.environment)
         answers = survey()
-        devices = [d for answer in answers if isinstance(answer, Loaded) for d in answer.devices]
+        devices = [d for answer in answers if isinstance(answer, LoadedBackend) for d in answer.devices]
         kinds = ("software",) if self.options.software else ("gpu", "integrated")
-        absent = [f"{a.name}: {a.reason}" for a in answers if not isinstance(a, Loaded)]
+        absent = [f"{a.name}: {a.reason}" for a in answers if not isinstance(a, LoadedBackend)]
         return [d for d in devices if d.kind in kinds], absent
 
     def _take_software(self) -> None:

@@ -27,7 +27,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
 if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
     from edgeinfer.runtime.engine import LlamaEngine
-    from edgeinfer.runtime.llama.backends.devices import Wishes
+    from edgeinfer.runtime.llama.backends.devices import OffloadRequest
     from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 _log = logging.getLogger("edgeinfer.blocks")
@@ -96,7 +96,7 @@ class OwnEngine(Protocol):
 
     def leave_blocks(self) -> None: ...
 
-    def use_devices(self, wishes: Wishes) -> None: ...
+    def use_devices(self, wanted: OffloadRequest) -> None: ...
 
 
 def _said_once() -> LoadProgress:
@@ -184,10 +184,10 @@ class Host:
 
     def attach_devices(self, engine: OwnEngine, options: LoadOptions) -> None:
         """Have `engine` put layers on devices as this launch wants, while the CPU begins."""
-        from edgeinfer.runtime.llama.backends.devices import Wishes  # imported with the engine
+        from edgeinfer.runtime.llama.backends.devices import OffloadRequest  # imported with the engine
 
         gpu = self.config.gpu
-        engine.use_devices(Wishes.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))
+        engine.use_devices(OffloadRequest.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))
 
     def keep_blocks(self, engine: OwnEngine) -> None:
         """Have `engine` keep what it computes, and find it again, unless the user switched that off.

@@ -17,10 +17,10 @@ from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
 from edgeinfer.runtime.kv_cache.cache import KvCache
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.backends.devices import Wishes
+from edgeinfer.runtime.llama.backends.devices import OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
-from edgeinfer.runtime.llama.model import Loaded, load_model
+from edgeinfer.runtime.llama.model import LoadedModel, load_model
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT, invariant_rows
 from edgeinfer.runtime.options import (
@@ -41,13 +41,13 @@ from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 
-#: Before any was computed, a token of prefill is taken for so many seconds for each byte of weights
-#: that it uses: half of what a 4B in Q4_0 takes on two cores.
+#: Assumed cost of a token of prefill (s per byte of weights that it uses) before the first: half of a
+#: 4B in Q4_0 on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
-#: What llama.cpp's own attention over an f16 cache allows: from 64 tokens on it is another kernel, and
-#: from 512 cells on, padded to 256, a lone token's is split among threads.
+#: Bounds of llama.cpp's own attention over an f16 cache: from 64 tokens on it is another kernel, and
+#: from 512 cells on, padded to 256, a single token's is split among threads.
 _LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
-#: Ends of keys in the metadata of models that are left to it (decision 095).
+#: Suffixes of metadata keys whose models use llama.cpp's attention (decision 095).
 _LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
 
 
@@ -64,9 +64,9 @@ def load_engine(
 
 
 class LlamaEngine:
-    """The `Engine` over llama.cpp for any thread; one, begun with the first work, decodes."""
+    """The `Engine` over llama.cpp for any thread; one thread, started with the first work, decodes."""
 
-    def __init__(self, files: ModelFiles, options: LoadOptions, loaded: Loaded) -> None:
+    def __init__(self, files: ModelFiles, options: LoadOptions, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._active = loaded.active_context()
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
@@ -99,14 +99,14 @@ class LlamaEngine:
             self._blocks,
         )
         self._options = options
-        #: Told of the adapters after each change; set by whoever holds the engine.
+        #: Called with the adapters after each change; set by the engine's owner.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._checked = ""
         self._closed = False
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet, and the decode loop lives."""
+        """Tell if requests are accepted."""
         return not (self._closed or self._loop.failure)
 
     def health(self) -> str:
@@ -149,7 +149,7 @@ class LlamaEngine:
         return self._loaded.vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of `tokens`. Raises InvalidRequestError for a token outside the vocabulary."""
+        """Return the bytes of `tokens`. Raises InvalidRequestError outside the vocabulary."""
         self._check_open()
         try:
             return self._loaded.vocab.detokenize(tokens)
@@ -193,7 +193,7 @@ class LlamaEngine:
         return self._embedder.rerank(query, documents)
 
     def use_threads(self, n_threads: int) -> None:
-        """Decode with so many threads from the next step on."""
+        """Decode with `n_threads` from the next step on."""
         self._check_open()
         self._loop.call(lambda: self._set_threads(n_threads))
 
@@ -224,39 +224,40 @@ class LlamaEngine:
     def metrics(self) -> EngineMetrics:
         s = self._scheduler
         running = len(s.queue.running)
+        blocks = self._cache.blocks.traffic if self._cache is not None else Traffic()
         return s.counters.frozen(
             queued=max(0, self._loop.inside - running),
             running=running,
-            kv_used=s.kv.used_cells,
-            kv_total=s.kv.n_cells,
-            blocks=self._cache.blocks.traffic if self._cache is not None else Traffic(),
+            kv_used_tokens=s.kv.used_cells,
+            kv_total_tokens=s.kv.n_cells,
+            block_bytes_written_total=blocks.bytes_written,
+            block_bytes_read_total=blocks.bytes_read,
+            blocks_pruned_total=blocks.pruned,
+            blocks_damaged_total=blocks.damaged,
         )
-
-    # computed blocks and devices: not in a process that is to be parked
 
     @property
     def _cache(self) -> PrefixCache | None:
         return self._blocks.cache
 
     def use_blocks(self, store: BlockStore) -> None:
-        """Keep what is computed from now on in `store`, and look there for what requests begin with.
-
-        Nothing happens where no state can be kept. Raises OSError.
+        """Store prefixes in `store` from now on, and look them up there. Nothing happens for models
+        without states. Raises OSError.
         """
         if self._loaded.can_generate and self._cache is None:
             self._blocks.open(store, self._gpu.loaded, self._checked)
 
-    def use_devices(self, wishes: Wishes) -> None:
-        """Put layers on devices, in the background, while the CPU goes on; once for an engine."""
+    def use_devices(self, wanted: OffloadRequest) -> None:
+        """Put layers on devices, in the background, while the CPU serves; once per engine."""
         if self._loaded.can_generate:
-            self._gpu.begin(wishes)
+            self._gpu.begin(wanted)
 
     def settle_devices(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are in use, or none will be; False when it takes longer."""
+        """Wait until devices are in use, or will not be; False after the timeout."""
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until what was computed is in the store; False when it takes longer. Only while idle."""
+        """Wait until prefixes are on disk; False after the timeout. Only while idle."""
         if self._cache is None:
             return True
         self._loop.stop()
@@ -269,31 +270,30 @@ class LlamaEngine:
         return self._cache.names.begun_with(agent, self._lora.key(None), salt)
 
     def leave_blocks(self) -> None:
-        """Before the process ends: write what was computed, without checking anything first."""
+        """Store prefixes before the process ends, without a round-trip check."""
         blocks = self._cache
         if blocks is None or self._loop.inside:
             return
         blocks.writing.is_leaving = True
         self.flush_blocks()
 
-    # parking: a snapshot is taken of a process that has no thread of ours and nobody's data
-
     def warm_up(self) -> None:
-        """Make what a first request would wait for, and check that computed blocks can be kept."""
+        """Prepare what a first request would wait for, and run the round-trip check of the prefix
+        cache.
+        """
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
             self._conversations.warm_up()
-            libllama.build_info()  # it is kept, and asked for when blocks are opened
+            libllama.build_info()  # cached: the prefix cache needs it
             # on the thread that decodes: OpenMP gives each thread that computes a team of its own
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
         else:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Compute and keep what a system prompt's conversations begin with; its tokens.
+        """Prefill and pin a system prompt, "" for the template's default; return its tokens.
 
-        "" is the template's own default. Only while idle. Raises InvalidRequestError,
-        ContextLengthError.
+        Only while idle. Raises InvalidRequestError, ContextLengthError.
         """
         tokens = self._preparer.system_prefix(text)
         if not tokens or len(tokens) >= self._loaded.n_ctx:
@@ -301,7 +301,7 @@ class LlamaEngine:
         return self._loop.call(lambda: self._scheduler.pin(tokens, self._lora.key(None)))
 
     def park(self) -> None:
-        """End the decode thread and forget every conversation; the system prompt stays.
+        """End the decode thread and drop every conversation; the system prompt stays.
 
         The next work starts the thread again. Raises EngineError while requests are running.
         """
@@ -313,7 +313,7 @@ class LlamaEngine:
             self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
-        """Decode after a restore with `n_threads` (0: as many as before) and new seeds."""
+        """Decode after a restore with `n_threads` (0: as before) and new seeds."""
         self._preparer.entropy = entropy
         if n_threads:
             self._set_threads(n_threads)
@@ -326,7 +326,7 @@ class LlamaEngine:
             self._draft.set_threads(n_threads)
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the decode thread while nothing computes, and return what it returns."""
+        """Run `work` on the decode thread while nothing computes, and return its result."""
         return self._loop.call(work)
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class LlamaEngine:
         self._loaded.free()
 
 
-def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
+def _scheduler(loaded: LoadedModel, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
     cuttable = loaded.supports_truncation
     kv = KvCache(
         active,
@@ -379,7 +379,7 @@ def _scheduler(loaded: Loaded, active: ActiveContext, lora: LoraAdapters) -> Sch
     )
 
 
-def _batch_invariance(loaded: Loaded) -> BatchInvariance:
+def _batch_invariance(loaded: LoadedModel) -> BatchInvariance:
     rows = invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
     is_ours = flash == "on" and libllama.build_info().attention
@@ -390,7 +390,7 @@ def _batch_invariance(loaded: Loaded) -> BatchInvariance:
 
 def make_info(
     files: ModelFiles,
-    loaded: Loaded,
+    loaded: LoadedModel,
     lora: LoraAdapters,
     conversations: Conversations,
     embedder: Embedder,
@@ -438,12 +438,12 @@ def make_info(
     )
 
 
-def _piece(loaded: Loaded, token: int) -> str:
+def _piece(loaded: LoadedModel, token: int) -> str:
     return loaded.vocab.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
 
-def template_facts(files: ModelFiles, options: LoadOptions, loaded: Loaded) -> TemplateFacts:
-    """What is known of a model's way of talking before its template is read."""
+def template_facts(files: ModelFiles, options: LoadOptions, loaded: LoadedModel) -> TemplateFacts:
+    """Collect what a chat template is rendered with."""
     vocab, meta = loaded.vocab, loaded.meta
     named = {
         k.removeprefix("tokenizer.chat_template."): v

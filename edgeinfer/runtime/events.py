@@ -34,7 +34,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request.
 
     `cached_tokens` of `prompt_tokens` were not prefilled; `cached_disk_tokens` of those came from the
-    store of computed blocks, the others from memory.
+    on-disk prefix cache, the others from memory.
     """
 
     prompt_tokens: int = 0
@@ -45,11 +45,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt stopped agreeing with what was remembered: behind its first `n_tokens`.
+    """Where a prompt diverges from the cached prefixes: behind its first `n_tokens`.
 
-    `before`, `here`: its text around that place; `there`: what memory had instead. `cause`: "text"
-    differs, what is remembered comes to its "end" there, "nothing" begins like it, "none" (all was
-    remembered), or "off" (the request asked to share nothing, or never ran).
+    `before`, `here`: its text around that place; `there`: the cached text instead. `cause`: "text"
+    differs, the cached prefix comes to its "end", "nothing" is cached, "none" (all was cached), or
+    "off" (the request shares nothing, or never ran).
     """
 
     n_tokens: int = 0

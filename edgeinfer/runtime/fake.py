@@ -75,10 +75,10 @@ DEFAULT_INFO = EngineInfo(
 
 
 class FakeEngine:
-    """Plays `scripts`: one per request in order, the last again; or a function of the request.
+    """Play `scripts`: one per request in order, the last again; or a function of the request.
 
-    `requests` keeps what was submitted, `read` what was to be read only (`max_tokens` 0). `max_inside`
-    requests may run at once; beyond it QueueFullError.
+    `requests` are those submitted, `read` the prefill-only ones (`max_tokens` 0). `max_inside` requests
+    may run at once; beyond it QueueFullError.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FakeEngine:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
+        """Tell if `close` was not called yet."""
         return not self._closed
 
     def health(self) -> str:
@@ -126,7 +126,7 @@ class FakeEngine:
                 raise QueueFullError(
                     f"{len(self._players)} requests are running or waiting, and no more may"
                 )
-            if request.max_tokens == 0:  # only reads the prompt: no script is due
+            if request.max_tokens == 0:  # prefill only: no script
                 self.read.append(request)
                 script: Script = ()
             else:

@@ -41,7 +41,7 @@ class EventStream:
         self._ended = False
 
     def put(self, item: Item) -> None:
-        """Hand over an event, or the error that ends the stream; drop what comes later."""
+        """Add an event, or the error that ends the stream; later ones are dropped."""
         if self._ended:
             return
         if isinstance(item, Finished | EngineError):
@@ -61,7 +61,7 @@ class EventStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the producer has put the end."""
+        """Tell if the producer has put the end."""
         return self._ended
 
     def cancel(self) -> None:

@@ -27,12 +27,11 @@ from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends import files as backend_files
 from edgeinfer.runtime.llama.backends import registration
-from edgeinfer.runtime.llama.backends.devices import Device, Wishes
-from edgeinfer.runtime.llama.backends.devices import Loaded as LoadedBackend
+from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import Held, LoraAdapters
 from edgeinfer.runtime.llama.model import (
-    Loaded,
+    LoadedModel,
     Placement,
     free_model,
     open_model,
@@ -47,21 +46,22 @@ from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: The end of an engine waits so long (seconds) for what was computed to be on the disk.
+#: How long (s) the end of an engine waits for pending blocks.
 FLUSH_S = 30.0
 
 
 class GpuOffload:
     """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
 
-    `call` runs work between two steps, `blocks` are the engine's, and `loaded` what it computes with.
+    `call` runs work between two steps, `blocks` is the engine's prefix cache, and `loaded` the model in
+    use.
     """
 
     def __init__(
         self,
         files: ModelFiles,
         options: LoadOptions,
-        cpu: Loaded,
+        cpu: LoadedModel,
         active: ActiveContext,
         lora: LoraAdapters,
         scheduler: Scheduler,
@@ -74,97 +74,99 @@ class GpuOffload:
         self._lora = lora
         self._scheduler = scheduler
         self._call, self._blocks = call, blocks
-        self._target: DeviceContext | None = None
+        self._device_context: DeviceContext | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self.loaded = cpu
 
-    def begin(self, wishes: Wishes) -> None:
-        """Attach what `wishes` say, in the background. What keeps it from working is logged once.
+    def begin(self, wanted: OffloadRequest) -> None:
+        """Attach the devices of `wanted` in the background; a failure is logged once.
 
-        Nothing is opened where nobody asked for layers and there is no GPU.
+        No backend is opened without a GPU, unless layers are requested.
         """
-        if self._thread is None and wishes.is_worth_asking():
+        if self._thread is None and wanted.opens_backends():
             self._thread = threading.Thread(
-                target=self._main, args=(wishes,), name="edgeinfer-attach", daemon=True
+                target=self._main, args=(wanted,), name="edgeinfer-attach", daemon=True
             )
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached, or none will be; False when it takes longer."""
+        """Wait until devices are attached, or will not be; False after the timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return True
 
     def close(self) -> None:
-        """End attaching, and free what is attached. When nothing decodes any more."""
+        """Stop attaching, and free the device context. Once no decode thread runs."""
         self._is_closing = True
         self.wait()
-        if self._target is not None:
-            self._target.loaded.free()
-            self._target = None
+        if self._device_context is not None:
+            self._device_context.loaded.free()
+            self._device_context = None
 
-    def _main(self, wishes: Wishes) -> None:
+    def _main(self, wanted: OffloadRequest) -> None:
         try:
-            self._attach(wishes)
+            self._attach(wanted)
         except OffloadRefused as error:
             self._cpu.choices["gpu_layers"] = Chosen("none", str(error))
-            if wishes.is_explicit:
+            if wanted.is_explicit:
                 _log.warning("no layers on a GPU: %s", error)
         except EngineError as error:
             if not self._is_closing:
                 _log.warning("no layers on a GPU: %s", error.message)
 
-    def _attach(self, wishes: Wishes) -> None:
-        devices = find_devices(wishes)
-        rooms = tuple(wishes.room(device) for device in devices)
-        planned = make_offload(self._cpu.shape, self._cpu.plan, rooms, wishes.layers)
-        target = load_device_context(
+    def _attach(self, wanted: OffloadRequest) -> None:
+        devices = find_devices(wanted)
+        rooms = tuple(wanted.room(device) for device in devices)
+        planned = make_offload(self._cpu.shape, self._cpu.plan, rooms, wanted.layers)
+        device_context = load_device_context(
             self._files.paths, self._options, self._cpu, self._lora, devices, rooms, planned
         )
         try:
-            target.warm_up()  # here, and not while somebody waits for the next token
-            self._call(lambda: self._switch(target))
+            device_context.warm_up()  # before a client waits for a token
+            self._call(lambda: self._switch(device_context))
         except BaseException:
-            if self._target is None:
-                target.loaded.free()
+            if self._device_context is None:
+                device_context.loaded.free()
             raise
-        if target.failed:
-            _log.warning("the devices had room for %s: %s", target.offload, target.failed)
+        if device_context.failed:
+            _log.warning(
+                "the devices had room for %s: %s", device_context.offload, device_context.failed
+            )
 
-    def _switch(self, target: DeviceContext) -> None:
-        """Between two steps: decode with `target` from now on."""
+    def _switch(self, device_context: DeviceContext) -> None:
+        """Decode with `device_context` from now on. Between two steps."""
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
-        self._lora.attach(target.loaded.model, target.active.adapters)
+        self._lora.attach(device_context.loaded.model, device_context.active.adapters)
         self._blocks.detach()
-        knows = self._active.copy_state_to(target.active)
-        self._scheduler.switch_context(target.active, knows=knows, on_device=True)
+        knows = self._active.copy_state_to(device_context.active)
+        self._scheduler.switch_context(device_context.active, knows=knows, on_device=True)
         self._mark_cells()
         self._scheduler.on_failed_step = self._failed
-        self._target = target
+        self._device_context = device_context
         cpu = self._cpu.active_context()
         cpu.clear()
         cpu.cells.give_back()
-        self._enter(target.loaded)
+        self._enter(device_context.loaded)
 
     def _mark_cells(self) -> None:
-        """What is in the cells was computed elsewhere, or otherwise: no block of what comes now."""
+        """Keep cells of another context, whose rounding differs, out of the prefix cache."""
         for cached_seq in self._scheduler.kv.cached_sequences:
             cached_seq.is_shifted = True
 
-    def _note_failure(self, target: DeviceContext, failure: str) -> str:
-        names = " and ".join(part.device for part in target.offload.parts)
+    def _note_failure(self, device_context: DeviceContext, failure: str) -> str:
+        names = " and ".join(part.device for part in device_context.offload.parts)
         self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {failure}")
         return names
 
     def _failed(self, error: DecodeError) -> bool:
-        """The CPU goes on; what is on the device is left: a lost one may never answer."""
-        target, self._target = self._target, None
-        if target is None:
+        """Continue on the CPU. The device context is left alone: a lost device may never answer."""
+        device_context, self._device_context = self._device_context, None
+        if device_context is None:
             return False
-        names = self._note_failure(target, error.message)
+        names = self._note_failure(device_context, error.message)
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
         self._blocks.detach()
         active = self._cpu.active_context()
@@ -173,20 +175,20 @@ class GpuOffload:
         self._enter(self._cpu)
         return True
 
-    def _enter(self, loaded: Loaded) -> None:
+    def _enter(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         loaded.active_context().set_threads(self._cpu.n_threads)
         self._blocks.attach(loaded)
 
 
-def find_devices(wishes: Wishes) -> tuple[Device, ...]:
-    """Load backends and choose devices; this process cannot be dumped then. Raises NoTarget."""
+def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:
+    """Load backends and choose devices; this process cannot be dumped then. Raises OffloadRefused."""
     reasons = []
     for file in backend_files.available():
         libllama.guard_decode()
         answer = registration.load(file.name)
         if isinstance(answer, LoadedBackend):
-            if chosen := wishes.chosen(answer.devices):
+            if chosen := wanted.chosen(answer.devices):
                 return chosen
             reasons.append(f"{file.name} has no such device")
         else:
@@ -197,7 +199,7 @@ def find_devices(wishes: Wishes) -> tuple[Device, ...]:
 
 
 class PrefixCacheSwitch:
-    """Opens and closes the blocks of what `scheduler` decodes with."""
+    """Open and close the prefix cache of the context that `scheduler` decodes with."""
 
     def __init__(
         self, files: ModelFiles, options: LoadOptions, active: ActiveContext, scheduler: Scheduler
@@ -211,31 +213,31 @@ class PrefixCacheSwitch:
 
     @property
     def cache(self) -> PrefixCache | None:
-        """What is open."""
+        """The open prefix cache."""
         return self._prefixes.blocks
 
-    def open(self, store: BlockStore, loaded: Loaded, checked: str) -> None:
-        """Use `store`. `checked` is what the check of this model has found. Raises OSError."""
+    def open(self, store: BlockStore, loaded: LoadedModel, checked: str) -> None:
+        """Use `store`. `checked` is the earlier result of the round-trip check. Raises OSError."""
         self._store = store
         self._prefixes.blocks = open_blocks(
             store, self._files, self._options, loaded, self._active, self._kv, checked
         )
 
     def detach(self) -> None:
-        """Use no blocks until `enter`. Between two steps; what is written goes on being written."""
+        """Use no prefix cache until `attach`; pending writes continue. Between two steps."""
         blocks = self._prefixes.detach_store(self._queue.running)
         if blocks is not None:
             thread = threading.Thread(target=blocks.blocks.close, args=(FLUSH_S,), daemon=True)
             thread.start()
             self._left.append(thread)
 
-    def attach(self, loaded: Loaded) -> None:
-        """Use the blocks of what `loaded` computes, where a store is used at all. Between two steps."""
+    def attach(self, loaded: LoadedModel) -> None:
+        """Use the prefix cache of `loaded`, if there is a store. Between two steps."""
         if self._store is not None:
             self.open(self._store, loaded, "")
 
     def close(self) -> None:
-        """Write what waits, and use no store any more."""
+        """Write pending blocks, and use no store from now on."""
         blocks, self._prefixes.blocks = self.cache, None
         self._store = None
         if blocks is not None:
@@ -249,19 +251,19 @@ _WARM_UP_TOKENS = 64
 
 @dataclass(slots=True)
 class DeviceContext:
-    """What an engine can go over to. llama.cpp may look into `placement` while the model is there.
+    """A model's second load, with layers on devices. llama.cpp may read `placement` until it is freed.
 
-    `failed` says what happened to more layers than these, "" when they are those that were planned.
+    `failed` is why fewer layers than planned were loaded, "" for none.
     """
 
-    loaded: Loaded
+    loaded: LoadedModel
     active: ActiveContext
     offload: Offload
     placement: Placement
     failed: str = ""
 
     def warm_up(self) -> None:
-        """Have the devices compile what a prompt and an answer need. Raises DecodeError."""
+        """Compile the devices' kernels for a prompt and an answer. Raises DecodeError."""
         n_tokens = min(_WARM_UP_TOKENS, self.loaded.n_batch)
         batch = Batch(
             capacity=n_tokens,
@@ -279,19 +281,21 @@ class DeviceContext:
 
 
 class OffloadRefused(Exception):
-    """Layers cannot lie on devices; the reason in words."""
+    """No layers can be on devices, for the reason of the message."""
 
 
 def load_device_context(
     paths: tuple[str, ...],
     options: LoadOptions,
-    cpu: Loaded,
+    cpu: LoadedModel,
     lora: LoraAdapters,
     devices: Sequence[Device],
     rooms: tuple[Room, ...],
     planned: Offload,
 ) -> DeviceContext:
-    """Load `cpu`'s model again as `planned`, with fewer layers if they do not fit. Raises NoTarget."""
+    """Load `cpu`'s model again as `planned`, with fewer layers if they do not fit. Raises
+    OffloadRefused.
+    """
     offload, failed = planned, ""
     while offload.parts:
         try:
@@ -306,18 +310,18 @@ def load_device_context(
     raise OffloadRefused(failed or offload.reason)
 
 
-def _adapters(lora: LoraAdapters, target: DeviceContext) -> Held:
+def _adapters(lora: LoraAdapters, device_context: DeviceContext) -> Held:
     try:
-        return lora.open(target.loaded.model)
+        return lora.open(device_context.loaded.model)
     except BaseException:
-        target.loaded.free()
+        device_context.loaded.free()
         raise
 
 
 def _load(
     paths: tuple[str, ...],
     options: LoadOptions,
-    cpu: Loaded,
+    cpu: LoadedModel,
     devices: Sequence[Device],
     offload: Offload,
 ) -> DeviceContext:

@@ -42,10 +42,10 @@ class Engine(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests: it was not closed, and its process or thread has not ended."""
+        """Tell if requests are accepted: not closed, and its process or thread is alive."""
 
     def health(self) -> str:
-        """Say why it answers no more, "" while it is well. Returns at once."""
+        """Return why no request is answered any more, "" while healthy. Returns at once."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -113,4 +113,4 @@ class HasReplicas(Protocol):
     """An engine that is several replicas of one model."""
 
     def replicas(self) -> ReplicasInfo:
-        """What runs, and why it is so many."""
+        """Describe the running replicas, and why there are so many."""

@@ -60,25 +60,25 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 4096
 
     def adapters(self, files: ModelFiles) -> tuple[Adapter, ...]:
-        """The LoRA adapters that were asked for, else the model's own."""
+        """Return the requested LoRA adapters, else the model's own."""
         return parse_adapters(self.lora or files.lora)
 
     def adapter_paths(self, files: ModelFiles) -> tuple[str, ...]:
-        """The files of those adapters."""
+        """Return the files of those adapters."""
         return tuple(adapter.path for adapter in self.adapters(files))
 
     def for_another_model(self) -> LoadOptions:
-        """These options without what fits one model alone: its adapters and its draft model."""
+        """Return these options without the adapters and draft model of one model."""
         return msgspec.structs.replace(self, lora="", draft="")
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """The adapters that a parsed value of `--lora` names."""
+    """Parse a checked value of `--lora`."""
     return tuple(Adapter(name, *found) for name, found in table.adapters_of(text).items())
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """An automatic choice and why it was made, in words a person reads."""
+    """An automatic choice and its reason, for people."""
 
     value: Any
     reason: str
@@ -126,7 +126,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether a conversation has a form of its own; a base model's has none."""
+        """Tell if conversations have a format; a base model's have none."""
         return bool(self.chat_template)
 
 
@@ -196,7 +196,7 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """How many there are, and why."""
+        """Describe how many there are, and why."""
         n = len(self.running)
         return (
             f"{n} {'replica' if n == 1 else 'replicas'} of {self.least} to {self.most}: {self.reason}"

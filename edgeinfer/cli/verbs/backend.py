@@ -11,7 +11,7 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
 from edgeinfer.runtime.llama.backends import files
-from edgeinfer.runtime.llama.backends.devices import Device, Loaded, ask
+from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, ask
 from edgeinfer.units import format_bytes
 
 
@@ -60,7 +60,7 @@ def _listed(name: str) -> ListedBackend:
     if file is None:
         return ListedBackend(name=name)
     answer = ask(name)
-    if isinstance(answer, Loaded):
+    if isinstance(answer, LoadedBackend):
         return _of(answer.file, devices=answer.devices, fix=answer.warning)
     return _of(file, reason=answer.reason, fix=answer.fix)
 

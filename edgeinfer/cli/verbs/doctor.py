@@ -24,7 +24,7 @@ from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
-from edgeinfer.runtime.llama.backends.devices import Loaded, NotLoaded, device_line
+from edgeinfer.runtime.llama.backends.devices import LoadedBackend, MissingBackend, device_line
 from edgeinfer.shipping import payload, shipped, unpack
 from edgeinfer.shipping.payload import Index
 from edgeinfer.units import format_bytes
@@ -156,9 +156,9 @@ def _gpu() -> list[Check]:
     return checks or [Check("gpu", "ok", "none on the bus, and no library for one")]
 
 
-def _backend(answer: Loaded | NotLoaded, cards: tuple[str, ...]) -> Check:
+def _backend(answer: LoadedBackend | MissingBackend, cards: tuple[str, ...]) -> Check:
     """One backend library: its devices, or why it has none. `cards` are on the PCI bus."""
-    if isinstance(answer, NotLoaded):
+    if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         found = f"{answer.name}: {answer.reason}; {bus}"
         missed = bool(cards) or not answer.absent

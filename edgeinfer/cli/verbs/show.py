@@ -23,7 +23,7 @@ from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
-from edgeinfer.runtime.llama.backends.devices import Loaded, Wishes, survey
+from edgeinfer.runtime.llama.backends.devices import LoadedBackend, OffloadRequest, survey
 from edgeinfer.runtime.memory_plan.offload import DeviceShare, make_offload
 from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning
 from edgeinfer.runtime.memory_plan.shape import Buffers, Shape
@@ -61,14 +61,14 @@ def _planned_devices(
     shape: Shape, plan: Plan, layers: int | str, config: GpuConfig
 ) -> DevicesShown | None:
     """Ask this machine's devices and plan; None where there are none, or nobody wants them."""
-    wishes = Wishes.of(layers, config.devices, config.max_memory_gib)
-    if not wishes.is_worth_asking():
+    wanted = OffloadRequest.of(layers, config.devices, config.max_memory_gib)
+    if not wanted.opens_backends():
         return None
-    answers = (answer for answer in survey() if isinstance(answer, Loaded))
-    devices = next((chosen for answer in answers if (chosen := wishes.chosen(answer.devices))), ())
+    answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))
+    devices = next((chosen for answer in answers if (chosen := wanted.chosen(answer.devices))), ())
     if not devices:
         return None
-    offload = make_offload(shape, plan, tuple(map(wishes.room, devices)), layers)
+    offload = make_offload(shape, plan, tuple(map(wanted.room, devices)), layers)
     return DevicesShown(
         n_layers=offload.n_layers,
         n_all=offload.n_all,

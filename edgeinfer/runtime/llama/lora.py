@@ -45,7 +45,7 @@ class LoraAdapters:
         return tuple(adapter for adapter, _ in self._named.values())
 
     def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
-        """What a request's adapters amount to: the stamps of their files, sorted, without scale 0.
+        """Reduce a request's adapters to the stamps of their files, sorted, without scale 0.
 
         None is all of them, each at the scale it was loaded with. Raises InvalidRequestError.
         """

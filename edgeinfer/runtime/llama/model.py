@@ -32,7 +32,7 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedModel:
     """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes.
 
     `cells` is where the KV cache lies; `plan` is what the context was made by.
@@ -77,7 +77,7 @@ class Loaded:
 
     @property
     def can_shift(self) -> bool:
-        """Whether a full context can drop its oldest tokens."""
+        """Tell if a full context can drop its oldest tokens."""
         return bool(self.memory and libllama.L.llama_memory_can_shift(self.memory))
 
     @property
@@ -124,7 +124,9 @@ class Loaded:
         self.context = self.model = self.memory = None
 
 
-def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> Loaded:
+def load_model(
+    files: ModelFiles, options: LoadOptions, progress: Progress | None = None
+) -> LoadedModel:
     """Load weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
     check_options(options)
     check_files(files.paths)
@@ -197,7 +199,7 @@ def open_model(
     names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
     model = llama.llama_model_load_from_splits(names, len(paths), params)
     if not model:
-        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {_last_words()}")
+        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {_reason()}")
     return model
 
 
@@ -219,7 +221,7 @@ def _progress_hook(progress: Progress | None) -> Any:
     return libllama.lib().llama_progress_callback(report)
 
 
-def _last_words() -> str:
+def _reason() -> str:
     return "; ".join(libllama.recent_log(3)) or "no reason given"
 
 
@@ -274,13 +276,13 @@ def model_shape(model: Any, meta: dict[str, str]) -> Shape:
 
 def _with_context(
     model: Any, meta: dict[str, str], shape: Shape, options: LoadOptions, plan: Plan
-) -> Loaded:
+) -> LoadedModel:
     llama = libllama.lib()
     options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
     context, lines, buffers = make_context(model, _planned_params(options, plan))
     choices = _choices(plan, options, lines)
     n_cells = int(llama.llama_n_ctx(context))
-    return Loaded(
+    return LoadedModel(
         model=model,
         context=context,
         memory=llama.llama_get_memory(context) if llama.llama_get_causal_attn(context) else None,
@@ -304,7 +306,7 @@ def _with_context(
     )
 
 
-def with_another_context(loaded: Loaded, model: Any, options: LoadOptions) -> Loaded:
+def with_another_context(loaded: LoadedModel, model: Any, options: LoadOptions) -> LoadedModel:
     """Return `loaded` with a context of `model`. Raises ModelLoadError, OutOfMemoryError."""
     llama = libllama.lib()
     kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
@@ -402,7 +404,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
             context = llama.llama_init_from_model(model, params)
     if context:
         return context, lines, buffers
-    words = _last_words()
+    words = _reason()
     if re.search(r"alloc|memory", words):
         raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {words}")
     raise ModelLoadError(f"llama.cpp could not make a context: {words}")

@@ -1,9 +1,9 @@
-"""Where a model's layers lie: shape, plan and the memory of devices to an `Offload`.
+"""Assign a model's layers to devices: shape, plan and free memory to an `Offload`.
 
-Pure: `show` calls it with the header's facts, the engine with the model's, and both say the same. Sizes
+Pure: `show` calls it with the header's facts, the engine with the model's, and both get the same. Sizes
 are in bytes. llama.cpp counts the output as the last layer: `n_layer + 1` layers are all of a model. It
-puts the last ones on devices, in the devices' order, with the KV cache of each, and leaves the table of
-tokens to the CPU.
+puts the last ones on devices, in the devices' order, with the KV cache of each, and leaves the token
+table to the CPU.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from edgeinfer.runtime.memory_plan.plan import Plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_buffers
 from edgeinfer.units import format_bytes
 
-#: Left free on each device, for what llama.cpp's backends take besides, and for others: at least so
-#: much, and such a share of what is free.
+#: Left free on each device for llama.cpp's backends and other programs: at least this, and this share
+#: of the free memory.
 _MARGIN_BYTES = 256 << 20
 _MARGIN_SHARE = 16
 #: Steps of the search for an even filling of several devices.
 _BALANCING = 20
-#: After a device had no room, such a share of the layers is tried.
+#: Share of the layers to try after a device had no room.
 _FEWER = 0.75
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's name in llama.cpp, and the memory that may be taken of it."""
+    """A device's name in llama.cpp, and the memory that may be used of it."""
 
     name: str
     free_bytes: int
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies on one device. `n_layers` counts the output."""
+    """The share of one device. `n_layers` counts the output."""
 
     device: str
     n_layers: int
@@ -46,10 +46,10 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offload(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is spread. `parts` are in the devices' order, those without layers left out.
+    """The distribution of a model. `parts` are in the devices' order, those without layers left out.
 
     `n_layers` of the `n_all` are on devices, the output among them; the first `n_without_experts` of
-    the model's layers leave their experts with the CPU. `reason` says why it is not all, or that it is.
+    the model's layers leave their experts with the CPU. `reason` explains the choice.
     """
 
     n_layers: int
@@ -67,7 +67,7 @@ class Offload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one layer without and of its experts, of its KV cache, of the output, of computing."""
+    """Bytes of one layer without its experts, of them, of its KV cache, the output, and computing."""
 
     layer: int
     experts: int
@@ -99,7 +99,7 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
 
 
 def fewer(shape: Shape, plan: Plan, rooms: tuple[Room, ...], failed: Offload) -> Offload:
-    """What to try after a device had no room for `failed`; one without parts when nothing is left."""
+    """Plan the next try after a device had no room for `failed`; without parts if nothing is left."""
     sizes = _sizes(shape, plan)
     n_without, n_layers = failed.n_without_experts, failed.n_layers
     if sizes.experts and n_without < shape.n_layer:
@@ -113,7 +113,7 @@ def fewer(shape: Shape, plan: Plan, rooms: tuple[Room, ...], failed: Offload) ->
 
 
 def _asked(sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int) -> Offload:
-    """So many layers, by the devices' memory, whether they fit or not: loading them will tell."""
+    """Place `n_layers` by the devices' memory, even if they do not fit: loading will show."""
     parts = _spread(sizes, rooms, n_layers, n_all, 0)
     parts = parts or _placed(sizes, _even(rooms, n_layers), rooms, n_layers, n_all, 0)
     return _offload(parts, n_all, 0, "as asked")
@@ -130,7 +130,7 @@ def _offload(parts: tuple[DeviceShare, ...], n_all: int, n_without: int, reason:
 
 
 def _sizes(shape: Shape, plan: Plan) -> _Sizes:
-    """Where files do not say whether the output is the table of tokens, it is counted once more."""
+    """Estimate the sizes; an output that may share the token table counts once more."""
     n = max(1, shape.n_layer)
     buffers = make_buffers(
         shape,
@@ -151,9 +151,9 @@ def _sizes(shape: Shape, plan: Plan) -> _Sizes:
 
 
 def _usable(room: Room, sizes: _Sizes, n_layers: int, n_all: int) -> int:
-    """What of a device's memory layers may take.
+    """Return the memory of a device for layers.
 
-    Where weights stay with the CPU, long prompts copy them to the device, a tensor at a time.
+    If weights stay with the CPU, long prompts copy them to the device, a tensor at a time.
     """
     margin = max(_MARGIN_BYTES, room.free_bytes // _MARGIN_SHARE)
     passing = (sizes.layer + sizes.experts) // 2 if n_layers < n_all else 0
@@ -161,7 +161,7 @@ def _usable(room: Room, sizes: _Sizes, n_layers: int, n_all: int) -> int:
 
 
 def _layers(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[int]:
-    """Weights of the last `n_layers`, the output at the end."""
+    """List the weights of the last `n_layers`, the output at the end."""
     first = n_all - n_layers
     whole = [sizes.layer + (sizes.experts if i >= n_without else 0) for i in range(first, n_all - 1)]
     return [*whole, sizes.output]
@@ -170,7 +170,7 @@ def _layers(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[in
 def _spread(
     sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int
 ) -> tuple[DeviceShare, ...]:
-    """Parts that fit, each device filled to the same share; none when they do not fit."""
+    """Fill each device to the same share; () if the layers do not fit."""
     usable = [_usable(room, sizes, n_layers, n_all) for room in rooms]
     weights = _layers(sizes, n_layers, n_all, n_without)
     counts = _filled(weights, sizes.kv, usable, 1.0)
@@ -188,7 +188,7 @@ def _spread(
 
 
 def _filled(weights: list[int], kv: int, usable: list[int], share: float) -> list[int] | None:
-    """How many layers each device takes, one device after the other; None when some are left."""
+    """Count each device's layers, one device after the other; None if some are left."""
     counts = [0] * len(usable)
     device, used = 0, 0.0
     for i, weight in enumerate(weights):

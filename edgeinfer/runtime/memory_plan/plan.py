@@ -20,11 +20,11 @@ _MIB = 1 << 20
 #: An automatic context is no longer than this. llama.cpp keeps some 50 bytes for each cell, and looks
 #: at all of them when it copies or removes a sequence.
 _AUTO_MAX_TOKENS = 131_072
-#: A quantized cache is slower to attend to: one is chosen only where f16 does not hold so many tokens,
-#: or as many as the model was trained on.
+#: A quantized cache is slower to attend to: it is chosen only if f16 does not hold this many tokens, or
+#: as many as the model was trained on.
 _AMPLE_TOKENS = 32_768
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
-#: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They give a row the same bits in any batch.
+#: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They are batch-invariant.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
 #: Repacked weights are multiplied by another kernel from four rows on.
 _REPACKED_ROWS = 3
@@ -35,7 +35,9 @@ _CELLS_PER_SEQUENCE = 1024
 
 
 def choose_threads(asked: int, here: Processors) -> Chosen:
-    """Decode threads. 0 takes the physical cores we may use, or the control group's share of them."""
+    """Choose decode threads: 0 takes the physical cores of the affinity, or the control group's
+    share.
+    """
     if asked:
         return Chosen(asked, "as asked")
     cores = here.physical_cores
@@ -48,7 +50,9 @@ def choose_threads(asked: int, here: Processors) -> Chosen:
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Sequences decoded at once: 0 takes four a thread, 4 to 16, or as many as their cache may fit."""
+    """Choose the sequences decoded at once: 0 takes four a thread, 4 to 16, or as many as the cache may
+    fit.
+    """
     if asked:
         return Chosen(asked, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
@@ -63,8 +67,10 @@ def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_by
 
 
 def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chosen:
-    """Type of the KV cache. "auto" takes f16 where it holds the context that is asked for, or else the
-    trained one up to 32,768 tokens; then q8_0, which takes about half. Decision 082.
+    """Choose the type of the KV cache (decision 082).
+
+    "auto" takes f16 if it holds the requested context, or else the trained one up to 32,768 tokens;
+    otherwise q8_0, which takes about half.
     """
     if options.kv_type != "auto":
         return Chosen(options.kv_type, "as asked")
@@ -85,9 +91,9 @@ def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chose
 
 
 def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Tokens one request may use. `free_bytes` is what is left after weights and compute buffers.
+    """Choose the tokens of one request. `free_bytes` is what weights and compute buffers leave.
 
-    Raises OutOfMemoryError when what was asked, or the least that is useful, does not fit.
+    Raises OutOfMemoryError if the requested context, or the least useful one, does not fit.
     """
     per_token = max(1, kv_bytes_per_token)
     if asked:
@@ -113,7 +119,7 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Cells that all sequences share. They take memory when they are first used."""
+    """Choose the cells that all sequences share. They take memory when first used."""
     wanted = n_parallel * _CELLS_PER_SEQUENCE
     fits = free_bytes // 2 // max(1, kv_bytes_per_token)
     if wanted <= n_ctx or fits <= n_ctx:
@@ -124,10 +130,10 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
 
 
 def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
-    """Decide whether weights are repacked for this CPU's fast paths, "on" or "off".
+    """Decide if weights are repacked for this CPU's fast paths, "on" or "off".
 
-    "auto" leaves them mapped where memory is short: repacked weights must stay in memory, mapped ones
-    need not.
+    "auto" leaves them mapped if memory is short: repacked weights must stay in memory, mapped ones need
+    not.
     """
     if asked != "auto":
         return Chosen(asked, "as asked")
@@ -142,14 +148,16 @@ def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
 
 
 def invariant_rows(n_batch: int, file_type: int) -> int:
-    """Tokens of a batch up to which kernels give each the bits it gives alone (decision 022)."""
+    """Return the tokens of a batch up to which kernels are bit-identical to unbatched ones (decision
+    022).
+    """
     return n_batch if file_type in _DOT_ONLY else _REPACKED_ROWS
 
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
 MAX_DRAFT = 7
-#: Sequence ids beyond the running ones: in 16 finished conversations wait for their next turn, and one
-#: is where the states of computed blocks pass through.
+#: Sequence ids beyond the running ones: 16 for idle conversations, and one that the states of KV blocks
+#: pass through.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: Context that a model is judged with when none fits.
@@ -163,11 +171,11 @@ _ASSUMED_DISK_BYTES_PER_S = 500e6
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a context is to be, before it is made; each automatic choice with its reason.
+    """The plan of a context; each automatic choice with its reason.
 
-    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` what it needs to be of use: all
-    of it for a context that was asked for. `from_disk` says that the weights do not stay in memory.
-    `refusal` says why the model cannot be loaded so, "" when it can.
+    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` the least useful one: all of it
+    for a requested context. `from_disk`: the weights do not stay in memory. `refusal` is why the model
+    cannot be loaded, "" if it can.
     """
 
     n_threads: Chosen
@@ -186,7 +194,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether weights and buffers have room in memory together."""
+        """Tell if weights and buffers fit into memory together."""
         return not self.refusal and not self.from_disk
 
 
@@ -236,10 +244,10 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chos
 def _free_bytes(
     shape: Shape, options: LoadOptions, machine: Machine, *, is_mapped: bool
 ) -> tuple[int, bool]:
-    """(bytes left for the KV cache, whether the weights stay on the disk for want of memory).
+    """Return the bytes left for the KV cache, and if the weights stay on disk for want of memory.
 
-    Mapped weights without room for the least context are read from the disk as they are needed: then
-    a quarter of the memory is left to the page cache.
+    Mapped weights without room for the least context are read from the disk as they are needed: then a
+    quarter of the memory is left to the page cache.
     """
     available = machine.memory.available_bytes
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
@@ -268,7 +276,7 @@ def _refusal(message: str, shape: Shape, machine: Machine, repack: Chosen) -> st
 
 
 def disk_warning(shape: Shape, machine: Machine, disk_bytes_per_s: float = 0.0) -> str:
-    """Describe how fast a model with `Plan.from_disk` will be. 0.0 takes an assumed disk.
+    """Describe how fast a model with `Plan.from_disk` will be. 0.0 assumes a disk.
 
     The rate is the worst case: nothing that a token needs is still in the page cache from the one
     before.

@@ -30,15 +30,13 @@ _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the memory of a loaded model depends on.
+    """The sizes that a loaded model's memory depends on.
 
     `kv_rows` are the elements of one token's K and V, of each layer in turn that has any,
-    `state_elements` the 32-bit floats of one sequence in the recurrent ones.
-    `weights_bytes_per_token` is what one token reads of the weights: less than all where it uses few of
-    many experts.
-    `can_quantize_kv` says whether the heads of a plain attention cache are whole blocks of a quantized
-    type. `embedding_bytes` and `expert_bytes` are what the table of tokens and all experts take of the
-    weights, by their share of the parameters.
+    `state_elements` the 32-bit floats of one sequence in the recurrent ones. `weights_bytes_per_token`
+    are the weights that one token reads: fewer with experts. `can_quantize_kv`: the heads of a plain
+    attention cache are whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are the
+    token table's and the experts' share of the weights.
     """
 
     weights_bytes: int
@@ -91,7 +89,7 @@ class Buffers(msgspec.Struct, frozen=True, kw_only=True):
 def make_shape(
     metadata: Mapping[str, object], *, n_vocab: int, n_params: int, weights_bytes: int
 ) -> Shape:
-    """Work out a model's sizes from its metadata. What is absent or absurd counts as nothing."""
+    """Work out a model's sizes from its metadata. Absent or absurd values count as nothing."""
     keys = _Keys(metadata)
     heads = max(keys.per_layer("attention.head_count"), default=0)
     n_embd = keys.number("embedding_length")
@@ -153,7 +151,7 @@ class _Keys:
         self.architecture = str(metadata.get("general.architecture", ""))
 
     def of(self, name: str, default: int = 0) -> int:
-        """The non-negative integer at the full key `name`, or `default`."""
+        """Return the non-negative integer at the full key `name`, or `default`."""
         value = self._metadata.get(name)
         good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         return int(value) if good else default  # type: ignore[call-overload]
@@ -162,7 +160,7 @@ class _Keys:
         return self.of(f"{self.architecture}.{key}", default)
 
     def per_layer(self, key: str) -> list[int]:
-        """A value that is one number for all layers, or an array with one each; [] when absent."""
+        """Return one number per layer, from one for all or an array; [] if absent."""
         n_layer = max(1, self.number("block_count"))
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, tuple):
@@ -171,7 +169,7 @@ class _Keys:
         return [self.number(key)] * n_layer if self.number(key) else []
 
     def has_windows(self) -> bool:
-        """Whether some layers attend to a window only."""
+        """Tell if some layers attend to a window only."""
         pattern = self._metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
         window = self.number("attention.sliding_window")
         if window and isinstance(pattern, tuple):
@@ -180,7 +178,6 @@ class _Keys:
 
 
 def _head_lengths(keys: _Keys, n_heads: int) -> tuple[int, int]:
-    """(elements of a head's K, of its V)."""
     default = keys.number("embedding_length") // n_heads if n_heads else 0
     k_length = keys.number("attention.key_length", default)
     v_length = keys.number("attention.value_length", default)
@@ -193,7 +190,7 @@ def _can_quantize_kv(keys: _Keys, n_heads: int) -> bool:
 
 
 def _kept(keys: _Keys, n_heads: int) -> tuple[tuple[int, ...], int]:
-    """(elements of K and V that each layer keeps for a token, floats of all recurrent states)."""
+    """Return the elements of K and V per layer and token, and the floats of all recurrent states."""
     n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
     k_length, v_length = _head_lengths(keys, n_heads)
     if keys.number("attention.kv_lora_rank"):  # latent attention: V is a view of K
@@ -205,7 +202,7 @@ def _kept(keys: _Keys, n_heads: int) -> tuple[tuple[int, ...], int]:
 
 
 def _state_elements(keys: _Keys) -> int:
-    """32-bit floats of a recurrent layer's state for one sequence: Mamba's or a short convolution's."""
+    """Count the 32-bit floats of a recurrent layer's state: Mamba's or a short convolution's."""
     inner, n_state = keys.number("ssm.inner_size"), keys.number("ssm.state_size")
     kernel, groups = keys.number("ssm.conv_kernel"), keys.number("ssm.group_count")
     convolution = max(0, keys.number("shortconv.l_cache") - 1) * keys.number("embedding_length")

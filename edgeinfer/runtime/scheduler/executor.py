@@ -111,11 +111,11 @@ class Executor:
         if not prefill_tokens:
             n_drafts = sum(len(p.drafts) for p in entries)
             self._costs.note(len(entries), n_drafts, seconds)
-            self._counters.decode_s += seconds
+            self._counters.decode_seconds_total += seconds
             return
         decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0)
-        self._counters.decode_s += decode_share
-        self._counters.prefill_s += seconds - decode_share
+        self._counters.decode_seconds_total += decode_share
+        self._counters.prefill_seconds_total += seconds - decode_share
         is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in entries)
         self._chunks.note(prefill_tokens, seconds - decode_share, is_long=is_long)
 

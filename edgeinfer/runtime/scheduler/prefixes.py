@@ -97,9 +97,9 @@ class Prefixes:
             seq.clock.started = time.monotonic()
             seq.cached_tokens = cached
             seq.cached_disk_tokens = from_disk
-            self._counters.prompt_tokens += seq.prompt_tokens
-            self._counters.cached_tokens += cached
-            self._counters.cached_disk_tokens += from_disk
+            self._counters.prompt_tokens_total += seq.prompt_tokens
+            self._counters.cached_tokens_total += cached
+            self._counters.cached_disk_tokens_total += from_disk
             if seq.request.cache_prompt:
                 seq.divergence = describe_divergence(
                     seq.tokens, seq.closest, cached, self._vocab.detokenize

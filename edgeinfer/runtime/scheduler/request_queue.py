@@ -29,7 +29,7 @@ class RequestQueue:
 
     def add(self, seq: Sequence) -> None:
         """Queue a request."""
-        self._counters.requests += 1
+        self._counters.requests_total += 1
         self.waiting.append(seq)
 
     def end_cancelled_and_late(self) -> None:
@@ -37,7 +37,7 @@ class RequestQueue:
         now = time.monotonic()
         for seq in [*self.running, *self.waiting]:
             if seq.cancelled:
-                self._counters.cancelled += 1
+                self._counters.cancelled_total += 1
                 self.end(seq, "cancelled")
             elif seq.deadline is not None and now >= seq.deadline:
                 self.end(seq, "deadline")
@@ -62,10 +62,10 @@ class RequestQueue:
 
     def _book(self, seq: Sequence) -> None:
         c = self._counters
-        c.completion_tokens += seq.n_generated
-        c.constraint_s += seq.constraint_s
-        c.draft_tokens += seq.drafting.drafted
-        c.draft_accepted += seq.drafting.accepted
+        c.completion_tokens_total += seq.n_generated
+        c.constraint_seconds_total += seq.constraint_s
+        c.draft_tokens_total += seq.drafting.drafted
+        c.draft_accepted_total += seq.drafting.accepted
 
 
 #: Tokens that waiting for another sequence's prefix must save.

@@ -116,8 +116,8 @@ class Scheduler:
         if decode_s is None:
             return
         self._output_processor.process(entries)
-        self.counters.steps += 1
-        self.counters.python_s += time.perf_counter() - began - decode_s
+        self.counters.steps_total += 1
+        self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         if self.prefixes.blocks is not None:
             self.prefixes.blocks.writing.work(is_idle=False)
 

@@ -19,7 +19,7 @@ from edgeinfer.snapshots.restore.memory import IdleWatch, release_idle
 from edgeinfer.snapshots.running import Description
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.llama.backends.devices import Wishes
+    from edgeinfer.runtime.llama.backends.devices import OffloadRequest
     from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 CANARY_TOKENS = 4
@@ -46,7 +46,7 @@ class Parkable(Engine, Protocol):
 
     def leave_blocks(self) -> None: ...
 
-    def use_devices(self, wishes: Wishes) -> None: ...
+    def use_devices(self, wanted: OffloadRequest) -> None: ...
 
     def between_steps(self, work: Callable[[], Any]) -> Any: ...
 

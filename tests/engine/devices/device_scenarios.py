@@ -18,7 +18,7 @@ from pathlib import Path
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.llama.backends.devices import Wishes
+from edgeinfer.runtime.llama.backends.devices import OffloadRequest
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
@@ -64,11 +64,11 @@ def place(opened: LlamaEngine) -> str:
     return str(opened.info.choices["gpu_layers"].value)
 
 
-def with_layers(layers: int | str, **wishes: object) -> dict[str, object]:
+def with_layers(layers: int | str, **wanted: object) -> dict[str, object]:
     """The same question before and after devices are attached, and one more."""
     with engine() as opened:
         before = text(ask(opened))
-        opened.use_devices(Wishes(layers=layers, **wishes))  # type: ignore[arg-type]
+        opened.use_devices(OffloadRequest(layers=layers, **wanted))  # type: ignore[arg-type]
         assert opened.settle_devices(_PATIENCE_S)
         cached = opened.metrics().cached_tokens_total
         after = text(ask(opened))
@@ -88,7 +88,7 @@ def while_answering(layers: int) -> dict[str, object]:
     with engine() as opened:
         stream = iter(ask(opened, 64))
         first = next(event.text for event in stream if isinstance(event, TextDelta))
-        opened.use_devices(Wishes(layers=layers))
+        opened.use_devices(OffloadRequest(layers=layers))
         assert opened.settle_devices(_PATIENCE_S)
         rest = "".join(event.text for event in stream if isinstance(event, TextDelta))
         return {"texts": [first + rest], "place": place(opened)}
@@ -97,7 +97,7 @@ def while_answering(layers: int) -> dict[str, object]:
 def lost(layers: int) -> dict[str, object]:
     """A device that is lost in the middle of an answer, and the next answer."""
     with engine() as opened:
-        opened.use_devices(Wishes(layers=layers))
+        opened.use_devices(OffloadRequest(layers=layers))
         assert opened.settle_devices(_PATIENCE_S)
         before = place(opened)
         fail("submit 40")

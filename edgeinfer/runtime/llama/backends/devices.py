@@ -21,11 +21,11 @@ Kind = Literal["gpu", "integrated", "software", "accelerator"]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of a loaded backend, as it was when it was asked.
+    """One device of a loaded backend, as it was when probed.
 
-    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, of use in this process alone.
-    `driver` is name and version in one line, "" where nobody says. `id` is the PCI address, "" for
-    none. Memory in bytes, of the whole device; a driver that does not tell says all of it is free.
+    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid in this process alone.
+    `driver` is name and version in one line, "" if unknown. `id` is the PCI address, "" for none.
+    Memory in bytes, of the whole device; a driver without that figure reports all of it as free.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     pointer: int = 0
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """A backend library that is registered in this process, which can't be dumped from now on.
+class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """A backend library that is registered in this process, which cannot be dumped from now on.
 
-    `devices` has at least one. `warning` says what it will lack, "" for nothing.
+    `devices` has at least one. `warning` names a missing dependency, "" for none.
     """
 
     file: BackendFile
@@ -50,11 +50,10 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     warning: str = ""
 
 
-class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
-    """Why a backend gives no device, in one line, and what to type; `fix` "" where nothing helps.
+class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
+    """Why a backend gives no device, in one line, and the command that helps; `fix` "" without one.
 
-    `absent` is true where nothing is wrong: the machine has no such device, or no such library was
-    added.
+    `absent` if nothing is wrong: the machine has no such device, or no such library was added.
     """
 
     name: str
@@ -71,11 +70,11 @@ def device_line(device: Device) -> str:
     return f"{device.name}: {device.description}{kind}, {memory}{driver}"
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`layers` is `--gpu-layers`; the rest is `[gpu]` of the configuration.
 
-    `devices` are llama.cpp's names of those to use, none for every one that is no software.
-    `memory_bytes` is the most that is taken of each, 0 for what is free.
+    `devices` are llama.cpp's names of those to use, none for every one but software devices.
+    `memory_bytes` is the limit on each, 0 for its free memory.
     """
 
     layers: int | str = "auto"
@@ -83,54 +82,56 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
 
     @classmethod
-    def of(cls, layers: int | str, devices: tuple[str, ...], max_memory_gib: float) -> Wishes:
-        """From the configuration's units."""
+    def of(cls, layers: int | str, devices: tuple[str, ...], max_memory_gib: float) -> OffloadRequest:
+        """Convert from the configuration's units."""
         return cls(layers=layers, devices=devices, memory_bytes=int(max_memory_gib * (1 << 30)))
 
     @property
     def is_explicit(self) -> bool:
-        """Whether somebody asked for layers on a device, and wants to hear when there are none."""
+        """Tell if layers on a device were requested, so that a failure is reported."""
         return self.layers not in ("auto", "none", 0)
 
-    def is_worth_asking(self) -> bool:
-        """Whether backends are to be opened at all: by themselves only where there may be a GPU."""
+    def opens_backends(self) -> bool:
+        """Tell if backends are opened: without a request only if there may be a GPU."""
         named = self.is_explicit or bool(self.devices)
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
     def chosen(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Those to use, in order: the named, else GPUs, else software where layers were asked for."""
+        """Choose devices in order: the named ones, else GPUs, else software ones if layers were
+        requested.
+        """
         if self.devices:
             return tuple(device for device in devices if device.name in self.devices)
         real = tuple(device for device in devices if device.kind in ("gpu", "integrated"))
         return real if real or not self.is_explicit else tuple(devices)
 
     def room(self, device: Device) -> Room:
-        """The memory that may be taken of a device."""
+        """Return the memory that may be used of a device."""
         free = device.free_bytes
         return Room(name=device.name, free_bytes=min(free, self.memory_bytes or free))
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.devices"
-#: A driver that takes longer is stuck.
+#: A slower driver is stuck.
 _PATIENCE_S = 30.0
 
 
-def survey() -> tuple[Loaded | NotLoaded, ...]:
-    """What each backend library that is here gives, by a process for each: 0.2 s and more."""
+def survey() -> tuple[LoadedBackend | MissingBackend, ...]:
+    """Ask each backend library for its devices, in a process for each: 0.2 s and more."""
     return tuple(ask(file.name) for file in files.available())
 
 
-def ask(name: str) -> Loaded | NotLoaded:
-    """What one backend library gives, or how the process ended that loaded it."""
+def ask(name: str) -> LoadedBackend | MissingBackend:
+    """Ask one backend library for its devices, or report how its process ended."""
     command = child_command(_HELPER, name)
     try:
         done = subprocess.run(command, capture_output=True, timeout=_PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        return NotLoaded(name=name, reason=f"its driver did not answer within {_PATIENCE_S:.0f} s")
+        return MissingBackend(name=name, reason=f"its driver did not answer within {_PATIENCE_S:.0f} s")
     try:
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Loaded | NotLoaded)
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=LoadedBackend | MissingBackend)
     except (IndexError, msgspec.MsgspecError):
-        return NotLoaded(name=name, reason=f"the process that loaded it {_ended(done)}")
+        return MissingBackend(name=name, reason=f"the process that loaded it {_ended(done)}")
 
 
 def _ended(done: subprocess.CompletedProcess[bytes]) -> str:

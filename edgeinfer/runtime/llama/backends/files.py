@@ -1,9 +1,9 @@
 """Backend libraries as files: where they lie, and which llama.cpp each was built for.
 
-Beside `libggml-NAME.so` lies `libggml-NAME.json`, which says what it was built from. ggml itself
-compares only a number of its interface, and two builds of one number may lay out their structures
-otherwise; a library whose build is not that of the llama.cpp in use is never opened. Neither is one
-that somebody else may write to. Nothing here loads anything, and nothing here asks llama.cpp.
+Beside `libggml-NAME.so` lies `libggml-NAME.json`, which describes its build. ggml itself compares only
+a number of its interface, and two builds of one number may lay out their structures differently; a
+library of another build than the llama.cpp in use is never opened, nor one that another user may write
+to. Nothing here loads a library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GGML = {"rocm": "hip"}
 
 
 class Build(msgspec.Struct, frozen=True, kw_only=True):
-    """What a library was built from. `commit` is "unknown" where it was built without git."""
+    """The build of a library. `commit` is "unknown" if it was built without git."""
 
     binding: str
     ggml: str
@@ -38,7 +38,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
         return f"llama-cpp-python {self.binding}, ggml {self.ggml} ({self.commit}), {self.machine}"
 
     def fits(self, other: Build) -> bool:
-        """Whether a library of this build may be loaded into the other."""
+        """Tell if a library of this build may be loaded into the other."""
         if "unknown" not in (self.commit, other.commit) and self.commit != other.commit:
             return False
         mine = (self.binding, self.ggml, self.machine)
@@ -56,7 +56,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend library that is here. `problem` says why it can't be used, "" for one that may be.
+    """A backend library on this machine. `problem` is why it cannot be used, "" for none.
 
     `added` ones lie in the user's data folder, the others came with the program.
     """
@@ -69,7 +69,7 @@ class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine() -> str:
-    """The machine as a build names it: "linux-x86_64"."""
+    """Name the machine as a build does: "linux-x86_64"."""
     return f"{sys.platform}-{platform.machine().lower()}"
 
 
@@ -86,27 +86,27 @@ def facts_path(library: Path) -> Path:
 
 
 def shipped_dir() -> Path:
-    """Where the program's own lie; not with the CPU variants, a folder that ggml loads all of."""
+    """Return the program's own folder; apart from the CPU variants, whose folder ggml loads whole."""
     frozen = getattr(sys, "_MEIPASS", None)
     return Path(frozen) / "backends" if frozen else Path(sys.prefix) / "lib/edgeinfer/backends"
 
 
 def added_dir() -> Path:
-    """Where a user's own lie: `edgeinfer backend` names the folder."""
+    """Return the user's folder of libraries."""
     return paths.data_dir() / "backends"
 
 
 def available() -> tuple[BackendFile, ...]:
-    """The libraries that are here, one a backend, those to prefer first.
+    """List the libraries on this machine, one per backend, preferred ones first.
 
-    A user's own goes before the program's, and one that can be used before one that can't.
+    The user's own goes before the program's, and a usable one before the others.
     """
     found = (find(name) for name in NAMES)
     return tuple(file for file in found if file)
 
 
 def find(name: str, build: Build | None = None) -> BackendFile | None:
-    """One backend's library, one that fits `build` if any does, or None. Raises UsageError."""
+    """Find one backend's library, one that fits `build` if any does. Raises UsageError."""
     library = file_name(name)
     places = ((added_dir() / library, True), (shipped_dir() / library, False))
     # not Path.is_file, which raises for a folder that is closed to this user
@@ -116,7 +116,7 @@ def find(name: str, build: Build | None = None) -> BackendFile | None:
 
 
 def read(name: str, path: Path, *, added: bool) -> BackendFile:
-    """One library with what its JSON file says; the file itself is only measured."""
+    """Describe one library by its JSON file; the library itself is only measured."""
     facts, problem = None, _unsafe(path)
     if not problem:
         try:
@@ -129,7 +129,7 @@ def read(name: str, path: Path, *, added: bool) -> BackendFile:
 
 
 def misfit(file: BackendFile, build: Build) -> str:
-    """Why a library can't be loaded into a llama.cpp of `build`; "" where it can."""
+    """Return why a library cannot be loaded into a llama.cpp of `build`; "" if it can."""
     if file.problem or file.facts is None:
         return file.problem
     if file.facts.build.fits(build):
@@ -138,7 +138,7 @@ def misfit(file: BackendFile, build: Build) -> str:
 
 
 def _unsafe(path: Path) -> str:
-    """Why nobody should run the code of `path`; "" for a file that only this user or root may write."""
+    """Return why the code of `path` must not run; "" if only this user or root may write it."""
     for place in (path, path.parent):
         info = place.stat()
         if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:

@@ -1,7 +1,8 @@
-"""Load a backend library into this process, and say in words why there is no device.
+"""Load a backend library into this process, and explain a missing device.
 
 Loading opens the drivers of the machine. Most of them keep their device open from then on and nothing
-closes it, so that CRIU refuses the process: whoever parks or bakes must not have called `load`."""
+closes it, so that CRIU refuses the process: a process to be parked or baked must not call `load`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ import msgspec
 
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends import files, vulkan
-from edgeinfer.runtime.llama.backends.devices import Device, Kind, Loaded, NotLoaded
+from edgeinfer.runtime.llama.backends.devices import Device, Kind, LoadedBackend, MissingBackend
 from edgeinfer.runtime.llama.backends.files import BackendFile, Build
 
 #: ggml_backend_dev_type.
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
 _NVIDIA = "install NVIDIA's driver, 580 or newer"
-#: The library that the first words of a failure name → what is missing and what to type.
+#: The library that a failure names → the missing part and the command that helps.
 _MISSING = {
     "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", _NVIDIA),
     "libvulkan.so.1": ("there is no Vulkan loader (libvulkan.so.1)", "apt-get install libvulkan1"),
@@ -31,7 +32,7 @@ _MISSING = {
 }
 
 _lock = threading.Lock()
-_loaded: dict[str, tuple[int, Loaded]] = {}
+_loaded: dict[str, tuple[int, LoadedBackend]] = {}
 
 
 class _Props(ctypes.Structure):
@@ -49,7 +50,7 @@ class _Props(ctypes.Structure):
 
 
 def this_build() -> Build:
-    """The llama.cpp that this process uses. Raises EngineError as `libllama.lib` does."""
+    """Describe the llama.cpp of this process. Raises EngineError as `libllama.lib` does."""
     build = libllama.build_info()
     return Build(
         binding=build.binding_version,
@@ -59,11 +60,11 @@ def this_build() -> Build:
     )
 
 
-def load(name: str) -> Loaded | NotLoaded:
-    """Load a backend once; a second call gives the same devices, measured anew.
+def load(name: str) -> LoadedBackend | MissingBackend:
+    """Load a backend once; a second call returns the same devices, measured again.
 
-    Takes 50 to 200 ms the first time. From several threads the first loads and the others wait. Raises
-    UsageError for a name that no backend has, EngineError without a CPU backend.
+    Takes 50 to 200 ms the first time. The first thread loads and the others wait. Raises UsageError for
+    an unknown backend, EngineError without a CPU backend.
     """
     with _lock:
         if name in _loaded:
@@ -72,31 +73,31 @@ def load(name: str) -> Loaded | NotLoaded:
         file = files.find(name, build)
         if file is None:
             fix = "`edgeinfer backend` says where its library goes"
-            return NotLoaded(name=name, reason="no library of it is here", fix=fix, absent=True)
+            return MissingBackend(name=name, reason="no library of it is here", fix=fix, absent=True)
         misfit = files.misfit(file, build)
         if misfit:
             fix = "`edgeinfer backend` says where its library goes" if file.added else ""
-            return NotLoaded(name=name, reason=misfit, fix=fix)
+            return MissingBackend(name=name, reason=misfit, fix=fix)
         return _load(file)
 
 
-def _load(file: BackendFile) -> Loaded | NotLoaded:
+def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
     probe = vulkan.probe(os.path.dirname(file.path)) if file.name == "vulkan" else vulkan.Probe()
     if probe.problem:
-        return NotLoaded(name=file.name, reason=probe.problem, fix=probe.fix, absent=True)
+        return MissingBackend(name=file.name, reason=probe.problem, fix=probe.fix, absent=True)
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     handle, lines = libllama.load_backend(file.path)
     if not handle:
         return _why_not(file.name, lines)
     devices = _devices(file.name, handle, probe)
-    loaded = Loaded(file=file, devices=devices, warning=warning)
+    loaded = LoadedBackend(file=file, devices=devices, warning=warning)
     if not loaded.devices:
         return _no_device(file.name, lines, probe)
     _loaded[file.name] = handle, loaded
     return loaded
 
 
-def _measured(handle: int, loaded: Loaded) -> Loaded:
+def _measured(handle: int, loaded: LoadedBackend) -> LoadedBackend:
     drivers = {device.name: device for device in loaded.devices}
     devices = tuple(
         msgspec.structs.replace(
@@ -135,7 +136,7 @@ def _devices(backend: str, handle: int, probe: vulkan.Probe) -> tuple[Device, ..
 
 
 def _driver(backend: str) -> str:
-    """The driver's version as the kernel's module tells it, "" where it doesn't."""
+    """Read the driver's version from the kernel's module, "" without one."""
     module = {"cuda": "nvidia", "rocm": "amdgpu"}.get(backend, "")
     try:
         with open(f"/sys/module/{module}/version") as file:
@@ -144,30 +145,30 @@ def _driver(backend: str) -> str:
         return ""
 
 
-def _why_not(name: str, lines: list[str]) -> NotLoaded:
+def _why_not(name: str, lines: list[str]) -> MissingBackend:
     text = " ".join(lines)
     missing = re.search(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file", text)
     if missing:
         library = missing.group(1)
         for known, (reason, fix) in _MISSING.items():
             if library.startswith(known):
-                return NotLoaded(name=name, reason=reason, fix=fix, absent=True)
-        return NotLoaded(name=name, reason=f"{library}, which it needs, is not on this machine")
+                return MissingBackend(name=name, reason=reason, fix=fix, absent=True)
+        return MissingBackend(name=name, reason=f"{library}, which it needs, is not on this machine")
     if "returned NULL" in text:
-        return NotLoaded(name=name, reason="its driver could not start")
+        return MissingBackend(name=name, reason="its driver could not start")
     said = re.sub(r"^.*?failed to \w+ \S+: ", "", text)
-    return NotLoaded(name=name, reason=said or "llama.cpp gave no reason")
+    return MissingBackend(name=name, reason=said or "llama.cpp gave no reason")
 
 
-def _no_device(name: str, lines: list[str], probe: vulkan.Probe) -> NotLoaded:
+def _no_device(name: str, lines: list[str], probe: vulkan.Probe) -> MissingBackend:
     software = [device.name for device in probe.devices if device.kind == "software"]
     if software and len(software) == len(probe.devices):
         reason = f"the only Vulkan device is a software one ({software[0]}), slower than the CPU itself"
-        return NotLoaded(name=name, reason=reason, absent=True)
+        return MissingBackend(name=name, reason=reason, absent=True)
     if "driver version is insufficient" in " ".join(lines):
         reason = "the NVIDIA driver is too old for this library"
-        return NotLoaded(name=name, reason=reason, fix=_NVIDIA)
-    return NotLoaded(name=name, reason="no device that it can use", absent=True)
+        return MissingBackend(name=name, reason=reason, fix=_NVIDIA)
+    return MissingBackend(name=name, reason="no device that it can use", absent=True)
 
 
 #: The variable that names the library to the CUDA backend.
@@ -183,7 +184,7 @@ _SYSTEM = (
 
 
 def find_cublas(backend: str) -> str:
-    """Name cuBLAS to the backend library of that path; returns a warning where it is nowhere."""
+    """Name cuBLAS to the backend library of that path; return a warning if it is missing."""
     found = next((path for path in _candidates(backend) if os.path.isfile(path)), None)
     if found is None:
         return (

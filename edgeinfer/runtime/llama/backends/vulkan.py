@@ -1,8 +1,8 @@
-"""What the Vulkan loader says of this machine: devices, their kinds and drivers, or why there are none.
+"""Ask the Vulkan loader for this machine's devices, their kinds and drivers, or why there are none.
 
-ggml names its devices and no drivers, leaves software devices out, and answers NULL whatever is
-missing. This asks the loader itself, before ggml does, and closes what it opened. The layouts and
-numbers are those of vulkan_core.h; only functions of Vulkan 1.1 are called.
+ggml names its devices without drivers, leaves software devices out, and returns NULL for any missing
+part. This asks the loader itself, before ggml does, and closes what it opened. The layouts and numbers
+are those of vulkan_core.h; only functions of Vulkan 1.1 are called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _U32 = ctypes.c_uint32
 
 
 class VulkanDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One device in its driver's words. `kind` is one of `devices.Kind`; `driver` name and version."""
+    """One device as its driver describes it. `kind` is one of `devices.Kind`; `driver` name and
+    version.
+    """
 
     name: str
     kind: str
@@ -34,7 +36,7 @@ class VulkanDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """What the loader found: `devices`, or a `problem` and what to type for it."""
+    """The result: `devices`, or a `problem` and the command that helps."""
 
     devices: tuple[VulkanDevice, ...] = ()
     problem: str = ""
@@ -92,9 +94,9 @@ class _Properties(ctypes.Structure):
 
 
 def probe(folder: str) -> Probe:
-    """Ask the loader for every device. The drivers open theirs: nobody dumps the process after it.
+    """Ask the loader for every device. The drivers open theirs: the process cannot be dumped after it.
 
-    A loader in `folder`, where the backend library lies, is taken before the system's.
+    A loader in `folder`, beside the backend library, is preferred to the system's.
     """
     beside = os.path.join(folder, LOADER)
     try:

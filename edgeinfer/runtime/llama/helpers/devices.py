@@ -1,7 +1,7 @@
-"""Load one backend library and say what it found: `python -m` this, NAME.
+"""Load one backend library and print the result: `python -m` this, NAME.
 
-Writes a `Loaded` or a `NotLoaded` as one JSON line. A process of its own, because a driver may print,
-keep what it opened, or crash.
+Writes a `LoadedBackend` or a `MissingBackend` as one JSON line. A process of its own, because a driver
+may print, keep open files, or crash.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edgeinfer.runtime.llama.backends.registration import load
 
 
 def main(argv: list[str]) -> int:
-    """Load the backend; 0 when there was an answer."""
+    """Load the backend; 0 if there was an answer."""
     die_with_parent()
     answer = msgspec.json.encode(load(argv[0]))
     sys.stdout.buffer.write(answer + b"\n")

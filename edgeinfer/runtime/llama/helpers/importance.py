@@ -1,9 +1,9 @@
 """Make an importance matrix: `python -m` this, MODEL TEXT TARGET SKIPPED.
 
-The model reads the text in windows, without its first SKIPPED tokens where the rest is long enough. Of
-every matrix of its layers the squares of what it is multiplied with are summed by column. TARGET is
-written in llama.cpp's GGUF form (`catalog.imatrix`). It writes `{"event": "progress", "done", "total"}`
-lines, then `{"event": "done", "n_tokens", "n_tensors"}`, or `{"event": "error", "message"}`.
+The model prefills the text in windows, without its first SKIPPED tokens if the rest is long enough. For
+every matrix of its layers the squares of its inputs are summed by column. TARGET is written in
+llama.cpp's GGUF form. It writes `{"event": "progress", "done", "total"}` lines, then `{"event": "done",
+"n_tokens", "n_tensors"}`, or `{"event": "error", "message"}`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Importance:
         self._describe = libllama.base_library().ggml_op_desc
 
     def _on_node(self, address: int, asks: bool, _data: object) -> bool:
-        """First whether a node is of interest, then, once it is computed, what went into it."""
+        """Select matrix products first, and record their inputs once they are computed."""
         node = ctypes.cast(address, ctypes.POINTER(_Tensor)).contents
         kind = self._describe(address)
         if kind not in (b"MUL_MAT", b"MUL_MAT_ID"):
@@ -110,7 +110,7 @@ def _view(tensor: _Tensor, kind: Any) -> npt.NDArray[Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Read the text; 0 when the matrix was written."""
+    """Process the text; 0 if the matrix was written."""
     die_with_parent()
     libllama.lib()
     params = L.llama_model_default_params()

@@ -33,7 +33,7 @@ _BATCH_TOKENS = 64
 
 
 def main(argv: list[str]) -> int:
-    """Score the text; 0 when a figure was written."""
+    """Score the text; 0 if a figure was written."""
     die_with_parent()
     libllama.lib()
     limit = (int(argv[2]) if len(argv) > 2 else 0) or _WINDOW_TOKENS

@@ -30,7 +30,7 @@ _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Where a checked matrix keeps a tensor's figures: byte offsets, counts of float32."""
+    """A tensor's figures in a checked matrix: byte offsets, counts of float32."""
 
     name: str
     sums_offset: int
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 
 class _Log:
-    """What llama.cpp says: kept, as it may explain a failure, and passed on as progress if wanted."""
+    """llama.cpp's log: kept to explain a failure, and forwarded as progress if wanted."""
 
     def __init__(self) -> None:
         self.reports_progress = False
@@ -93,12 +93,12 @@ class _Log:
             say(event="tensor", done=int(match[1]), total=int(match[2]), name=match[3])
 
     def planned_bytes(self) -> int:
-        """The size llama.cpp expects; 0 when it did not say."""
+        """Return the size llama.cpp expects; 0 if unknown."""
         match = _SIZE.search("".join(self._lines))
         return int(float(match[1]) * (1 << 20)) if match else 0
 
     def reason(self) -> str:
-        """Why it failed, in llama.cpp's words."""
+        """Return llama.cpp's reason of a failure."""
         match = _FAILED.search("".join(self._lines))
         return match[1].strip() if match else "llama.cpp gave no reason"
 
