@@ -190,9 +190,9 @@ def prompt_rules() -> str:
 
 def agents() -> str:
     """The agents that can be launched, and what each is told."""
-    from edgeinfer.agents.table import AGENTS, Target
+    from edgeinfer.agents.table import AGENTS, AgentTarget
 
-    target = Target(url="URL", model="MODEL", n_ctx=65536, key="KEY")
+    target = AgentTarget(url="URL", model="MODEL", n_ctx=65536, key="KEY")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for agent in AGENTS.values():

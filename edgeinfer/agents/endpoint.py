@@ -1,7 +1,7 @@
-"""An endpoint of ours as its client sees it: found where it runs, started where none does, asked.
+"""Find, start and call an edgeinfer endpoint, as a client does.
 
-Any user of this machine may listen at a free port and answer as an endpoint does. So nothing is sent
-before the kernel has said that the listener is this user's, or root's.
+Any user of this machine may listen at a free port and answer as an endpoint. So nothing is sent before
+the kernel has said that the listener belongs to this user or root.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ _LOOK_S = 0.05
 _LOG_NAME = "launch-serve.log"
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint that answers. `key` is what it wants, "" for none; `model` its default."""
+class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """An endpoint that answers. `key` is its API key, "" for none; `model` its default."""
 
     url: str
     model: str
     key: str = ""
 
     def n_ctx(self, model: str) -> int:
-        """The context of `model`, which is loaded if it is not. Raises ServeError."""
+        """Return the context (tokens) of `model`, loading it first if need be. Raises ServeError."""
         if not (n_ctx := self._loaded_n_ctx(model)):
-            self.ask("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
+            self.request("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
             n_ctx = self._loaded_n_ctx(model)
         return n_ctx
 
     def _loaded_n_ctx(self, model: str) -> int:
-        """The context of a model in memory, 0 for another."""
-        models = self.ask("GET", "/props")["models"]
+        models = self.request("GET", "/props")["models"]
         return next((int(one["info"].get("n_ctx", 0)) for one in models if one["id"] == model), 0)
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -55,7 +54,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         headers: dict[str, str] | None = None,
         timeout_s: float = _LOAD_S,
     ) -> Any:
-        """The JSON of an answer. Raises ServeError for none, or one that is an error."""
+        """Return the JSON of an answer. Raises ServeError if there is none, or an error."""
         place = urlsplit(self.url)
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout_s)
         said = {"content-type": "application/json", **(headers or {})}
@@ -80,7 +79,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
     def _check_listener(self, port: int) -> None:
-        """Raises ServeError for a port that another user holds."""
+        """Raise ServeError if another user listens at `port`."""
         uids = tcp.listener_uids(port)
         if not uids or uids - {os.getuid(), 0}:
             raise ServeError(
@@ -94,27 +93,31 @@ def _message(value: Any) -> str:
     return str(error.get("message")) if isinstance(error, dict) else str(value)
 
 
-def look_at(url: str, key: str) -> Found | None:
-    """The endpoint at `url`; None where nothing of ours answers. Its health needs no key."""
-    here = Found(url=url, model="")
+def look_at(url: str, key: str) -> RemoteEndpoint | None:
+    """Return the endpoint at `url`, else None. Its health needs no key."""
+    here = RemoteEndpoint(url=url, model="")
     try:
-        health = here.ask("GET", "/health", timeout_s=_HEALTH_S)
+        health = here.request("GET", "/health", timeout_s=_HEALTH_S)
     except ServeError:
         return None
     if not isinstance(health, dict) or not {"status", "model"} <= health.keys():
         return None
-    return None if health["status"] == "draining" else Found(url=url, model=health["model"], key=key)
+    return (
+        None
+        if health["status"] == "draining"
+        else RemoteEndpoint(url=url, model=health["model"], key=key)
+    )
 
 
-def find(urls: Iterable[str], key: str) -> Found | None:
-    """The first of `urls` where an endpoint answers."""
+def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:
+    """Return the first of `urls` at which an endpoint answers."""
     return next((found for url in dict.fromkeys(urls) if (found := look_at(url, key))), None)
 
 
-def start(command: list[str], key: str) -> tuple[Found, int]:
-    """Run `command`, a `serve`, in the background, in a session of its own, and wait until it listens.
+def start(command: list[str], key: str) -> tuple[RemoteEndpoint, int]:
+    """Start `command`, a `serve`, in a session of its own; return the endpoint and its pid.
 
-    Returns its pid too. Its log is in the state folder. Raises ServeError when it ends instead.
+    Its log is in the state folder. Raises ServeError if it exits before it listens.
     """
     log = paths.state_dir() / _LOG_NAME
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -141,7 +144,7 @@ def start(command: list[str], key: str) -> tuple[Found, int]:
 
 
 def _lines(log: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a log in JSON; others are skipped."""
+    """Yield the complete lines of a log that are JSON objects."""
     for line in log.read_bytes().splitlines(keepends=True):
         with contextlib.suppress(msgspec.DecodeError):
             value = msgspec.json.decode(line)

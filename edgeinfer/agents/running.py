@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from edgeinfer.agents.table import Agent, Target
+from edgeinfer.agents.table import Agent, AgentTarget
 from edgeinfer.errors import UsageError
 
 #: Sent on to the agent. Ctrl-C and Ctrl-Z reach it by the terminal.
@@ -20,7 +20,7 @@ _SENT_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
 def find_program(agent: Agent) -> str:
-    """The agent's program on PATH. Raises UsageError that says how to install it."""
+    """Return the agent's program on PATH. Raises UsageError with the install command."""
     found = shutil.which(agent.program)
     if found is None:
         raise UsageError(
@@ -30,8 +30,8 @@ def find_program(agent: Agent) -> str:
     return found
 
 
-def run(agent: Agent, target: Target, arguments: Sequence[str]) -> int:
-    """Run the agent with what it needs; its exit code, 128 and the number for a signal."""
+def run(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> int:
+    """Run the agent; return its exit code, or 128 plus the number of the signal that ended it."""
     program = find_program(agent)
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
         setup = agent.setup(target, Path(folder))
@@ -50,7 +50,7 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 @contextlib.contextmanager
 def _leaving_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Let the agent alone decide what Ctrl-C means; send on what is sent to this process alone."""
+    """Leave Ctrl-C to the agent, and forward the signals that reach this process alone."""
 
     def send_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -1,4 +1,7 @@
-"""What each agent is told, so that one process of it asks this endpoint and its model."""
+"""The coding agents that `edgeinfer launch` knows, and how each is pointed at this endpoint.
+
+A new agent is a setup function and a row of AGENTS.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ _ANSWER_TOKENS = 8192
 _CLAUDE_WINDOW = 100_000
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The endpoint and the model that an agent is to use. Agents insist on a `key`."""
+class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """The endpoint and model that an agent is to use. Agents insist on a `key`."""
 
     url: str
     model: str
@@ -28,25 +31,25 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer_tokens(self) -> int:
-        """The longest answer that is worth allowing."""
+        """The limit of an answer's length (tokens)."""
         return min(_ANSWER_TOKENS, self.n_ctx // _ANSWER_SHARE)
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments before the user's, and environment."""
+class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments before the user's own, and environment variables."""
 
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = {}
 
 
-def claude(target: Target, _folder: Path) -> Setup:
-    """Claude Code: environment alone. Every size of model it names is this one."""
+def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
+    """Set environment variables: every model size that Claude Code names is this one."""
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
     window = {}
     if target.n_ctx >= _CLAUDE_WINDOW:  # below, it compacts when a prompt is refused as too long
         window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
-    return Setup(
+    return AgentSetup(
         environment={
             "ANTHROPIC_BASE_URL": target.url,
             "ANTHROPIC_AUTH_TOKEN": target.key,
@@ -62,8 +65,8 @@ def claude(target: Target, _folder: Path) -> Setup:
     )
 
 
-def codex(target: Target, _folder: Path) -> Setup:
-    """Codex: overrides of its configuration as arguments, the key in a variable of our own."""
+def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
+    """Override Codex's configuration by arguments; the key is in a variable of its own."""
     provider = f"model_providers.{PROVIDER}"
     overrides: dict[str, Any] = {
         "model": target.model,
@@ -79,11 +82,11 @@ def codex(target: Target, _folder: Path) -> Setup:
         "check_for_update_on_startup": False,
     }
     typed = [word for key, value in overrides.items() for word in ("-c", f"{key}={json.dumps(value)}")]
-    return Setup(arguments=tuple(typed), environment={"EDGEINFER_AGENT_KEY": target.key})
+    return AgentSetup(arguments=tuple(typed), environment={"EDGEINFER_AGENT_KEY": target.key})
 
 
-def opencode(target: Target, _folder: Path) -> Setup:
-    """opencode: a configuration in a variable, over the user's own."""
+def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
+    """Set a variable with a configuration that opencode reads over the user's."""
     limit = {"context": target.n_ctx, "output": target.answer_tokens}
     name = f"{PROVIDER}/{target.model}"
     content = {
@@ -100,11 +103,11 @@ def opencode(target: Target, _folder: Path) -> Setup:
         "small_model": name,
         "autoupdate": False,
     }
-    return Setup(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
+    return AgentSetup(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
 
 
-def aider(target: Target, folder: Path) -> Setup:
-    """aider: variables, and a file with the model's sizes."""
+def aider(target: AgentTarget, folder: Path) -> AgentSetup:
+    """Set variables, and write a file with the model's sizes."""
     name = f"openai/{target.model}"
     sizes = {
         "max_input_tokens": target.n_ctx,
@@ -114,7 +117,7 @@ def aider(target: Target, folder: Path) -> Setup:
     }
     metadata = folder / "models.json"
     metadata.write_text(json.dumps({name: sizes}), "utf-8")
-    return Setup(
+    return AgentSetup(
         environment={
             "AIDER_MODEL": name,
             "AIDER_WEAK_MODEL": name,
@@ -129,8 +132,8 @@ def aider(target: Target, folder: Path) -> Setup:
     )
 
 
-def pi(target: Target, folder: Path) -> Setup:
-    """pi: an extension that adds the provider, and has it say who asks."""
+def pi(target: AgentTarget, folder: Path) -> AgentSetup:
+    """Write an extension that adds the provider and a user agent that the endpoint knows."""
     provider = {
         "baseUrl": f"{target.url}/v1",
         "apiKey": target.key,
@@ -153,15 +156,15 @@ def pi(target: Target, folder: Path) -> Setup:
         f"export default (pi) => pi.registerProvider({json.dumps(PROVIDER)}, {json.dumps(provider)});\n"
     )
     extension.write_text(code, "utf-8")
-    return Setup(
+    return AgentSetup(
         arguments=("-e", str(extension), "--provider", PROVIDER, "--model", target.model),
         environment={"PI_TELEMETRY": "0"},
     )
 
 
-def qwen(target: Target, _folder: Path) -> Setup:
-    """qwen-code: OpenAI's variables, which it reads itself."""
-    return Setup(
+def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
+    """Set OpenAI's variables, which qwen-code reads itself."""
+    return AgentSetup(
         arguments=("--auth-type", "openai", "--model", target.model),
         environment={
             "OPENAI_BASE_URL": f"{target.url}/v1",
@@ -172,9 +175,9 @@ def qwen(target: Target, _folder: Path) -> Setup:
     )
 
 
-def goose(target: Target, _folder: Path) -> Setup:
-    """goose: variables, which go before its configuration and its keyring; one has it say who asks."""
-    return Setup(
+def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
+    """Set variables, which precede goose's configuration and keyring; one sets its user agent."""
+    return AgentSetup(
         environment={
             "GOOSE_PROVIDER": "openai",
             "GOOSE_MODEL": target.model,
@@ -195,25 +198,25 @@ _ROOM_TOKENS = 4096
 
 
 class Agent(NamedTuple):
-    """`program` is looked for on PATH; `install` is what to type when it is not there.
+    """An agent: `program` on PATH, and the `install` command to show if it is missing.
 
-    `first_tokens`: what its first request was counted to have (SmolLM2's tokens; others differ by a
-    fifth). `user_agent`: how its requests begin that header when it is launched, "" where it does not
-    say who it is. `room_tokens`: what it must have beyond the first request, or it compacts at once.
+    `first_tokens`: length of its first request (SmolLM2's tokens; other models differ by a fifth).
+    `user_agent`: the prefix of that header if `launch` starts it, "" if it does not tell.
+    `room_tokens`: context needed beyond the first request, or it compacts at once.
     """
 
     name: str
     title: str
     program: str
     install: str
-    setup: Callable[[Target, Path], Setup]
+    setup: Callable[[AgentTarget, Path], AgentSetup]
     first_tokens: int
     user_agent: str
     room_tokens: int = _ROOM_TOKENS
 
     @property
     def needs_tokens(self) -> int:
-        """The smallest context that this agent can work in."""
+        """The smallest context (tokens) that this agent can work in."""
         return self.first_tokens + self.room_tokens
 
 
@@ -276,6 +279,6 @@ AGENTS = {
 
 
 def agent_of(user_agent: str) -> str:
-    """The name of the agent that says this of itself, "" for none that is known."""
+    """Return the name of the known agent with this user agent, else ""."""
     begins = (a.name for a in AGENTS.values() if a.user_agent and user_agent.startswith(a.user_agent))
     return next(begins, "")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
-from edgeinfer.runtime.chat_format.chat_format import Conversations, load_conversations
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat, load_chat_format
 from edgeinfer.runtime.chat_format.control_tokens import unmarked
 from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.embeddings import Embedder
@@ -70,7 +70,7 @@ class LlamaEngine:
         self._loaded = loaded
         self._active = loaded.active_context()
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
-        self._conversations = load_conversations(template_facts(files, options, loaded))
+        self._conversations = load_chat_format(template_facts(files, options, loaded))
         self._constraints = Constraints()
         self._scheduler = _scheduler(loaded, self._active, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
@@ -392,7 +392,7 @@ def make_info(
     files: ModelFiles,
     loaded: LoadedModel,
     lora: LoraAdapters,
-    conversations: Conversations,
+    conversations: ChatFormat,
     embedder: Embedder,
 ) -> EngineInfo:
     """Describe a loaded model and the choices made for it."""

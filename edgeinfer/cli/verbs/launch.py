@@ -16,8 +16,8 @@ from typing import ClassVar
 import msgspec
 
 from edgeinfer.agents import endpoint, running
-from edgeinfer.agents.endpoint import Found
-from edgeinfer.agents.table import AGENTS, Agent, Target
+from edgeinfer.agents.endpoint import RemoteEndpoint
+from edgeinfer.agents.table import AGENTS, Agent, AgentTarget
 from edgeinfer.cli.options import add_load_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     return LaunchResult(agent=agent.name, model=target.model, status=status)
 
 
-def _recall(agent: Agent, target: Target) -> None:
+def _recall(agent: Agent, target: AgentTarget) -> None:
     """Have what the agent begins with in memory by the time that it asks; it asks without that too."""
     here = Path.cwd()
     body = {
@@ -117,7 +117,7 @@ def _recall(agent: Agent, target: Target) -> None:
         "is_repository": any((folder / ".git").exists() for folder in (here, *here.parents)),
     }
     with contextlib.suppress(ServeError):
-        asked(target).ask("POST", f"/v1/models/{target.model}/recall", body)
+        asked(target).request("POST", f"/v1/models/{target.model}/recall", body)
 
 
 def _known(agent: Agent) -> KnownAgent:
@@ -131,7 +131,7 @@ def _known(agent: Agent) -> KnownAgent:
     )
 
 
-def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> Target:
+def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> AgentTarget:
     """An endpoint with the model loaded and a context that is large enough, started if need be."""
     key = keys.own_key()
     found = endpoint.find(_urls(host.config), key)
@@ -140,7 +140,7 @@ def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> Target
         n_ctx = found.n_ctx(model)
         if n_ctx < agent.needs_tokens and not options.anyway:
             raise _too_small(agent, found, model, n_ctx)
-        return Target(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
+        return AgentTarget(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
     typed = options.model or host.config.default_model
     model = host.files(typed).name
     if not options.anyway:
@@ -160,12 +160,14 @@ def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> Target
         f"`edgeinfer stop {pid}`",
         file=sys.stderr,
     )
-    return Target(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
+    return AgentTarget(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
 
 
-def asked(target: Target) -> Found:
+def asked(target: AgentTarget) -> RemoteEndpoint:
     """The endpoint that an agent is told of."""
-    return Found(url=target.url, model=target.model, key="" if target.key == "none" else target.key)
+    return RemoteEndpoint(
+        url=target.url, model=target.model, key="" if target.key == "none" else target.key
+    )
 
 
 def _urls(config: Config) -> Iterator[str]:
@@ -220,7 +222,7 @@ def _refuse_small_model(agent: Agent, model: str) -> None:
     raise UsageError(f"{trained}, and {agent.title} needs {_needs(agent)}", hint=_larger_models(agent))
 
 
-def _too_small(agent: Agent, found: Found, model: str, n_ctx: int) -> ServeError:
+def _too_small(agent: Agent, found: RemoteEndpoint, model: str, n_ctx: int) -> ServeError:
     _refuse_small_model(agent, model)
     return ServeError(
         f"the endpoint at {found.url} gives {model} {n_ctx:,} tokens, and {agent.title} needs "

@@ -1,16 +1,14 @@
 """Turn a request's messages into a prompt, a constraint and a parser of the answer.
 
-The one entry point of the engine is `load_conversations`. Below it `templates` writes prompts,
-`tool_formats` and `reasoning` read answers, and `constraints` says what an answer may be. What happens
-with tools:
+The engine's entry point is `load_chat_format`. `templates` renders prompts, `tool_call_parser` and
+`reasoning` parse answers, and `sampling.grammar` constrains them. Per `tool_choice`:
 
-- none: the tools are not shown to the model, and its answer is text.
-- auto: the model is free, but once it has begun a call in its family's notation it has to finish it
-  well, by the tool's
-  schema where that can be enforced. Families without a marker of their own, and tools whose schema is
-  beyond the grammar, are left free; then a call counts when it is whole and valid.
-- required, named: the whole answer is calls, one for `named`. A constraint of the request's own is
-  for an answer in words, and waits for one.
+- none: the prompt shows no tools, and the answer is text.
+- auto: the answer is free, but a call that was begun with the family's marker follows the tool's schema
+  if the grammar can express it. Calls of families without a marker, or of tools beyond the grammar,
+  count if they are whole and valid.
+- required, named: the whole answer is calls, for named of that tool. A constraint of the request's own
+  is for an answer in text and waits for one.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedCon
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
 from edgeinfer.runtime.chat_format.prepared import Prepared, TemplateFacts
-from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, Span, is_open
+from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.templates import (
     CHATML,
@@ -57,16 +55,16 @@ _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Talk:
+class _Variant:
     template: ChatTemplate
     form: ToolFormat
     form_reason: str
-    span: Span
+    span: ReasoningSpan
     knows_span: bool
 
 
-def load_conversations(facts: TemplateFacts) -> Conversations:
-    """Called once a load. Raises ModelLoadError when the model's template does not parse."""
+def load_chat_format(facts: TemplateFacts) -> ChatFormat:
+    """Load a model's chat format. Raises ModelLoadError if its template does not parse."""
     try:
         template, reason = choose(
             facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab)
@@ -76,7 +74,7 @@ def load_conversations(facts: TemplateFacts) -> Conversations:
     except ModelLoadError as error:
         hint = "give the model another template: `chat_template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error
-    return Conversations(facts, _talk(facts, template), _talk(facts, with_tools), reason)
+    return ChatFormat(facts, _variant(facts, template), _variant(facts, with_tools), reason)
 
 
 def _has_chatml(vocab: Vocab) -> bool:
@@ -85,16 +83,18 @@ def _has_chatml(vocab: Vocab) -> bool:
     )
 
 
-def _talk(facts: TemplateFacts, template: ChatTemplate) -> _Talk:
+def _variant(facts: TemplateFacts, template: ChatTemplate) -> _Variant:
     form, why = detect_format(template.source, facts.architecture, facts.name)
     span, knows = detect_reasoning(template.source)
-    return _Talk(template, form, why, span, knows)
+    return _Variant(template, form, why, span, knows)
 
 
-class Conversations:
-    """A loaded model's way of talking: prompts, parsers, constraints. Any thread."""
+class ChatFormat:
+    """A model's chat format: prompts, parsers, constraints. Any thread."""
 
-    def __init__(self, facts: TemplateFacts, plain: _Talk, with_tools: _Talk, reason: str) -> None:
+    def __init__(
+        self, facts: TemplateFacts, plain: _Variant, with_tools: _Variant, reason: str
+    ) -> None:
         self._facts = facts
         self._plain = plain
         self._with_tools = with_tools
@@ -110,12 +110,12 @@ class Conversations:
 
     @property
     def can_think(self) -> bool:
-        """Whether the chat template knows a reasoning span."""
+        """True if the chat template has a reasoning span."""
         return self._plain.knows_span
 
     @property
     def choices(self) -> dict[str, Chosen]:
-        """What was chosen for the template and the notations, and why."""
+        """The choices of template, tool-call format and reasoning span, with reasons."""
         span = self._plain.span
         why = (
             "the chat template has it"
@@ -130,21 +130,21 @@ class Conversations:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """Render the prompt, for `tokenize`: it may hold marks. Raises InvalidRequestError."""
-        talk = self._with_tools if self._tools(request) else self._plain
+        """Render the prompt for `tokenize`, guard marks included. Raises InvalidRequestError."""
+        variant = self._with_tools if self._tools(request) else self._plain
         if self._facts.guard_content:
-            request = self._control.guarded(request, (talk.span.open, talk.span.close))
+            request = self._control.guarded(request, (variant.span.open, variant.span.close))
         tools = self._tools(request)
-        messages = _adapted(talk, request.messages, tools)
-        shown = tools if talk.template.traits.tools else ()
-        text = talk.template.render(
+        messages = _adapted(variant, request.messages, tools)
+        shown = tools if variant.template.traits.tools else ()
+        text = variant.template.render(
             messages, shown, options=request.template_options, continue_final=request.continue_final
         )
         bos = self._facts.bos_text if self._facts.add_bos else ""
         return text if text.startswith(bos) else bos + text
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Tokenize what `render` made: control tokens come from the template alone."""
+        """Tokenize a rendered prompt: control tokens come from the template alone."""
         return self._control.tokenize(prompt)
 
     def warm_up(self) -> None:
@@ -153,29 +153,29 @@ class Conversations:
             self._control.prepare()
 
     def prepare(self, request: GenerateRequest) -> Prepared:
-        """The prompt, what the answer has to be, and what reads it. Raises InvalidRequestError."""
+        """Return prompt, constraint and parser of the answer. Raises InvalidRequestError."""
         tools = self._tools(request)
         prompt = self.render(request)
-        talk = self._with_tools if tools else self._plain
-        constraint, certain = self._constraint(request, talk, tools)
-        opened = is_open(prompt, talk.span)
+        variant = self._with_tools if tools else self._plain
+        constraint, certain = self._constraint(request, variant, tools)
+        opened = is_open(prompt, variant.span)
         if opened and request.reasoning_budget == 0:
-            prompt += talk.span.close
+            prompt += variant.span.close
             opened = False
-        if talk.knows_span and constraint is not None:
+        if variant.knows_span and constraint is not None:
             constraint = _after_reasoning(
                 constraint,
-                talk.span,
+                variant.span,
                 self._facts.vocab,
                 opened=opened,
-                free=not prompt_closed(prompt, talk.span),
+                free=not _is_closed(prompt, variant.span),
             )
         return Prepared(
             prompt=prompt,
-            parser=self._parser(talk, tools, certain=certain, opened=opened),
+            parser=self._parser(variant, tools, certain=certain, opened=opened),
             constraint=constraint,
-            reasoning_close=talk.span.close,
-            stop=TRANSCRIPT_STOP if talk.template.source == TRANSCRIPT else (),
+            reasoning_close=variant.span.close,
+            stop=TRANSCRIPT_STOP if variant.template.source == TRANSCRIPT else (),
         )
 
     def _tools(self, request: GenerateRequest) -> tuple[Tool, ...]:
@@ -200,21 +200,21 @@ class Conversations:
         return tools
 
     def _constraint(
-        self, request: GenerateRequest, talk: _Talk, tools: tuple[Tool, ...]
+        self, request: GenerateRequest, variant: _Variant, tools: tuple[Tool, ...]
     ) -> tuple[Constraint | Lark | None, bool]:
-        """(what the answer has to be, whether calls in it are certain to be well formed)."""
+        """Return (constraint, whether calls under it are certain to be well formed)."""
         if not tools:
             return request.constraint, False
         mode = request.tool_choice.mode
         if request.constraint is not None and mode == "auto":
-            return self._call_or_answer(request, request.constraint, talk, tools)
-        if mode == "auto" and not talk.template.traits.tools:
+            return self._call_or_answer(request, request.constraint, variant, tools)
+        if mode == "auto" and not variant.template.traits.tools:
             return None, False
         key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
         with self._lock:
             found = self._grammars.get(key)
         if found is None:
-            found = self._grammar(request, talk, tools)
+            found = self._grammar(request, variant, tools)
             with self._lock:
                 self._grammars[key] = found
                 while len(self._grammars) > _KEPT:
@@ -222,17 +222,21 @@ class Conversations:
         return found
 
     def _call_or_answer(
-        self, request: GenerateRequest, constraint: Constraint, talk: _Talk, tools: tuple[Tool, ...]
+        self,
+        request: GenerateRequest,
+        constraint: Constraint,
+        variant: _Variant,
+        tools: tuple[Tool, ...],
     ) -> tuple[Lark, bool]:
         for i, tool in enumerate(tools):
             _check_tool(i, tool)
         made = tool_call_grammar.or_answer(
-            talk.form, tools, self._facts.vocab, several=request.tool_choice.parallel
+            variant.form, tools, self._facts.vocab, several=request.tool_choice.parallel
         )
-        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not talk.form.bare
+        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not variant.form.bare
 
     def _grammar(
-        self, request: GenerateRequest, talk: _Talk, tools: tuple[Tool, ...]
+        self, request: GenerateRequest, variant: _Variant, tools: tuple[Tool, ...]
     ) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
         try:
@@ -243,35 +247,36 @@ class Conversations:
                 return None, False
             raise
         if choice.mode == "auto":
-            made = tool_call_grammar.once_begun(talk.form, tools, vocab, several=choice.parallel)
+            made = tool_call_grammar.once_begun(variant.form, tools, vocab, several=choice.parallel)
             hidden = (
-                talk.knows_span and tool_call_grammar.control_token(talk.span.open, vocab) is not None
+                variant.knows_span
+                and tool_call_grammar.control_token(variant.span.open, vocab) is not None
             )
             return (None, False) if made is None or hidden else (made, True)
         wanted = (
             tools if choice.mode == "required" else tuple(t for t in tools if t.name == choice.name)
         )
         several = choice.mode == "required" and choice.parallel
-        return tool_call_grammar.required(talk.form, wanted, vocab, several=several), True
+        return tool_call_grammar.required(variant.form, wanted, vocab, several=several), True
 
     def _parser(
-        self, talk: _Talk, tools: Sequence[Tool], *, certain: bool, opened: bool
+        self, variant: _Variant, tools: Sequence[Tool], *, certain: bool, opened: bool
     ) -> ReasoningParser | None:
-        if talk.template.source == TRANSCRIPT and not tools:
+        if variant.template.source == TRANSCRIPT and not tools:
             return None
         vocab = self._facts.vocab
         calls = (
-            CallParser(talk.form, {tool.name: tool.parameters for tool in tools}, certain=certain)
+            CallParser(variant.form, {tool.name: tool.parameters for tool in tools}, certain=certain)
             if tools
             else None
         )
         if calls is not None:
-            calls.special_tokens = tool_call_grammar.needs_special(talk.form, vocab)
+            calls.special_tokens = tool_call_grammar.needs_special(variant.form, vocab)
         special = (
-            talk.knows_span
-            and tool_call_grammar.control_token(_first_part(talk.span.open), vocab) is not None
+            variant.knows_span
+            and tool_call_grammar.control_token(_first_part(variant.span.open), vocab) is not None
         )
-        return ReasoningParser(talk.span, calls, opened=opened, special_tokens=special)
+        return ReasoningParser(variant.span, calls, opened=opened, special_tokens=special)
 
 
 def _first_part(marker: str) -> str:
@@ -279,8 +284,8 @@ def _first_part(marker: str) -> str:
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
-def prompt_closed(prompt: str, span: Span) -> bool:
-    """Whether the prompt has closed a span for the answer, as with thinking switched off."""
+def _is_closed(prompt: str, span: ReasoningSpan) -> bool:
+    """Return whether the prompt closes a reasoning span, as with thinking switched off."""
     return prompt.rstrip().endswith(span.close)
 
 
@@ -293,9 +298,9 @@ def _check_tool(i: int, tool: Tool) -> None:
 
 
 def _after_reasoning(
-    constraint: Constraint | Lark, span: Span, vocab: Vocab, *, opened: bool, free: bool
+    constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, free: bool
 ) -> Constraint | Lark:
-    """Put the constraint behind a reasoning span: prompt-`opened`, or `free` to open."""
+    """Put the constraint behind a reasoning span that is `opened` by the prompt or `free` to open."""
     if not opened and not free:
         return constraint
     source, grammars = lark_parts(constraint)
@@ -309,15 +314,17 @@ def _after_reasoning(
     return Lark("\n".join(rules), (("behind", source), *grammars))
 
 
-def _adapted(talk: _Talk, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
-    traits = talk.template.traits
+def _adapted(
+    variant: _Variant, messages: tuple[Message, ...], tools: Sequence[Tool]
+) -> tuple[Message, ...]:
+    traits = variant.template.traits
     adapted = messages
     if not traits.tool_calls:
-        adapted = tuple(_as_text(talk.form, message) for message in adapted)
+        adapted = tuple(_as_text(variant.form, message) for message in adapted)
     if not traits.tool_role:
         adapted = tuple(_result_as_text(message) for message in adapted)
     if tools and not traits.tools:
-        adapted = _with_description(talk.form, adapted, tools)
+        adapted = _with_description(variant.form, adapted, tools)
     return adapted
 
 

@@ -73,7 +73,7 @@ class ControlTokens:
         return MARK.join([*pieces, text[last:]]) if pieces else text
 
     def guarded(self, request: GenerateRequest, kept: tuple[str, ...]) -> GenerateRequest:
-        """Guard all that `request` brings to the template; an answer's own markers are `kept`."""
+        """Guard all text of `request` that the template renders; `kept` markers of an answer stay."""
         tools = msgspec.to_builtins(request.tools)
         try:
             return msgspec.structs.replace(
@@ -115,7 +115,7 @@ class ControlTokens:
         return value
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Tokenize what the template made: control tokens where they are not marked."""
+        """Tokenize a rendered prompt: spellings that are marked are text."""
         prompt = prompt.replace(_ESCAPED, MARK)
         if MARK not in prompt:
             return self._vocab.tokenize(prompt, parse_special=True)
@@ -155,5 +155,5 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def unmarked(prompt: str) -> str:
-    """Return the prompt as a person reads it."""
+    """Remove the guard marks from a rendered prompt."""
     return prompt.replace(_ESCAPED, "").replace(MARK, "")

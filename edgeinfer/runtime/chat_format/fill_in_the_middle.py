@@ -1,8 +1,7 @@
-"""The prompt that has a model fill a gap: what is before it, what is behind it, and other files.
+"""Build a fill-in-the-middle prompt: `prefix TEXT suffix TEXT middle`.
 
-Without files it is `prefix TEXT suffix TEXT middle`. With files, in the form of a repository that the
-models of this kind were trained on: the repository's name, each file's name and text, and last the
-file with the gap.
+With other files it has the form of a repository, as these models were trained: the repository's name,
+each file's name and text, and the file to complete last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ _RULE = "\n\n--- {name} ---\n\n"
 
 
 def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
-    """At most `room` tokens; whole files go first, then far text. Raises InvalidRequestError."""
+    """Return a prompt of at most `max_tokens`. Raises InvalidRequestError.
+
+    Whole files are dropped first, then the text furthest from the cursor.
+    """
     fim = vocab.fim
     if fim is None:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Messages and tools as the dictionaries that chat templates read, in shapes that one understands."""
+"""Shape messages and tools into the dictionaries that one chat template understands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """What probes found a template to understand. `late_system`: a system turn behind others too."""
+    """What a template was probed to support. `late_system`: a system turn behind others too."""
 
     system: bool = True
     late_system: bool = True
@@ -33,7 +33,7 @@ class TemplateTraits:
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
-    """A tool in the form Hugging Face's templates take."""
+    """Return a tool in the form of Hugging Face's templates."""
     parameters = tool.parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",
@@ -42,7 +42,7 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 
 
 def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Messages as dictionaries in the shapes this template understands. Raises InvalidRequestError."""
+    """Return messages in the shapes that this template supports. Raises InvalidRequestError."""
     shaped = [_shape_one(message, traits) for message in messages]
     if traits.system and traits.late_system:
         return shaped
@@ -99,9 +99,9 @@ def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """System messages put before the text of the next user turn, as Gemma's makers advise.
+    """Put system messages before the text of the next user turn, as Gemma's makers advise.
 
-    The last ones, behind which no user speaks, go behind the text of the user turn just before them.
+    The last ones, without a user turn behind them, go behind the text of the user turn before.
     """
     merged: list[dict[str, Any]] = []
     waiting: list[str] = []
@@ -121,7 +121,7 @@ def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Plain turns of one role in a row made one, for templates that insist on alternation."""
+    """Join plain turns of one role in a row, for templates that insist on alternation."""
     joined: list[dict[str, Any]] = []
     for message in shaped:
         plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")

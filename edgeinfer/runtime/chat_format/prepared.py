@@ -1,7 +1,4 @@
-"""What passes between the decode loop and the room that knows a model's language.
-
-`dialogue.py` makes a `Prepared` of a request with messages; `constraints.py` compiles its constraint.
-"""
+"""The seam between scheduler and chat format: a prepared request, and parsers of its answer."""
 
 from __future__ import annotations
 
@@ -20,42 +17,41 @@ Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class StreamParser(Protocol):
-    """Turns one generation's text into events: calls, reasoning.
+    """Turn one generation's text into events: tool calls, reasoning.
 
     Used from the decode loop's thread alone; never raises on model output.
     """
 
     @property
     def special_tokens(self) -> bool:
-        """Whether `feed` needs control tokens as text, for marks of calls or reasoning."""
+        """True if `feed` needs control tokens as text, for markers of calls or reasoning."""
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Events that are certain after `text`; what could still become a marker is held back."""
+        """Return the events certain after `text`; hold back what could still become a marker."""
 
     def finish(self) -> Sequence[Parsed]:
-        """What was held back, at the end of the generation."""
+        """Return what was held back, at the end of the generation."""
 
 
 class AnswerParser(StreamParser, Protocol):
-    """Reads a whole answer, which may begin with reasoning."""
+    """Parse a whole answer, which may begin with reasoning."""
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside of a reasoning span."""
+        """True if the text so far ends inside a reasoning span."""
 
     @property
     def is_holding(self) -> bool:
-        """Whether the end of the text could still become a marker of the span."""
+        """True if the end of the text could still become a marker of the span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request made with messages, ready for the engine.
+    """A request with messages, ready for the engine.
 
-    `prompt` is tokenized by `Conversations.tokenize`, with none added. `constraint` is set when a tool
-    call is required, or when the request's has to wait for a reasoning span; it then replaces the
-    request's. `stop` are strings the format adds to the request's. `parser` is None when the text needs
-    none. `reasoning_close` is the marker that ends a reasoning span.
+    `prompt` is tokenized by `ChatFormat.tokenize`. `constraint` replaces the request's: it is set if a
+    tool call is required, or if the request's waits for a reasoning span. `stop` adds to the request's.
+    `parser` is None if the text needs none. `reasoning_close` ends a reasoning span.
     """
 
     prompt: str
@@ -67,11 +63,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What the engine knows of a model for its conversations; `template` may be "".
+    """What a model's file says about its chat format; `template` may be "".
 
-    `named_templates` are the file's further ones (`tool_use`, …) by name. `add_bos`: the model wants
-    BOS before everything (`llama_vocab_get_add_bos`); it is put before a prompt whose template leaves
-    it out. `guard_content`: control tokens come from the template alone.
+    `named_templates`: further ones by name (`tool_use`, …). `add_bos`: the model wants BOS before the
+    prompt (`llama_vocab_get_add_bos`); it is added if the template leaves it out. `guard_content`:
+    control tokens come from the template alone.
     """
 
     template: str

@@ -1,7 +1,7 @@
-"""Reasoning spans, `<think>…</think>` and their kin, taken out of a stream as events of their own.
+"""Parse reasoning spans, `<think>…</think>` and their kin, into events of their own.
 
-A span is looked for at the beginning of an answer only: in the middle of a text its marker is text.
-Some templates open the span in the prompt; then the answer begins inside of it.
+Only the beginning of an answer can open a span: later its marker is text. Some templates open the
+span in the prompt; the answer then begins inside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edgeinfer.runtime.events import ReasoningDelta, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReasoningSpan:
     """A pair of markers. `plain` begins an answer without a span, and is no part of it."""
 
     open: str
@@ -23,16 +23,16 @@ class Span:
     plain: str = ""
 
 
-THINK = Span("<think>", "</think>")
+THINK = ReasoningSpan("<think>", "</think>")
 #: Tried in this order against a template's source; the first also counts where it says nothing.
 SPANS = (
     THINK,
-    Span("<thinking>", "</thinking>"),
-    Span("[THINK]", "[/THINK]"),
-    Span("<seed:think>", "</seed:think>"),
-    Span("<|START_THINKING|>", "<|END_THINKING|>"),
-    Span("<reasoning>", "</reasoning>"),
-    Span(
+    ReasoningSpan("<thinking>", "</thinking>"),
+    ReasoningSpan("[THINK]", "[/THINK]"),
+    ReasoningSpan("<seed:think>", "</seed:think>"),
+    ReasoningSpan("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningSpan("<reasoning>", "</reasoning>"),
+    ReasoningSpan(
         "<|channel|>analysis<|message|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
         plain="<|channel|>final<|message|>",
@@ -40,8 +40,8 @@ SPANS = (
 )
 
 
-def detect(template: str) -> tuple[Span, bool]:
-    """Find (span, whether the template knows it); `<think>` without a sign."""
+def detect(template: str) -> tuple[ReasoningSpan, bool]:
+    """Return (span, whether the template has it); `<think>` if it shows none."""
     for span in SPANS:
         first = span.close.partition("<|start|>")[0]
         if span.close in template or (span.open in template and first in template):
@@ -51,16 +51,21 @@ def detect(template: str) -> tuple[Span, bool]:
     return THINK, False
 
 
-def is_open(prompt: str, span: Span) -> bool:
-    """Whether the prompt ends inside of a span, but for white space."""
+def is_open(prompt: str, span: ReasoningSpan) -> bool:
+    """Return whether the prompt ends inside a span, white space aside."""
     return prompt.rstrip().endswith(span.open)
 
 
 class ReasoningParser:
-    """Splits off a span, and hands the rest to `inner` (None: it is text)."""
+    """Split off a span, and feed the rest to `inner` (None: it is text)."""
 
     def __init__(
-        self, span: Span, inner: StreamParser | None, *, opened: bool, special_tokens: bool = False
+        self,
+        span: ReasoningSpan,
+        inner: StreamParser | None,
+        *,
+        opened: bool,
+        special_tokens: bool = False,
     ) -> None:
         self._span, self._inner = span, inner
         self._step = self._inside if opened else self._start
@@ -71,23 +76,23 @@ class ReasoningParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside of the span."""
+        """True if the text so far ends inside the span."""
         return self._step == self._inside
 
     @property
     def is_holding(self) -> bool:
-        """Whether the end of the text could still become a marker of the span."""
+        """True if the end of the text could still become a marker of the span."""
         return bool(self._held)
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Events that are certain after `text`."""
+        """Return the events certain after `text`."""
         if self._step == self._after_all:
             return self._after_all(text)
         held, self._held = self._held + text, ""
         return self._step(held)
 
     def finish(self) -> Sequence[Parsed]:
-        """What was held back, at the end of the generation."""
+        """Return what was held back, at the end of the generation."""
         held, self._held = self._held, ""
         if self._step == self._inside:
             return self._reason(held)
@@ -133,7 +138,7 @@ class ReasoningParser:
         return [TextDelta(text)] if text else ()
 
     def _reason(self, text: str) -> list[Parsed]:
-        """White space around the span's text is layout; inside it waits for more text."""
+        """Drop white space around the span; inside it waits for more text."""
         text = self._space + text
         if not self._said:
             text = text.lstrip()

@@ -1,13 +1,10 @@
-"""A jinja2 environment for untrusted templates: a GGUF's chat template is downloaded.
+"""Render untrusted chat templates in jinja2 with limits: a GGUF's template is downloaded code.
 
-jinja2's ImmutableSandboxedEnvironment stops a template from reaching Python's insides (CVE-2024-34359).
-It does not stop one from looping for ever or from building a string of a terabyte. Here every loop
-round, macro call, concatenation, container and result of a call or filter is paid for from one `Fuel`,
-which also watches the thread's CPU time, so a render ends within CPU_LIMIT_S and within about four
-times FUEL bytes. What can grow in one step (multiplication, padding, replacing, joining) is checked
-before it happens.
-
-It knows no messages and no models: `edgeinfer.runtime.chat_format.templates` does.
+ImmutableSandboxedEnvironment keeps a template from Python's internals (CVE-2024-34359), but not from
+endless loops or a string of a terabyte. Here each loop round, macro call, concatenation, container
+and result of a call or filter spends from one `Fuel`, which also watches the thread's CPU time, so a
+render ends within CPU_LIMIT_S and about four times FUEL bytes. Operations that can explode in one
+step (multiplication, padding, replacing, joining) are checked before they run.
 """
 
 from __future__ import annotations
@@ -73,11 +70,11 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class ExhaustedError(SecurityError):
-    """The template wants more work or room than any conversation needs."""
+    """The template needs more work or memory than any conversation does."""
 
 
 class Fuel:
-    """What one render may still spend."""
+    """The remaining budget of one render."""
 
     __slots__ = ("deadline", "left", "until_check")
 
@@ -87,7 +84,7 @@ class Fuel:
         self.until_check = _CHECK_EVERY
 
     def spend(self, units: int) -> None:
-        """Raises ExhaustedError when the fuel or the CPU time is used up."""
+        """Spend `units`. Raises ExhaustedError if fuel or CPU time is used up."""
         self.left -= units
         if self.left < 0:
             raise ExhaustedError("the chat template makes too much text or loops too often")
@@ -99,7 +96,7 @@ class Fuel:
                 raise ExhaustedError("the chat template takes too long")
 
     def afford(self, units: int) -> None:
-        """Raises ExhaustedError when something of that size may not be made."""
+        """Raise ExhaustedError if a value of `units` may not be made."""
         if units > self.left:
             raise ExhaustedError("the chat template makes too much text or loops too often")
 
@@ -119,7 +116,7 @@ def fuelled(fuel: Fuel | None = None) -> Iterator[Fuel]:
 
 
 def weigh(value: Any) -> Any:
-    """`value`, once it is sure that writing it out is affordable.
+    """Return `value` if writing it out is affordable. Raises ExhaustedError.
 
     A list that holds itself twice, forty times over, is small in memory and a terabyte on paper.
     """
@@ -161,7 +158,7 @@ def _join(*parts: Any) -> str:
 
 
 def _concat(parts: Iterable[str]) -> str:
-    """What jinja2 joins a render's or a macro's pieces with; stops while they are made, not after."""
+    """Join the pieces of a render or macro, spending fuel as they are made."""
     fuel, kept = _fuel.get(), []
     for part in parts:
         fuel.spend(len(part) + 1)
@@ -216,7 +213,7 @@ def _widths(text: str) -> int:
 
 
 def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Charge for what a filter makes; jinja2's marks (pass_context and its kin) are kept."""
+    """Charge for the result of a filter; jinja2's marks (pass_context and its kin) are kept."""
     takes_environment = hasattr(inner, "jinja_pass_arg")
 
     def charged(*args: Any, **kwargs: Any) -> Any:
@@ -266,7 +263,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Hugging Face's `tojson`: plain json.dumps, nothing escaped for HTML (jinja2's own does)."""
+    """Encode as Hugging Face's `tojson` does: nothing escaped for HTML, unlike jinja2's own."""
     if len(str(indent)) > 64 or len(str(separators)) > 64:
         raise ExhaustedError("the chat template gives tojson too long a separator")
     if isinstance(value, jinja2.Undefined):
@@ -342,7 +339,7 @@ class _Guard(NodeTransformer):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with fuel. One may be shared by threads: the fuel is the context's own."""
+    """The sandbox with fuel. Threads may share one: the fuel is the context's own."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     concat = staticmethod(_concat)

@@ -1,6 +1,6 @@
-"""Load a chat template under limits of memory and processor time: `python -m` this, a `Trial` on stdin.
+"""Probe a chat template under limits of memory and CPU time: reads a `TemplateTrial` from stdin.
 
-Writes its `TemplateTraits` as JSON, or a string that says what is wrong.
+Writes its `TemplateTraits` as JSON, or a string with the error.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.chat_format.message_shapes import TemplateTraits
-from edgeinfer.runtime.chat_format.templates import ChatTemplate, Trial
+from edgeinfer.runtime.chat_format.templates import ChatTemplate, TemplateTrial
 
 
 def main() -> int:
-    """Try the template; 0 when there was an answer."""
+    """Probe the template; return 0 if there was an answer."""
     die_with_parent()
-    trial = msgspec.json.decode(sys.stdin.buffer.read(), type=Trial)
+    trial = msgspec.json.decode(sys.stdin.buffer.read(), type=TemplateTrial)
     resource.setrlimit(resource.RLIMIT_AS, (trial.memory_bytes, trial.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (trial.cpu_s, trial.cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -27,7 +27,7 @@ def main() -> int:
     return 0
 
 
-def _answer(trial: Trial) -> TemplateTraits | str:
+def _answer(trial: TemplateTrial) -> TemplateTraits | str:
     try:
         return ChatTemplate.load(trial.source, trial.bos, trial.eos).traits
     except ModelLoadError as error:

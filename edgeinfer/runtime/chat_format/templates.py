@@ -1,12 +1,12 @@
-"""Chat templates: from messages and tools to the prompt a model was trained on.
+"""Render messages and tools with a model's chat template.
 
-A template is the model's own jinja2 program. It is compiled once and probed once (`probe`): whether it
-knows the system role, tools, calls of earlier turns and their argument's form, and how it wants what it
-does not know. `render` then writes messages in the shapes that this template understands, so a front
-never has to know a family. Where the template knows too little, the request still works: a system
-prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
+A template is the model's own jinja2 program. It is compiled once and probed once (`probe`): system
+role, tools, earlier tool calls and the form of their arguments. `render` then shapes messages for what
+it supports, so no caller knows model families. Where it supports too little the request still works: a
+system prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
 
-It runs sandboxed: see `edgeinfer.runtime.chat_format.sandbox`.
+The first rendering runs in a process with limits, later ones in the `sandbox` alone; probe results are
+cached by the template's digest, so a known template starts no process.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ChatTemplate:
     def load(
         cls, source: str, bos: str = "", eos: str = "", traits: TemplateTraits | None = None
     ) -> ChatTemplate:
-        """Compile, and probe unless `traits` are known. Raises ModelLoadError if it is no template."""
+        """Compile, and probe unless `traits` are known. Raises ModelLoadError."""
         if len(source) > MAX_SOURCE:
             raise ModelLoadError(
                 f"the chat template has {len(source)} characters; {MAX_SOURCE} is the most"
@@ -127,9 +127,7 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt; `options` reach the template as variables (`enable_thinking`).
 
-        With `continue_final` the last message is left open to be continued.
-
-        Raises InvalidRequestError, `param` "messages", with the template's words when it refuses.
+        `continue_final` leaves the last message open. Raises InvalidRequestError if it is refused.
         """
         if not messages:
             raise InvalidRequestError("a conversation needs at least one message", param="messages")
@@ -158,7 +156,7 @@ class ChatTemplate:
         options: dict[str, Any],
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render; when refused, once more with one call a turn and turns of one role joined."""
+        """Render; if refused, again with one call per turn and turns of one role joined."""
         shaped = shape(messages, self.traits)
         variables = {**options, "add_generation_prompt": add_generation_prompt}
         if tools:
@@ -197,7 +195,7 @@ def _words(error: BaseException) -> str:
 
 
 def probe(template: ChatTemplate) -> TemplateTraits:
-    """Find out what `template` understands by rendering small conversations with it."""
+    """Detect what `template` supports by rendering small conversations."""
     source = template.source
     marks = {name: _MARK.format(name) for name in ("system", "user", "tool", "key", "value", "result")}
     user = {"role": "user", "content": marks["user"]}
@@ -239,9 +237,9 @@ def probe(template: ChatTemplate) -> TemplateTraits:
 
 
 def _probe_late_system(template: ChatTemplate, marks: dict[str, str]) -> bool:
-    """Whether a system turn between two others is written, and written there.
+    """Return whether a system turn between two others is rendered in its place.
 
-    Some templates leave it out without a word, some collect all of them before the conversation.
+    Some templates drop it silently, some collect all of them before the conversation.
     """
     said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
     messages = [{"role": role, "content": marks[mark]} for role, mark in said]
@@ -269,12 +267,11 @@ def _probe_message(marks: dict[str, str], string_arguments: bool, null_content: 
 
 
 def _probe_calls(shows: Any, user: dict[str, Any], marks: dict[str, str]) -> tuple[bool, bool] | None:
-    """Find (arguments as text, content as none) that show earlier calls; None if none does.
+    """Return (arguments as text, content as none) that render earlier calls; None if none does.
 
-    DeepSeek's templates write a content that is not none even when empty; others cannot search in none.
-    So none is tried first, and kept where it is not written out as the word. Templates that write JSON
-    are told apart from those that were meant to be given text by the quotes: Python's own notation has
-    single ones.
+    DeepSeek's templates render a content that is not none even if it is empty; others cannot search in
+    none. So none is tried first, and kept unless it is written out as a word. Double quotes tell
+    templates that write JSON from those that expect text: Python's own notation has single ones.
     """
     json_form, any_form = (marks["tool"], f'"{marks["key"]}"'), (marks["tool"], marks["key"])
     for expected in (json_form, any_form):
@@ -314,8 +311,8 @@ _PATIENCE_S = 60.0
 _KNOWN = CacheTable("templates.json", dict[str, TemplateTraits])
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A template to try, and the limits under which."""
+class TemplateTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """A template to probe, and the limits of its process."""
 
     source: str
     bos: str
@@ -327,19 +324,19 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 def load_untrusted(
     source: str, bos: str, eos: str, *, memory_bytes: int = MEMORY_BYTES
 ) -> ChatTemplate:
-    """Load a template that was downloaded. Raises ModelLoadError."""
+    """Load a downloaded template, probed in a process with limits. Raises ModelLoadError."""
     named = "\0".join((edgeinfer.__version__, bos, eos, source))
     key = hashlib.sha256(named.encode("utf-8", "replace")).hexdigest()
     traits = _KNOWN.read().get(key)
     if traits is None:
-        traits = _tried(Trial(source=source, bos=bos, eos=eos, memory_bytes=memory_bytes))
+        traits = _tried(TemplateTrial(source=source, bos=bos, eos=eos, memory_bytes=memory_bytes))
         if traits is not None:
             _KNOWN.put(key, traits)
     return ChatTemplate.load(source, bos, eos, traits=traits)
 
 
-def _tried(trial: Trial) -> TemplateTraits | None:
-    """Return what a process of its own found; None where none can be started."""
+def _tried(trial: TemplateTrial) -> TemplateTraits | None:
+    """Return the probed traits; None if no process can be started. Raises ModelLoadError."""
     wrong = "the model's chat template is not to be trusted: its first rendering "
     try:
         done = subprocess.run(
@@ -363,10 +360,9 @@ def _tried(trial: Trial) -> TemplateTraits | None:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """Choose the template to use and say why. Raises ModelLoadError as `load` does.
+    """Choose a template, with a reason: the model's, ChatML, or a transcript. Raises ModelLoadError.
 
-    `source` is the model's own, "" when it has none; `has_chatml` says whether its vocabulary holds
-    `<|im_start|>` and `<|im_end|>` as tokens.
+    `has_chatml`: the vocabulary has `<|im_start|>` and `<|im_end|>` as tokens.
     """
     if source.strip():
         return load_untrusted(source, bos, eos), "the model's own"

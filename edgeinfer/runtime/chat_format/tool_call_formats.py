@@ -1,8 +1,8 @@
-"""The families' notations for tool calls, as data for `stream` and `grammar`.
+"""Tool-call formats of the model families, as data for the parser and the grammar; their markers.
 
-A section is opened by one of `begin` and closed by `end`. In it stand calls: JSON objects with a name
-and arguments, alone or in a list; or, with `named`, a bare name and then the arguments' object. What
-else may stand between them is in `skip`.
+A section is opened by one of `begin` and closed by `end`. It holds calls: JSON objects with a name and
+arguments, alone or in a list; or, with `named`, a bare name and the object of arguments. `skip` may
+stand between them.
 
 Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3.
 llama: Llama 3.1 and 3.2. mistral: 7B v0.3 and Nemo (a list), Small 3.2 and Devstral (name and
@@ -19,11 +19,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One notation. `arguments` is the key that a call's arguments have when we write one.
+    """One format. `arguments` is the key of a call's arguments.
 
-    `bare`: a call may also be the whole answer, without `begin`. `inner`: what a section may hold
-    besides JSON. `writes` is the form that a required call is given; `call_id` whether ids have nine
-    characters.
+    `bare`: a call may also be the whole answer, without `begin`. `inner`: a section's other notation
+    besides JSON. `short_ids`: call ids have nine characters.
     """
 
     name: str
@@ -40,7 +39,7 @@ class ToolFormat:
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """Everything that is skipped inside of a section, longest first."""
+        """Text that is skipped inside a section, longest first."""
         return tuple(
             sorted(
                 {*self.skip, *self.begin, *([self.end] if self.end else [])} - {""},
@@ -115,7 +114,7 @@ _SIGNS = (
 
 
 def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolFormat, str]:
-    """Detect the notation of calls and say why: by template, architecture, else JSON."""
+    """Return the format and a reason: by template, architecture, else JSON."""
     for signs, family in _SIGNS:
         if all(sign in template for sign in signs):
             return family, f"the chat template has {signs[0]}"
@@ -127,7 +126,7 @@ def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolF
 
 
 def held_back(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of `text` could be the beginning of a marker."""
+    """Return the number of characters at the end of `text` that could begin a marker."""
     longest = max((len(marker) for marker in markers), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         tail = text[-size:]
@@ -137,7 +136,7 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    """Find (place, marker) of the earliest, then longest, marker in `text`; else (-1, "")."""
+    """Return (place, marker) of the earliest, then longest, marker in `text`; else (-1, "")."""
     best, found = -1, ""
     for marker in markers:
         at = text.find(marker)
@@ -147,5 +146,5 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
 
 
 def could_become(text: str, literals: Sequence[str]) -> bool:
-    """Whether more characters could make `text` one of the literals."""
+    """Return whether more characters could make `text` one of the literals."""
     return any(len(literal) > len(text) and literal.startswith(text) for literal in literals)

@@ -1,8 +1,8 @@
 """Write tool calls as a grammar: a required call, or the rest of a free one.
 
-The notation is the family's own, so the model writes what it was trained on; the arguments follow the
-tool's JSON schema. A marker that is one control token is named by its number, any other is text. At
-most MAX_CALLS calls: a small model that may go on would.
+The format is the family's, so the model writes what it was trained on; the arguments follow the tool's
+JSON schema. A marker that is one control token is named by its number, any other is text. At most
+MAX_CALLS calls: a small model does not stop by itself.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _ANY = "/(?s:.*)/"
 
 
 def marker(text: str, vocab: Vocab) -> str:
-    """A marker as it stands in a grammar."""
+    """Return a marker as a term of the grammar."""
     token = control_token(text, vocab)
     return quoted(text) if token is None else f"<[{token}]>"
 
 
 def control_token(text: str, vocab: Vocab) -> int | None:
-    """The control token that `text` is, if it is one."""
+    """Return the control token that `text` is, else None."""
     tokens = vocab.tokenize(text, parse_special=True)
     return tokens[0] if len(tokens) == 1 and vocab.is_control(tokens[0]) else None
 
 
 def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
-    """Whether the family's markers are control tokens, which a parser has to ask for."""
+    """Return whether the family's markers are control tokens, which the parser must ask for."""
     texts = (*form.begin[:1], form.end, *(end for end in form.name_ends if len(end) > 1), *form.skip)
     return any(control_token(text, vocab) is not None for text in texts if text)
 
@@ -54,9 +54,9 @@ def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: 
 
 
 def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark | None:
-    """Any text, in which the family's marker begins a well-formed call.
+    """Return a grammar of any text in which the family's marker begins a well-formed call.
 
-    None where calls have no marker of their own, or are not written as JSON: a model is left free.
+    None if calls have no marker of their own, or are not JSON: the model is left free.
     """
     if form.bare or not form.begin or form.inner != "json":
         return None
@@ -71,7 +71,7 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several
 
 
 def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
-    """Calls, or what the grammar `@answer` allows, which whoever takes this has to add."""
+    """Return a grammar of calls, or of what the grammar `@answer` allows; the caller adds that."""
     calls = required(form, tools, vocab, several=several).source.removeprefix("start: ")
     return Lark(f"start: calls | @answer\ncalls: {calls}")
 
@@ -122,7 +122,7 @@ def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: Vocab) -> str:
 
 
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:
-    """Write a call as the family does, for turns of the past and as an example."""
+    """Write a call as the family does, for earlier turns and as an example."""
     if form.named and form.end:
         opening = f"{form.begin[0]}{form.skip[0]}{form.skip[1]}"
         return f"{opening}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"
@@ -147,10 +147,10 @@ _SHOWN_DEPTH = 6
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object; a tool without one takes none.
+    """Return the schema of a tool's arguments, an object; a tool without parameters takes none.
 
-    Objects are closed unless they say otherwise: a small model that may add members does. A name that
-    is required is a member, also where nothing else is said of it.
+    Objects are closed unless they say otherwise: a small model adds members if it may. A required name
+    is a member even if the schema says nothing else of it.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
@@ -211,7 +211,7 @@ def _joins(schema: Any, depth: int) -> bool:
 
 
 def example(tool: Tool) -> Any:
-    """Arguments as a call of this tool could have them: names of its own, values that are no answer."""
+    """Return arguments as a call of this tool could have them, with placeholder values."""
     schema = arguments_schema(tool)
     return _example(schema, schema, "value", 0)
 

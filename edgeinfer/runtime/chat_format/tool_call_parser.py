@@ -1,10 +1,9 @@
-"""Tool calls out of a stream of text, whatever the family: `CallParser`.
+"""Parse tool calls out of a stream of text, for every family: `CallParser`.
 
-Outside of a section everything is text, but for what could still become a marker. In a section calls
-are read one object at a time. A call is handed over when it is whole, known and valid JSON; until then
-it could still be text, and when it cannot be a call it is, to the last character. With `certain` (the
-output is constrained, so calls are known to be well formed) a call's name and arguments are handed over
-as they arrive.
+Outside a section everything is text, but for what could still become a marker. A section holds calls,
+read one object at a time: it keeps all that it was fed and walks it with one cursor. A call is emitted
+once it is whole, known and valid JSON; if it cannot be one, its text is emitted to the last character.
+With `certain` (the output is constrained, so calls are well formed) name and arguments are streamed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def call_id(*, short: bool = False) -> str:
 
 
 class CallParser:
-    """One generation's text to text and calls; `tools` are schemas by name, `ids` makes an id."""
+    """Split one generation's text into text and calls; `tools` are schemas by name."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class CallParser:
         return _merged(events)
 
     def finish(self) -> Sequence[Parsed]:
-        """What was held back, at the end of the generation."""
+        """Return what was held back, at the end of the generation."""
         events: list[Parsed] = []
         if self._section is not None:
             self._section.finish()
@@ -88,7 +87,7 @@ class CallParser:
         return bool(self._text)
 
     def _close(self, section: Section, events: list[Parsed]) -> None:
-        """Go on outside; the marker of a section that failed is text, or it would open again."""
+        """Leave the section; the marker of one that failed is text, or it would open again."""
         marker, rest = section.leftover
         self._section = None
         self._say(marker, events)
@@ -112,7 +111,7 @@ class CallParser:
         return True
 
     def _opens_bare(self) -> bool:
-        """An answer that begins with a bracket may be a call without a marker."""
+        """Open a section for an answer that begins with a bracket, in families without a marker."""
         stripped = self._text.lstrip()
         if not stripped or stripped[0] not in "{[":
             return False
@@ -126,7 +125,7 @@ class CallParser:
         self._section = Section(self._form, marker, self._tools, self._certain, self._call)
 
     def _call(self) -> tuple[int, str]:
-        """(index, id) of a new call. White space that led to it was only layout."""
+        """Return (index, id) of a new call. White space before it was layout."""
         self._space = ""
         self._after_call = True
         self._count += 1
@@ -198,13 +197,13 @@ class Section:
         self.is_over = False
 
     def feed(self, text: str) -> None:
-        """Walk on. Sets `is_over` when the section has ended or failed."""
+        """Parse on. Sets `is_over` at the section's end or failure."""
         self._raw += text
         while not self.is_over and self._step():
             pass
 
     def finish(self) -> None:
-        """The generation has ended inside of the section."""
+        """End inside the section: the generation is over."""
         if self.is_over:
             return
         self.is_over = True
@@ -216,13 +215,13 @@ class Section:
             self._at = self._done_to = len(self._raw)
 
     def take_events(self) -> list[ToolCallDelta]:
-        """The calls read since the last time."""
+        """Return the events since the last time."""
         events, self._events = self._events, []
         return events
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """Return once (text, rest) of what was not taken; `rest` may hold more markers."""
+        """Return (text, rest) that no call took; `rest` may hold more markers."""
         if self._done_to:
             return "", self._raw[self._done_to :]
         return self._marker or self._raw[:1], self._raw[len(self._marker) or 1 :]
@@ -230,7 +229,7 @@ class Section:
     # the steps: each looks at what is behind the cursor, and says whether there is more to do
 
     def _between(self) -> bool:
-        """Outside of any object: white space, a literal to skip, a name, an object."""
+        """Expect white space, a literal to skip, a name, or an object."""
         rest = self._raw[self._at :].lstrip()
         self._at = len(self._raw) - len(rest)
         if not rest or could_become(rest, self._literals):
@@ -267,7 +266,7 @@ class Section:
         return True
 
     def _awaiting(self) -> bool:
-        """Between a name and its arguments: an id, a marker, a fence."""
+        """Skip an id, a marker or a fence between a name and its arguments."""
         at = self._raw.find("{", self._at)
         if at < 0:
             if len(self._raw) - self._at > _MAX_NAME:
@@ -305,7 +304,7 @@ class Section:
         return self._form.inner != "json" and (not self._form.bare or self._end == _FENCE)
 
     def _block(self) -> bool:
-        """Calls in another notation than JSON, up to the end of the section."""
+        """Parse calls that are not JSON, up to the end of the section."""
         at = self._raw.find(self._end, self._at)
         if at < 0:
             return False
@@ -362,16 +361,15 @@ class Section:
         self._step = self._between
 
     def _over(self) -> None:
-        """The end of the section; what is behind the cursor is outside of it."""
         self._done_to = self._at
         self.is_over = True
 
     def _close(self) -> None:
-        """The closing marker; of a section without a call it is text, like all before it."""
+        """Close at the marker; without a call the whole section is text."""
         self._over() if self._done_to else self._stop()
 
     def _stop(self) -> None:
-        """Take no further call: the section's end after a whole one, else its failure."""
+        """Take no further call: the section ends after a whole one, else it failed."""
         if self._done_to and self._step == self._between:
             self._done_to = self._at
         self.is_over = True

@@ -1,8 +1,9 @@
-"""Read one JSON object of a tool call a character at a time: its name and arguments.
+"""Read one tool call: a JSON object character by character, or a block in Python or XML notation.
 
-It follows nesting, strings and escapes and no more: whether the text is JSON at all is asked of a real
-parser at the end. What cannot become a call is given up at the first key that no call has, so that an
-answer in JSON is not held back.
+The object reader follows nesting, strings and escapes alone; a real parser judges the whole. It fails
+at the first key that no call has, so that an answer in JSON is not held back. Python, as Gemma writes
+in a tool_code block, is never run. XML is `<function=NAME><parameter=KEY>VALUE</parameter></function>`;
+a value is text if the tool's schema wants a string, else JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_CALL = 1_000_000
 
 
 class ObjectReader:
-    """One object. `whole`: the object is the arguments themselves, and the name is known already."""
+    """Read one object. `whole`: it is the arguments themselves, and the name is known already."""
 
     def __init__(self, name: str = "", *, whole: bool = False) -> None:
         self.name = name
@@ -44,7 +45,7 @@ class ObjectReader:
         self._at = 0
 
     def feed(self, text: str) -> int:
-        """Take characters up to the end of the object; how many were taken. Sets `done` or `failed`."""
+        """Take characters up to the object's end; return how many. Sets `done` or `failed`."""
         base = len(self.raw)
         self.raw += text
         for i, c in enumerate(text):
@@ -81,7 +82,7 @@ class ObjectReader:
 
     @property
     def _call_depth(self) -> int:
-        """How deep the object with the name is: calls come as `{"function": {…}}` too."""
+        """Depth of the object with the name: calls come as `{"function": {…}}` too."""
         return 2 if self._wrapped else 1
 
     def _structure(self, c: str) -> None:
@@ -129,7 +130,7 @@ class ObjectReader:
             return None
 
     def arguments(self) -> str | None:
-        """The arguments as JSON text, once `done`; None when this is no call."""
+        """Return the arguments as JSON text, once `done`; None if this is no call."""
         try:
             call = msgspec.json.decode(self.raw)
         except (msgspec.DecodeError, UnicodeEncodeError):
@@ -142,7 +143,7 @@ class ObjectReader:
 
 
 def _loose_arguments(call: Any) -> str | None:
-    """Arguments that are missing, or that are an object in a string, as some models write it."""
+    """Return arguments that are missing, or an object in a string, as some models write it."""
     if not isinstance(call, dict):
         return None
     value: Any = next((call[key] for key in ARGUMENT_KEYS if key in call), {})
@@ -195,7 +196,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
 
 
 def xml_calls(text: str, tools: Tools) -> list[tuple[str, str]] | None:
-    """(name, arguments as JSON) of every call; None when the text is anything else."""
+    """Parse (name, arguments as JSON) of every call; None if the text is anything else."""
     if _FUNCTION.sub("", text).strip():
         return None
     calls = []

@@ -1,8 +1,8 @@
-"""Constrained output: which tokens may come next, from llguidance's token masks (docs/decisions/030).
+"""Constrain decoding: mask logits with llguidance's token masks (docs/decisions/030).
 
-A constraint is compiled once and kept (`Constraints`); each request walks its own copy of the parser
-(`TokenMatcher`). The bytes that a token stands for here are those the engine shows for it, so what is
-masked is what is read. Control tokens match no text; grammars of ours name them by number.
+A constraint is compiled once and cached (`Constraints`); each request walks its own copy of the parser
+(`TokenMatcher`). A token stands for the bytes that the engine emits for it, so masks and output agree.
+Control tokens match no text; internal grammars name them by number.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def _limits() -> Any:
 
 
 class Lark(msgspec.Struct, frozen=True, tag="lark"):
-    """A constraint of our own making: a grammar in llguidance's dialect of Lark, from its rule `start`.
+    """An internal constraint: a grammar in llguidance's dialect of Lark, from its rule `start`.
 
-    What the conversation side needs besides what a request may ask for: calls in a family's format,
-    reasoning before JSON. `grammars` are further ones by name, which `source` reaches as `@name`.
+    For tool calls in a family's format, and reasoning before JSON. `source` names further `grammars` as
+    `@name`.
     """
 
     source: str
@@ -77,7 +77,7 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class TokenMatcher:
-    """One request's place in its constraint. From the decode loop's thread alone."""
+    """A request's position in its constraint. From the decode loop's thread alone."""
 
     __slots__ = ("_bits", "_matcher", "_n_bytes", "_n_vocab", "_pointer", "_words")
 
@@ -88,7 +88,7 @@ class TokenMatcher:
         self._pointer, self._n_bytes = self._words.ctypes.data, self._words.nbytes
 
     def mask_into(self, logits: npt.NDArray[np.float32]) -> None:
-        """Bar logits that may not come next, in place. Raises UnsupportedConstraintError at a limit."""
+        """Set forbidden logits to -inf, in place. Raises UnsupportedConstraintError at a limit."""
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
         np.invert(self._words, out=self._words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
@@ -101,25 +101,25 @@ class TokenMatcher:
         np.copyto(logits, -np.inf, where=forbidden)
 
     def accept(self, token: int) -> bool:
-        """Take `token` as the next one; False when the constraint forbids it (nothing changes then)."""
+        """Advance by `token`; return False, without a change, if the constraint forbids it."""
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
     def allows(self, tokens: Sequence[int]) -> bool:
-        """Whether all of `tokens` may come next, one after another."""
+        """Return whether all of `tokens` may come next, in this order."""
         return bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
 
     def forced(self) -> Sequence[int]:
-        """The tokens that must come next whatever the model says; empty when there is a choice."""
+        """Return the tokens that must come next; empty if there is a choice."""
         return self._matcher.compute_ff_tokens()  # type: ignore[no-any-return]
 
     @property
     def is_done(self) -> bool:
-        """The output is complete and nothing may follow but the end."""
+        """True if the output is complete and only the end may follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
 
 class Compiled:
-    """A constraint ready for one vocabulary. Any thread."""
+    """A constraint compiled for one vocabulary. Any thread."""
 
     __slots__ = ("_lock", "_matcher", "_n_vocab")
 
@@ -129,13 +129,13 @@ class Compiled:
         self._lock = threading.Lock()
 
     def start(self) -> TokenMatcher:
-        """A matcher at the beginning; 3 µs."""
+        """Return a matcher at the beginning; 3 µs."""
         with self._lock:
             return TokenMatcher(self._matcher.deep_copy(), self._n_vocab)
 
 
 class Constraints:
-    """Compiles and keeps. One for each loaded model. Any thread."""
+    """Compile and cache constraints; one for each loaded model. Any thread."""
 
     def __init__(self, cache_size: int = CACHE_SIZE) -> None:
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ class Constraints:
         self._tokens(vocab)
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> Compiled:
-        """Compile, or find what was compiled under the same `salt`: time must not tell what others ask.
+        """Compile, or find what was compiled under the same `salt`: time must not leak requests.
 
         Raises UnsupportedConstraintError, `param` naming the place in the schema or grammar.
         """
@@ -201,7 +201,7 @@ class Constraints:
 
 
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
-    """The schema, normalised. Raises UnsupportedConstraintError, `param` a JSON pointer into it."""
+    """Return the schema, normalised. Raises UnsupportedConstraintError, `param` a JSON pointer."""
     normalised = normalise(schema)
 
     def complaint(part: dict[str, Any]) -> str:
@@ -221,7 +221,7 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of a normalised schema."""
+    """Return the grammar of a normalised schema."""
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_STYLE))
 
 
@@ -231,7 +231,7 @@ def inline_schema(schema: Any) -> str:
 
 
 def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
-    """(grammar, the request's field that it comes from). Raises UnsupportedConstraintError."""
+    """Return (grammar, the request's field that it comes from). Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps(
@@ -270,7 +270,6 @@ def whole(pattern: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -281,7 +280,7 @@ def _kind(constraint: Constraint | Lark) -> str:
 
 
 def _complaint(matcher: Any) -> str:
-    """What is wrong with a grammar, in one line; "" when there is something it allows."""
+    """Return the error of a grammar in one line; "" if it allows something."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
         return _brief(matcher.get_error()) or "nothing satisfies it"
     return _brief(matcher.get_error()) if matcher.is_error() else ""
@@ -309,7 +308,7 @@ def _with_deep_stack(work: Callable[[], Any]) -> Any:
 
 
 def _token_table(vocab: Vocab) -> Any:
-    """llguidance's view of the vocabulary: a trie of every token's bytes."""
+    """Return llguidance's view of the vocabulary: a trie of every token's bytes."""
     return llguidance.LLTokenizer.from_llamacpp(  # it tokenizes with llama.cpp itself
         tokens=list(vocab.marked_pieces()),
         vocab_ptr=vocab.pointer,
@@ -324,7 +323,11 @@ _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}
 
 
 def to_lark(gbnf: str) -> str:
-    """Raises UnsupportedConstraintError, `param` "gbnf" with the line where there is one."""
+    r"""Convert GBNF, llama.cpp's grammar notation. Raises UnsupportedConstraintError, `param` the line.
+
+    llguidance's converter does not know escapes of characters in literals (`"\x1b"`, `"\u00e9"`), so
+    they are resolved before.
+    """
     try:
         text = any_to_lark(_PARTS.sub(_resolve, gbnf))
     except GbnfToLarkError as error:
@@ -365,12 +368,11 @@ def _character(code: int) -> str:
 
 
 def _in_class(code: int) -> str:
-    """A character of a class, which is read as a regular expression's."""
     return f"\\x{code:02x}" if code < 0x80 else _character(code)
 
 
 def _in_literal(code: int) -> str:
-    """A literal's character; one it cannot hold closes it, stands as a class, reopens it."""
+    """Return a literal's character; one it cannot hold closes it, stands as a class, reopens it."""
     if code < 0x20 or code == 0x7F:
         return f'" [\\x{code:02x}] "'
     character = _character(code)

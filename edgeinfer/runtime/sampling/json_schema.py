@@ -1,10 +1,9 @@
-"""Check a JSON schema before its grammar is made, refusing by place what cannot be honoured.
+"""Normalise a JSON schema before its grammar is made; refuse, by place, what cannot be enforced.
 
-Keywords are of the right type, every keyword that restricts is one that the grammar engine enforces (so
-that output always validates), and some finite document satisfies the schema (`{"$ref": "#"}` has none).
-`normalise` rewrites on the way: annotations go, what a `$ref` names moves to `$defs`, and `not`, `if`
-and dependencies become alternatives. What is left to the grammar engine itself, which knows more about
-contradictions, is named by its place with `locate`.
+Every keyword that restricts is one that the grammar engine enforces, so that output always validates,
+and some finite document satisfies the schema (`{"$ref": "#"}` has none). Annotations are dropped, the
+targets of `$ref` move to `$defs`, and `not`, `if` and dependencies become alternatives. Contradictions
+are found by the grammar engine, and their place by `locate`.
 
 Places are JSON pointers from the schema's root: `#/properties/age/minimum`.
 """
@@ -53,7 +52,7 @@ def _step(place: str, key: str | int) -> str:
 
 
 class _References:
-    """Find what a `$ref` names: a pointer, an anchor or a part with an `$id`, in the same document."""
+    """Resolve a `$ref`: a pointer, an anchor or a part with an `$id`, in the same document."""
 
     def __init__(self, root: dict[str, Any], *, draft_4: bool) -> None:
         self._named: dict[str, tuple[Any, str]] = {"": (root, "#")}
@@ -119,7 +118,7 @@ def _place(name: str) -> str:
 
 
 def with_places(text: str) -> str:
-    """Put the reader's places where `text` has names that `normalise` gave."""
+    """Replace names that `normalise` gave in `text` by the places they stand for."""
     return re.sub(
         r"[^\s'\"]*#?/\$defs/((?:[0-9a-f]{2})+)(?:-\d+)*", lambda found: _place(found[1]), text
     )
@@ -135,7 +134,7 @@ class _Normaliser:
         self.waiting: list[tuple[Any, str]] = []
 
     def whole(self, root: dict[str, Any]) -> dict[str, Any]:
-        """Normalise `root`, then what it refers to, one after another: a chain may be long."""
+        """Normalise `root`, then its references, one after another: a chain may be long."""
         made: dict[str, Any] = self.schema(root, "#", 0)
         while self.waiting:
             value, place = self.waiting.pop()
@@ -183,7 +182,7 @@ class _Normaliser:
         return f"#/$defs/{name}"
 
     def rewritten(self, key: str, value: dict[str, Any], place: str, depth: int) -> list[Any]:
-        """The keyword as schemas that all have to be true."""
+        """Return schemas that together mean the keyword."""
         here = _step(place, key)
         wanted = list(alternatives(key, value))
         if None in wanted:
@@ -191,7 +190,7 @@ class _Normaliser:
         return [self.schema(part, here, depth + 1) for part in wanted]
 
     def counted(self, made: dict[str, Any], place: str) -> None:
-        """JSON lets a name stand twice; an open object could so count more members than it has."""
+        """Refuse counts of open objects: JSON lets a name stand twice, which would count as two."""
         wanted, certain = made.get("minProperties", 0), len(set(made.get("required", ())))
         is_open = "patternProperties" in made or made.get("additionalProperties", True) is not False
         if wanted > max(1, certain) and is_open:
@@ -200,7 +199,7 @@ class _Normaliser:
             )
 
     def keyword(self, key: str, part: Any, place: str, depth: int) -> Any:
-        """The keyword's value as the grammar engine takes it; None when it restricts nothing."""
+        """Return the keyword's value for the grammar engine; None if it restricts nothing."""
         if key in _MAPS:
             return self.map(part, place, depth)
         if key in _LISTS or (key == "items" and isinstance(part, list)):
@@ -283,7 +282,7 @@ _CHECKS: dict[str, Callable[[_Normaliser, Any, str], Any]] = {
 
 
 def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
-    """Yield schemas that all have to be true instead of `value[key]`; None for what no schema says."""
+    """Yield schemas that together mean `value[key]`; None for what no schema says."""
     part = value[key]
     if key == "not":
         yield negated(part)
@@ -345,7 +344,7 @@ _RESTRICTING = {*_NUMBERS, *_COUNTS, *_MAPS, *_LISTS, *_ONE, *REFUSED, *_REWRITT
 
 
 def _replace_one_of(schema: Any, place: str, overlaps: Overlaps) -> None:
-    """Make each `oneOf` an `anyOf` of parts that exclude each other, in place.
+    """Replace each `oneOf` by an `anyOf` of parts that exclude each other, in place.
 
     A `type` beside references that say as much goes: the engine follows no circle beside a keyword.
     """
@@ -383,7 +382,7 @@ def resolve(root: Any, ref: str) -> Any:
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """Keep what restricts. Raises UnsupportedConstraintError, `param` the place."""
+    """Return the schema's restrictions. Raises UnsupportedConstraintError, `param` the place."""
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -395,7 +394,7 @@ def normalise(schema: Any) -> dict[str, Any]:
 
 
 def _has_finite(schema: dict[str, Any], definitions: dict[str, Any]) -> bool:
-    """Whether some finite document may satisfy `schema` by its references alone.
+    """Return whether a finite document may satisfy `schema`, by its references alone.
 
     A least fixpoint: what is known to be finite only grows. Definitions stand in the order in which
     they were found, so that backwards few rounds do.
@@ -462,10 +461,9 @@ def _children(
 def locate(
     schema: dict[str, Any], complaint: Callable[[dict[str, Any]], str], seconds: float = LOCATE_S
 ) -> tuple[str, str]:
-    """(place, words) of the innermost part of `schema` that `complaint` finds fault with by itself.
+    """Return (place, complaint) of the innermost part of `schema` that fails by itself.
 
-    `complaint` compiles a schema and says what is wrong, or "". The root, when `seconds` do not
-    suffice.
+    `complaint` compiles a schema and returns its error, or "". The root, if `seconds` do not suffice.
     """
     definitions = schema.get("$defs", {})
     end = time.monotonic() + seconds

@@ -1,8 +1,7 @@
-"""Tell whether two schemas may both be true of one document, and narrow those of a `oneOf` until not.
+"""Make the parts of a `oneOf` exclude each other, for a grammar engine that knows `anyOf` alone.
 
-The grammar engine knows alternatives that may all be true (`anyOf`), not ones of which exactly one is.
-So each part of a `oneOf` has to exclude the others. Schemas here are normalized ones, whose references
-name entries of `definitions`. Every answer errs on the side of "may both be true".
+Schemas are normalised ones, whose references name entries of `definitions`. Every answer errs on the
+side of "may both be true".
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _RANGES = {
 
 
 class Overlaps:
-    """Compare the schemas of one document; remembers every pair."""
+    """Compare the schemas of one document; caches every pair."""
 
     def __init__(self, definitions: dict[str, Any]) -> None:
         self._definitions = definitions
@@ -31,7 +30,7 @@ class Overlaps:
         self._narrow: list[Any] = []  # kept alive: pairs go by identity
 
     def has_idle_type(self, schema: dict[str, Any]) -> bool:
-        """Whether its `type` says no more than its reference or alternatives do."""
+        """Return whether its `type` says no more than its reference or alternatives do."""
         if "type" not in schema or not ("$ref" in schema or "anyOf" in schema):
             return False
         rest = {key: part for key, part in schema.items() if key != "type"}
@@ -57,7 +56,7 @@ class Overlaps:
         return made
 
     def _narrowed(self, part: Any, other: Any) -> dict[str, Any] | None:
-        """An object without a name that `other` requires, or with one that `other` forbids."""
+        """Narrow `part` by a name that `other` requires, or by one that `other` forbids."""
         schema = self._followed(part)
         if not isinstance(schema, dict) or "object" not in self.kinds(schema):
             return None
@@ -117,7 +116,7 @@ class Overlaps:
         return found
 
     def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
-        """Whether no document satisfies both."""
+        """Return whether no document satisfies both."""
         if a is False or b is False:
             return True
         if a is True or b is True or depth > _MAX_DEPTH:

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
-from edgeinfer.runtime.chat_format.chat_format import Conversations
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat
 from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
 from edgeinfer.runtime.chat_format.prepared import Prepared
 from edgeinfer.runtime.kv_cache.cache import common_prefix
@@ -38,7 +38,7 @@ class Preparer:
         *,
         files: ModelFiles,
         vocab: Vocab,
-        conversations: Conversations,
+        conversations: ChatFormat,
         constraints: Constraints,
         n_ctx: int,
         max_draft: int,

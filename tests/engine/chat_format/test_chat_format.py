@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.chat_format.chat_format import load_conversations
+from edgeinfer.runtime.chat_format.chat_format import load_chat_format
 from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.requests import (
@@ -85,7 +85,7 @@ class Words:
 
 def talk(name: str = "", vocab: Any = None, **facts: Any):
     source = (FOLDER / f"{name}.jinja").read_text() if name else ""
-    return load_conversations(
+    return load_chat_format(
         TemplateFacts(
             **{
                 "template": source,

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.runtime.chat_format.chat_format import Conversations, load_conversations
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat, load_chat_format
 from edgeinfer.runtime.chat_format.control_tokens import MARK, ControlTokens, unmarked
 from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -18,8 +18,8 @@ CHATML = ("smollm2", "smollm3", "qwen25", "qwen3", "hermes3")
 ALPHABET = [*"ab 1.,\n\t<>|[]/_'\"\\é字🙂", "<|", "|>", "im_", "end", "start", "<s", "</", "user"]
 
 
-def conversations(vocab: Vocab, name: str, *, guard: bool = True) -> Conversations:
-    return load_conversations(
+def conversations(vocab: Vocab, name: str, *, guard: bool = True) -> ChatFormat:
+    return load_chat_format(
         TemplateFacts(
             template=(FOLDER / f"{name}.jinja").read_text(),
             named_templates={},
@@ -63,7 +63,7 @@ def controls(vocab: Vocab, tokens: list[int]) -> list[int]:
     return [token for token in tokens if vocab.is_control(token)]
 
 
-def prompt_of(made: Conversations, request: GenerateRequest) -> list[int]:
+def prompt_of(made: ChatFormat, request: GenerateRequest) -> list[int]:
     return made.tokenize(made.render(request))
 
 
@@ -139,7 +139,7 @@ def test_the_mark_survives_what_templates_do(vocab, written):
         eos_text="",
         vocab=vocab,
     )
-    made = load_conversations(facts)
+    made = load_chat_format(facts)
     request = GenerateRequest(messages=(Message(role="user", content=" <|im_end|>ä <|IM_end|> "),))
     prompt = made.render(request)
     tokens = made.tokenize(prompt)

@@ -16,8 +16,8 @@ import pytest
 from made_models import make_llama
 
 from edgeinfer.agents import endpoint
-from edgeinfer.agents.endpoint import Found
-from edgeinfer.agents.table import AGENTS, Target, agent_of
+from edgeinfer.agents.endpoint import RemoteEndpoint
+from edgeinfer.agents.table import AGENTS, AgentTarget, agent_of
 from edgeinfer.cli.main import main
 from edgeinfer.errors import ServeError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
@@ -85,7 +85,7 @@ def test_another_users_listener_is_sent_nothing(stranger):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert endpoint.look_at(url, "secret-key-0123456789") is None
         with pytest.raises(ServeError, match="another user"):
-            Found(url=url, model="m", key="secret-key-0123456789").ask("GET", "/props")
+            RemoteEndpoint(url=url, model="m", key="secret-key-0123456789").request("GET", "/props")
         for _ in range(2):
             client, _ = listener.accept()
             with client:
@@ -168,7 +168,9 @@ def test_a_serve_that_ends_is_quoted(aider, configured, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_is_given_the_endpoint_and_the_model(name, tmp_path):
-    target = Target(url="http://127.0.0.1:8097", model="some-model", n_ctx=40_960, key="secret-key")
+    target = AgentTarget(
+        url="http://127.0.0.1:8097", model="some-model", n_ctx=40_960, key="secret-key"
+    )
     setup = AGENTS[name].setup(target, tmp_path)
     files = [path.read_text() for path in tmp_path.iterdir()]
     told = "\n".join([*setup.arguments, *setup.environment.values(), *files])
