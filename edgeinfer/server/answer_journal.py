@@ -32,9 +32,6 @@ class Kept:
         self.about: object = None
         #: Seconds for which it goes on with nobody reading; 0 ends it when its reader leaves.
         self.unread_s = 0.0
-        self._receipt = b""
-        #: Whether an answer that failed is kept too, for who asks what became of it.
-        self.keeps_failure = False
         self.size_bytes = 0
         self.is_done = False
         self.is_too_long = False
@@ -137,16 +134,6 @@ class Kept:
         headers = dict(self._messages[0]["headers"]) if self._messages else {}
         return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
 
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the making of it."""
-        return self._error
-
-    def give_receipt(self, body: bytes) -> None:
-        """Give its readers this JSON at once; the answer itself is for who asks what became of it."""
-        self._receipt = body
-        self._wake()
-
     def give_up(self) -> None:
         """End it at its next step, as if its client had left."""
         self._given_up.set()
@@ -174,9 +161,6 @@ class Kept:
     async def _read(self, reader: object, gone: asyncio.Future[None], send: Send, cut: Cut) -> None:
         while not gone.done():
             at = self._readers[reader]
-            if self._receipt:
-                await _send_json(send, self._receipt)
-                return
             if at < len(self._messages):
                 message = dict(self._messages[at])  # whoever passes it on adds headers of its own
                 if message["type"] == "http.response.body":
@@ -192,12 +176,6 @@ class Kept:
                 changed = self._change()
                 await asyncio.wait({changed, gone}, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-
-
-async def _send_json(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class KeptAnswers:
@@ -221,8 +199,7 @@ class KeptAnswers:
         self._kept[key, name] = kept
 
         def ended(done: Kept) -> None:
-            is_wanted = done.is_whole or done.keeps_failure
-            if not is_wanted and self._kept.get((key, name)) is done:
+            if not done.is_whole and self._kept.get((key, name)) is done:
                 del self._kept[key, name]
 
         kept.when_ended.append(ended)

@@ -18,7 +18,7 @@ from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_eng
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import Pulled
-from edgeinfer.server.openai import batches, translate, wire
+from edgeinfer.server.openai import batch_routes, translate, wire
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events
 from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode
@@ -181,5 +181,5 @@ OPENAI = Dialect(
     error_type=wire.ErrorReply,
     error_body=error_body,
     error_events=error_events,
-    operations=[*ROUTES, *batches.ROUTES],
+    operations=[*ROUTES, *batch_routes.ROUTES],
 )

@@ -234,7 +234,6 @@ class ResponseRenderer:
             truncation=body.truncation or "disabled",
             previous_response_id=body.previous_response_id,
             store=self._stored,
-            background=bool(body.background),
             reasoning=msgspec.to_builtins(body.reasoning) if body.reasoning else None,
         )
 

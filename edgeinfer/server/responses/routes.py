@@ -20,8 +20,6 @@ from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import (
     DeletedResponse,
-    InputItems,
-    InputItemsQuery,
     InputTokensReply,
     ResponseReply,
     ResponsesRequest,
@@ -45,23 +43,6 @@ async def responses(request: Request) -> Response:
         lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
         stream=bool(body.stream),
     )
-
-
-@ROUTES.post("/v1/responses/{id}/cancel", reply=ResponseReply, uses_model=False)
-async def cancel_response(request: Request) -> Response:
-    """End a response that is made in the background."""
-    exchange = exchange_of(request)
-    _, kept = stored.find(exchange, request.path_params["id"])
-    return Response(stored.cancel(kept), media_type="application/json")
-
-
-@ROUTES.get("/v1/responses/{id}/input_items", query=InputItemsQuery, reply=InputItems)
-async def input_items(request: Request) -> Response:
-    """What a stored response answers."""
-    query = decode_query(request, InputItemsQuery)
-    name = request.path_params["id"]
-    _, kept = stored.find(exchange_of(request), name)
-    return json_reply(stored.input_items(kept, name, query))
 
 
 @ROUTES.post("/v1/responses/input_tokens", body=ResponsesRequest, reply=InputTokensReply)

@@ -12,27 +12,22 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.answer_journal import Cut, Kept, KeptAnswers
 from edgeinfer.server.context import Exchange
-from edgeinfer.server.openai.render import sentence
-from edgeinfer.server.problems import Problem, from_error
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import Reading
 from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.render import ResponseRenderer
 
 _OFF = "responses are not stored, send the conversation; `store-responses` under [serve] switches it on"
-#: Seconds after which what is made in the background is given up.
-_BACKGROUND_S = 86_400.0
 _SEQUENCE = re.compile(rb'^data: \{"type":"[\w.]+","sequence_number":(\d+)', re.MULTILINE)
 
 
 class Stored(msgspec.Struct):
-    """What is kept beside an answer: the items before it, and the response before it has ended."""
+    """What is stored with an answer: the conversation before it, and the response while it is made."""
 
     items: tuple[wire.Item, ...]
     in_progress: wire.ResponseReply
-    is_cancelled: bool = False
 
 
 class _Told(msgspec.Struct):
@@ -67,14 +62,11 @@ def go_on(exchange: Exchange, body: wire.ResponsesRequest) -> wire.ResponsesRequ
 
 
 def store(exchange: Exchange, body: wire.ResponsesRequest) -> str:
-    """Keep the answer that is being made, where that is wanted and switched on, and name it.
+    """Store the answer that is being made, if that is wanted and switched on; return its id.
 
-    One that is made in the background is told of at once. Raises UnknownModelError, and Problem 400 for
-    one that is not to be stored.
+    Raises UnknownModelError.
     """
     kept, answers = exchange.kept, exchange.endpoint.stored
-    if body.background:
-        _check_background(body, is_on=answers is not None)
     if body.store is True and answers is None:
         exchange.ignore(["store"])
     if kept is None or answers is None or body.store not in (None, True):
@@ -86,66 +78,8 @@ def store(exchange: Exchange, body: wire.ResponsesRequest) -> str:
     kept.about = Stored(items, in_progress)
     kept.size_bytes += len(msgspec.json.encode(items))
     kept.unread_s = max(kept.unread_s, exchange.endpoint.limits.unread_s)
-    if body.background:
-        kept.unread_s = _BACKGROUND_S
-        kept.keeps_failure = True
-        if not body.stream:
-            kept.give_receipt(_as_queued(in_progress))
     answers.add(exchange.key, name, kept)
     return name
-
-
-def _check_background(body: wire.ResponsesRequest, *, is_on: bool) -> None:
-    """Raises Problem 400 where what is made in the background could not be read again."""
-    if not is_on:
-        said = f"'background' is not supported here: {_OFF}."
-        raise Problem(400, said, param="background", code="unsupported_parameter")
-    if body.store not in (None, True):
-        raise Problem(400, "'background' needs 'store'.", param="background", code="invalid_value")
-
-
-def _as_queued(reply: wire.ResponseReply) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(reply, status="queued"))
-
-
-def cancel(kept: Kept) -> bytes:
-    """End a response that is made in the background. Raises Problem 400 for another."""
-    about = _about(kept)
-    if not about.in_progress.background:
-        raise Problem(
-            400, "Only a response with background=true can be cancelled.", code="invalid_value"
-        )
-    if not kept.is_done:
-        about.is_cancelled = True
-        kept.give_up()
-    return reply_of(kept)
-
-
-def input_items(kept: Kept, name: str, query: wire.InputItemsQuery) -> wire.InputItems:
-    """A page of what the response called `name` answers. Raises Problem 400."""
-    items = [_shown(item, f"{name}_{n}") for n, item in enumerate(_about(kept).items)]
-    if query.order == "desc":
-        items.reverse()
-    ids = [item["id"] for item in items]
-    if query.after is not None and query.after not in ids:
-        raise Problem(400, f"No item has the id '{query.after}'.", param="after", code="invalid_value")
-    begin = 0 if query.after is None else ids.index(query.after) + 1
-    page = items[begin : begin + query.limit]
-    return wire.InputItems(
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=begin + len(page) < len(items),
-    )
-
-
-def _shown(item: wire.Item, name: str) -> dict[str, Any]:
-    """An item as its API tells it: with an id, and its text as a part."""
-    shown = {key: value for key, value in msgspec.to_builtins(item).items() if value is not None}
-    if isinstance(item, wire.MessageItem) and isinstance(item.content, str):
-        kind = "output_text" if item.role == "assistant" else "input_text"
-        shown["content"] = [{"type": kind, "text": item.content}]
-    return {"id": f"item_{name}", "status": "completed"} | shown
 
 
 def find(exchange: Exchange, name: str) -> tuple[KeptAnswers, Kept]:
@@ -161,23 +95,9 @@ def find(exchange: Exchange, name: str) -> tuple[KeptAnswers, Kept]:
 def reply_of(kept: Kept) -> bytes:
     """The response as it is now."""
     about = _about(kept)
-    if about.is_cancelled:
-        return msgspec.json.encode(msgspec.structs.replace(about.in_progress, status="cancelled"))
     if not kept.is_done:
         return msgspec.json.encode(about.in_progress)
-    if not kept.is_whole and not kept.is_stream:
-        return _failed(kept)
     return bytes(_told(kept.body)) if kept.is_stream else kept.body
-
-
-def _failed(kept: Kept) -> bytes:
-    cause = kept.error
-    problem = from_error(cause) if isinstance(cause, EdgeInferError) else cause
-    if not isinstance(problem, Problem):
-        problem = Problem(500, "The response could not be made.", code="server_error")
-    error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
-    reply = msgspec.structs.replace(_about(kept).in_progress, status="failed", error=error)
-    return msgspec.json.encode(reply)
 
 
 def after(sequence: int) -> Cut:

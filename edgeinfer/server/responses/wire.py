@@ -212,6 +212,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
         "service_tier stream_options user".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
+        "background": "the answer comes with its request",
         "conversation": "conversations are not stored",
         "moderation": "nothing is moderated",
         "prompt": "prompts are not stored",
@@ -228,7 +229,6 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
-    background: bool | None = None
     tools: Annotated[list[ResponseFunctionTool | NamespaceTool], Meta(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -254,16 +254,6 @@ class StoredQuery(Wire, frozen=True, kw_only=True):
 
     stream: bool | None = None
     starting_after: Annotated[int, Meta(ge=0)] | None = None
-
-
-class InputItemsQuery(Wire, frozen=True, kw_only=True):
-    """GET /v1/responses/{id}/input_items: the latest first, unless `order` is "asc"."""
-
-    hints: ClassVar = frozenset({"include"})
-
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    order: Literal["asc", "desc"] = "desc"
-    after: ShortText | None = None
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
@@ -344,7 +334,7 @@ class ResponseReply(Reply, frozen=True, kw_only=True):
     id: str
     created_at: int
     model: str
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
     output: list[OutputItem]
     usage: ResponseUsage | None
     tools: list[dict[str, Any]]
@@ -366,16 +356,6 @@ class ResponseReply(Reply, frozen=True, kw_only=True):
     service_tier: str = "default"
     object: Literal["response"] = "response"
     timings: WireTimings | None = None
-
-
-class InputItems(Reply, frozen=True, kw_only=True):
-    """The items that a stored response answers."""
-
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
 
 
 class DeletedResponse(Reply, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ import threading
 import openai
 import pytest
 
-from edgeinfer.errors import EngineError
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate as Door
@@ -155,12 +154,12 @@ def test_limits_come_before_the_body_of_a_stored_response(client, raw_exchange, 
     here, openai_client = client(
         FakeEngine([["one ", Gate(threading.Event())]]), limits=Limits(max_requests=1)
     )
-    begun = openai_client.responses.create(model="fake", input="x", background=True)
-    until(lambda: here.endpoint.running, "the generation")
+    with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
+        name = next(iter(stream)).response.id
     assert here.endpoint.in_flight == 1  # the answer holds its place after its reader left
     head = b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n"
     assert b" 503 " in raw_exchange(here.port, head).splitlines()[0]  # no byte of the body was sent
-    openai_client.responses.cancel(begun.id)
+    openai_client.responses.delete(name)
     until(lambda: not here.endpoint.in_flight, "its end")
 
 
@@ -185,60 +184,3 @@ def test_the_oldest_go_first(client) -> None:
     names = [here.client.post(URL, json={"input": "x"}).json()["id"] for _ in range(3)]
     found = [here.client.get(f"{URL}/{name}").status_code for name in names]
     assert found == [404, 200, 200]
-
-
-def test_a_response_in_the_background_is_told_of_at_once_and_read_later(client, until) -> None:
-    opened = threading.Event()
-    _, openai_client = client(FakeEngine([["a", Gate(opened), "b"]]))
-    begun = openai_client.responses.create(model="fake", input="x", background=True)
-    assert begun.status == "queued"
-    assert begun.background
-    assert openai_client.responses.retrieve(begun.id).status == "in_progress"
-    opened.set()
-    until(lambda: openai_client.responses.retrieve(begun.id).status == "completed", "the answer")
-    assert openai_client.responses.retrieve(begun.id).output_text == "ab"
-
-
-def test_a_response_in_the_background_is_cancelled(client, until) -> None:
-    engine = FakeEngine([["a", Gate(threading.Event())], ["b"]])
-    here, openai_client = client(engine)
-    begun = openai_client.responses.create(model="fake", input="x", background=True)
-    until(lambda: here.endpoint.running, "the generation")
-    for _ in range(2):
-        assert openai_client.responses.cancel(begun.id).status == "cancelled"
-    until(lambda: not here.endpoint.in_flight, "its end")
-    assert openai_client.responses.retrieve(begun.id).status == "cancelled"
-    done = openai_client.responses.create(model="fake", input="x")
-    with pytest.raises(openai.BadRequestError, match="background=true"):
-        openai_client.responses.cancel(done.id)
-
-
-def test_what_failed_in_the_background_says_so(client, until) -> None:
-    _, openai_client = client(FakeEngine([["a", EngineError("it broke")]]))
-    begun = openai_client.responses.create(model="fake", input="x", background=True)
-    until(lambda: openai_client.responses.retrieve(begun.id).status == "failed", "the failure")
-    assert openai_client.responses.retrieve(begun.id).error.message
-
-
-def test_the_background_needs_a_store(client, serve) -> None:
-    _, openai_client = client()
-    with pytest.raises(openai.BadRequestError, match="needs 'store'"):
-        openai_client.responses.create(model="fake", input="x", background=True, store=False)
-    refused = serve().client.post(URL, json={"model": "fake", "input": "x", "background": True})
-    assert refused.json()["error"]["param"] == "background"
-    assert "store-responses" in refused.json()["error"]["message"]
-
-
-def test_what_a_response_answers_is_listed_in_pages(client) -> None:
-    _, openai_client = client()
-    first = openai_client.responses.create(model="fake", input="One.")
-    second = openai_client.responses.create(model="fake", input="Two.", previous_response_id=first.id)
-    listed = openai_client.responses.input_items.list(second.id, limit=1, order="asc")
-    texts = [item.content[0].text for item in listed]
-    assert texts[0] == "One."
-    assert texts[-1] == "Two."
-    assert len(texts) == 3
-    latest = openai_client.responses.input_items.list(second.id).data[0]
-    assert latest.content[0].text == "Two."
-    with pytest.raises(openai.BadRequestError, match="No item"):
-        openai_client.responses.input_items.list(second.id, after="other")

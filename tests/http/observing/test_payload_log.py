@@ -213,7 +213,7 @@ def _asked(draw: st.DrawFn) -> tuple[str, Any, list[str]]:
         "/apply-template": {"messages": turns[:2], "tools": [{"function": function}]},
         "/infer": {"prompt": word(), "system": word(), "stop": [word()]},
         "/completion": {"prompt": word(), "stop": [word()], "n_probs": 2, **stream},
-        "/reranking": {"query": word(), "texts": [word()], "return_text": True},
+        "/reranking": {"query": word(), "documents": [word()]},
         "/v1/responses/input_tokens": {"input": word(), "instructions": word()},
         "/infill": {
             "input_prefix": word(),
