@@ -372,7 +372,6 @@ def _scheduler(loaded: LoadedModel, active: ActiveContext, lora: LoraAdapters) -
         adapters=lora,
         n_parallel=loaded.n_parallel,
         n_ctx=loaded.n_ctx,
-        supports_truncation=cuttable,
         batch_invariance=_batch_invariance(loaded),
         s_per_token=loaded.shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE,
         states=states,

@@ -29,7 +29,7 @@ from edgeinfer.runtime.llama.backends import files as backend_files
 from edgeinfer.runtime.llama.backends import registration
 from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.lora import Held, LoraAdapters
+from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import (
     LoadedModel,
     Placement,
@@ -118,11 +118,7 @@ class GpuOffload:
 
     def _attach(self, wanted: OffloadRequest) -> None:
         devices = find_devices(wanted)
-        rooms = tuple(wanted.room(device) for device in devices)
-        planned = make_offload(self._cpu.shape, self._cpu.plan, rooms, wanted.layers)
-        device_context = load_device_context(
-            self._files.paths, self._options, self._cpu, self._lora, devices, rooms, planned
-        )
+        device_context = self._load(devices, tuple(map(wanted.room, devices)), wanted.layers)
         try:
             device_context.warm_up()  # before a client waits for a token
             self._call(lambda: self._switch(device_context))
@@ -135,6 +131,46 @@ class GpuOffload:
                 "the devices had room for %s: %s", device_context.offload, device_context.failed
             )
 
+    def _load(
+        self, devices: Sequence[Device], rooms: tuple[Room, ...], layers: int | str
+    ) -> DeviceContext:
+        """Load the model again with `layers` on devices, or fewer if they do not fit."""
+        cpu, failed = self._cpu, ""
+        offload = make_offload(cpu.shape, cpu.plan, rooms, layers)
+        while offload.parts:
+            try:
+                found = self._load_offload(devices, offload)
+                found.failed = failed
+                return found
+            except (ModelLoadError, OutOfMemoryError) as error:
+                failed = failed or error.message
+                offload = fewer(cpu.shape, cpu.plan, rooms, offload)
+        raise OffloadRefused(failed or offload.reason)
+
+    def _load_offload(self, devices: Sequence[Device], offload: Offload) -> DeviceContext:
+        cpu = self._cpu
+        pointers = {device.name: device.pointer for device in devices}
+        placement = Placement([pointers[part.device] for part in offload.parts], offload)
+        on_devices = sum(part.weights_bytes for part in offload.parts)
+        rest = max(0, cpu.shape.weights_bytes - on_devices)
+        repack = choose_repack(self._options.repack, rest, read_machine())
+        options = msgspec.structs.replace(self._options, repack=repack.value)
+        model = open_model(self._files.paths, options, placement=placement)
+        try:
+            loaded = with_another_context(cpu, model, options)
+        except BaseException:
+            free_model(model)
+            raise
+        layers = Chosen(str(offload), offload.reason)
+        loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
+        active = loaded.active_context()
+        try:
+            active.adapters = self._lora.open(model)
+        except BaseException:
+            loaded.free()
+            raise
+        return DeviceContext(loaded, active, offload, placement)
+
     def _switch(self, device_context: DeviceContext) -> None:
         """Decode with `device_context` from now on. Between two steps."""
         if self._is_closing:
@@ -143,7 +179,10 @@ class GpuOffload:
         self._blocks.detach()
         knows = self._active.copy_state_to(device_context.active)
         self._scheduler.switch_context(device_context.active, knows=knows, on_device=True)
-        self._mark_cells()
+        for cached_seq in self._scheduler.kv.cached_sequences:
+            cached_seq.is_shifted = (
+                True  # computed by another context, whose rounding differs: not stored
+            )
         self._scheduler.on_failed_step = self._failed
         self._device_context = device_context
         cpu = self._cpu.active_context()
@@ -151,22 +190,13 @@ class GpuOffload:
         cpu.cells.give_back()
         self._enter(device_context.loaded)
 
-    def _mark_cells(self) -> None:
-        """Keep cells of another context, whose rounding differs, out of the prefix cache."""
-        for cached_seq in self._scheduler.kv.cached_sequences:
-            cached_seq.is_shifted = True
-
-    def _note_failure(self, device_context: DeviceContext, failure: str) -> str:
-        names = " and ".join(part.device for part in device_context.offload.parts)
-        self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {failure}")
-        return names
-
     def _failed(self, error: DecodeError) -> bool:
         """Continue on the CPU. The device context is left alone: a lost device may never answer."""
         device_context, self._device_context = self._device_context, None
         if device_context is None:
             return False
-        names = self._note_failure(device_context, error.message)
+        names = " and ".join(part.device for part in device_context.offload.parts)
+        self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
         self._blocks.detach()
         active = self._cpu.active_context()
@@ -282,61 +312,3 @@ class DeviceContext:
 
 class OffloadRefused(Exception):
     """No layers can be on devices, for the reason of the message."""
-
-
-def load_device_context(
-    paths: tuple[str, ...],
-    options: LoadOptions,
-    cpu: LoadedModel,
-    lora: LoraAdapters,
-    devices: Sequence[Device],
-    rooms: tuple[Room, ...],
-    planned: Offload,
-) -> DeviceContext:
-    """Load `cpu`'s model again as `planned`, with fewer layers if they do not fit. Raises
-    OffloadRefused.
-    """
-    offload, failed = planned, ""
-    while offload.parts:
-        try:
-            found = _load(paths, options, cpu, devices, offload)
-            found.active.adapters = _adapters(lora, found)
-        except (ModelLoadError, OutOfMemoryError) as error:
-            failed = failed or error.message
-            offload = fewer(cpu.shape, cpu.plan, rooms, offload)
-            continue
-        found.failed = failed
-        return found
-    raise OffloadRefused(failed or offload.reason)
-
-
-def _adapters(lora: LoraAdapters, device_context: DeviceContext) -> Held:
-    try:
-        return lora.open(device_context.loaded.model)
-    except BaseException:
-        device_context.loaded.free()
-        raise
-
-
-def _load(
-    paths: tuple[str, ...],
-    options: LoadOptions,
-    cpu: LoadedModel,
-    devices: Sequence[Device],
-    offload: Offload,
-) -> DeviceContext:
-    pointers = {device.name: device.pointer for device in devices}
-    placement = Placement([pointers[part.device] for part in offload.parts], offload)
-    on_devices = sum(part.weights_bytes for part in offload.parts)
-    rest = max(0, cpu.shape.weights_bytes - on_devices)
-    repack = choose_repack(options.repack, rest, read_machine())
-    options = msgspec.structs.replace(options, repack=repack.value)
-    model = open_model(paths, options, placement=placement)
-    try:
-        loaded = with_another_context(cpu, model, options)
-    except BaseException:
-        free_model(model)
-        raise
-    layers = Chosen(str(offload), offload.reason)
-    loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
-    return DeviceContext(loaded, loaded.active_context(), offload, placement)

@@ -27,7 +27,7 @@ STEP = """
 import sys
 from pathlib import Path
 import numpy as np
-from edgeinfer.runtime import libedgeinfer, libllama
+from edgeinfer.runtime.llama import libedgeinfer, libllama
 model, out, folder = sys.argv[1:]
 if folder:
     libedgeinfer.folder = lambda: Path(folder)
@@ -130,7 +130,7 @@ def test_without_its_library_llama_cpps_own_serves(content: bytes | None, tmp_pa
             (tmp_path / f"libedgeinfer-attention-{level}.so.1").write_bytes(content)
     program = (
         "import sys\nfrom pathlib import Path\nfrom edgeinfer.cli.main import main\n"
-        "from edgeinfer.runtime import libedgeinfer\n"
+        "from edgeinfer.runtime.llama import libedgeinfer\n"
         "libedgeinfer.folder = lambda: Path(sys.argv[1])\n"
         "sys.exit(main(['doctor']))"
     )

@@ -22,7 +22,7 @@ from edgeinfer.runtime.options import LoadOptions
 #: output] per context].
 _BUFFERS = """
 import json, re, sys
-from edgeinfer.runtime import libllama
+from edgeinfer.runtime.llama import libllama
 llama = libllama.lib()
 def told(lines, pattern):
     size = re.compile(pattern + r"\\s*=\\s*([\\d.]+) MiB")

@@ -569,7 +569,7 @@ def seen(event, arguments):
     if event == "import" and arguments[0] == "llama_cpp":
         print(os.environ.get("GOMP_SPINCOUNT"))
 sys.addaudithook(seen)
-from edgeinfer.runtime import libllama
+from edgeinfer.runtime.llama import libllama
 print(os.environ.get("GOMP_SPINCOUNT"))
 """
 
@@ -613,7 +613,7 @@ def test_core_file_is_written_only_for_debugging(words, bytes_allowed):
 
 ABORT = """
 import ctypes
-from edgeinfer.runtime import libllama
+from edgeinfer.runtime.llama import libllama
 libllama.lib()
 libllama.base_library().ggml_abort(b"here.c", 7, b"it broke")
 """

@@ -111,7 +111,7 @@ class KvCache:
     ) -> None:
         self._memory = memory
         self.n_cells = n_cells
-        self._supports_truncation = supports_truncation
+        self.supports_truncation = supports_truncation
         self._window = window
         self.checkpoints: Checkpoints | None = None
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
@@ -163,7 +163,7 @@ class KvCache:
         """Count the usable tokens of `n`: other sequences may own cells that a sliding window has
         passed.
         """
-        if not self._supports_truncation and n < len(cached_seq.tokens):
+        if not self.supports_truncation and n < len(cached_seq.tokens):
             checkpoint = (
                 self.checkpoints.latest_before(cached_seq.checkpoints, n)
                 if self.checkpoints is not None
@@ -242,7 +242,7 @@ class KvCache:
         return cut
 
     def _restore_checkpoint(self, cached_seq: CachedSequence, n: int) -> bool:
-        if self._supports_truncation or not n:
+        if self.supports_truncation or not n:
             return True
         checkpoint = (
             self.checkpoints.latest_before(cached_seq.checkpoints, n)
@@ -279,7 +279,7 @@ class KvCache:
 
     def shift(self, cached_seq: CachedSequence, keep: int, drop: int) -> bool:
         """Drop `drop` tokens behind the first `keep`. False if moved cells are shared."""
-        if not self._supports_truncation or any(
+        if not self.supports_truncation or any(
             self._shares[cell] > 1 for cell in cached_seq.cells[keep:]
         ):
             return False

@@ -73,13 +73,27 @@ class ActiveContext:
         n = int(L.llama_state_get_data(self.context, pointer, len(state)))
         return bool(n and L.llama_state_set_data(target.context, pointer, n) == n)
 
+    def logits(self, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
+        """View the logits of the last batch's token `index`, valid until the next decode.
+
+        Raises DecodeError if it has none.
+        """
+        pointer = L.llama_get_logits_ith(self.context, index)
+        if not pointer:
+            raise DecodeError(f"token {index} of the batch has no logits")
+        return _floats(pointer, n_vocab)
+
     def embedding(self, seq_id: int, width: int) -> npt.NDArray[np.float64]:
         """Return a copy of the pooled embedding of a sequence. Raises DecodeError without one."""
         pointer = L.llama_get_embeddings_seq(self.context, seq_id)
         if not pointer:
             raise DecodeError("llama.cpp gave no embedding")
-        row: Any = (ctypes.c_float * width).from_address(ctypes.addressof(pointer.contents))
-        return np.frombuffer(row, dtype=np.float32).astype(np.float64)
+        return _floats(pointer, width).astype(np.float64)
+
+
+def _floats(pointer: Any, n: int) -> npt.NDArray[np.float32]:
+    row: Any = (ctypes.c_float * n).from_address(ctypes.addressof(pointer.contents))
+    return np.frombuffer(row, dtype=np.float32)
 
 
 _I32 = ctypes.POINTER(ctypes.c_int32)
@@ -156,22 +170,6 @@ class Batch:
         """Run llama_decode and return its code: 0, or 1 without KV cells; negative is fatal."""
         self._native.n_tokens = self.n_tokens
         return libllama.decode(active.context, self._native)
-
-
-class Logits:
-    """The last batch's logits as views of llama.cpp's own memory: valid until the next decode."""
-
-    def __init__(self, active: ActiveContext, n_vocab: int) -> None:
-        self._active, self._n_vocab = active, n_vocab
-        self._row_type = ctypes.c_float * n_vocab
-
-    def row(self, index: int) -> npt.NDArray[np.float32]:
-        """Return the logits of the batch's token `index`. Raises DecodeError if it has none."""
-        pointer = L.llama_get_logits_ith(self._active.context, index)
-        if not pointer:
-            raise DecodeError(f"token {index} of the batch has no logits")
-        row: Any = self._row_type.from_address(ctypes.addressof(pointer.contents))
-        return np.frombuffer(row, dtype=np.float32)
 
 
 class AbortFlag:

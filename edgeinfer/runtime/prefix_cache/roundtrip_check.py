@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.runtime.kv_cache.sequence_state import State
-from edgeinfer.runtime.llama.context import ActiveContext, Batch, Logits
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 
@@ -115,7 +115,7 @@ class _Probe:
         self._batch = Batch(
             capacity=_CHUNK, max_outputs=1, n_vocab=n_vocab, n_seq_max=_N_SEQ, n_cells=context.n_cells
         )
-        self._logits = Logits(self._active, n_vocab)
+        self._n_vocab = n_vocab
 
     def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:
         """Prefill `tokens` from position `start` on, in chunks. The last has logits."""
@@ -130,7 +130,7 @@ class _Probe:
         """Return the logits behind `tokens`, float32 of the vocabulary's length."""
         for _ in self.compute(tokens, start):
             continue
-        return self._logits.row(len(tokens) - 1).copy()
+        return self._active.logits(len(tokens) - 1, self._n_vocab).copy()
 
     def checkpoint(self) -> memoryview | None:
         return None if self._supports_truncation else self.states.read_checkpoint(_SEQ_ID)

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.kv_cache.cache import common_prefix
-from edgeinfer.runtime.llama.context import Batch, Logits
+from edgeinfer.runtime.llama.context import Batch
 from edgeinfer.runtime.llama.model import LoadedModel, free_model, open_context, open_model
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import LoadOptions
@@ -44,7 +44,6 @@ class DraftModel:
         except BaseException:
             free_model(self._model)
             raise
-        self._logits = Logits(self._active, self._vocab.n_vocab)
         self._batch = Batch(
             capacity=main.n_batch,
             max_outputs=1,
@@ -83,7 +82,7 @@ class DraftModel:
             return []
         drafts: list[int] = []
         while True:
-            logits = self._logits.row(self._batch.n_tokens - 1)
+            logits = self._active.logits(self._batch.n_tokens - 1, self._vocab.n_vocab)
             best = int(logits.argmax())
             unsure = float(np.exp(logits - logits[best]).sum()) > 1.0 / _MIN_PROBABILITY
             if unsure or best >= self._n_vocab or self._vocab.is_eos(best):

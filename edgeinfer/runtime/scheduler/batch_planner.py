@@ -28,10 +28,8 @@ class Adapters(Protocol):
     def use(self, adapters: AdapterKey) -> None: ...
 
 
-class Planner:
-    """Plan batches. `n_ctx` is the limit of one sequence; `supports_truncation`: rejected drafts can be
-    removed.
-    """
+class BatchPlanner:
+    """Plan batches. `n_ctx` is the limit of one sequence."""
 
     def __init__(
         self,
@@ -41,24 +39,23 @@ class Planner:
         adapters: Adapters,
         queue: RequestQueue,
         prefixes: Prefixes,
-        prefill: Prefill,
         chunks: Chunks,
         costs: StepCosts,
         batch_invariance: BatchInvariance,
         n_ctx: int,
-        supports_truncation: bool,
     ) -> None:
         self._kv = kv
         self._batch = batch
         self._adapters = adapters
         self._queue = queue
         self._prefixes = prefixes
-        self._prefill = prefill
         self._chunks, self._costs = chunks, costs
         #: That of the context in use.
         self.batch_invariance = batch_invariance
-        self._n_ctx, self._supports_truncation = n_ctx, supports_truncation
+        self._n_ctx = n_ctx
         self._last_group: AdapterKey = ()
+        self._is_turn_of_long = False
+        self._decode_budget = DecodeBudget(chunks)
 
     def plan(self) -> list[BatchEntry]:
         """Fill the batch and return its entries, none if there is nothing to compute."""
@@ -77,7 +74,7 @@ class Planner:
         self._adapters.use(group)
         self._batch.clear()
         entries = self._add_decoding(decoding)
-        self._prefill.add([s for s in members if not s.is_decoding], entries)
+        self._add_prefill([s for s in members if not s.is_decoding], entries)
         return entries
 
     def _is_beginning(self, members: list[Sequence], decoding: list[Sequence]) -> bool:
@@ -138,34 +135,12 @@ class Planner:
         return exact.rows - self._batch.n_tokens - (len(decoding) - decoding.index(seq))
 
     def _drafts(self, seq: Sequence, spare: int, price: Price | None) -> list[int]:
-        if not self._supports_truncation or spare <= 0:
+        if not self._kv.supports_truncation or spare <= 0:
             return []
         room = min(spare, seq.max_tokens - seq.n_generated - 1, self._n_ctx - len(seq.tokens) - 1)
         return seq.drafting.propose(seq.tokens, room, price)
 
-
-class Prefill:
-    """Fill the rest of `batch` with chunks of prompts."""
-
-    def __init__(
-        self,
-        kv: KvCache,
-        batch: Batch,
-        chunks: Chunks,
-        queue: RequestQueue,
-        prefixes: Prefixes,
-        *,
-        supports_truncation: bool,
-    ) -> None:
-        self._kv = kv
-        self._batch = batch
-        self._chunks = chunks
-        self._queue, self._prefixes = queue, prefixes
-        self._supports_truncation = supports_truncation
-        self._is_turn_of_long = False
-        self._decode_budget = DecodeBudget(chunks)
-
-    def add(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
+    def _add_prefill(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
         """Add short prompts and long ones in turn, short first; prefill-only ones last."""
         self._decode_budget.record()
         awaited = [s for s in prefilling if not s.is_prefill_only]
@@ -202,7 +177,7 @@ class Prefill:
     def _add_chunk(self, seq: Sequence, budget: int, entries: list[BatchEntry]) -> int:
         assert seq.cached_seq is not None
         past = seq.n_past
-        if not self._supports_truncation:
+        if not self._kv.supports_truncation:
             budget = min(budget, recurrent_checkpoints.tokens_to_next_checkpoint(past, len(seq.tokens)))
         scores = seq.request.prompt_logprobs is not None
         if scores:

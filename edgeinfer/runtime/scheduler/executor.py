@@ -28,7 +28,7 @@ _NICE = 10
 
 
 class Executor:
-    """Run batches on the active context; only a state that `supports_truncation` can be aborted."""
+    """Run batches on the active context; only if `kv` supports truncation can a step be aborted."""
 
     def __init__(
         self,
@@ -39,7 +39,6 @@ class Executor:
         chunks: Chunks,
         costs: StepCosts,
         counters: Counters,
-        supports_truncation: bool,
     ) -> None:
         self._active = active
         self._batch = batch
@@ -47,7 +46,7 @@ class Executor:
         self._chunks = chunks
         self._costs = costs
         self._counters = counters
-        self._abort = AbortFlag() if supports_truncation else None
+        self._abort = AbortFlag() if kv.supports_truncation else None
         self.low_priority = LowPriorityExecutor()
         self.use_abort()
         self.cancellation = StepCancellation(self._abort.ask if self._abort else lambda: None)

@@ -27,20 +27,13 @@ class IdleCells:
     """Empty `kv`, the active context's cells. `states` are those of its sequences. One thread."""
 
     def __init__(
-        self,
-        kv: KvCache,
-        prefixes: Prefixes,
-        states: SequenceStates | None,
-        active: ActiveContext,
-        *,
-        supports_truncation: bool,
+        self, kv: KvCache, prefixes: Prefixes, states: SequenceStates | None, active: ActiveContext
     ) -> None:
         self._kv, self._prefixes = kv, prefixes
         self._states = states
         self._active = active
         self._left: list[Range] = []
         self._used_at = time.monotonic()
-        self._supports_truncation = supports_truncation
 
     def note_use(self) -> None:
         """Stop returning memory: a step is about to use cells."""
@@ -83,7 +76,9 @@ class IdleCells:
         for cached_seq in pinned:
             state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
             checkpoint = (
-                None if self._supports_truncation else self._states.read_checkpoint(cached_seq.seq_id)
+                None
+                if self._kv.supports_truncation
+                else self._states.read_checkpoint(cached_seq.seq_id)
             )
             kept.append((cached_seq, state, checkpoint))
         for cached_seq in pinned:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import PromptLogprobs
 from edgeinfer.runtime.kv_cache.cache import KvCache, common_prefix
-from edgeinfer.runtime.llama.context import ActiveContext, Logits
+from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.sampling.output import chosen_logprobs, token_logprobs
 from edgeinfer.runtime.scheduler.metrics import Counters
@@ -30,7 +33,6 @@ class OutputProcessor:
         self._active = active
         self._vocab = vocab
         self._kv = kv
-        self._logits = Logits(active, vocab.n_vocab)
         self._queue, self._prefixes = queue, prefixes
         self._counters = counters
 
@@ -55,12 +57,15 @@ class OutputProcessor:
         first_row = entry.row - len(entry.tokens) + 1
         following = seq.tokens[n_before + 1 : min(seq.n_past + 1, seq.prompt_tokens)]
         for row, token in enumerate(following, first_row):
-            logprobs, top = token_logprobs(self._vocab, self._logits.row(row), n_top)
+            logprobs, top = token_logprobs(self._vocab, self._row(row), n_top)
             seq.prompt_logprobs.append(chosen_logprobs(self._vocab, token, logprobs, top))
         seq.cached_seq.n_top, seq.cached_seq.logprobs = n_top, seq.prompt_logprobs
         if n_before < seq.prompt_tokens <= seq.n_past and not seq.n_generated:
             first = self._vocab.piece(seq.tokens[0], special=True)
             seq.stream.put(PromptLogprobs(first, tuple(seq.prompt_logprobs)))
+
+    def _row(self, index: int) -> npt.NDArray[np.float32]:
+        return self._active.logits(index, self._vocab.n_vocab)
 
     def _sample_or_fail(self, entry: BatchEntry) -> None:
         """Sample; a constraint that outgrew its parser ends its own request and no other."""
@@ -77,7 +82,7 @@ class OutputProcessor:
         for i in range(len(entry.drafts) + 1):
             length = len(seq.tokens)
             reason = seq.sample(
-                self._vocab, self._active.context, entry.row + i, self._logits.row(entry.row + i)
+                self._vocab, self._active.context, entry.row + i, self._row(entry.row + i)
             )
             accepted = (
                 i < len(entry.drafts)

@@ -31,19 +31,11 @@ def restoring(running: list[Sequence]) -> list[Sequence]:
 class Prefixes:
     """Acquire and release prefixes. `blocks` is the prefix cache, None without."""
 
-    def __init__(
-        self,
-        kv: KvCache,
-        chunks: Chunks,
-        counters: Counters,
-        vocab: Vocab,
-        *,
-        supports_truncation: bool,
-    ) -> None:
+    def __init__(self, kv: KvCache, chunks: Chunks, counters: Counters, vocab: Vocab) -> None:
         self._kv = kv
         self._chunks = chunks
         self._counters = counters
-        self._vocab, self._supports_truncation = vocab, supports_truncation
+        self._vocab = vocab
         self.blocks: PrefixCache | None = None
 
     def in_memory(self, seq: Sequence) -> int:
@@ -84,7 +76,7 @@ class Prefixes:
             )
         if seq.restore is not None:
             self._kv.truncate(cached_seq, seq.restore.start)
-            seq.restore.cached = kept if self._supports_truncation else 0
+            seq.restore.cached = kept if self._kv.supports_truncation else 0
         if not request.cache_on_disk:
             self._kv.keep_in_memory(cached_seq)
         if seq.restore is None:
@@ -110,7 +102,7 @@ class Prefixes:
         """Evict idle sequences before a large prefill if their blocks are on disk: attention scans
         every used cell, so idle ones slow each step.
         """
-        if self.blocks is None or not self._supports_truncation or n_new < self.blocks.block_tokens:
+        if self.blocks is None or not self._kv.supports_truncation or n_new < self.blocks.block_tokens:
             return
         idle = [c for c in self._kv.cached_sequences if self.blocks.can_evict(c)]
         if sum(len(c.cells) for c in idle) >= _IDLE_CELLS:

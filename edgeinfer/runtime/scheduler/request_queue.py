@@ -13,12 +13,20 @@ from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
+#: Tokens that waiting for another sequence's prefix must save.
+_WORTH_WAITING = 32
+
 
 class RequestQueue:
-    """Requests `waiting` for a place, or `running`. `on_end` is called with each that leaves."""
+    """Requests `waiting` for a place, and up to `n_parallel` `running`.
 
-    def __init__(self, prefixes: Prefixes, counters: Counters) -> None:
+    `on_end` is called with each that leaves.
+    """
+
+    def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:
         self._prefixes, self._counters = prefixes, counters
+        self._kv = kv
+        self._n_parallel = n_parallel
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.on_end: Callable[[Sequence], None] = lambda seq: None
@@ -67,31 +75,9 @@ class RequestQueue:
         c.draft_tokens_total += seq.drafting.drafted
         c.draft_accepted_total += seq.drafting.accepted
 
-
-#: Tokens that waiting for another sequence's prefix must save.
-_WORTH_WAITING = 32
-
-
-class Admission:
-    """Admit up to `n_parallel` requests. `supports_truncation`: prefixes are shared at any length."""
-
-    def __init__(
-        self,
-        queue: RequestQueue,
-        prefixes: Prefixes,
-        kv: KvCache,
-        *,
-        n_parallel: int,
-        supports_truncation: bool,
-    ) -> None:
-        self._queue = queue
-        self._prefixes = prefixes
-        self._kv = kv
-        self._n_parallel, self._supports_truncation = n_parallel, supports_truncation
-
     def admit(self) -> None:
         """Admit waiting requests, prefill-only ones last."""
-        waiting, running = self._queue.waiting, self._queue.running
+        waiting, running = self.waiting, self.running
         while waiting:
             seq = next((s for s in waiting if not s.is_prefill_only), waiting[0])
             if len(running) >= self._n_parallel and not self._preempt_prefill_only(seq):
@@ -102,12 +88,12 @@ class Admission:
 
     def _preempt_prefill_only(self, seq: Sequence) -> bool:
         """Requeue a running prefill-only request for `seq`; its prefix stays cached."""
-        early = [s for s in self._queue.running if s.is_prefill_only]
+        early = [s for s in self.running if s.is_prefill_only]
         if seq.is_prefill_only or not early:
             return False
         self._prefixes.preempt(early[-1], keep=True)
-        self._queue.running.remove(early[-1])
-        self._queue.waiting.append(early[-1])
+        self.running.remove(early[-1])
+        self.waiting.append(early[-1])
         return True
 
     def _start_admitted(self) -> None:
@@ -116,7 +102,7 @@ class Admission:
         A sequence that waits for a shared prefix lets later ones pass; one that waits for cells does
         not, or it would starve.
         """
-        running = self._queue.running
+        running = self.running
         for seq in [s for s in running if s.cached_seq is None]:
             cached = self._prefixes.in_memory(seq)
             active = [s for s in running if s.cached_seq is not None]
@@ -134,7 +120,7 @@ class Admission:
 
     def _soon_cached(self, seq: Sequence, active: list[Sequence]) -> int:
         """Return the longest prefix of `seq` that a sequence in prefill is about to cache."""
-        if not (self._supports_truncation and seq.request.cache_prompt):
+        if not (self._kv.supports_truncation and seq.request.cache_prompt):
             return 0
         prefilling = [
             s

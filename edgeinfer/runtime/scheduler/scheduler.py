@@ -16,14 +16,14 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.sampling.speculative import StepCosts
-from edgeinfer.runtime.scheduler.batch_planner import Adapters, Planner, Prefill
+from edgeinfer.runtime.scheduler.batch_planner import Adapters, BatchPlanner
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.idle_cells import IdleCells
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
 from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, Chunks
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
-from edgeinfer.runtime.scheduler.request_queue import Admission, RequestQueue
+from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 
 
 class Scheduler:
@@ -39,7 +39,6 @@ class Scheduler:
         adapters: Adapters,
         n_parallel: int,
         n_ctx: int,
-        supports_truncation: bool,
         batch_invariance: BatchInvariance,
         s_per_token: float,
         states: SequenceStates | None = None,
@@ -52,48 +51,24 @@ class Scheduler:
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
         costs, chunks = StepCosts(), Chunks(batch_invariance, s_per_token)
-        self.prefixes = Prefixes(
-            kv, chunks, self.counters, vocab, supports_truncation=supports_truncation
-        )
-        self.queue = RequestQueue(self.prefixes, self.counters)
-        self._admission = Admission(
-            self.queue,
-            self.prefixes,
-            kv,
-            n_parallel=n_parallel,
-            supports_truncation=supports_truncation,
-        )
-        self._planner = Planner(
+        self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
+        self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=n_parallel)
+        self._planner = BatchPlanner(
             kv=kv,
             batch=batch,
             adapters=adapters,
             queue=self.queue,
             prefixes=self.prefixes,
-            prefill=Prefill(
-                kv, batch, chunks, self.queue, self.prefixes, supports_truncation=supports_truncation
-            ),
             chunks=chunks,
             costs=costs,
             batch_invariance=batch_invariance,
             n_ctx=n_ctx,
-            supports_truncation=supports_truncation,
         )
-        self.executor = Executor(
-            active,
-            batch,
-            kv,
-            chunks=chunks,
-            costs=costs,
-            counters=self.counters,
-            supports_truncation=supports_truncation,
-        )
+        self.executor = Executor(active, batch, kv, chunks=chunks, costs=costs, counters=self.counters)
         self._output_processor = OutputProcessor(
             active, vocab, kv, queue=self.queue, prefixes=self.prefixes, counters=self.counters
         )
-
-        self._idle_cells = IdleCells(
-            kv, self.prefixes, states, active, supports_truncation=supports_truncation
-        )
+        self._idle_cells = IdleCells(kv, self.prefixes, states, active)
 
     def step(self) -> None:
         """End cancelled and late requests, admit others, decode one batch, process its output."""
@@ -101,7 +76,7 @@ class Scheduler:
         self._idle_cells.note_use()
         running = self.queue.running
         self.queue.end_cancelled_and_late()
-        self._admission.admit()
+        self.queue.admit()
         self.prefixes.restore(running)
         entries = self._planner.plan()
         if not entries:

@@ -26,7 +26,7 @@ DRIVER = """
 #: Prints what loading gives, and what of it the process then maps.
 LOAD = """
 import json, sys
-from edgeinfer.runtime import libllama
+from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends import registration as loading, vulkan
 import msgspec
 libllama.lib()

@@ -22,7 +22,7 @@ from edgeinfer.errors import DecodeError
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.helpers import say
+from edgeinfer.runtime.llama.helpers import fail, say, scoring_params
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.vocab import Vocab
 
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     params.use_extra_bufts = False
     model = L.llama_model_load_from_file(os.fsencode(argv[0]), params)
     if not model:
-        return _failed("llama.cpp could not load the model")
+        return fail("llama.cpp could not load the model")
     vocab = Vocab(model)
     tokens = vocab.tokenize(Path(argv[1]).read_text("utf-8", "replace"), add_special=False)
     skipped = int(argv[3])
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     found = Importance()
     context = _context(model, found)
     if not context:
-        return _failed("llama.cpp could not make a context")
+        return fail("llama.cpp could not make a context")
     try:
         _read(ActiveContext(context), vocab, tokens, found)
     except DecodeError as error:
@@ -138,15 +138,8 @@ def main(argv: list[str]) -> int:
     return say(0, event="done", n_tokens=len(tokens), n_tensors=len(found.sums))
 
 
-def _failed(what: str) -> int:
-    return say(1, event="error", message="; ".join(libllama.recent_log(3)) or what)
-
-
 def _context(model: Any, found: Importance) -> Any:
-    params = L.llama_context_default_params()
-    params.n_ctx = _WINDOW_TOKENS
-    params.n_batch = params.n_ubatch = params.n_outputs_max = _BATCH_TOKENS
-    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+    params = scoring_params(_WINDOW_TOKENS, _BATCH_TOKENS)
     params.cb_eval = found.callback
     return L.llama_init_from_model(model, params)
 

@@ -22,7 +22,7 @@ from edgeinfer.errors import DecodeError
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.helpers import say
+from edgeinfer.runtime.llama.helpers import fail, say, scoring_params
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.vocab import Vocab
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         for name in names
     ]
     if not all(models):
-        return _failed("llama.cpp could not load the model")
+        return fail("llama.cpp could not load the model")
     vocab = Vocab(models[0])
     text = Path(argv[1]).read_text("utf-8", "replace")
     tokens = vocab.tokenize(text, add_special=True)[:limit]
@@ -52,9 +52,10 @@ def main(argv: list[str]) -> int:
         return say(1, event="error", message=f"the text has {len(tokens)} tokens, too few to score")
     if any(Vocab(model).n_vocab != vocab.n_vocab for model in models):
         return say(1, event="error", message="the two files have different vocabularies")
-    contexts = [_context(model, len(tokens)) for model in models]
+    params = scoring_params(len(tokens), _BATCH_TOKENS)
+    contexts = [L.llama_init_from_model(model, params) for model in models]
     if not all(contexts):
-        return _failed("llama.cpp could not make a context")
+        return fail("llama.cpp could not make a context")
     try:
         sums = _sums([ActiveContext(context) for context in contexts], tokens, vocab.n_vocab)
     except DecodeError as error:
@@ -65,18 +66,6 @@ def main(argv: list[str]) -> int:
         figures["divergence"] = max(0.0, sums[2] / scored)
         figures["same_top"] = sums[3] / scored
     return say(0, event="done", **figures)
-
-
-def _failed(what: str) -> int:
-    return say(1, event="error", message="; ".join(libllama.recent_log(3)) or what)
-
-
-def _context(model: Any, n_tokens: int) -> Any:
-    params = L.llama_context_default_params()
-    params.n_ctx = n_tokens
-    params.n_batch = params.n_ubatch = params.n_outputs_max = _BATCH_TOKENS
-    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
-    return L.llama_init_from_model(model, params)
 
 
 def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> list[float]:
