@@ -102,11 +102,13 @@ def _prose(source: str, *, strings: bool) -> Iterator[tuple[int, str]]:
 
 def document_words(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line of each refused word in a document, outside its code and its generated parts."""
-    skipped = False
+    fenced = generated = False
     for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith(("```", "<!-- generated", "<!-- end")):
-            skipped = line.startswith("<!-- generated") or (not skipped and "```" in line)
-        if not skipped:
+        if line.startswith(("<!-- generated", "<!-- end")):
+            generated = line.startswith("<!-- generated")
+        elif line.lstrip().startswith("```"):
+            fenced = not fenced
+        if not fenced and not generated:
             for word, instead in words(re.sub(r"`[^`]*`|\]\([^)]*\)", " ", line)):
                 yield number, f"“{word}”: {instead}"
 
