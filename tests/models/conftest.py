@@ -10,24 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import Fault, FaultServer, sha
-from made_gguf import gguf_bytes
+from fake_hub import FaultServer
 
 from edgeinfer.models.progress import RetryPolicy
 from edgeinfer.platform import paths
 
 #: Waits of microseconds instead of seconds, and a short belief in silence.
 HASTY = RetryPolicy(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
-
-
-@pytest.fixture
-def make_gguf() -> Callable[..., bytes]:
-    return gguf_bytes
-
-
-@pytest.fixture
-def hasty() -> RetryPolicy:
-    return HASTY
 
 
 @pytest.fixture
@@ -52,16 +41,6 @@ def url(server: FaultServer, body: bytes) -> str:
 def part() -> Path:
     """The partial file of a pull of `url` as tiny."""
     return paths.models_dir() / ".partial/tiny/tiny.gguf.part"
-
-
-@pytest.fixture
-def fault() -> type[Fault]:
-    return Fault
-
-
-@pytest.fixture
-def sha256() -> Callable[[bytes], str]:
-    return sha
 
 
 Start = Callable[..., "subprocess.Popen[bytes]"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from made_gguf import gguf_bytes
 
 from edgeinfer.errors import EdgeInferError, InvalidGgufError
 from edgeinfer.models.gguf import GgufHeader, check, parse
@@ -252,9 +253,9 @@ def mutants(whole: bytes, header_bytes: int, n: int) -> Iterator[bytes]:
 
 
 @pytest.fixture
-def survivors(make_gguf: Callable[..., bytes]) -> list[bytes]:
+def survivors() -> list[bytes]:
     """Mutants that our reader takes."""
-    whole = make_gguf()
+    whole = gguf_bytes()
     header_bytes = parse(whole).data_offset
     taken = []
     for mutant in mutants(whole, header_bytes, 3000):

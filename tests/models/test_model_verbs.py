@@ -20,9 +20,9 @@ from edgeinfer.snapshots.format import MANIFEST
 
 
 @pytest.fixture
-def local(tmp_path: Path, make_gguf) -> Path:
+def local(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.gguf"
-    path.write_bytes(make_gguf())
+    path.write_bytes(gguf_bytes())
     return path
 
 

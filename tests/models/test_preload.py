@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from made_gguf import gguf_bytes
 
 from edgeinfer.cli.main import main
 from edgeinfer.models.pull import PullOptions, pull
@@ -15,12 +16,14 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.page_cache import read_in, resident_bytes
 from edgeinfer.snapshots.format import MANIFEST, Manifest, manifest_text
 
+from .conftest import HASTY
+
 
 @pytest.fixture
-def model(tmp_path: Path, make_gguf, capsys) -> Path:
+def model(tmp_path: Path, capsys) -> Path:
     """A model called "mine", pulled."""
     path = tmp_path / "mine.gguf"
-    path.write_bytes(make_gguf(tensors=[("token_embd.weight", 3 << 20)]))
+    path.write_bytes(gguf_bytes(tensors=[("token_embd.weight", 3 << 20)]))
     assert main(["pull", str(path), "--name", "mine", "--quiet"]) == 0
     capsys.readouterr()
     return path
@@ -81,10 +84,10 @@ def test_a_file_that_is_gone_is_an_error(tmp_path) -> None:
         read_in([path, tmp_path / "y"], lambda _: None)
 
 
-def test_what_was_just_pulled_is_read_from_no_disk(server, make_gguf, hasty) -> None:
+def test_what_was_just_pulled_is_read_from_no_disk(server) -> None:
     """A cold start after a download over several connections begins with the whole file in memory."""
-    server.files["/tiny.gguf"] = make_gguf(tensors=[("token_embd.weight", 2 << 20)])
-    retry_policy = msgspec.structs.replace(hasty, parallel_bytes=1 << 20)
+    server.files["/tiny.gguf"] = gguf_bytes(tensors=[("token_embd.weight", 2 << 20)])
+    retry_policy = msgspec.structs.replace(HASTY, parallel_bytes=1 << 20)
     record = pull(
         f"{server.url}/tiny.gguf", options=PullOptions(name="tiny", retry_policy=retry_policy)
     )

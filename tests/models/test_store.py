@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_gguf import gguf_bytes
 
 from edgeinfer.errors import (
     CatalogError,
@@ -26,9 +27,9 @@ from edgeinfer.platform import paths
 
 
 @pytest.fixture
-def local(tmp_path: Path, make_gguf) -> Path:
+def local(tmp_path: Path) -> Path:
     path = tmp_path / "My Model v2.gguf"
-    path.write_bytes(make_gguf())
+    path.write_bytes(gguf_bytes())
     return path
 
 
@@ -51,9 +52,9 @@ def test_a_local_file_in_place_is_not_copied(local: Path) -> None:
     assert local.exists()
 
 
-def test_a_file_in_place_that_is_gone_or_changed(local: Path, make_gguf) -> None:
+def test_a_file_in_place_that_is_gone_or_changed(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine", in_place=True))
-    local.write_bytes(make_gguf(seed=3) + b"\0")
+    local.write_bytes(gguf_bytes(seed=3) + b"\0")
     with pytest.raises(InvalidGgufError, match="was changed"):
         resolve("mine").files()
     local.unlink()
@@ -61,9 +62,9 @@ def test_a_file_in_place_that_is_gone_or_changed(local: Path, make_gguf) -> None
         resolve("mine").files()
 
 
-def test_a_changed_local_file_may_be_imported_again(local: Path, make_gguf) -> None:
+def test_a_changed_local_file_may_be_imported_again(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine"))
-    local.write_bytes(make_gguf(seed=3))
+    local.write_bytes(gguf_bytes(seed=3))
     record = pull(str(local), options=PullOptions(name="mine", again=True))
     assert record.paths[0].read_bytes() == local.read_bytes()
 
@@ -99,20 +100,20 @@ def test_a_folder_that_cannot_be_written(local: Path) -> None:
         pull(str(local))
 
 
-def test_split_local_files(tmp_path: Path, make_gguf) -> None:
+def test_split_local_files(tmp_path: Path) -> None:
     for i in (1, 2):
-        (tmp_path / f"x-0000{i}-of-00002.gguf").write_bytes(make_gguf(seed=i))
+        (tmp_path / f"x-0000{i}-of-00002.gguf").write_bytes(gguf_bytes(seed=i))
     record = pull(str(tmp_path / "x-00002-of-00002.gguf"))
     assert record.name == "x"
     assert [path.name for path in record.paths] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
 
 
-def test_a_part_under_another_parts_name(tmp_path: Path, make_gguf) -> None:
+def test_a_part_under_another_parts_name(tmp_path: Path) -> None:
     def part(index: int) -> bytes:
         keys = [b"split.no", b"split.count"]
         entries = [text(k) + (2).to_bytes(4, "little") for k in keys]
         numbers = [index.to_bytes(2, "little"), (2).to_bytes(2, "little")]
-        return make_gguf(
+        return gguf_bytes(
             entries=[*model_entries, *(e + n for e, n in zip(entries, numbers, strict=True))],
             seed=index,
         )
@@ -215,8 +216,8 @@ def test_removing_needs_the_lock(local: Path) -> None:
     assert resolve("mine").files().name == "mine"
 
 
-def test_an_old_file_under_the_name_goes_with_a_new_pull(tmp_path: Path, make_gguf) -> None:
+def test_an_old_file_under_the_name_goes_with_a_new_pull(tmp_path: Path) -> None:
     for i, name in enumerate(("a.gguf", "b.gguf")):
-        (tmp_path / name).write_bytes(make_gguf(seed=i))
+        (tmp_path / name).write_bytes(gguf_bytes(seed=i))
         record = pull(str(tmp_path / name), options=PullOptions(name="mine", again=True))
     assert sorted(path.name for path in record.folder.iterdir()) == ["b.gguf", "model.json"]

@@ -21,6 +21,8 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.remove import remove
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
+from ..conftest import HASTY
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BASES = {"llama3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"), "qwen3": ATTENTION}
 
@@ -108,12 +110,12 @@ def test_a_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
     assert adapters.list_adapters() == []
 
 
-def test_a_repository_with_an_adapter_is_pulled(server, hasty, tmp_path, monkeypatch) -> None:
+def test_a_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION)
     server.repos["someone/Red"] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    options = PullOptions(retry_policy=hasty)
+    options = PullOptions(retry_policy=HASTY)
     with pytest.raises(UsageError, match="holds a LoRA adapter"):
         pull("someone/Red", options=options)
     assert pull_adapter("someone/Red", "base", options=options).name == "someone.red"

@@ -38,6 +38,8 @@ from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.llama.vocab import Vocab
 
+from ..conftest import HASTY
+
 MADE = sorted(path.stem for path in GOLDEN.glob("*.json"))
 TOKENIZERS = json.loads(gzip.decompress((GOLDEN / "tokenizers.json.gz").read_bytes()))
 REPO = "someone/Tiny-3.2-1B"
@@ -106,12 +108,12 @@ def test_values_are_kept_in_each_type(kind, tmp_path) -> None:
 
 
 def test_a_repository_is_pulled_and_stored_in_the_type_that_is_named(
-    server, hasty, tmp_path, monkeypatch
+    server, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     folder = make_checkpoint("llama3", tmp_path / "made", shards=2, bf16=True)
     server.repos[REPO] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    options = PullOptions(retry_policy=hasty)
+    options = PullOptions(retry_policy=HASTY)
     record = pull(f"{REPO}:Q8_0", options=options)
     assert (record.name, record.quantization) == ("someone.tiny-3.2-1b-q8_0", "Q8_0")
     assert resolve(f"{REPO}:Q8_0").files().paths == tuple(map(str, record.paths))
@@ -121,14 +123,14 @@ def test_a_repository_is_pulled_and_stored_in_the_type_that_is_named(
     assert len(server.seen) == asked
 
 
-def test_a_repository_that_lacks_a_shard_says_which(server, hasty, tmp_path, monkeypatch) -> None:
+def test_a_repository_that_lacks_a_shard_says_which(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     folder = make_checkpoint("llama3", tmp_path / "made", shards=3)
     server.repos[REPO] = {
         path.name: path.read_bytes() for path in folder.iterdir() if "00002-of" not in path.name
     }
     with pytest.raises(SourceNotFoundError, match="model-00002-of-00003"):
-        pull(REPO, options=PullOptions(retry_policy=hasty))
+        pull(REPO, options=PullOptions(retry_policy=HASTY))
     assert store.list_pulled() == []
 
 

@@ -7,51 +7,55 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from fake_hub import Fault, sha
+from made_gguf import gguf_bytes
 
 from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.models import names, store
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 
+from ..conftest import HASTY
+
 REPO = "someone/Tiny-GGUF"
 TOKEN = "hf_not_a_real_token"
 
 
 @pytest.fixture
-def body(make_gguf) -> bytes:
-    return make_gguf(tensors=[("token_embd.weight", 50_000)])
+def body() -> bytes:
+    return gguf_bytes(tensors=[("token_embd.weight", 50_000)])
 
 
 @pytest.fixture
-def repo(server, body, make_gguf, monkeypatch) -> dict[str, bytes]:
+def repo(server, body, monkeypatch) -> dict[str, bytes]:
     monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
     files = {
         "README.md": b"# Tiny",
         "Tiny-Q8_0.gguf": body,
         "mmproj-Tiny-Q8_0.gguf": b"a vision projector",
-        "tiny.Q4_K_M.gguf": make_gguf(seed=4),
-        "big/Tiny-F16-00001-of-00002.gguf": make_gguf(tensors=[("a", 800)], seed=1),
-        "big/Tiny-F16-00002-of-00002.gguf": make_gguf(tensors=[("b", 800)], seed=2),
+        "tiny.Q4_K_M.gguf": gguf_bytes(seed=4),
+        "big/Tiny-F16-00001-of-00002.gguf": gguf_bytes(tensors=[("a", 800)], seed=1),
+        "big/Tiny-F16-00002-of-00002.gguf": gguf_bytes(tensors=[("b", 800)], seed=2),
     }
     server.repos[REPO] = files
     return files
 
 
 @pytest.fixture
-def options(hasty) -> PullOptions:
-    return PullOptions(retry_policy=hasty)
+def options() -> PullOptions:
+    return PullOptions(retry_policy=HASTY)
 
 
 def cdn(server, name: str) -> list:
     return server.gets(f"/cdn/{REPO}/{name}")
 
 
-def test_a_quantization_is_found(server, repo, body, options, sha256) -> None:
+def test_a_quantization_is_found(server, repo, body, options) -> None:
     record = pull(f"{REPO}:q8_0", options=options)
     assert record.name == "someone.tiny-gguf-q8_0"
     assert record.paths[0].read_bytes() == body
     assert record.source == f"hf:{REPO}:Q8_0"
-    assert resolve(f"{REPO}:Q8_0").files().sha256 == sha256(body)
+    assert resolve(f"{REPO}:Q8_0").files().sha256 == sha(body)
 
 
 def test_a_file_is_found(server, repo, body, options) -> None:
@@ -74,8 +78,8 @@ def test_the_commit_is_asked_for_not_the_branch(server, repo, options) -> None:
     assert all("/resolve/0123456789abcdef" in path for path in resolved)
 
 
-def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, options, fault) -> None:
-    server.faults.extend([fault(cut_after=60_000), fault(cut_after=60_000)])
+def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, options) -> None:
+    server.faults.extend([Fault(cut_after=60_000), Fault(cut_after=60_000)])
     record = pull(f"{REPO}:Q8_0", options=options)
     assert record.paths[0].read_bytes() == body
     assert [one.headers.get("range") for one in cdn(server, "Tiny-Q8_0.gguf")] == [
@@ -85,8 +89,8 @@ def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, option
     ]
 
 
-def test_the_hubs_sha256_is_checked_on_the_first_pull(server, repo, options, fault) -> None:
-    server.always = fault(wrong_byte_at=100_000)
+def test_the_hubs_sha256_is_checked_on_the_first_pull(server, repo, options) -> None:
+    server.always = Fault(wrong_byte_at=100_000)
     with pytest.raises(ChecksumError, match="its source"):
         pull(f"{REPO}:Q8_0", options=options)
     assert store.list_pulled() == []
@@ -99,9 +103,9 @@ def test_a_hub_that_contradicts_itself(server, repo, options) -> None:
     assert cdn(server, "Tiny-Q8_0.gguf") == []
 
 
-def test_a_hub_that_changed_its_mind_meets_the_pin(server, repo, make_gguf, options) -> None:
+def test_a_hub_that_changed_its_mind_meets_the_pin(server, repo, options) -> None:
     pull(f"{REPO}:Q8_0", options=options)
-    repo["Tiny-Q8_0.gguf"] = make_gguf(tensors=[("token_embd.weight", 50_000)], seed=9)
+    repo["Tiny-Q8_0.gguf"] = gguf_bytes(tensors=[("token_embd.weight", 50_000)], seed=9)
     with pytest.raises(ChecksumError, match="first pull"):
         pull(f"{REPO}:Q8_0", options=PullOptions(again=True, retry_policy=options.retry_policy))
 

@@ -16,6 +16,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from fake_hub import Fault
+from made_gguf import gguf_bytes
 
 from edgeinfer.errors import DownloadError, SourceNotFoundError
 from edgeinfer.models.pull import PullOptions, pull
@@ -28,8 +30,8 @@ N_FLOATS = 500_000
 
 
 @pytest.fixture
-def body(make_gguf) -> bytes:
-    return make_gguf(tensors=[("token_embd.weight", N_FLOATS)])
+def body() -> bytes:
+    return gguf_bytes(tensors=[("token_embd.weight", N_FLOATS)])
 
 
 def nothing_wrong_is_published(body: bytes) -> None:
@@ -41,9 +43,9 @@ def nothing_wrong_is_published(body: bytes) -> None:
         assert path.read_bytes() == body
 
 
-def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, fault) -> None:
+def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli) -> None:
     rng = random.Random(20_26)
-    server.always = fault(pace=8192)
+    server.always = Fault(pace=8192)
     before = -1
     for round_ in range(8):
         process = start_cli("pull", url, "--name", "tiny")
@@ -55,7 +57,7 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli, f
         assert now >= before, f"round {round_}: what was fetched is kept"
         before = now
     assert before > 0
-    server.always = fault()
+    server.always = Fault()
     process = start_cli("pull", url, "--name", "tiny", "--json")
     out, err = process.communicate()
     assert process.returncode == 0, err
@@ -110,8 +112,8 @@ def test_kill_9_at_every_step_of_the_publication(server, url, body, start_cli, a
     assert resolve("tiny").files().sha256 == hashlib.sha256(body).hexdigest()
 
 
-def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli, fault) -> None:
-    server.always = fault(pace=8192)
+def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli) -> None:
+    server.always = Fault(pace=8192)
     process = start_cli("pull", url, "--name", "tiny")
     server.wait_served(100_000)
     while process.poll() is None and not (part().exists() and part().stat().st_size):
@@ -122,12 +124,12 @@ def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli,
     assert b"what was fetched is kept" in err
     assert b"Traceback" not in err
     assert 0 < part().stat().st_size < len(body)
-    server.always = fault()
+    server.always = Fault()
     assert start_cli("pull", url, "--name", "tiny", "--quiet").wait() == 0
     nothing_wrong_is_published(body)
 
 
-def test_a_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start_cli, fault) -> None:
+def test_a_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start_cli) -> None:
     """A file-size limit fails a write as a full disk or a quota does, without needing a disk of our
     own.
     """

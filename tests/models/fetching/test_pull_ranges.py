@@ -8,6 +8,8 @@ import threading
 
 import msgspec
 import pytest
+from fake_hub import Fault
+from made_gguf import gguf_bytes
 
 from edgeinfer.errors import AuthenticationError, DownloadError, InterruptedByUser
 from edgeinfer.models.fetching import download
@@ -15,19 +17,19 @@ from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 
-from ..conftest import part
+from ..conftest import HASTY, part
 
 SIZE = 8 << 20
 
 
 @pytest.fixture
-def body(make_gguf) -> bytes:
-    return make_gguf(tensors=[("token_embd.weight", SIZE // 4)])
+def body() -> bytes:
+    return gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)])
 
 
 @pytest.fixture
-def options(hasty) -> PullOptions:
-    return PullOptions(name="tiny", retry_policy=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
+def options() -> PullOptions:
+    return PullOptions(name="tiny", retry_policy=msgspec.structs.replace(HASTY, parallel_bytes=1 << 20))
 
 
 def is_right(body: bytes) -> bool:
@@ -41,8 +43,8 @@ def starts(server) -> list[int]:
     return [int(text.removeprefix("bytes=").partition("-")[0]) for text in wanted]
 
 
-def test_a_good_server_is_asked_for_stretches(server, url, body, options, fault) -> None:
-    server.always = fault(pace=1 << 14)
+def test_a_good_server_is_asked_for_stretches(server, url, body, options) -> None:
+    server.always = Fault(pace=1 << 14)
     seen: list[PullProgress] = []
     pull(url, seen.append, options=options)
     assert is_right(body)
@@ -52,90 +54,90 @@ def test_a_good_server_is_asked_for_stretches(server, url, body, options, fault)
     assert done == sorted(done)
 
 
-def test_a_slow_connection_is_helped(server, url, body, options, fault) -> None:
-    server.faults.append(fault(pace=1024))  # the first connection alone: minutes for the whole file
+def test_a_slow_connection_is_helped(server, url, body, options) -> None:
+    server.faults.append(Fault(pace=1024))  # the first connection alone: minutes for the whole file
     pull(url, options=options)
     assert is_right(body)
 
 
 def test_connections_that_the_server_keeps_waiting_are_not_waited_for(
-    server, url, body, options, fault
+    server, url, body, options
 ) -> None:
     server.faults.append(None)
-    server.faults.extend(fault(cut_after=0, silent=True) for _ in range(7))
+    server.faults.extend(Fault(cut_after=0, silent=True) for _ in range(7))
     retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
     pull(url, options=msgspec.structs.replace(options, retry_policy=retry_policy))
     assert is_right(body)
 
 
-def test_cuts_and_passing_trouble(server, url, body, options, fault) -> None:
+def test_cuts_and_passing_trouble(server, url, body, options) -> None:
     rng = random.Random(15)
-    server.faults.extend(fault(cut_after=rng.randrange(300_000)) for _ in range(12))
-    server.faults.extend([fault(status=503), fault(wrong_start=3), fault(status=429)])
+    server.faults.extend(Fault(cut_after=rng.randrange(300_000)) for _ in range(12))
+    server.faults.extend([Fault(status=503), Fault(wrong_start=3), Fault(status=429)])
     pull(url, options=options)
     assert is_right(body)
 
 
 @pytest.mark.parametrize("status", [403, 429, 503])
-def test_a_server_that_takes_one_connection(server, url, body, options, fault, status) -> None:
-    server.faults.append(fault(pace=1 << 14))
-    server.faults.extend(fault(status=status) for _ in range(7))
+def test_a_server_that_takes_one_connection(server, url, body, options, status) -> None:
+    server.faults.append(Fault(pace=1 << 14))
+    server.faults.extend(Fault(status=status) for _ in range(7))
     notes: set[str] = set()
     pull(url, lambda now: notes.add(now.note), options=options)
     assert is_right(body)
     assert any("one connection less" in note for note in notes)
 
 
-def test_a_refusal_of_all_keeps_what_was_fetched(server, url, body, options, fault) -> None:
-    server.faults.extend(fault(cut_after=200_000) for _ in range(8))
-    server.always = fault(status=403)
+def test_a_refusal_of_all_keeps_what_was_fetched(server, url, body, options) -> None:
+    server.faults.extend(Fault(cut_after=200_000) for _ in range(8))
+    server.always = Fault(status=403)
     with pytest.raises(AuthenticationError):
         pull(url, options=options)
     kept = download.fetched_bytes(part())
     assert 8 * 200_000 >= kept > 200_000
     for start, end in download._read_spans(part()):
         assert part().read_bytes()[start:end] == body[start:end]
-    server.always = fault()
+    server.always = Fault()
     server.served = 0
     pull(url, options=options)
     assert is_right(body)
 
 
-def test_only_drops_end_in_an_error(server, url, options, fault) -> None:
-    server.faults.extend(fault(cut_after=100_000) for _ in range(8))
-    server.always = fault(cut_after=0)
+def test_only_drops_end_in_an_error(server, url, options) -> None:
+    server.faults.extend(Fault(cut_after=100_000) for _ in range(8))
+    server.always = Fault(cut_after=0)
     with pytest.raises(DownloadError, match="gave up"):
         pull(url, options=options)
     assert download.fetched_bytes(part()) > 100_000
 
 
-def test_ranges_that_are_promised_and_not_given(server, url, body, options, fault) -> None:
-    server.always = fault(ignore_range=True, pace=1 << 14)
+def test_ranges_that_are_promised_and_not_given(server, url, body, options) -> None:
+    server.always = Fault(ignore_range=True, pace=1 << 14)
     pull(url, options=options)
     assert is_right(body)
 
 
-def test_ranges_that_stop_being_given(server, url, body, options, fault) -> None:
-    server.faults.extend(fault(cut_after=100_000) for _ in range(8))
-    server.always = fault(ignore_range=True)
+def test_ranges_that_stop_being_given(server, url, body, options) -> None:
+    server.faults.extend(Fault(cut_after=100_000) for _ in range(8))
+    server.always = Fault(ignore_range=True)
     pull(url, options=options)
     assert is_right(body)
 
 
 @pytest.mark.parametrize("what", ["etag", "length"])
-def test_the_file_changes_under_a_pull(server, url, body, make_gguf, options, fault, what) -> None:
+def test_the_file_changes_under_a_pull(server, url, body, options, what) -> None:
     size = SIZE // 4 + 8 * (what == "length")
     if what == "length":
         server.etags["/tiny.gguf"] = '"the same"'
-    other = make_gguf(tensors=[("token_embd.weight", size)], seed=1)
-    server.always = fault(pace=1 << 12)
+    other = gguf_bytes(tensors=[("token_embd.weight", size)], seed=1)
+    server.always = Fault(pace=1 << 12)
     changing = threading.Event()
 
     def change(now: PullProgress) -> None:
         if now.stage == "downloading" and now.done_bytes > 1 << 20 and not changing.is_set():
             changing.set()
             server.files["/tiny.gguf"] = other
-            server.always = fault()
+            server.always = Fault()
             server.drop_all()
 
     pull(url, change, options=options)
@@ -143,8 +145,8 @@ def test_the_file_changes_under_a_pull(server, url, body, make_gguf, options, fa
     assert is_right(other)
 
 
-def test_a_stop_keeps_every_stretch(server, url, body, options, fault) -> None:
-    server.always = fault(pace=1 << 12)
+def test_a_stop_keeps_every_stretch(server, url, body, options) -> None:
+    server.always = Fault(pace=1 << 12)
     cancel = threading.Event()
 
     def stop(now: PullProgress) -> None:
@@ -155,14 +157,14 @@ def test_a_stop_keeps_every_stretch(server, url, body, options, fault) -> None:
         pull(url, stop, cancel, options)
     kept = download.fetched_bytes(part())
     assert kept > 1 << 20
-    server.always = fault()
+    server.always = Fault()
     server.served = 0
     pull(url, options=options)
     assert is_right(body)
 
 
-def test_a_stop_does_not_wait_for_silent_connections(server, url, options, fault) -> None:
-    server.always = fault(cut_after=50_000, silent=True)
+def test_a_stop_does_not_wait_for_silent_connections(server, url, options) -> None:
+    server.always = Fault(cut_after=50_000, silent=True)
     cancel = threading.Event()
     retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
 
@@ -175,26 +177,26 @@ def test_a_stop_does_not_wait_for_silent_connections(server, url, options, fault
     assert download.fetched_bytes(part()) >= 8 * 50_000
 
 
-def test_a_power_cut_is_not_believed_without_a_digest(server, url, body, options, fault) -> None:
-    server.faults.extend(fault(cut_after=200_000) for _ in range(8))
-    server.always = fault(status=403)
+def test_a_power_cut_is_not_believed_without_a_digest(server, url, body, options) -> None:
+    server.faults.extend(Fault(cut_after=200_000) for _ in range(8))
+    server.always = Fault(status=403)
     with pytest.raises(AuthenticationError):
         pull(url, options=options)
     content = download._spans_path(part()).read_bytes()
     download._spans_path(part()).write_bytes(b"another start of the machine".ljust(40) + content[40:])
-    server.always = fault()
+    server.always = Fault()
     server.served = 0
     pull(url, options=options)
     assert is_right(body)
     assert server.served >= len(body)
 
 
-def test_kill_9_loses_nothing_that_was_written(server, make_gguf, start_cli, fault) -> None:
-    body = make_gguf(tensors=[("token_embd.weight", 6 << 20)])
+def test_kill_9_loses_nothing_that_was_written(server, start_cli) -> None:
+    body = gguf_bytes(tensors=[("token_embd.weight", 6 << 20)])
     server.files["/tiny.gguf"] = body
     url = f"{server.url}/tiny.gguf"
     rng = random.Random(9)
-    server.always = fault(pace=1 << 14)
+    server.always = Fault(pace=1 << 14)
     before = 0
     for _ in range(3):
         process = start_cli("pull", url, "--name", "tiny")
@@ -208,7 +210,7 @@ def test_kill_9_loses_nothing_that_was_written(server, make_gguf, start_cli, fau
     assert before > 0
     for start, end in download._read_spans(part()):
         assert content[start:end] == body[start:end]
-    server.always = fault()
+    server.always = Fault()
     process = start_cli("pull", url, "--name", "tiny", "--json")
     out, err = process.communicate()
     assert process.returncode == 0, err

@@ -14,8 +14,9 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+from fake_hub import Fault
 from made_checkpoints import make_checkpoint
-from made_gguf import entry, model_entries
+from made_gguf import entry, gguf_bytes, model_entries
 from stores_here import docker_registry, moto, push, registry_program
 
 from edgeinfer.errors import (
@@ -34,6 +35,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
 from ...conftest import BUILD_CACHE
+from ..conftest import HASTY
 
 OLLAMA = "application/vnd.ollama.image.model"
 DOCKER = "application/vnd.docker.ai.gguf.v3"
@@ -41,13 +43,13 @@ BCRYPT = "user:$2y$05$QZmYf2zVtmXSBl/sFnEcQOl2/TVD7Tm1pw.M1IFXzgAkQJl5n0oNO\n"
 
 
 @pytest.fixture
-def body(make_gguf) -> bytes:
-    return make_gguf(tensors=[("token_embd.weight", 1 << 20)])
+def body() -> bytes:
+    return gguf_bytes(tensors=[("token_embd.weight", 1 << 20)])
 
 
 @pytest.fixture
-def options(hasty) -> PullOptions:
-    return PullOptions(name="tiny", retry_policy=msgspec.structs.replace(hasty, parallel_bytes=1 << 20))
+def options() -> PullOptions:
+    return PullOptions(name="tiny", retry_policy=msgspec.structs.replace(HASTY, parallel_bytes=1 << 20))
 
 
 @pytest.fixture
@@ -138,22 +140,22 @@ def test_a_signed_address_is_named_without_its_signature(bucket, body, options) 
     assert resolve(remote.url).pulled is not None
 
 
-def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, options, fault) -> None:
+def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, options) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     server.files["/models/tiny.gguf"] = body
-    server.faults.extend(fault(cut_after=50_000 * i) for i in range(10))
-    server.faults.append(fault(status=403))  # an address that has run out: another is signed
+    server.faults.extend(Fault(cut_after=50_000 * i) for i in range(10))
+    server.faults.append(Fault(status=403))  # an address that has run out: another is signed
     pull("s3://models/tiny.gguf", options=options)
     assert is_right(body, "s3://models/tiny.gguf")
 
     again = msgspec.structs.replace(options, again=True)
     part = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
-    server.faults.extend(fault(cut_after=100_000) for _ in range(8))
-    server.always = fault(status=403)
+    server.faults.extend(Fault(cut_after=100_000) for _ in range(8))
+    server.always = Fault(status=403)
     with pytest.raises(AuthenticationError):
         pull("s3://models/tiny.gguf", options=again)
     assert not part.exists(), "it is asked for before anything is fetched"
-    server.always = fault(extra_length=-8)
+    server.always = Fault(extra_length=-8)
     server.faults.clear()
     with pytest.raises((ChecksumError, InvalidGgufError, DownloadError)):
         pull("s3://models/tiny.gguf", options=again)
@@ -161,21 +163,21 @@ def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, 
 
 
 def test_an_object_that_changes_while_its_parts_come_slowly(
-    server, store_settings, monkeypatch, make_gguf, options, fault
+    server, store_settings, monkeypatch, options
 ) -> None:
     """The parts of two objects are never one file; a slow part is helped by the quick ones."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    before, after = (make_gguf(tensors=[("token_embd.weight", 2 << 20)], seed=n) for n in (0, 1))
+    before, after = (gguf_bytes(tensors=[("token_embd.weight", 2 << 20)], seed=n) for n in (0, 1))
     server.files["/models/tiny.gguf"] = before
-    server.always = fault(pace=1 << 12)
+    server.always = Fault(pace=1 << 12)
     changing = threading.Event()
 
     def change(now: PullProgress) -> None:
         if now.stage == "downloading" and now.done_bytes > 1 << 20 and not changing.is_set():
             changing.set()
             server.files["/models/tiny.gguf"] = after
-            server.always = fault()
-            server.faults.extend(fault(pace=1024) for _ in range(3))
+            server.always = Fault()
+            server.faults.extend(Fault(pace=1024) for _ in range(3))
             server.drop_all()
 
     pull("s3://models/tiny.gguf", change, options=options)
@@ -183,13 +185,11 @@ def test_an_object_that_changes_while_its_parts_come_slowly(
     assert is_right(after, "s3://models/tiny.gguf")
 
 
-def test_an_object_is_continued_after_kill_9(
-    server, store_settings, monkeypatch, make_gguf, start_cli, fault
-) -> None:
+def test_an_object_is_continued_after_kill_9(server, store_settings, monkeypatch, start_cli) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    body = make_gguf(tensors=[("token_embd.weight", 6 << 20)])
+    body = gguf_bytes(tensors=[("token_embd.weight", 6 << 20)])
     server.files["/models/tiny.gguf"] = body
-    server.always = fault(pace=1 << 14)
+    server.always = Fault(pace=1 << 14)
     process = start_cli("pull", "s3://models/tiny.gguf", "--name", "tiny")
     server.wait_served(3 << 20)
     process.kill()
@@ -197,7 +197,7 @@ def test_an_object_is_continued_after_kill_9(
     part = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
     kept = download.fetched_bytes(part)
     assert kept > 1 << 20
-    server.always = fault()
+    server.always = Fault()
     server.served = 0
     process = start_cli("pull", "s3://models/tiny.gguf", "--name", "tiny", "--json")
     out, err = process.communicate()
@@ -229,10 +229,10 @@ def test_an_artefact_of_a_registry(registry, body, options, kind) -> None:
         pull(f"oci://{registry}/library/tiny:7b", options=msgspec.structs.replace(options, name="x"))
 
 
-def test_an_artefact_of_several_files_and_one_without(registry, make_gguf, options) -> None:
+def test_an_artefact_of_several_files_and_one_without(registry, options) -> None:
     two = entry("split.count", 2, struct.pack("<H", 2))
     parts = [
-        make_gguf(
+        gguf_bytes(
             [*model_entries(), entry("split.no", 2, struct.pack("<H", i)), two],
             tensors=[(f"blk.{i}.weight", 20_000)],
             seed=i,
@@ -296,7 +296,7 @@ class TokenRegistry(BaseHTTPRequestHandler):
         self.close_connection = len(body) > cut
 
 
-def test_tokens_of_a_registry_are_asked_for_again(body, hasty, tmp_path, monkeypatch) -> None:
+def test_tokens_of_a_registry_are_asked_for_again(body, tmp_path, monkeypatch) -> None:
     tokens: dict[str, int] = {}
     handler = type("Handler", (TokenRegistry,), {"blob": body, "tokens": tokens})
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -304,7 +304,7 @@ def test_tokens_of_a_registry_are_asked_for_again(body, hasty, tmp_path, monkeyp
     thread.start()
     try:
         address = f"127.0.0.1:{httpd.server_port}"
-        source, wish = f"oci://{address}/tiny:1b", PullOptions(name="tiny", retry_policy=hasty)
+        source, wish = f"oci://{address}/tiny:1b", PullOptions(name="tiny", retry_policy=HASTY)
         with pytest.raises(AuthenticationError):
             pull(source, options=wish)
         auth = base64.b64encode(b"user:word").decode()

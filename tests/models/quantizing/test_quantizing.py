@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from made_gguf import gguf_bytes
 from made_models import make_llama
 
 from edgeinfer.cli.main import main
@@ -118,7 +119,7 @@ def test_types_that_need_an_importance_matrix_say_so(gemma: str, kind: str) -> N
     assert resolve(f"gemma:{kind}").pulled is None
 
 
-def importance(model: Path, place: Path, make_gguf, *, wrong: bool = False) -> str:
+def importance(model: Path, place: Path, *, wrong: bool = False) -> str:
     """An importance matrix that finds every value equally important."""
     rows = {
         t.name: t.shape[0]
@@ -130,23 +131,23 @@ def importance(model: Path, place: Path, make_gguf, *, wrong: bool = False) -> s
         for name, n in rows.items()
         for pair in ((f"{name}.in_sum2", n), (f"{name}.counts", 24 if wrong else 8))
     ]
-    content = bytearray(make_gguf(entries=[], tensors=tensors))
+    content = bytearray(gguf_bytes(entries=[], tensors=tensors))
     data = sum(4 * n for _, n in tensors)
     content[-data:] = struct.pack("<f", 1.0) * (data // 4)
     place.write_bytes(content)
     return str(place)
 
 
-def test_an_importance_matrix_allows_them(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
-    matrix = importance(gemma3, tmp_path / "imatrix.gguf", make_gguf)
+def test_an_importance_matrix_allows_them(gemma: str, gemma3: Path, tmp_path: Path) -> None:
+    matrix = importance(gemma3, tmp_path / "imatrix.gguf")
     done = quantize(gemma, "Q2_K_S", options=QuantizeOptions(perplexity=False, imatrix=matrix))
     assert "Q2_K" in {tensor.type for tensor in check(done.model.paths[0]).tensors}
 
 
-def test_what_is_no_importance_matrix(gemma: str, gemma3: Path, tmp_path: Path, make_gguf) -> None:
+def test_what_is_no_importance_matrix(gemma: str, gemma3: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidGgufError, match="no importance matrix"):
         quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=str(gemma3)))
-    wrong = importance(gemma3, tmp_path / "imatrix.gguf", make_gguf, wrong=True)
+    wrong = importance(gemma3, tmp_path / "imatrix.gguf", wrong=True)
     with pytest.raises(InvalidGgufError, match="do not fit"):
         quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=wrong))
 
@@ -267,8 +268,8 @@ def test_perplexity_is_the_same_twice(smollm2: Path) -> None:
     assert first["perplexity"] == pytest.approx(second["perplexity"], rel=1e-3)
 
 
-def test_perplexity_of_a_file_llama_cpp_refuses(tmp_path: Path, make_gguf) -> None:
+def test_perplexity_of_a_file_llama_cpp_refuses(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    path.write_bytes(make_gguf())
+    path.write_bytes(gguf_bytes())
     with pytest.raises(QuantizeError, match="cannot be measured"):
         scored(str(path), Job(), QuantizeOptions())
