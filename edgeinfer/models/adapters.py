@@ -142,8 +142,8 @@ def merge_model(
             target = work / f"{ref.name}-{type_name.upper()}.gguf.part"
             run_quantizer(merged, target, kind, job, QuantizeOptions())
         job.begin("verifying", target.name, total=target.stat().st_size)
-        words = " and ".join(path.stem for path, _ in wanted)
-        record = publish(target, ref, None, before, job, f"{model} merged with {words}")
+        merged_names = " and ".join(path.stem for path, _ in wanted)
+        record = publish(target, ref, None, before, job, f"{model} merged with {merged_names}")
         shutil.rmtree(work, ignore_errors=True)
     return record
 
@@ -157,7 +157,7 @@ def _opened(
         wanted = load_options.adapters_of(str(load_options.LORA.parse(adapters)))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    found = []
+    opened = []
     for path, scale in wanted.values():
         place = Path(path)
         if place.is_dir():
@@ -165,5 +165,5 @@ def _opened(
             place = scratch / f"{place.name}.gguf"
         if not place.is_file():
             raise UsageError(f"there is no adapter {path}", hint=_HOW)
-        found.append((place, scale))
-    return found
+        opened.append((place, scale))
+    return opened

@@ -87,8 +87,8 @@ def active_share(model: Model | None, name: str, parameters: str) -> float:
     """Return the share of weights a token is multiplied with: below 1 for a mixture of experts."""
     total = parameter_count(parameters)
     match = _ACTIVE.search(name.lower())
-    told = parameter_count(model.active_parameters) if model else 0.0
-    active = told or (float(match[1]) * 1e9 if match else total)
+    stated = parameter_count(model.active_parameters) if model else 0.0
+    active = stated or (float(match[1]) * 1e9 if match else total)
     return min(1.0, active / total) if total else 1.0
 
 
@@ -100,13 +100,13 @@ def first_run_choices(catalog: Catalog | None = None) -> list[FirstRunChoice]:
     """
     catalog = catalog or load_catalog()
     rate, available = read_memory_rate(), read_memory().available_bytes
-    found: list[tuple[Model, float]] = []
+    fitting: list[tuple[Model, float]] = []
     for model in (catalog.models[name] for name in (*_OFFERED, DEFAULT_MODEL)):
         share = active_share(model, model.name, model.parameters)
         figures = fit(model.stored_bytes, model.purpose, share, rate, available)
         if figures.group == "comfortable" or model.name == DEFAULT_MODEL:
-            found.append((model, figures.tokens_per_s))
-    *larger, tiny = found
+            fitting.append((model, figures.tokens_per_s))
+    *larger, tiny = fitting
     quick = [offer for offer in larger[1:] if offer[1] >= _QUICK_TOKENS_PER_S]
     return [
         *(_choice("comfortable", "answers faster than you read", *offer) for offer in quick[:1]),

@@ -284,6 +284,15 @@ def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeade
     return header
 
 
+def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
+    """Raise InvalidGgufError if a split file is not the `index`-th part (from 0) of `count`."""
+    if header.split[1] > 1 and header.split != (index, count):
+        raise InvalidGgufError(
+            f"{name} is part {header.split[0] + 1} of {header.split[1]} by its header, "
+            f"{index + 1} of {count} by its name"
+        )
+
+
 class _Walker:
     """One pass over a header. `at` only grows and never passes `end`."""
 

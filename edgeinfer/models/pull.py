@@ -154,35 +154,26 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job, wanted:
             f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; "
             f"{_set_aside(one, work)}"
         )
-    found = sha256_of(one.path, job.at)
+    digest = sha256_of(one.path, job.at)
     promises = (
         (one.sha256, "its source"),
         (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
         (_pin(todo, source, one), "its first pull"),
     )
-    for expected, who in promises:
-        if expected and found != expected:
-            kept = _set_aside(one, work)
+    for expected, origin in promises:
+        if expected and digest != expected:
             raise ChecksumError(
-                f"{one.file_name} of {source} has SHA-256 {found}, not {expected} as {who} says; {kept}"
+                f"{one.file_name} of {source} has SHA-256 {digest}, not {expected} as {origin} says; "
+                f"{_set_aside(one, work)}"
             )
-    one.found_sha256 = found
+    one.found_sha256 = digest
     if one.checkpoint:
         return
     try:
-        _refuse_other_part(gguf.check(one.path), one)
+        gguf.check_part(gguf.check(one.path), one.file_name, one.index, one.n_files)
     except InvalidGgufError as error:
         kept = _set_aside(one, work)
         raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
-
-
-def _refuse_other_part(header: gguf.GgufHeader, one: Fetched) -> None:
-    index, count = header.split
-    if count > 1 and (index, count) != (one.index, one.n_files):
-        raise InvalidGgufError(
-            f"{one.file_name} is part {index + 1} of {count} by its header, {one.index + 1} of "
-            f"{one.n_files} by its name"
-        )
 
 
 def _pin(todo: Plan, source: str, one: Fetched) -> str:

@@ -91,12 +91,12 @@ class Safetensors:
             entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
         except (RecursionError, msgspec.MsgspecError) as error:
             self._bad(f"its header: {error}")
-        found = [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
-        by_place = sorted((one for one in found if one.n_bytes), key=lambda one: one.offset)
+        tensors = [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
+        by_place = sorted((one for one in tensors if one.n_bytes), key=lambda one: one.offset)
         for one, after in pairwise(by_place):
             if one.offset + one.n_bytes > after.offset:
                 self._bad(f"{one.name} and {after.name} overlap")
-        return found
+        return tensors
 
     def _tensor(self, name: str, entry: _Entry, data: int, size: int) -> Tensor:
         if entry.dtype not in DTYPES:
@@ -206,12 +206,12 @@ class Checkpoint:
         return [Safetensors(self.folder / name) for name in files]
 
     def _index(self) -> dict[str, str]:
-        found = read_json(self.folder / INDEX).get("weight_map", {})
-        if not isinstance(found, dict) or not all(
-            isinstance(file, str) and file and "/" not in file for file in found.values()
+        files = read_json(self.folder / INDEX).get("weight_map", {})
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and file and "/" not in file for file in files.values()
         ):
             raise ConversionError(f"{self.folder / INDEX} has no usable weight_map")
-        return found
+        return files
 
     def _compare_with_index(self) -> None:
         for name, file in self._index().items():
@@ -225,8 +225,8 @@ class Checkpoint:
     @property
     def architectures(self) -> list[str]:
         """The classes that config.json names, the first of which decides the family."""
-        found = self.whole_config.get("architectures") or []
-        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+        names = self.whole_config.get("architectures") or []
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     @property
     def names(self) -> list[str]:

@@ -44,9 +44,9 @@ def weight_files(names: list[str]) -> list[str]:
     shards = sorted(name for name in names if _SHARD.fullmatch(name))
     if not shards:
         return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
-    found = _SHARD.fullmatch(shards[0])
-    assert found is not None
-    wanted = [f"model-{index + 1:05}-of-{found[2]}.safetensors" for index in range(int(found[2]))]
+    match = _SHARD.fullmatch(shards[0])
+    assert match is not None
+    wanted = [f"model-{index + 1:05}-of-{match[2]}.safetensors" for index in range(int(match[2]))]
     if missing := [name for name in wanted if name not in shards]:
         raise SourceNotFoundError(
             f"{len(missing)} of {len(wanted)} shards are missing: {', '.join(missing[:4])}",

@@ -179,7 +179,7 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
 
 class _Conversion:
     def __init__(self, checkpoint: Checkpoint, family: families.Family, type_name: str) -> None:
-        import gguf  # 80 ms, only for who converts
+        import gguf  # 80 ms, only for conversions
 
         self.gguf = gguf
         self.checkpoint = checkpoint
@@ -241,15 +241,15 @@ class _Conversion:
         if wanted != rows:
             raise ConversionError(
                 f"config.json says {wanted} tokens, the embedding has {rows} rows",
-                hint="`resize_token_embeddings` of who made it did not reach config.json",
+                hint="the model was resized (`resize_token_embeddings`) without its config.json",
             )
         return wanted
 
     def _pooling(self) -> int:
         """Return the pooling type of sentence-transformers' own file; mean without one."""
-        said = read_json(self.checkpoint.folder / "1_Pooling" / "config.json")
-        said = said or read_json(self.checkpoint.folder / "1_Pooling-config.json")
-        return next((number for word, number in _POOLINGS.items() if said.get(word)), 1)
+        pooling = read_json(self.checkpoint.folder / "1_Pooling" / "config.json")
+        pooling = pooling or read_json(self.checkpoint.folder / "1_Pooling-config.json")
+        return next((number for word, number in _POOLINGS.items() if pooling.get(word)), 1)
 
     def _data(self, writer: gguf.GGUFWriter, job: Job) -> None:
         assert writer.fout is not None
@@ -289,8 +289,8 @@ class _Conversion:
             return np.ascontiguousarray(plain)
         if kind.name == "F16":
             return plain.astype(np.float16)
-        found: Array = self.gguf.quants.quantize(plain, kind)
-        return found
+        block: Array = self.gguf.quants.quantize(plain, kind)
+        return block
 
 
 def _n_bytes(gguf_package: Any, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:

@@ -34,7 +34,7 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 
 
 class Family(msgspec.Struct, frozen=True):
-    """One row. `checkpoints` are the words of `architectures`, `arch` is llama.cpp's.
+    """One row. `checkpoints` are values of `architectures`, `arch` is llama.cpp's.
 
     `transforms` go by the GGUF name's end; `needs` are values without which it is refused. `extra`
     computes keys under the architecture's name; `dropped` are tensors that nothing reads.
@@ -206,11 +206,11 @@ def find_family(architectures: list[str]) -> Family:
 
 def check(family: Family, config: Values) -> None:
     """Refuse what the family's graph in llama.cpp does not do. Raises ConversionError."""
-    words = ("hidden_act", "hidden_activation", "activation_function", "activation")
-    acts = [config[word] for word in words if config.get(word)]
-    if acts and acts[-1] not in family.activations:
+    spellings = ("hidden_act", "hidden_activation", "activation_function", "activation")
+    activations = [config[word] for word in spellings if config.get(word)]
+    if activations and activations[-1] not in family.activations:
         raise ConversionError(
-            f"config.json: a {family.arch} with the activation {acts[-1]!r}; llama.cpp computes "
+            f"config.json: a {family.arch} with the activation {activations[-1]!r}; llama.cpp computes "
             f"{family.activations[0]}"
         )
     for key, allowed in family.needs.items():

@@ -85,19 +85,19 @@ def metadata(family: Family, config: Values) -> dict[str, Any]:
     """Return the architecture's keys and values, without its prefix. Raises ConversionError."""
     heads = count_heads(config)
     needed(config, "context_length")
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key in KEYS:
         value = lookup(config, key.name)
         if value is not None and value is not False:
-            found[key.name] = key.kind(value)
-    found.setdefault("feed_forward_length", 4 * found["embedding_length"])
-    found["attention.head_count_kv"] = heads.n_head_kv
-    found["attention.key_length"] = found["attention.value_length"] = heads.head_dim
+            keys[key.name] = key.kind(value)
+    keys.setdefault("feed_forward_length", 4 * keys["embedding_length"])
+    keys["attention.head_count_kv"] = heads.n_head_kv
+    keys["attention.key_length"] = keys["attention.value_length"] = heads.head_dim
     if family.rope:
-        found |= _rope_metadata(config, heads.head_dim)
+        keys |= _rope_metadata(config, heads.head_dim)
     if family.extra:
-        found |= family.extra(config)
-    return found
+        keys |= family.extra(config)
+    return keys
 
 
 _KNOWN = "default, linear, dynamic, yarn, llama3, longrope"
@@ -105,11 +105,11 @@ _KNOWN = "default, linear, dynamic, yarn, llama3, longrope"
 
 def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
     """Return config.json's rope parameters in their newer form, for layers of one kind."""
-    found: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(found.get(layers), dict):
-        found = found[layers]
+    rope: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(rope.get(layers), dict):
+        rope = rope[layers]
     return {"rope_theta": config.get("rope_theta") or 10_000.0} | {
-        k: v for k, v in found.items() if v is not None
+        k: v for k, v in rope.items() if v is not None
     }
 
 
@@ -117,21 +117,21 @@ def _rope_metadata(config: Values, head_dim: int) -> Values:
     """Return the keys of rope. Raises ConversionError for a kind llama.cpp lacks."""
     rope = rope_parameters(config)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    found: Values = {
+    keys: Values = {
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(head_dim * share),
     }
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in ("default", "dynamic", "llama3", "mrope"):
-        return found
+        return keys
     if kind in ("linear", "yarn"):
-        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         if "original_max_position_embeddings" in rope:
             original = int(rope["original_max_position_embeddings"])
-            found["rope.scaling.original_context_length"] = original
-        return found
+            keys["rope.scaling.original_context_length"] = original
+        return keys
     if kind in ("longrope", "su"):
-        return found | _longrope(config, rope)
+        return keys | _longrope(config, rope)
     raise ConversionError(f"config.json: rope scaling {kind!r} is none of {_KNOWN}")
 
 

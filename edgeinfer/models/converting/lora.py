@@ -58,7 +58,7 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
 
 
 def _convert_checked(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
-    import gguf  # 80 ms, only for who converts
+    import gguf  # 80 ms, only for conversions
 
     config = read_json(folder / ADAPTER_CONFIG)
     _refuse_other_kinds(folder, config)
@@ -107,8 +107,8 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
     if config.get("bias", "none") != "none":
         raise ConversionError("the adapter trains biases, which llama.cpp cannot apply", hint=_NO_WAY)
     if config.get("modules_to_save"):
-        words = ", ".join(map(str, config["modules_to_save"]))
-        raise ConversionError(f"the adapter replaces whole modules ({words})", hint=_NO_WAY)
+        modules = ", ".join(map(str, config["modules_to_save"]))
+        raise ConversionError(f"the adapter replaces whole modules ({modules})", hint=_NO_WAY)
 
 
 def _family_of(base: GgufHeader) -> Family:
@@ -133,7 +133,7 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> dict[str
 
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     table = gguf.get_tensor_name_map(arch, base.n_layer)
-    found: dict[str, tuple[str, _Pair]] = {}
+    pairs: dict[str, tuple[str, _Pair]] = {}
     for key, tensor in file.tensors.items():
         match = _PAIR.fullmatch(key)
         if match is None:
@@ -142,14 +142,14 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> dict[str
         if name is None:
             raise ConversionError(f"{match[1]} is no module of a {family.arch}, as the base is")
         values = to_float32(file.view(key), tensor.dtype)
-        _, pair = found.setdefault(name, (match[1], _Pair()))
+        _, pair = pairs.setdefault(name, (match[1], _Pair()))
         if match[2] == "A":
             pair.a = values
         else:
             pair.b = values
-    if not found:
+    if not pairs:
         raise ConversionError(f"{file.path} has no tensors")
-    return found
+    return pairs
 
 
 def _fitting(name: str, pair: _Pair, base: GgufHeader) -> tuple[Array, Array]:
@@ -213,17 +213,17 @@ class _GgufAdapter:
 
 def dequantized(raw: Array, tensor: TensorInfo) -> Array:
     """Dequantize whole rows of a tensor to float32 of shape [rows, row length]."""
-    import gguf as package  # 80 ms, only for who merges
+    import gguf as package  # 80 ms, only for merges
 
     known = TENSOR_TYPES[_NUMBERS[tensor.type]]
     row_bytes = tensor.shape[0] // known.block * known.bytes
     rows = raw.reshape(-1, row_bytes)
-    kind = package.GGMLQuantizationType[tensor.type]
+    values: Array
     if tensor.type in ("F32", "F16"):
-        found: Array = rows.view(np.float32 if tensor.type == "F32" else np.float16).astype(np.float32)
-        return found
-    plain: Array = package.quants.dequantize(rows, kind)
-    return plain
+        values = rows.view(np.float32 if tensor.type == "F32" else np.float16).astype(np.float32)
+    else:
+        values = package.quants.dequantize(rows, package.GGMLQuantizationType[tensor.type])
+    return values
 
 
 def merge(base: Path, adapters: Sequence[tuple[Path, float]], target: Path, job: Job) -> None:
@@ -278,15 +278,15 @@ def _header_bytes(
 ) -> bytes:
     with open(base, "rb") as file:
         begin = file.read(header.infos_offset)
-    found = bytearray(begin)
+    header_bytes = bytearray(begin)
     at = 0
     for tensor in header.tensors:
         name = tensor.name.encode()
-        found += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(tensor.shape))
-        found += struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape)
-        found += struct.pack("<IQ", _NUMBERS[types[tensor.name]], at)
+        header_bytes += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(tensor.shape))
+        header_bytes += struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape)
+        header_bytes += struct.pack("<IQ", _NUMBERS[types[tensor.name]], at)
         at += -(-sizes[tensor.name] // header.alignment) * header.alignment
-    return bytes(found) + bytes(-len(found) % header.alignment)
+    return bytes(header_bytes) + bytes(-len(header_bytes) % header.alignment)
 
 
 def _write_tensors(
@@ -327,5 +327,5 @@ def _merge_blocks(
         rows = dequantized(raw[at * row_bytes : min(at + step, n_rows) * row_bytes], tensor)
         for a, b in pairs:
             rows = rows + b[at : at + step] @ a
-        found: Array = package.quants.quantize(rows, package.GGMLQuantizationType[kind])
-        yield found
+        block: Array = package.quants.quantize(rows, package.GGMLQuantizationType[kind])
+        yield block

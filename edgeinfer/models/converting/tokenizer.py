@@ -145,15 +145,15 @@ def metadata(folder: Path, n_vocab: int) -> Values:
             hint="make it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         )
     vocabulary = Vocabulary(n_vocab)
-    found = _model(tokenizer, vocabulary)
+    keys = _model(tokenizer, vocabulary)
     types = read_json(folder / "config.json").get("type_vocab_size")
     if types:
-        found["ggml.token_type_count"] = int(types)
+        keys["ggml.token_type_count"] = int(types)
     _added(tokenizer, vocabulary)
-    found |= {"ggml.tokens": vocabulary.tokens, "ggml.token_type": vocabulary.types}
-    if found["ggml.model"] in ("llama", "t5"):
-        found["ggml.scores"] = vocabulary.scores
-    return found | _specials(folder, tokenizer) | _template(folder)
+    keys |= {"ggml.tokens": vocabulary.tokens, "ggml.token_type": vocabulary.types}
+    if keys["ggml.model"] in ("llama", "t5"):
+        keys["ggml.scores"] = vocabulary.scores
+    return keys | _specials(folder, tokenizer) | _template(folder)
 
 
 def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
@@ -194,17 +194,17 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
         vocabulary.put(index, token, NORMAL)
     # a space inside a token is written Ġ, so one space separates the two
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
-    found: Values = {
+    keys: Values = {
         "ggml.model": "gpt2",
         "ggml.pre": pre_tokenizer_name(tokenizer),
         "ggml.merges": merges,
     }
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
     if normalizer == "NFC":
-        found[_FORM] = NFC
+        keys[_FORM] = NFC
     elif normalizer:
         raise ConversionError(f"tokenizer.json normalizes by {normalizer}, which llama.cpp does not")
-    return found
+    return keys
 
 
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
@@ -241,27 +241,27 @@ def _word_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
         else:
             whole = token.startswith("[") and token.endswith("]")
             vocabulary.put(index, token if whole else _SPACE + token, NORMAL)
-    found: Values = {"ggml.model": "bert", "ggml.pre": "default"}
+    keys: Values = {"ggml.model": "bert", "ggml.pre": "default"}
     normalizer = tokenizer.get("normalizer") or {}
     if normalizer.get("type") == "BertNormalizer":
         lowercase = bool(normalizer.get("lowercase", True))
         accents = normalizer.get("strip_accents")
-        found["ggml.normalizer.lowercase"] = False
-        found["ggml.normalizer.strip_accents"] = False
+        keys["ggml.normalizer.lowercase"] = False
+        keys["ggml.normalizer.strip_accents"] = False
         if lowercase and accents in (None, True):
-            found[_FORM] = BARE_LOWER_CASE
+            keys[_FORM] = BARE_LOWER_CASE
         elif lowercase or accents:
             raise ConversionError(
                 "tokenizer.json strips accents or letter case, not both: not known here"
             )
-    return found
+    return keys
 
 
 def _unigram(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     for index, (token, score) in enumerate(model["vocab"]):
         vocabulary.put(index, token, UNKNOWN if index == model.get("unk_id") else NORMAL, float(score))
-    found: Values = {
+    keys: Values = {
         "ggml.model": "t5",
         "ggml.pre": "default",
         "ggml.add_space_prefix": True,
@@ -270,15 +270,15 @@ def _unigram(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     steps = tokenizer.get("normalizer") or {}
     for step in (steps, *steps.get("normalizers", ())):
         if step.get("type") == "Precompiled" and step.get("precompiled_charsmap"):
-            found["ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
-    return found
+            keys["ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+    return keys
 
 
 def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:
     """Put the tokens that are matched before text is split: special ones, and whole words."""
     for token in tokenizer.get("added_tokens") or ():
-        kept = vocabulary.types[token["id"]] if token["id"] < len(vocabulary.types) else UNUSED
-        if kept == UNKNOWN:
+        kind = vocabulary.types[token["id"]] if token["id"] < len(vocabulary.types) else UNUSED
+        if kind == UNKNOWN:
             continue
         vocabulary.put(token["id"], token["content"], CONTROL if token.get("special") else USER_DEFINED)
 
@@ -292,24 +292,25 @@ def _ids(tokenizer: Values) -> dict[str, int]:
 def _specials(folder: Path, tokenizer: Values) -> Values:
     ids = _ids(tokenizer)
     config = read_json(folder / "config.json")
-    said = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    special = read_json(folder / "special_tokens_map.json")
+    special |= read_json(folder / "tokenizer_config.json")
     model = tokenizer["model"]
-    found: Values = {}
+    keys: Values = {}
     if isinstance(model.get("unk_id"), int):
-        found["ggml.unknown_token_id"] = model["unk_id"]
-    said = {"unk_token": model.get("unk_token")} | said
+        keys["ggml.unknown_token_id"] = model["unk_id"]
+    special = {"unk_token": model.get("unk_token")} | special
     for word, key in _SPECIAL.items():
-        token = said.get(word)
+        token = special.get(word)
         text = token.get("content") if isinstance(token, dict) else token
         index = ids.get(text) if isinstance(text, str) else config.get(f"{word}_id")
         if isinstance(index, list):
             index = index[0] if index else None
         if isinstance(index, int):
-            found[f"ggml.{key}"] = index
+            keys[f"ggml.{key}"] = index
     begins, ends = _frame(tokenizer.get("post_processor"))
-    if begins is None and isinstance(said.get("add_bos_token"), bool):
-        begins = said["add_bos_token"]
-    return found | {"ggml.add_bos_token": bool(begins), "ggml.add_eos_token": bool(ends)}
+    if begins is None and isinstance(special.get("add_bos_token"), bool):
+        begins = special["add_bos_token"]
+    return keys | {"ggml.add_bos_token": bool(begins), "ggml.add_eos_token": bool(ends)}
 
 
 def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
@@ -317,8 +318,8 @@ def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
     if step is None:
         return None, None
     if step["type"] == "Sequence":
-        said = [_frame(one) for one in step["processors"]]
-        return next((one for one in said if one != (None, None)), (None, None))
+        frames = [_frame(one) for one in step["processors"]]
+        return next((one for one in frames if one != (None, None)), (None, None))
     if step["type"] in ("BertProcessing", "RobertaProcessing"):
         return True, True
     if step["type"] == "TemplateProcessing":
@@ -331,8 +332,8 @@ def _template(folder: Path) -> Values:
     own = folder / "chat_template.jinja"
     if own.is_file():
         return {"chat_template": own.read_text("utf-8")}
-    found = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):
-        by_name = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = by_name.get("default")
-    return {"chat_template": found} if isinstance(found, str) and found else {}
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = by_name.get("default")
+    return {"chat_template": template} if isinstance(template, str) and template else {}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from edgeinfer.errors import ChecksumError, InvalidGgufError, ModelNotPulledError
+from edgeinfer.errors import ChecksumError, ModelNotPulledError
 from edgeinfer.models import gguf, names
 from edgeinfer.models.external_stores import ollama, repositories
 from edgeinfer.models.external_stores.ollama import OllamaSettings
@@ -54,12 +54,12 @@ def is_name(text: str) -> bool:
 
 def search(prefix: str = "") -> list[ExternalModel]:
     """List every model whose name begins with `prefix`, unusable ones included."""
-    found: dict[str, ExternalModel] = {}
+    models: dict[str, ExternalModel] = {}
     for store in _STORES:
         if store.prefix.startswith(prefix) or prefix.startswith(store.prefix):
             for model in _in_store(store):
-                found.setdefault(model.name, model)
-    return list(found.values())
+                models.setdefault(model.name, model)
+    return list(models.values())
 
 
 def _in_store(store: _Store) -> Iterator[ExternalModel]:
@@ -139,15 +139,10 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
         raise ModelNotPulledError(
             f"{model.name} can't be used: {model.problem}", hint=model.fix or None
         )
-    found = [gguf.check(path, vocabulary=vocabulary) for path in model.paths]
-    for at, header in enumerate(found):
-        if header.split[1] > 1 and header.split != (at, len(found)):
-            index, count = header.split
-            raise InvalidGgufError(
-                f"{header.path} is part {index + 1} of {count} by its header, "
-                f"{at + 1} of {len(found)} by its name"
-            )
-    return found
+    headers = [gguf.check(path, vocabulary=vocabulary) for path in model.paths]
+    for at, header in enumerate(headers):
+        gguf.check_part(header, header.path, at, len(headers))
+    return headers
 
 
 def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
@@ -170,15 +165,15 @@ def described(model: ExternalModel) -> ModelFiles:
 
     Raises ModelNotPulledError, InvalidGgufError.
     """
-    said = settings(model, headers(model)[0])
+    stored = settings(model, headers(model)[0])
     return ModelFiles(
         name=model.name,
         paths=model.paths,
         sha256=digest(model),
-        chat_template=said.chat_template,
-        stop=said.stop,
-        sampling=msgspec.structs.replace(Sampling(), **said.sampling),
-        system_prompt=said.system_prompt,
+        chat_template=stored.chat_template,
+        stop=stored.stop,
+        sampling=msgspec.structs.replace(Sampling(), **stored.sampling),
+        system_prompt=stored.system_prompt,
     )
 
 

@@ -59,7 +59,7 @@ class RetryableError(Exception):
 
 
 class NoRangesError(RetryableError):
-    """The server gives the file as a whole only, whatever it said before."""
+    """The server gives the whole file only, even if it announced ranges."""
 
 
 def range_headers(start: int, end: int | None, validator: str) -> dict[str, str]:
@@ -73,7 +73,7 @@ def range_headers(start: int, end: int | None, validator: str) -> dict[str, str]
 
 
 def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
-    """(where the body begins, the whole file's length or None), from the response's own words.
+    """Return (where the body begins, the whole file's length or None) by the response's headers.
 
     Raises DownloadError, RetryableError.
     """
@@ -145,7 +145,7 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 
 def describe_transport_error(error: Exception) -> str:
-    """A broken connection in a few words."""
+    """Describe a broken connection briefly."""
     known: dict[type[Exception], str] = {
         httpx2.ConnectError: "cannot connect",
         httpx2.ConnectTimeout: "no answer to the connection",

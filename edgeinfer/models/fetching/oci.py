@@ -68,11 +68,11 @@ def resolve(source: OciArtifact) -> list[Remote]:
 
 def _weights(source: OciArtifact, manifest: dict[str, Any]) -> list[dict[str, Any]]:
     layers = manifest.get("layers", [])
-    found = [layer for layer in layers if _is_weights(layer)]
-    if not found:
+    weights = [layer for layer in layers if _is_weights(layer)]
+    if not weights:
         kinds = ", ".join(sorted({layer["mediaType"] for layer in layers})) or "no layers"
         raise SourceNotFoundError(f"{source} holds no GGUF file: it has {kinds}")
-    return found
+    return weights
 
 
 def _is_weights(layer: dict[str, Any]) -> bool:
@@ -117,9 +117,9 @@ class Registry:
         """Return the manifest's bytes of a tag or digest, which is verified."""
         url = f"{self.base}/manifests/{reference}"
         content = self.asked("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
-        found = f"sha256:{hashlib.sha256(content).hexdigest()}"
-        if reference.startswith("sha256:") and found != reference:
-            raise ChecksumError(f"{self._source}: the registry serves {found} instead of {reference}")
+        digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        if reference.startswith("sha256:") and digest != reference:
+            raise ChecksumError(f"{self._source}: the registry serves {digest} instead of {reference}")
         return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
@@ -167,9 +167,10 @@ class Registry:
     ) -> httpx2.Response:
         target = httpx2.URL(url)  # of an upload, what the registry's Location says
         http_client.refuse_downgrade(str(self._source), self._url, target)
-        given = {"Authorization": self._authorization} if self._authorization else {}
-        all_of = {"User-Agent": "edgeinfer"} | headers | (given if self._is_ours(target) else {})
-        return self._client.request(method, url, headers=all_of, content=content)
+        all_headers = {"User-Agent": "edgeinfer"} | headers
+        if self._authorization and self._is_ours(target):
+            all_headers["Authorization"] = self._authorization
+        return self._client.request(method, url, headers=all_headers, content=content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
         """Whether an address is the registry's own, which alone gets the credentials."""
@@ -180,20 +181,20 @@ class Registry:
         login = _login(self._source.registry)
         if kind.lower() == "basic":
             return f"Basic {login}" if login else ""
-        words = dict(_CHALLENGE.findall(rest))
-        realm = httpx2.URL(words.pop("realm", ""))
+        parameters = dict(_CHALLENGE.findall(rest))
+        realm = httpx2.URL(parameters.pop("realm", ""))
         if kind.lower() != "bearer" or not realm.host:
             return ""
         if realm.scheme != "https" and not self._is_ours(realm):
             raise DownloadError(f"{self._source}: the registry names an unencrypted login: {realm}")
-        asked = {key: words[key] for key in ("service", "scope") if key in words}
+        query = {key: parameters[key] for key in ("service", "scope") if key in parameters}
         trusted = login and _same_owner(realm.host, self._url.host)
         headers = {"Authorization": f"Basic {login}"} if trusted else {}
-        response = self._client.get(realm, params=asked, headers=headers)
+        response = self._client.get(realm, params=query, headers=headers)
         if response.status_code != 200:
             return ""
-        given = response.json()
-        token = given.get("token") or given.get("access_token") or ""
+        answer = response.json()
+        token = answer.get("token") or answer.get("access_token") or ""
         return f"Bearer {token}" if token else ""
 
 
@@ -212,8 +213,8 @@ def _login(registry: str) -> str:
     named = os.environ.get("REGISTRY_AUTH_FILE")
     for place in [Path(named)] if named else [home, podman]:
         try:
-            kept = json.loads(place.read_bytes())["auths"]
-            return next(str(kept[key]["auth"]) for key in keys if key in kept)
+            logins = json.loads(place.read_bytes())["auths"]
+            return next(str(logins[key]["auth"]) for key in keys if key in logins)
         except (OSError, ValueError, KeyError, TypeError, StopIteration):
             continue
     return ""

@@ -88,9 +88,9 @@ def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) 
     wanted = ("--progress-bar", "off", "--dest", str(work), f"{part.package}=={part.version}")
     command = [*_pip(part), "download", *options.split(), *wanted]
     job.begin("downloading", f"{part.package} {part.version}", index=index, n_files=n_parts)
-    said = _watched(command, work, job)
-    if said is not None:
-        raise _error(part, said)
+    output = _watched(command, work, job)
+    if output is not None:
+        raise _error(part, output)
     for wheel in work.glob("*.whl"):
         wheel.replace(place / wheel.name)
     shutil.rmtree(work)
@@ -140,19 +140,19 @@ def _pip(part: WheelFile) -> list[str]:
     )
 
 
-def _error(part: WheelFile, said: str) -> Exception:
-    complaint = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR:").strip() for line in complaint if line.startswith("ERROR:")]
-    last = (errors or complaint or ["pip said nothing"])[-1]
-    if re.search(r"No space left|Errno 28|Errno 122|Errno 27", said):
+def _error(part: WheelFile, output: str) -> Exception:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    last = (errors or lines or ["pip printed nothing"])[-1]
+    if re.search(r"No space left|Errno 28|Errno 122|Errno 27", output):
         return DiskFullError(
             f"no room left for {part.package} {part.version}; the wheels before it are kept"
         )
-    if re.search(r"\b40[13]\b", said):
+    if re.search(r"\b40[13]\b", output):
         return AuthenticationError(
             f"{part}: the index refuses: {last}", hint="check pip's configuration: `pip config list`"
         )
-    if re.search(r"No matching distribution|404|HTTP error 410", said):
+    if re.search(r"No matching distribution|404|HTTP error 410", output):
         return SourceNotFoundError(
             f"{part}: pip finds no such package: {last}", hint="check pip's index: `pip config list`"
         )

@@ -58,12 +58,12 @@ def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
 
 def follow(module: str, *args: str, job: Job) -> dict[str, Any]:
     """Report the progress of `module` and return its "error" or "done". Raises as `events`."""
-    said: dict[str, Any] = {}
+    event: dict[str, Any] = {}
     with closing(events(module, *args, job=job)) as work:
-        for said in work:
-            if said["event"] == "progress":
-                job.at(int(said["done"]), int(said["total"]))
-    return said
+        for event in work:
+            if event["event"] == "progress":
+                job.at(int(event["done"]), int(event["total"]))
+    return event
 
 
 def _death(code: int) -> str:
@@ -74,7 +74,7 @@ def _death(code: int) -> str:
 
 def _last_line(text: bytes) -> str:
     lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"
 
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -90,17 +90,17 @@ def imatrix_spans(path: Path) -> list[Span]:
     """
     header = gguf.read_header(path)
     tensors = {tensor.name: tensor for tensor in header.tensors}
-    found = [
+    spans = [
         _span(name.removesuffix(_SUMS), sums, tensors.get(name.removesuffix(_SUMS) + _COUNTS), path)
         for name, sums in tensors.items()
         if name.endswith(_SUMS)
     ]
-    if not found:
+    if not spans:
         raise InvalidGgufError(
             f"{path} is no importance matrix: it has no tensors called …{_SUMS}",
             hint="take the one in GGUF form (imatrix.gguf)",
         )
-    return found
+    return spans
 
 
 def calibration_text() -> Path:
@@ -116,10 +116,10 @@ def make_imatrix(model: Path, text: Path, target: Path, job: Job, skipped_tokens
     """
     job.begin("weighing", model.name)
     arguments = (str(model), str(text), str(target), str(skipped_tokens))
-    said = follow("edgeinfer.runtime.llama.helpers.importance", *arguments, job=job)
-    if said["event"] == "error":
-        raise QuantizeError(f"no importance matrix of {model.name} can be made: {said['message']}")
-    return int(said["n_tokens"])
+    event = follow("edgeinfer.runtime.llama.helpers.importance", *arguments, job=job)
+    if event["event"] == "error":
+        raise QuantizeError(f"no importance matrix of {model.name} can be made: {event['message']}")
+    return int(event["n_tokens"])
 
 
 def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:
@@ -168,28 +168,28 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
         "spans": imatrix_spans(Path(options.imatrix)) if options.imatrix else [],
     }
     job.begin("quantizing", f"{source.name} → {FILE_TYPES[kind]}")
-    said: dict[str, object] = {}
+    event: dict[str, object] = {}
     try:
         work = events(
             "edgeinfer.runtime.llama.helpers.quantizer", msgspec.json.encode(wish).decode(), job=job
         )
         with closing(work):  # the process is gone before the target is, also when the report raises
-            for said in work:
-                if said["event"] == "tensor":
-                    job.at(int(str(said["done"])), int(str(said["total"])))
-        if said["event"] == "error":
-            raise _quantizer_error(said, target, kind)
+            for event in work:
+                if event["event"] == "tensor":
+                    job.at(int(str(event["done"])), int(str(event["total"])))
+        if event["event"] == "error":
+            raise _quantizer_error(event, target, kind)
         gguf.check(target)
     except BaseException:
         target.unlink(missing_ok=True)
         raise
 
 
-def _quantizer_error(said: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
-    message = str(said["message"])
+def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
+    message = str(event["message"])
     free = free_bytes(target.parent)
     torn = "iostream error" in message  # all that llama.cpp says when a write fails
-    if said["kind"] == "no-room" or torn or (free < 1 << 24 and "imatrix" not in message):
+    if event["kind"] == "no-room" or torn or (free < 1 << 24 and "imatrix" not in message):
         return DiskFullError(
             f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}"
         )
@@ -208,12 +208,12 @@ def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
     child = "edgeinfer.runtime.llama.helpers.perplexity"
-    said = follow(child, model, str(text), limit, compared, job=job)
-    if said["event"] == "error":
+    event = follow(child, model, str(text), limit, compared, job=job)
+    if event["event"] == "error":
         raise QuantizeError(
-            f"the perplexity of {Path(model).name} cannot be measured: {said['message']}"
+            f"the perplexity of {Path(model).name} cannot be measured: {event['message']}"
         )
-    return {name: float(value) for name, value in said.items() if name != "event"}
+    return {name: float(value) for name, value in event.items() if name != "event"}
 
 
 def checked_text(text: str) -> Path:
