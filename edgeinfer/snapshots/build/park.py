@@ -46,7 +46,7 @@ LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
     multiprocessing.connection readline sqlite3 tomllib unicodedata uuid zoneinfo
-    edgeinfer.models.catalog edgeinfer.models.store edgeinfer.cli.main httptools llguidance
+    edgeinfer.models.catalog edgeinfer.models.reference edgeinfer.cli.main httptools llguidance
     textual.app textual.drivers.linux_driver textual.widgets uvicorn uvicorn.lifespan.off
     uvicorn.lifespan.on uvicorn.logging uvicorn.loops.asyncio uvicorn.loops.auto
     uvicorn.protocols.http.auto uvicorn.protocols.http.h11_impl
