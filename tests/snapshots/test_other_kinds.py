@@ -15,10 +15,10 @@ pytestmark = pytest.mark.criu
 MODEL = "small"
 ASK = """
 import json, sys
-from edgeinfer.snapshots.restore import facts
 from edgeinfer.launcher import selection
+from edgeinfer.snapshots.restore import checks
 folder, manifest = selection.find(sys.argv[1], {})
-sys.stdout.write(facts.ask(manifest, folder, "canary").hex())
+sys.stdout.write(checks.ask(manifest, folder, checks.nobodys_request("canary")).hex())
 """
 
 

@@ -454,7 +454,7 @@ def test_watch_of_an_engine_that_was_unloaded_ends_quietly(monkeypatch):
 def test_folder_of_another_user_is_passed_over_for_one_of_our_own(root, monkeypatch):
     places_tried = [root.parent / "shm", root.parent / "run"]
     monkeypatch.setattr(criu, "_TMPFS", str(places_tried[0]))
-    monkeypatch.setattr(paths, "runtime", lambda: str(places_tried[1]))
+    monkeypatch.setattr(paths, "runtime_path", lambda: str(places_tried[1]))
     places_tried[0].mkdir()
     for folder in (places_tried[0] / f"edgeinfer-{os.getuid()}", places_tried[1]):
         folder.mkdir(mode=0o777)
@@ -526,7 +526,7 @@ def test_each_program_has_its_own_and_those_of_programs_that_are_gone_go_first(r
 
 def test_own_files_are_those_of_the_whole_package():
     stamped = {os.path.relpath(path, fingerprint.PACKAGE) for path in fingerprint.own_files()}
-    assert stamped >= {"cli.py", "launcher.py", "runtime/engine.py", "snapshots/criu.py"}
+    assert stamped >= {"cli/main.py", "launcher/launch.py", "runtime/engine.py", "snapshots/criu.py"}
 
 
 # --- what a launch imports
@@ -589,9 +589,11 @@ def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(theirs, whi
 
 LIMITED = """
 import resource
-from edgeinfer.snapshots.restore import freshness
-env = b"A=1" if len(__import__("sys").argv) == 1 else b"EDGEINFER_DEBUG=1"
-freshness.adopt({"env": env, "cwd": b"/", "umask": b"18", "limits": b"RLIMIT_CORE\\0004096"})
+import sys
+from edgeinfer.launcher.messages import LaunchRequest
+from edgeinfer.snapshots.restore import reinitialize
+env = "A=1" if len(sys.argv) == 1 else "EDGEINFER_DEBUG=1"
+reinitialize.adopt(LaunchRequest(role="verb", env=(env,), limits={"RLIMIT_CORE": "4096"}))
 print(resource.getrlimit(resource.RLIMIT_CORE)[0])
 """
 

@@ -254,12 +254,12 @@ import json, msgspec
 from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.build import build_order
+from edgeinfer.snapshots.build import jobs
 became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on", repack="off")
-order = build_order.Order(
+order = jobs.Order(
     model="small", files=Host().files("small"), options=LoadOptions(), became=became, given_name="less"
 )
-details = build_order.build(order, SnapshotsConfig(), lambda stage, fraction: None)
+details = jobs.build(order, SnapshotsConfig(), lambda stage, fraction: None)
 print(json.dumps([details.requested, details.actual]))
 """
 
