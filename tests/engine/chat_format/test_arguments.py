@@ -16,7 +16,7 @@ def _made(**schema):
     return arguments_schema(Tool(name="f", parameters=schema))
 
 
-def test_an_object_is_closed_unless_it_says_otherwise():
+def test_arguments_object_is_closed_unless_it_says_otherwise():
     inner = {"type": "object", "properties": {"b": TEXT}}
     made = _made(properties={"a": inner, "list": {"type": "array", "items": inner}})
     assert made["additionalProperties"] is False
@@ -27,7 +27,7 @@ def test_an_object_is_closed_unless_it_says_otherwise():
         assert kept["additionalProperties"] == said
 
 
-def test_a_map_stays_open_and_a_tool_without_arguments_takes_none():
+def test_map_stays_open_and_tool_without_parameters_takes_none():
     assert _made(properties={"env": {"type": "object"}})["properties"]["env"] == {"type": "object"}
     for schema in ({}, {"type": "object"}, {"type": "object", "properties": {}}):
         assert arguments_schema(Tool(name="f", parameters=schema)) == {
@@ -37,13 +37,13 @@ def test_a_map_stays_open_and_a_tool_without_arguments_takes_none():
         }
 
 
-def test_a_required_name_is_a_member_though_nothing_describes_it():
+def test_required_name_is_a_member_without_a_schema_of_its_own():
     made = _made(properties={"a": TEXT}, required=["a", "b"])
     assert set(made["properties"]) == {"a", "b"}
     check_schema(made)
 
 
-def test_schemas_that_share_an_object_are_left_open():
+def test_schemas_of_a_shared_object_stay_open():
     """Closed, neither would allow what the other asks for."""
     one = {"type": "object", "properties": {"a": TEXT}}
     two = {"type": "object", "properties": {"b": TEXT}}
@@ -62,7 +62,7 @@ def test_schemas_that_share_an_object_are_left_open():
     assert _made(**plain)["$defs"]["base"] == one | CLOSED
 
 
-def test_a_schema_of_any_depth_is_left_to_the_check():
+def test_deep_schema_is_left_to_the_check():
     deep: dict[str, object] = {"type": "string"}
     for _ in range(400):
         deep = {"type": "object", "properties": {"a": deep}}
@@ -84,6 +84,6 @@ def test_a_schema_of_any_depth_is_left_to_the_check():
         ({}, {}),
     ],
 )
-def test_an_example_has_the_tools_own_names(schema, shown):
+def test_example_call_uses_the_tools_own_names(schema, shown):
     made = example(Tool(name="f", parameters=schema))
     assert shown is None or made == shown

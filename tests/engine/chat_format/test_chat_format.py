@@ -83,7 +83,7 @@ class Words:
         return b"x"
 
 
-def talk(name: str = "", vocab: Any = None, **facts: Any):
+def load(name: str = "", vocab: Any = None, **facts: Any):
     source = (FOLDER / f"{name}.jinja").read_text() if name else ""
     return load_chat_format(
         TemplateFacts(
@@ -101,12 +101,12 @@ def talk(name: str = "", vocab: Any = None, **facts: Any):
     )
 
 
-def asked(**fields: Any) -> GenerateRequest:
+def request_of(**fields: Any) -> GenerateRequest:
     return GenerateRequest(**{"messages": USER, **fields})
 
 
-def test_a_plain_chat_has_text_and_reasoning_and_no_constraint():
-    prepared = talk("qwen25").prepare(asked())
+def test_plain_chat_has_a_parser_and_no_constraint():
+    prepared = load("qwen25").prepare(request_of())
     assert prepared.prompt.endswith("<|im_start|>assistant\n")
     assert prepared.constraint is None
     assert prepared.stop == ()
@@ -115,52 +115,50 @@ def test_a_plain_chat_has_text_and_reasoning_and_no_constraint():
     assert list(prepared.parser.feed("Hello")) == [TextDelta("Hello")]
 
 
-def test_only_an_answer_is_continued_by_one():
-    check_request(asked(messages=USER, continue_final=True, max_tokens=0), 100)
+def test_continued_user_turn_takes_no_answer():
+    check_request(request_of(messages=USER, continue_final=True, max_tokens=0), 100)
     with pytest.raises(InvalidRequestError) as caught:
-        check_request(asked(messages=USER, continue_final=True, max_tokens=1), 100)
+        check_request(request_of(messages=USER, continue_final=True, max_tokens=1), 100)
     assert caught.value.param == "messages"
 
 
-def test_a_base_model_writes_a_transcript():
-    conversations = talk()
-    prepared = conversations.prepare(asked())
+def test_base_model_continues_a_transcript():
+    chat_format = load()
+    prepared = chat_format.prepare(request_of())
     assert prepared.prompt == "<s>User: Weather in Paris?\nAssistant:"
     assert "\nUser:" in prepared.stop
     assert prepared.parser is None
-    assert conversations.tool_format == ""
-    assert "base model" in conversations.reason
+    assert chat_format.tool_format == ""
+    assert "base model" in chat_format.reason
 
 
-def test_what_was_chosen_is_said_with_its_reason():
-    chosen = talk("qwen3").choices
+def test_choices_are_reported_with_reasons():
+    chosen = load("qwen3").choices
     assert (chosen["chat_template"].value, chosen["tool_format"].value, chosen["reasoning"].value) == (
         "own",
         "hermes",
         "<think>",
     )
     assert "<tool_call>" in chosen["tool_format"].reason
-    assert talk().choices["chat_template"].value == "transcript"
+    assert load().choices["chat_template"].value == "transcript"
 
 
-def test_bos_is_put_before_a_prompt_that_lacks_it_only_where_the_model_wants_it():
-    assert talk("qwen25", add_bos=True).render(asked()).startswith("<s><|im_start|>")
-    assert talk("qwen25").render(asked()).startswith("<|im_start|>")
-    assert talk("llama31", add_bos=True).render(asked()).count("<s>") == 1
+def test_bos_is_added_if_the_model_wants_it_and_the_template_lacks_it():
+    assert load("qwen25", add_bos=True).render(request_of()).startswith("<s><|im_start|>")
+    assert load("qwen25").render(request_of()).startswith("<|im_start|>")
+    assert load("llama31", add_bos=True).render(request_of()).count("<s>") == 1
 
 
-def test_the_template_for_tools_is_taken_when_there_are_tools():
-    conversations = talk(
-        "smollm2", named_templates={"tool_use": (FOLDER / "hermes3.jinja").read_text()}
-    )
-    assert "<tools>" in conversations.render(asked(tools=(WEATHER,)))
-    assert "<tools>" not in conversations.render(asked())
-    assert conversations.tool_format == "hermes"
+def test_tool_use_template_is_used_with_tools():
+    chat_format = load("smollm2", named_templates={"tool_use": (FOLDER / "hermes3.jinja").read_text()})
+    assert "<tools>" in chat_format.render(request_of(tools=(WEATHER,)))
+    assert "<tools>" not in chat_format.render(request_of())
+    assert chat_format.tool_format == "hermes"
 
 
-def test_a_broken_template_is_a_load_error_with_a_way_out():
+def test_broken_template_is_a_load_error_with_a_hint():
     with pytest.raises(ModelLoadError) as caught:
-        talk(template="{% if %}")
+        load(template="{% if %}")
     assert "models.toml" in (caught.value.hint or "")
 
 
@@ -175,39 +173,41 @@ def test_a_broken_template_is_a_load_error_with_a_way_out():
         ({"tools": tuple(Tool(name=f"t{i}") for i in range(200))}, "tools"),
     ],
 )
-def test_tools_that_cannot_be_are_refused(fields, param):
+def test_invalid_tools_are_refused(fields, param):
     with pytest.raises(InvalidRequestError) as caught:
-        talk("qwen25").prepare(asked(**fields))
+        load("qwen25").prepare(request_of(**fields))
     assert caught.value.param == param
 
 
-def test_a_required_tool_whose_schema_cannot_be_enforced_is_refused_with_its_place():
+def test_required_tool_beyond_the_grammar_is_refused_by_place():
     with pytest.raises(UnsupportedConstraintError) as caught:
-        talk("qwen25").prepare(asked(tools=(WEATHER, ODD), tool_choice=ToolChoice(mode="required")))
+        load("qwen25").prepare(
+            request_of(tools=(WEATHER, ODD), tool_choice=ToolChoice(mode="required"))
+        )
     assert caught.value.param == "tools[1].parameters#/properties/a/uniqueItems"
-    free = talk("qwen25").prepare(asked(tools=(WEATHER, ODD)))
+    free = load("qwen25").prepare(request_of(tools=(WEATHER, ODD)))
     assert free.constraint is None
 
 
 @pytest.mark.parametrize("mode", ["required", "named"])
-def test_a_required_call_wins_over_a_constraint_of_the_answer(mode):
+def test_required_call_overrides_a_constraint_of_the_answer(mode):
     choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
-    alone = talk("qwen25").prepare(asked(tools=(WEATHER,), tool_choice=choice))
-    beside = talk("qwen25").prepare(
-        asked(tools=(WEATHER,), tool_choice=choice, constraint=JsonSchema({"type": "object"}))
+    alone = load("qwen25").prepare(request_of(tools=(WEATHER,), tool_choice=choice))
+    beside = load("qwen25").prepare(
+        request_of(tools=(WEATHER,), tool_choice=choice, constraint=JsonSchema({"type": "object"}))
     )
     assert beside.constraint == alone.constraint
 
 
-def test_no_tools_are_shown_or_read_when_none_may_be_called():
-    prepared = talk("qwen25").prepare(asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="none")))
+def test_tool_choice_none_shows_and_parses_no_tools():
+    prepared = load("qwen25").prepare(request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none")))
     assert "get_weather" not in prepared.prompt
     assert prepared.constraint is None
 
 
-def test_a_template_without_tools_gets_them_described():
-    conversations = talk("gemma3", architecture="gemma3")
-    prompt = conversations.render(asked(tools=(WEATHER,)))
+def test_template_without_tools_gets_a_description():
+    chat_format = load("gemma3", architecture="gemma3")
+    prompt = chat_format.render(request_of(tools=(WEATHER,)))
     assert '"maxLength":8' in prompt
     assert '{"name": "get_weather", "parameters": {"city": "<city>"}}' in prompt
     past = (
@@ -218,11 +218,13 @@ def test_a_template_without_tools_gets_them_described():
         ),
         Message(role="tool", content="31", tool_call_id="1"),
     )
-    prompt = conversations.render(asked(messages=past, tools=(WEATHER,)))
+    prompt = chat_format.render(request_of(messages=past, tools=(WEATHER,)))
     assert '{"name": "get_weather", "parameters": {"city": "Rome"}}' in prompt
     assert "<tool_response>\n31\n</tool_response>" in prompt
     system = (Message(role="system", content="Be short."), *USER)
-    assert "Be short.\n\nYou can call" in conversations.render(asked(messages=system, tools=(WEATHER,)))
+    assert "Be short.\n\nYou can call" in chat_format.render(
+        request_of(messages=system, tools=(WEATHER,))
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,37 +238,33 @@ def test_a_template_without_tools_gets_them_described():
         ("gemma3", False),
     ],
 )
-def test_control_tokens_are_asked_for_where_calls_are_marked_with_them(name, special):
-    prepared = talk(name).prepare(asked(tools=(WEATHER,)))
+def test_parser_asks_for_control_tokens_if_they_mark_calls(name, special):
+    prepared = load(name).prepare(request_of(tools=(WEATHER,)))
     assert prepared.parser is not None
     assert prepared.parser.special_tokens is special
 
 
-def test_markers_that_are_control_tokens_stand_in_the_grammar_by_number():
-    prepared = talk("mistral_args").prepare(
-        asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
+def test_grammar_names_control_token_markers_by_number():
+    prepared = load("mistral_args").prepare(
+        request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
     )
     assert isinstance(prepared.constraint, Lark)
     assert "<[10]>" in prepared.constraint.source
     assert "<[11]>" in prepared.constraint.source
 
 
-def test_grammars_of_the_same_tools_are_made_once():
-    conversations = talk("qwen25")
-    first, second = (conversations.prepare(asked(tools=(WEATHER,))).constraint for _ in range(2))
-    assert first is second is not None
-
-
-def test_a_constraint_waits_for_reasoning_that_the_template_knows():
+def test_constraint_waits_for_reasoning_of_the_template():
     plain = JsonSchema({"type": "boolean"})
-    assert talk("qwen25").prepare(asked(constraint=plain)).constraint is plain
-    off = talk("qwen3").prepare(asked(constraint=plain, template_options={"enable_thinking": False}))
+    assert load("qwen25").prepare(request_of(constraint=plain)).constraint is plain
+    off = load("qwen3").prepare(
+        request_of(constraint=plain, template_options={"enable_thinking": False})
+    )
     assert off.constraint is plain
-    assert isinstance(talk("qwen3").prepare(asked(constraint=plain)).constraint, Lark)
+    assert isinstance(load("qwen3").prepare(request_of(constraint=plain)).constraint, Lark)
 
 
-def test_reasoning_that_the_prompt_has_opened():
-    prepared = talk("deepseek_r1").prepare(asked())
+def test_reasoning_opened_by_the_prompt_is_parsed():
+    prepared = load("deepseek_r1").prepare(request_of())
     assert prepared.prompt.endswith("<think>\n")
     assert prepared.parser is not None
     events = [*prepared.parser.feed("hm</think>\n\nYes"), *prepared.parser.finish()]
@@ -292,13 +290,13 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("mode", ["required", "named"])
-def test_whatever_a_required_call_s_grammar_allows_is_read_as_calls(constraints, vocab, name, mode):
+def test_required_call_grammar_draws_only_calls(constraints, vocab, name, mode):
     choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
-    request = asked(
+    request = request_of(
         tools=(WEATHER, PING), tool_choice=choice, template_options={"enable_thinking": False}
     )
     for seed in range(8):
-        prepared = talk(name, vocab).prepare(request)
+        prepared = load(name, vocab).prepare(request)
         text = draw_text(constraints, vocab, prepared.constraint, seed)
         assert text is not None
         events = parsed(prepared.parser, text)
@@ -313,8 +311,8 @@ def test_whatever_a_required_call_s_grammar_allows_is_read_as_calls(constraints,
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
 def test_required_calls_wait_for_reasoning(constraints, vocab, name):
-    prepared = talk(name, vocab).prepare(
-        asked(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
+    prepared = load(name, vocab).prepare(
+        request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
     )
     matcher = constraints.compile(prepared.constraint, vocab).start()
     thought = "Let me think.\n</think>\n\n" if name == "deepseek_r1" else "<think>\nhm\n</think>\n\n"
@@ -326,8 +324,8 @@ def test_required_calls_wait_for_reasoning(constraints, vocab, name):
 
 
 @pytest.mark.parametrize("name", ["qwen25", "mistral_list"])
-def test_a_free_call_that_has_begun_has_to_be_finished_well(constraints, vocab, name):
-    prepared = talk(name, vocab).prepare(asked(tools=(WEATHER,)))
+def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
+    prepared = load(name, vocab).prepare(request_of(tools=(WEATHER,)))
     matcher = constraints.compile(prepared.constraint, vocab).start()
     marker = "<tool_call>" if name == "qwen25" else "[TOOL_CALLS]"
     for token in vocab.tokenize("Let me see. " + marker):
@@ -336,8 +334,8 @@ def test_a_free_call_that_has_begun_has_to_be_finished_well(constraints, vocab, 
     assert not any(matcher.accept(end) for end in vocab.eos_tokens)
 
 
-def test_plain_text_stays_allowed_where_calls_are_free(constraints, vocab):
-    prepared = talk("qwen25", vocab).prepare(asked(tools=(WEATHER,)))
+def test_free_calls_allow_plain_text(constraints, vocab):
+    prepared = load("qwen25", vocab).prepare(request_of(tools=(WEATHER,)))
     matcher = constraints.compile(prepared.constraint, vocab).start()
     for token in vocab.tokenize('Just words, a < b, {"json": 1} and <tool.'):
         assert matcher.accept(token)
@@ -347,25 +345,22 @@ def test_plain_text_stays_allowed_where_calls_are_free(constraints, vocab):
 @pytest.mark.parametrize(
     "constraint", [JsonSchema({"type": "boolean"}), Choice(("yes", "no")), Regex("[ab]c")]
 )
-def test_other_constraints_stand_behind_reasoning(constraints, vocab, constraint):
-    prepared = talk("qwen3", vocab).prepare(asked(constraint=constraint))
-    seen = set()
-    for seed in range(6):
-        matcher = constraints.compile(prepared.constraint, vocab).start()
-        for token in vocab.tokenize("<think>\nhm\n</think>\n\n") if seed % 2 else ():
-            assert matcher.accept(token)
-        seen.add(bool(seed % 2))
-    assert seen == {True, False}
+def test_constraints_allow_reasoning_before_them(constraints, vocab, constraint):
+    prepared = load("qwen3", vocab).prepare(request_of(constraint=constraint))
+    compiled = constraints.compile(prepared.constraint, vocab)
+    for thought in ("", "<think>\nhm\n</think>\n\n"):
+        matcher = compiled.start()
+        assert all(matcher.accept(token) for token in vocab.tokenize(thought))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_with_tools_and_a_constraint_the_answer_is_a_call_or_follows_it(constraints, vocab, name):
-    request = asked(
+def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, vocab, name):
+    request = request_of(
         tools=(WEATHER,), constraint=Choice(("yes", "no")), template_options={"enable_thinking": False}
     )
     seen = set()
     for seed in range(12):
-        prepared = talk(name, vocab).prepare(request)
+        prepared = load(name, vocab).prepare(request)
         text = draw_text(constraints, vocab, prepared.constraint, seed)
         assert text is not None
         events = parsed(prepared.parser, text)
@@ -378,12 +373,12 @@ def test_with_tools_and_a_constraint_the_answer_is_a_call_or_follows_it(constrai
 
 
 def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
-    events = list(engine.submit(asked(sampling=Sampling(temperature=1.0, seed=3), **fields)))
+    events = list(engine.submit(request_of(sampling=Sampling(temperature=1.0, seed=3), **fields)))
     return events[:-1], events[-1]
 
 
 @pytest.mark.model
-def test_the_model_calls_what_it_has_to(engine):
+def test_model_calls_the_required_tool(engine):
     for mode, name in (("required", ""), ("named", "get_weather")):
         events, finished = run(
             engine, tools=(WEATHER, PING), tool_choice=ToolChoice(mode=mode, name=name), max_tokens=400
@@ -396,17 +391,17 @@ def test_the_model_calls_what_it_has_to(engine):
 
 
 @pytest.mark.model
-def test_the_model_may_answer_in_words(engine):
+def test_model_answers_in_text_without_tools(engine):
     events, finished = run(engine, tools=(WEATHER,), tool_choice=ToolChoice(mode="none"), max_tokens=8)
     assert finished.reason in ("stop", "length")
     assert not any(isinstance(event, ToolCallDelta) for event in events)
 
 
-def test_a_grammar_of_calls_is_shared_under_one_salt_only():
-    made = talk("qwen25")
+def test_call_grammar_is_shared_under_one_salt_only():
+    made = load("qwen25")
 
     def constraint_for(salt: str) -> Any:
-        return made.prepare(asked(tools=(WEATHER,), cache_salt=salt)).constraint
+        return made.prepare(request_of(tools=(WEATHER,), cache_salt=salt)).constraint
 
     first = constraint_for("a")
     assert first is not None

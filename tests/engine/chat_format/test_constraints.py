@@ -24,7 +24,7 @@ from edgeinfer.runtime.requests import (
     Sampling,
     preparing,
 )
-from edgeinfer.runtime.sampling.grammar import Constraints, to_lark, whole
+from edgeinfer.runtime.sampling.grammar import Constraints, whole
 from edgeinfer.runtime.sampling.json_schema import locate
 
 from .conftest import draw_text
@@ -109,7 +109,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("schema", "place"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_schema_that_cannot_be_honoured_is_refused_with_its_place(constraints, vocab, schema, place):
+def test_unenforceable_schema_is_refused_by_place(constraints, vocab, schema, place):
     with pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(JsonSchema(schema), vocab)
     assert caught.value.param == place
@@ -149,25 +149,25 @@ def test_doubling_references_without_an_end_are_refused(constraints, vocab, link
 
 
 @pytest.mark.parametrize("link", [lambda ref: ref, *DOUBLING.values()])
-def test_a_chain_of_3000_references_is_no_error_of_ours(constraints, vocab, link):
+def test_chain_of_3000_references_compiles(constraints, vocab, link):
     with preparing(10):
         constraints.compile(JsonSchema(chain(3000, link, {"type": "integer"})), vocab)
 
 
-def test_a_compiled_constraint_is_shared_under_one_salt_only(vocab):
+def test_compiled_constraint_is_shared_under_one_salt_only(vocab):
     cache, constraint = Constraints(), JsonSchema({"type": "integer"})
     first = cache.compile(constraint, vocab, "a")
     assert cache.compile(constraint, vocab, "a") is first
     assert cache.compile(constraint, vocab, "b") is not first
 
 
-def test_preparing_ends_at_its_deadline(constraints, vocab):
+def test_compilation_ends_at_its_deadline(constraints, vocab):
     with preparing(0), pytest.raises(InvalidRequestError) as caught:
         constraints.compile(JsonSchema({"type": "null", "title": "deadline"}), vocab)
     assert "processor time" in caught.value.message
 
 
-def test_locate_names_the_root_when_its_time_is_up():
+def test_locate_names_the_root_at_its_deadline():
     schema = {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 1}}}
     assert locate(schema, lambda part: "wrong") == ("#/properties/a", "wrong")
     assert locate(schema, lambda part: "wrong", seconds=-1) == ("#", "wrong")
@@ -293,7 +293,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), ACCEPTED.values(), ids=ACCEPTED.keys())
-def test_a_rewritten_schema_allows_what_it_should(constraints, vocab, schema, good, bad):
+def test_rewritten_schema_allows_and_forbids_as_the_original(constraints, vocab, schema, good, bad):
     compiled = constraints.compile(JsonSchema(schema), vocab)
     for document, allowed in ((good, True), (bad, False)):
         if document is None:
@@ -310,7 +310,7 @@ def test_a_rewritten_schema_allows_what_it_should(constraints, vocab, schema, go
             validator(schema).validate(json.loads(text))
 
 
-def test_overlapping_parts_are_named(constraints, vocab):
+def test_overlapping_one_of_parts_are_named(constraints, vocab):
     parts = [{"type": "string"}, {"type": "integer"}, {"type": "number"}]
     with pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(JsonSchema({"oneOf": parts}), vocab)
@@ -321,7 +321,7 @@ def test_overlapping_parts_are_named(constraints, vocab):
 @pytest.mark.parametrize(
     "constraint", [Regex("(x{1,100}){1,100}"), JsonSchema({"pattern": "(x{1,100}){1,100}"})]
 )
-def test_a_limit_of_the_engine_is_said_in_our_words(constraints, vocab, constraint):
+def test_grammar_engine_limit_has_a_plain_error(constraints, vocab, constraint):
 
     def follow() -> None:
         matcher = constraints.compile(constraint, vocab).start()
@@ -334,7 +334,7 @@ def test_a_limit_of_the_engine_is_said_in_our_words(constraints, vocab, constrai
     assert "its regular expressions are too large" in caught.value.message
 
 
-def test_a_schema_too_deep_or_too_large_is_refused(constraints, vocab):
+def test_oversized_schema_is_refused(constraints, vocab):
     many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}
     for schema in (DEEP, many):
         with pytest.raises(UnsupportedConstraintError):
@@ -354,22 +354,20 @@ def test_a_schema_too_deep_or_too_large_is_refused(constraints, vocab):
         (Grammar('root ::= "\\ud800"'), "gbnf"),
     ],
 )
-def test_other_constraints_are_refused_up_front(constraints, vocab, constraint, param):
+def test_invalid_constraints_are_refused_before_decoding(constraints, vocab, constraint, param):
     with pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(constraint, vocab)
     assert caught.value.param == param
 
 
-def test_when_nothing_can_follow_it_is_said(constraints, vocab):
+def test_dead_end_raises_instead_of_masking_everything(constraints, vocab):
     matcher = constraints.compile(Choice(("yes",)), vocab).start()
-    matcher._matcher.consume_token(
-        vocab.tokenize("no")[0]
-    )  # what llguidance calls an error, it never leaves
+    matcher._matcher.consume_token(vocab.tokenize("no")[0])  # an error that llguidance never leaves
     with pytest.raises(UnsupportedConstraintError):
         matcher.mask_into(np.zeros(vocab.n_vocab, np.float32))
 
 
-def test_an_ambiguous_grammar_ends_its_own_request(constraints, vocab):
+def test_ambiguous_grammar_ends_its_own_request(constraints, vocab):
     matcher = constraints.compile(Grammar('root ::= root root | "a" | ""'), vocab).start()
     (a,) = vocab.tokenize("a")
 
@@ -413,7 +411,7 @@ def test_random_walks_validate(constraints, vocab, generated, seed):
     valid(schema, text)
 
 
-def test_schemas_thrown_together_are_refused_or_their_output_validates(constraints, vocab, wild):
+def test_wild_schemas_are_refused_or_validate(constraints, vocab, wild):
     validated = refused = 0
     for seed in range(400):
         schema = wild(seed)
@@ -438,15 +436,6 @@ def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab, genera
         valid(schema, text)
 
 
-@pytest.mark.parametrize(
-    "pattern", ["^[A-Z]{3}-\\d{2}$", "(red|green) (fox|hen)", "[^a-z\n]{4}", "ü+/é{2}", "a|b"]
-)
-def test_random_walks_match_the_expression(constraints, vocab, pattern):
-    for seed in range(5):
-        text = draw_text(constraints, vocab, Regex(pattern), seed)
-        assert text is None or re.fullmatch(pattern, text)
-
-
 def test_random_walks_choose(constraints, vocab):
     options = ("yes", "yes please", 'no "thanks"', "größer", "a\nb")
     seen = {draw_text(constraints, vocab, Choice(options), seed) for seed in range(60)}
@@ -454,66 +443,48 @@ def test_random_walks_choose(constraints, vocab):
     assert len(seen) > 2
 
 
-GRAMMARS = {
-    'root ::= "a" ("b" | "c")+ "\\x21"': r"a[bc]+!",
-    'root ::= item{2,3}\nitem ::= [0-9] "-"? # digits': r"(\d-?){2,3}",
-    'root ::= "\\u00e9\\"" [\\u00e0-\\u00e5]': r'é"[à-å]',
-    'root ::= "x\\x01y"': "x\x01y",
-    'root ::= "\\\\x41"': r"\\x41",
-    'root ::= "(" root ")" | "."': r"\(*\.\)*",
-}
+#: A constraint, and the expression that all it allows matches.
+EXPRESSIONS = [
+    *((Regex(p), p) for p in ("(red|green) (fox|hen)", "[^a-z\n]{4}", "ü+/é{2}", "a|b")),
+    (Regex("^[A-Z]{3}-\\d{2}$"), "[A-Z]{3}-\\d{2}"),
+    (Grammar('root ::= "a" ("b" | "c")+ "\\x21"'), r"a[bc]+!"),
+    (Grammar('root ::= item{2,3}\nitem ::= [0-9] "-"? # digits'), r"(\d-?){2,3}"),
+    (Grammar('root ::= "\\u00e9\\"" [\\u00e0-\\u00e5]'), r'é"[à-å]'),
+    (Grammar('root ::= "x\\x01y"'), "x\x01y"),
+    (Grammar('root ::= "\\\\x41"'), r"\\x41"),
+    (Grammar('root ::= "(" root ")" | "."'), r"\(*\.\)*"),
+]
 
 
-@pytest.mark.parametrize(("gbnf", "pattern"), GRAMMARS.items())
-def test_random_walks_follow_the_grammar(constraints, vocab, gbnf, pattern):
+@pytest.mark.parametrize(("constraint", "pattern"), EXPRESSIONS)
+def test_random_walks_match_the_expression(constraints, vocab, constraint, pattern):
     for seed in range(5):
-        text = draw_text(constraints, vocab, Grammar(gbnf), seed)
+        text = draw_text(constraints, vocab, constraint, seed)
         assert text is None or re.fullmatch(pattern, text)
 
 
-def test_annotations_and_unknown_formats_restrict_nothing(constraints, vocab):
-    schema = {
-        "type": "integer",
-        "title": "t",
-        "format": "int32",
-        "x-guidance": {"lenient": True},
-        "default": "odd",
-        "minimum": 7,
-        "maximum": 7,
-    }
-    assert draw_text(constraints, vocab, JsonSchema(schema), 0) == "7"
+CLOSED = {"type": "object", "additionalProperties": False}
+ANNOTATED = {"title": "t", "format": "int32", "x-guidance": {"lenient": True}, "default": "odd"}
 
 
-def test_const_null_is_a_restriction(constraints, vocab):
-    assert (
-        draw_text(
-            constraints,
-            vocab,
-            JsonSchema(
-                {
-                    "properties": {"a": {"const": None}},
-                    "required": ["a"],
-                    "type": "object",
-                    "additionalProperties": False,
-                }
-            ),
-            0,
-        )
-        == '{"a": null}'
-    )
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (ANNOTATED | {"type": "integer", "minimum": 7, "maximum": 7}, "7"),
+        (CLOSED | {"properties": {"a": {"const": None}}, "required": ["a"]}, '{"a": null}'),
+        (
+            CLOSED
+            | {"properties": {"a": {"const": 1}, "b": {"const": [1, 2]}}, "required": ["a", "b"]},
+            '{"a": 1, "b": [1, 2]}',
+        ),
+    ],
+    ids=["annotations restrict nothing", "const null restricts", "one line"],
+)
+def test_schema_of_one_document_draws_its_text(constraints, vocab, schema, text):
+    assert draw_text(constraints, vocab, JsonSchema(schema), 0) == text
 
 
-def test_json_is_written_on_one_line(constraints, vocab):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"const": 1}, "b": {"const": [1, 2]}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    assert draw_text(constraints, vocab, JsonSchema(schema), 0) == '{"a": 1, "b": [1, 2]}'
-
-
-def test_a_refused_token_changes_nothing(constraints, vocab):
+def test_refused_token_changes_nothing(constraints, vocab):
     matcher = constraints.compile(Choice(("yes", "no")), vocab).start()
     (no,) = vocab.tokenize("no")
     (yes,) = vocab.tokenize("yes")
@@ -522,7 +493,7 @@ def test_a_refused_token_changes_nothing(constraints, vocab):
     assert matcher.is_done
 
 
-def test_the_end_is_allowed_once_the_output_may_end(constraints, vocab):
+def test_end_token_is_allowed_once_the_output_may_end(constraints, vocab):
     matcher = constraints.compile(Choice(("yes", "yes please")), vocab).start()
     assert matcher.accept(*vocab.tokenize("yes"))
     logits = np.zeros(vocab.n_vocab, np.float32)
@@ -531,7 +502,7 @@ def test_the_end_is_allowed_once_the_output_may_end(constraints, vocab):
     assert not matcher.is_done
 
 
-def test_control_tokens_are_text_to_no_constraint(constraints, vocab):
+def test_control_tokens_match_no_constraint(constraints, vocab):
     matcher = constraints.compile(Regex("(?s:.*)"), vocab).start()
     logits = np.zeros(vocab.n_vocab, np.float32)
     matcher.mask_into(logits)
@@ -540,7 +511,7 @@ def test_control_tokens_are_text_to_no_constraint(constraints, vocab):
     )
 
 
-def test_compiled_constraints_are_kept_and_the_oldest_forgotten(vocab):
+def test_compiled_constraints_are_cached_and_the_oldest_evicted(vocab):
     constraints = Constraints(cache_size=2)
     first = constraints.compile(JsonSchema({"type": "integer"}), vocab)
     assert constraints.compile(JsonSchema({"type": "integer"}), vocab) is first
@@ -549,15 +520,11 @@ def test_compiled_constraints_are_kept_and_the_oldest_forgotten(vocab):
     assert constraints.compile(JsonSchema({"type": "integer"}), vocab) is not first
 
 
-def test_anchors_are_taken_off_only_where_they_mean_the_whole():
+def test_anchors_are_stripped_only_around_the_whole_pattern():
     assert whole("^a$") == "a"
     assert whole("^a\\$") == "a\\$"
     assert whole("^a\\\\$") == "a\\\\"
     assert whole("^a|b$") == "^a|b$"
-
-
-def test_a_converted_grammar_keeps_plain_text():
-    assert "ü" in to_lark('root ::= "\\u00fc"')
 
 
 def _run(engine: Any, constraints: list[Constraint], temperature: float) -> list[tuple[str, str]]:
@@ -587,7 +554,7 @@ def _run(engine: Any, constraints: list[Constraint], temperature: float) -> list
 
 
 @pytest.mark.model
-def test_the_model_at_a_high_temperature_writes_what_100_schemas_ask_for(engine, generated):
+def test_model_at_a_high_temperature_follows_100_schemas(engine, generated):
     schemas = [generated(seed) for seed in range(100)]
     answers = []
     for start in range(0, 100, 25):
@@ -597,16 +564,14 @@ def test_the_model_at_a_high_temperature_writes_what_100_schemas_ask_for(engine,
         for schema, (text, reason) in zip(schemas, answers, strict=True)
         if reason == "stop"
     ]
-    assert (
-        len(ended) >= 90
-    )  # the rest is cut by its token limit, as is said below: a batch's bits depend on who is in it
+    assert len(ended) >= 90  # max_tokens cuts the rest; a batch's rounding depends on its members
     for schema, text in ended:
         valid(schema, text)
     assert all(reason == "length" for _, reason in answers if reason != "stop")
 
 
 @pytest.mark.model
-def test_the_model_follows_100_expressions_choices_and_grammars_each(engine):
+def test_model_follows_100_expressions_choices_and_grammars(engine):
     rng = random.Random(7)
     wanted: list[tuple[Constraint, str]] = []
     for _ in range(100):
@@ -628,7 +593,7 @@ def test_the_model_follows_100_expressions_choices_and_grammars_each(engine):
 
 
 @pytest.mark.model
-def test_a_cut_by_max_tokens_is_said(engine):
+def test_answer_cut_by_max_tokens_ends_with_length(engine):
     request = GenerateRequest(
         prompt="List: ",
         constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}),

@@ -97,7 +97,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_template_is_our_error_and_takes_little_memory(source):
+def test_hostile_template_ends_in_an_error_within_memory_limits(source):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((ModelLoadError, InvalidRequestError)):
         ChatTemplate.load(source).render((Message(role="user", content="hi"),))
@@ -113,11 +113,11 @@ def test_a_hostile_template_is_our_error_and_takes_little_memory(source):
         "{{ messages['__class__'] }}",
     ],
 )
-def test_insides_are_not_shown(source):
+def test_python_internals_are_not_rendered(source):
     assert ChatTemplate.load(source).render((Message(role="user", content="hi"),)) == ""
 
 
-def test_a_template_that_is_hostile_only_later_still_ends():
+def test_template_hostile_after_probing_still_ends():
     late = "{{ messages[0].content }}{% if messages[0].content == 'now' %}{% for a in range(99999) %}{% for b in range(99999) %}"
     late += "{% endfor %}{% endfor %}{% endif %}"
     template = ChatTemplate.load(late)
@@ -138,11 +138,11 @@ def test_a_template_that_is_hostile_only_later_still_ends():
         ("{{ messages|map(attribute='content')|sort|first }}", "hi"),
     ],
 )  # fmt: skip
-def test_what_templates_do_with_texts_still_works(source, text):
+def test_string_methods_and_filters_work(source, text):
     assert ChatTemplate.load(source).render((Message(role="user", content="hi"),)) == text
 
 
-def test_an_unknown_template_is_rendered_in_a_child_with_limits():
+def test_unknown_template_is_probed_in_a_limited_child():
     greedy = "{% set s='🙂'*30000000 %}{{ s|length }}"  # within the fuel, but not within the child
     with pytest.raises(ModelLoadError) as caught:
         load_untrusted(greedy, "", "", memory_bytes=110 << 20)
@@ -152,7 +152,7 @@ def test_an_unknown_template_is_rendered_in_a_child_with_limits():
     assert "does not parse" in caught.value.message
 
 
-def test_a_known_template_needs_no_child(monkeypatch, tmp_path):
+def test_known_template_starts_no_child(monkeypatch, tmp_path):
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
     source = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
     first = load_untrusted(source, "<s>", "</s>")
@@ -162,7 +162,7 @@ def test_a_known_template_needs_no_child(monkeypatch, tmp_path):
     assert load_untrusted(source, "<x>", "</s>").traits == first.traits  # no child: in this process
 
 
-def test_rendering_ends_at_the_request_s_deadline():
+def test_rendering_ends_at_the_requests_deadline():
     late = "{% if messages[0].content == 'now' %}{% for a in range(99999) %}{% endfor %}{% endif %}"
     template = ChatTemplate.load(late)
     with preparing(0), pytest.raises(InvalidRequestError) as caught:
@@ -170,7 +170,7 @@ def test_rendering_ends_at_the_request_s_deadline():
     assert "processor time" in caught.value.message
 
 
-def test_a_long_conversation_fits():
+def test_long_conversation_fits_the_fuel():
     template = ChatTemplate.load(
         "{% for m in messages %}{{ m.role ~ ': ' ~ m.content|trim }}\n{% endfor %}"
     )

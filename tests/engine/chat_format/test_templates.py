@@ -37,7 +37,7 @@ def load(name: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_conversation_with_a_system_prompt(name):
+def test_conversation_with_a_system_prompt_renders(name):
     text = load(name).render(
         (SYSTEM, USER, Message(role="assistant", content="Aye."), Message(role="user", content="Sure?"))
     )
@@ -49,7 +49,7 @@ def test_a_conversation_with_a_system_prompt(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("first", [(), (SYSTEM,)])
-def test_a_later_system_turn_stays_where_it_is(name, first):
+def test_late_system_turn_keeps_its_place(name, first):
     """Written as one where the template can, else with the user's words beside it: never left out."""
     turns = (
         *first,
@@ -66,7 +66,7 @@ def test_a_later_system_turn_stays_where_it_is(name, first):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_developer_is_a_system_prompt_to_templates_that_know_none(name):
+def test_developer_turn_falls_back_to_system(name):
     developer = Message(role="developer", content=SYSTEM.content)
     assert load(name).render((developer, USER)) == load(name).render((SYSTEM, USER))
 
@@ -97,7 +97,7 @@ def test_tools_are_shown_as_plain_json(name):
         "deepseek_r1",
     ],
 )
-def test_calls_and_results_of_earlier_turns(name):
+def test_earlier_calls_and_results_render(name):
     template = load(name)
     assert template.traits.tool_calls
     assert template.traits.tool_role
@@ -108,7 +108,7 @@ def test_calls_and_results_of_earlier_turns(name):
     assert text.index("get_weather") < text.rindex("31")
 
 
-def test_traits_are_found_by_rendering():
+def test_traits_are_probed_by_rendering():
     assert not load("gemma3").traits.system
     assert not load("gemma3").traits.tools
     assert load("deepseek_r1").traits.string_arguments
@@ -118,7 +118,7 @@ def test_traits_are_found_by_rendering():
     assert not load("smollm2").traits.tools
 
 
-def test_ids_of_another_form_fit_mistral():
+def test_foreign_call_ids_are_mapped_for_mistral():
     text = load("mistral_list").render((USER, CALL, RESULT), (TOOL,))
     (made,) = set(re.findall(r'"(?:call_)?id": "([^"]*)"', text))
     assert re.fullmatch(r"[a-z0-9]{9}", made)
@@ -136,12 +136,12 @@ def test_gemma_gets_the_system_prompt_in_the_first_turn():
     )
 
 
-def test_turns_of_one_role_are_joined_where_a_template_insists():
+def test_turns_of_one_role_are_joined_if_the_template_insists():
     text = load("gemma3").render((USER, Message(role="user", content="And cold?")))
     assert f"{USER.content}\n\nAnd cold?" in text
 
 
-def test_the_template_s_own_refusal_is_told():
+def test_template_error_reaches_the_client():
     with pytest.raises(InvalidRequestError) as caught:
         load("gemma3").render((Message(role="assistant", content="a"), USER))
     assert caught.value.param == "messages"
@@ -149,7 +149,7 @@ def test_the_template_s_own_refusal_is_told():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_continued_answer_stays_open(name):
+def test_continued_answer_stays_open(name):
     text = load(name).render(
         (USER, Message(role="assistant", content="It is very ")), continue_final=True
     )
@@ -158,7 +158,7 @@ def test_a_continued_answer_stays_open(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_question_that_is_still_being_written_begins_like_the_whole_one(name):
+def test_unfinished_question_is_a_prefix_of_the_whole_one(name):
     turns = (SYSTEM, USER, Message(role="assistant", content="Aye."))
     part, whole = (Message(role="user", content=text) for text in ("Why is", "Why is the sea salt?"))
     begun = load(name).render((*turns, part), continue_final=True)
@@ -166,7 +166,7 @@ def test_a_question_that_is_still_being_written_begins_like_the_whole_one(name):
     assert load(name).render((*turns, whole)).startswith(begun)
 
 
-def test_several_calls_become_turns_of_one_call_where_a_template_knows_no_more():
+def test_several_calls_are_split_for_templates_of_one_call():
     calls = tuple(ToolCall(id=f"call_{i}", name=f"f{i}", arguments="{}") for i in range(2))
     results = tuple(
         Message(role="tool", content=f"result {i}", tool_call_id=f"call_{i}") for i in range(2)
@@ -197,7 +197,7 @@ def test_options_reach_the_template():
     assert datetime.now().astimezone().strftime("%Y") in load("llama31").render((USER,))
 
 
-def test_reasoning_goes_where_the_template_wants_it():
+def test_reasoning_renders_under_the_templates_key():
     thought = Message(role="assistant", reasoning="hm", tool_calls=CALL.tool_calls)
     assert "<think>\nhm\n</think>" in load("qwen3").render((USER, thought, RESULT), (TOOL,))
     assert "hm" not in load("qwen25").render(
@@ -205,14 +205,14 @@ def test_reasoning_goes_where_the_template_wants_it():
     )
 
 
-def test_arguments_that_are_not_json_are_refused():
+def test_call_arguments_that_are_not_json_are_refused():
     bad = Message(role="assistant", tool_calls=(ToolCall(id="1", name="f", arguments="{"),))
     with pytest.raises(InvalidRequestError) as caught:
         load("qwen25").render((USER, bad))
     assert caught.value.param == "messages"
 
 
-def test_a_model_without_a_template():
+def test_model_without_a_template_gets_chatml_or_a_transcript():
     template, reason = choose("", "<s>", "</s>", has_chatml=True)
     assert template.source == CHATML
     assert "ChatML" in reason
@@ -226,7 +226,7 @@ def test_a_model_without_a_template():
         assert answered == f"<s>User: {USER.content}\nAssistant: Yes.\nUser: {USER.content}\nAssistant:"
 
 
-def test_what_hugging_face_templates_count_on():
+def test_hugging_face_extensions_render():
     source = (
         "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if loop.first -%}{%- continue "
         "-%}{%- endif -%}"

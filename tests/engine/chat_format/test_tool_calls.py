@@ -203,7 +203,7 @@ def test_calls_are_read(family, text, expected):
 
 
 @pytest.mark.parametrize(("family", "text"), TEXTS)
-def test_what_is_no_call_comes_back_as_text(family, text):
+def test_non_calls_come_back_as_text(family, text):
     assert read(family, text) == [("text", text)]
     assert read(family, *text) == [("text", text)]
 
@@ -212,7 +212,7 @@ def test_what_is_no_call_comes_back_as_text(family, text):
 @given(
     st.sampled_from([(f, t) for f, t, _ in CALLS] + TEXTS), st.lists(st.integers(0, 400), max_size=12)
 )
-def test_any_cutting_of_a_stream_gives_the_same_events(case, places):
+def test_call_events_do_not_depend_on_chunks(case, places):
     family, text = case
     assert read(family, *cut(text, places)) == read(family, text)
 
@@ -255,9 +255,7 @@ _FRAGMENTS = st.sampled_from([*_LITERALS, *_PIECES])
     st.lists(_FRAGMENTS, max_size=14),
     st.lists(st.integers(0, 400), max_size=8),
 )
-def test_rubbish_is_read_the_same_however_it_is_cut_and_without_calls_nothing_is_lost(
-    family, fragments, places
-):
+def test_rubbish_parses_alike_in_any_chunks_and_loses_no_text(family, fragments, places):
     text = "".join(fragments)
     whole = read(family, text)
     assert read(family, *cut(text, places)) == whole
@@ -268,7 +266,7 @@ def test_rubbish_is_read_the_same_however_it_is_cut_and_without_calls_nothing_is
             assert isinstance(json.loads(said[3]), dict)
 
 
-def test_a_certain_call_streams_its_arguments():
+def test_certain_call_streams_its_arguments():
     parser = CallParser(HERMES, NAMES, certain=True)
     chunks = ['<tool_call>\n{"name": "add", "argum', 'ents": {"a"', ": 1", "0}", "}\n</tool_call>"]
     seen = [parser.feed(chunk) for chunk in chunks]
@@ -283,13 +281,13 @@ def test_a_certain_call_streams_its_arguments():
     assert parser.finish() == []
 
 
-def test_a_certain_call_that_is_cut_is_not_shown_as_text():
+def test_cut_certain_call_is_not_text():
     parser = CallParser(HERMES, NAMES, certain=True)
     parser.feed('<tool_call>\n{"name": "add", "arguments": {"a"')
     assert parser.finish() == []
 
 
-def test_ids_are_each_their_own_and_of_the_family_s_form():
+def test_call_ids_are_unique_and_of_the_familys_form():
     assert len({call_id() for _ in range(1000)}) == 1000
     short = call_id(short=True)
     assert len(short) == 9
@@ -300,7 +298,7 @@ def test_ids_are_each_their_own_and_of_the_family_s_form():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_call_that_we_write_is_read(family):
+def test_written_call_parses(family):
     text = write_call(FAMILIES[family], "get_weather", '{"city": "Paris"}')
     assert read(family, text) == [PARIS]
 
@@ -322,13 +320,13 @@ def test_python_is_parsed_and_never_run():
         assert python_calls(code) is None
 
 
-def test_markers_are_held_back_while_they_could_come():
+def test_partial_markers_are_held_back():
     assert held_back("text <tool_", ("<tool_call>",)) == 6
     assert held_back("text <tool_call>", ("<tool_call>",)) == 0
     assert first_marker("a ```json b", ("```", "```json")) == (2, "```json")
 
 
-def test_families_are_told_by_their_templates():
+def test_families_are_detected_by_their_templates():
     assert detect_format("… <tool_call> … </tool_call>")[0].name == "hermes"
     assert detect_format("<tool_call><function=x><parameter=y></tool_call>")[0].name == "qwen-xml"
     assert detect_format("<|tool_call_start|>")[0].name == "lfm"
@@ -372,7 +370,7 @@ def test_reasoning_is_split_off(text, opened, expected):
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(THOUGHTS), st.lists(st.integers(0, 60), max_size=8))
-def test_any_cutting_of_reasoning_gives_the_same(case, places):
+def test_reasoning_events_do_not_depend_on_chunks(case, places):
     text, opened, expected = case
     assert think(*cut(text, places), opened=opened) == expected
 
@@ -386,23 +384,23 @@ def test_text_without_reasoning_goes_through_unchanged(text, places):
 
 
 @pytest.mark.parametrize("span", SPANS, ids=lambda span: span.open)
-def test_every_span_is_read_and_found_in_a_template(span):
+def test_every_span_parses_and_is_detected(span):
     assert think(f"{span.open}hm{span.close}Yes.", span=span) == [("thought", "hm"), ("text", "Yes.")]
     assert detect(f"… {span.open} … {span.close}") == (span, True)
     assert is_open(f"prompt {span.open}\n", span)
     assert not is_open(f"{span.open}\n\n{span.close}\n\n", span)
 
 
-def test_an_answer_in_a_final_channel_is_only_the_answer():
+def test_final_channel_holds_the_answer_alone():
     assert think(*"<|channel|>final<|message|>Yes.", span=SPANS[-1]) == [("text", "Yes.")]
 
 
-def test_a_call_after_reasoning():
+def test_call_after_reasoning_parses():
     text = "<think>Paris it is.</think>\n\n" + CALLS[0][1]
     assert think(*text, inner=CallParser(HERMES, NAMES)) == [("thought", "Paris it is."), PARIS]
 
 
-def test_templates_without_reasoning_still_have_it_read():
+def test_think_span_is_the_default():
     assert detect("{{ messages }}") == (THINK, False)
     assert not any(
         isinstance(e, ReasoningDelta) for e in ReasoningParser(THINK, None, opened=False).feed("no")

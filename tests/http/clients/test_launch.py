@@ -58,7 +58,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return configure
 
 
-def test_an_agent_is_told_where_its_model_is(serve, aider, configured, capfd):
+def test_agent_gets_the_endpoint_and_its_model(serve, aider, configured, capfd):
     recalled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     class Recalling(FakeEngine):
@@ -78,7 +78,7 @@ def test_an_agent_is_told_where_its_model_is(serve, aider, configured, capfd):
     assert f"aider asks fake at {here.url}" in capfd.readouterr().err
 
 
-def test_another_users_listener_is_sent_nothing(stranger):
+def test_foreign_listener_is_sent_nothing(stranger):
     with stranger():
         listener = socket.create_server(("127.0.0.1", 0))
     with listener:
@@ -92,7 +92,7 @@ def test_another_users_listener_is_sent_nothing(stranger):
                 assert client.recv(1000) == b""
 
 
-def test_health_is_asked_without_the_key(serve):
+def test_health_is_requested_without_the_key(serve):
     received: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -112,7 +112,7 @@ def test_health_is_asked_without_the_key(serve):
     assert b"secret" not in received[0]
 
 
-def test_a_context_that_is_too_small_is_said_before_the_agent_runs(serve, aider, configured, capfd):
+def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, configured, capfd):
     configured(serve(FakeEngine()).port)
     assert main(["launch", "aider"]) == 1
     said = capfd.readouterr().err
@@ -122,7 +122,7 @@ def test_a_context_that_is_too_small_is_said_before_the_agent_runs(serve, aider,
     assert main(["launch", "--anyway", "aider"]) == 7
 
 
-def test_what_is_not_here_says_how_to_get_it(monkeypatch, capfd):
+def test_missing_agent_has_an_install_hint(monkeypatch, capfd):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["launch", "claude"]) == 2
     assert "npm install -g @anthropic-ai/claude-code" in capfd.readouterr().err
@@ -132,7 +132,7 @@ def test_what_is_not_here_says_how_to_get_it(monkeypatch, capfd):
     assert "edgeinfer launch --list" in capfd.readouterr().err
 
 
-def test_the_list_says_which_are_here(aider, capfd):
+def test_list_marks_installed_agents(aider, capfd):
     assert main(["launch", "--list", "--json"]) == 0
     agents = {a["name"]: a for a in json.loads(capfd.readouterr().out)["result"]["agents"]}
     assert agents.keys() == AGENTS.keys()
@@ -140,9 +140,7 @@ def test_the_list_says_which_are_here(aider, capfd):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="`ps` and `stop` need Linux")
-def test_an_endpoint_is_started_where_none_runs_and_found_the_next_time(
-    aider, configured, tmp_path, capfd
-):
+def test_launch_starts_an_endpoint_and_reuses_it(aider, configured, tmp_path, capfd):
     configured(0)  # nothing can be found there: the kernel gives a port
     model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)
     assert main(["launch", "--model", str(model), "aider", "one"]) == 7
@@ -157,7 +155,7 @@ def test_an_endpoint_is_started_where_none_runs_and_found_the_next_time(
         assert subprocess.run(stop).returncode == 0
 
 
-def test_a_serve_that_ends_is_quoted(aider, configured, tmp_path, capfd):
+def test_failed_serve_is_quoted(aider, configured, tmp_path, capfd):
     configured(0)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(64))
@@ -167,7 +165,7 @@ def test_a_serve_that_ends_is_quoted(aider, configured, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_every_agent_is_given_the_endpoint_and_the_model(name, tmp_path):
+def test_every_agent_gets_endpoint_model_and_key(name, tmp_path):
     target = AgentTarget(
         url="http://127.0.0.1:8097", model="some-model", n_ctx=40_960, key="secret-key"
     )
@@ -194,5 +192,5 @@ def test_warm_agent_names_launch_instead(capfd):
         ("", ""),
     ],
 )
-def test_an_agent_is_known_by_what_it_says_of_itself(user_agent, agent):
+def test_agent_is_known_by_its_user_agent(user_agent, agent):
     assert agent_of(user_agent) == agent

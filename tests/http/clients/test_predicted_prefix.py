@@ -37,13 +37,13 @@ def _said(form: str, folder: str, day: date, git: bool) -> str:
 
 
 @pytest.mark.parametrize("form", [CLAUDE, CODEX, OPENCODE, PI])
-def test_the_folder_and_the_day_are_others_and_the_words_are_cut(form):
+def test_predicted_prefix_has_the_new_folder_and_day_and_no_words(form):
     said = _said(form, "/home/ada/old_one", date(2026, 11, 22), False) + "fix it, please"
     there = _said(form, "/srv/new", DAY, True)
     found = begin_elsewhere(said, "/srv/new", DAY, is_repository=True)
     assert found == there if form is not CODEX else found.startswith(there)
 
 
-def test_what_names_no_folder_stays():
+def test_prefix_without_a_folder_stays():
     said = "You are an agent. Today's date is 2026-11-22."
     assert begin_elsewhere(said, "/srv/new", DAY, is_repository=False) == said

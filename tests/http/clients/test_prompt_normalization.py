@@ -31,7 +31,7 @@ def _claude(billing: str, text: str) -> dict[str, object]:
 
 
 @pytest.mark.model
-def test_two_sessions_that_differ_in_the_billing_line_share_their_prefix(real):
+def test_sessions_with_other_billing_lines_share_their_prefix(real):
     sent = {"headers": {"user-agent": CLAUDE}}
     real.client.post("/v1/messages", json=_claude("0e0", "hello"), **sent).raise_for_status()
     answer = real.client.post("/v1/messages", json=_claude("f8c", "bye"), **sent)
@@ -49,7 +49,7 @@ def _without(body: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in body.items() if key != "max_tokens"}
 
 
-def test_what_names_a_folder_and_the_day_stand_before_the_first_words_of_the_user():
+def test_folder_and_day_move_before_the_first_user_text():
     system = """Rules.
 <env>
   Working directory: /w
@@ -76,7 +76,7 @@ Skills."""
     ]
 
 
-def test_what_claude_code_says_behind_the_first_words_stands_before_them():
+def test_standing_system_turn_moves_before_the_first_user_text():
     said = "# Environment\n - Primary working directory: /w\n - Platform: linux\n\nAgents: many."
     reminder = "<system-reminder>\nSign commits.\n</system-reminder>\n\n"
     turns = (_turn("system", "Rules."), _turn("user", f"{reminder}hi"), _turn("system", said))
@@ -90,7 +90,7 @@ def test_what_claude_code_says_behind_the_first_words_stands_before_them():
     ]
 
 
-def test_in_codexs_turn_about_the_folder_what_names_it_comes_last():
+def test_codex_context_names_its_folder_last():
     """<cwd> and <workspace_roots> go behind what is the same in every folder."""
     roots = "<workspace_roots><root>/w</root></workspace_roots>"
     profile = '<permission_profile type="managed"></permission_profile>'
@@ -115,14 +115,6 @@ def test_in_codexs_turn_about_the_folder_what_names_it_comes_last():
 
 
 @pytest.mark.parametrize(
-    "text", ["<cwd>/w</cwd>\n", "<workspace_roots></workspace_roots>", "</filesystem>"]
-)
-def test_half_of_codexs_turn_stays_as_it_is(text):
-    turns = (_turn("user", f"<environment_context>\n{text}"),)
-    assert normalize(turns) == (turns, ())
-
-
-@pytest.mark.parametrize(
     ("line", "rest"),
     [
         ("Current working directory: /w", ""),
@@ -135,7 +127,7 @@ def test_half_of_codexs_turn_stays_as_it_is(text):
         ("## /h/-w/memory/MEMORY.md", ""),
     ],
 )
-def test_a_line_that_names_a_project_stands_with_the_users_words(line, rest):
+def test_project_line_moves_to_the_first_user_turn(line, rest):
     system = f"Rules.\n{line}{' ' if rest else ''}{rest}\nBe brief."
     normalized, applied = normalize((_turn("system", system), _turn("user", "hi")))
     assert applied == ("environment",)
@@ -154,7 +146,7 @@ NOTE = "<info-msg>\nIt is currently 2026-11-22 13:06:00\nWorking directory: /w\n
         (("user", "Make a file."), ("assistant", "Done."), ("user", NOTE)),
     ],
 )
-def test_gooses_note_stands_behind_the_last_turn(said):
+def test_goose_note_moves_behind_the_last_turn(said):
     turns = [_turn(role, text) for role, text in (("system", "Rules."), *said, ("user", "And now?"))]
     normalized, applied = normalize(turns)
     assert applied == ("note",)
@@ -163,35 +155,32 @@ def test_gooses_note_stands_behind_the_last_turn(said):
     assert not any(NOTE in turn.content for turn in normalized[:-1])
 
 
+LOOK_ALIKES = (
+    "Today's date is a day on which nobody works, and everybody knows it: the twenty-second.",
+    "Working directory: of a council, not of opencode",
+    "mentions x-anthropic-billing-header: in a line",
+    "writes about <info-msg>It is currently</info-msg>",
+)
+#: Parts of Codex's turn about the folder without the rest of it.
+TORN = ("<cwd>/w</cwd>\n", "<workspace_roots></workspace_roots>", "</filesystem>")
+
+
 @pytest.mark.parametrize(
-    "text",
+    "turns",
     [
-        "The current time zone is UTC.",
-        "Say the current time when you are asked: 12:34 is a time.",
-        "Today's date is a day on which nobody works, and everybody knows it: the twenty-second.",
-        "Working directory: of a council, not of opencode",
-        "mentions x-anthropic-billing-header: in a line",
-        "writes about <info-msg>It is currently</info-msg>",
+        *(("system", text, "hi") for text in LOOK_ALIKES),
+        *(("user", f"<environment_context>\n{text}") for text in TORN),
+        ("user", "x-anthropic-billing-header: a\nCurrent date: 2026-11-22"),
+        ("system", "Current date: 2026-11-22"),  # no turn to move it to
     ],
 )
-def test_what_only_looks_like_it_stays(text):
-    turns = (_turn("system", text), _turn("user", "hi"))
-    assert normalize(turns) == (turns, ())
+def test_other_turns_stay_as_they_are(turns):
+    role, text, *more = turns
+    given = (_turn(role, text), *(_turn("user", said) for said in more))
+    assert normalize(given) == (given, ())
 
 
-def test_what_a_person_says_stays():
-    turns = (
-        _turn("user", "x-anthropic-billing-header: a\nCurrent date: 2026-11-22\nCurrent time: 12:34"),
-    )
-    assert normalize(turns) == (turns, ())
-
-
-def test_what_has_no_turn_to_go_to_stays():
-    turns = (_turn("system", "Current date: 2026-11-22\nCurrent time: 12:34"),)
-    assert normalize(turns) == (turns, ())
-
-
-def test_a_turn_that_is_only_such_a_line_is_gone():
+def test_emptied_system_turn_is_dropped():
     turns = (_turn("system", "x-anthropic-billing-header: a"), _turn("user", "hi"))
     assert normalize(turns) == ((_turn("user", "hi"),), ("billing-header",))
 
@@ -261,7 +250,7 @@ def test_reminder_is_put_back_nowhere_else(turns, owner):
     assert reminders.restore(turns, owner) == turns
 
 
-def test_reminders_that_were_put_back_are_named(serve):
+def test_restored_reminders_are_named_in_the_header(serve):
     engine = FakeEngine()
     here = serve(engine)
     sent = {"user-agent": "opencode/1.18.33"}

@@ -61,7 +61,7 @@ def _prefill(here, agent: str, one: dict[str, Any], salt: str) -> tuple[int, int
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_only_what_is_new_is_computed(here, agent):
+def test_session_prefills_only_new_tokens(here, agent):
     session = _session(agent)
     assert len(session) >= 2
     before = 0
@@ -73,7 +73,7 @@ def test_only_what_is_new_is_computed(here, agent):
         before = n_prompt
 
 
-def test_another_session_of_claude_code_finds_what_one_has_read(here):
+def test_second_session_of_claude_code_finds_the_cached_prefix(here):
     """With the line that Claude Code writes unless `edgeinfer launch` tells it not to."""
     first, *_ = _session("claude")
     read = []
