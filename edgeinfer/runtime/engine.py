@@ -106,7 +106,6 @@ class LlamaEngine:
 
     @property
     def is_open(self) -> bool:
-        """Tell if requests are accepted."""
         return not (self._closed or self._loop.failure)
 
     def health(self) -> str:
@@ -394,7 +393,6 @@ def make_info(
     conversations: ChatFormat,
     embedder: Embedder,
 ) -> EngineInfo:
-    """Describe a loaded model and the choices made for it."""
     meta = loaded.meta
     draft = Chosen(files.draft or "none", "as asked, or as the catalogue says")
     return EngineInfo(
@@ -442,7 +440,6 @@ def _piece(loaded: LoadedModel, token: int) -> str:
 
 
 def template_facts(files: ModelFiles, options: LoadOptions, loaded: LoadedModel) -> TemplateFacts:
-    """Collect what a chat template is rendered with."""
     vocab, meta = loaded.vocab, loaded.meta
     named = {
         k.removeprefix("tokenizer.chat_template."): v

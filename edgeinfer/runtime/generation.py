@@ -61,7 +61,6 @@ class EventStream:
 
     @property
     def ended(self) -> bool:
-        """Tell if the producer has put the end."""
         return self._ended
 
     def cancel(self) -> None:
@@ -173,7 +172,6 @@ class Collected:
         self.end: Finished | None = None
 
     def add(self, event: Event) -> None:
-        """Add one event of the generation."""
         match event:
             case TextDelta():
                 self._text.append(event.text)
@@ -191,7 +189,6 @@ class Collected:
 
     @property
     def text(self) -> str:
-        """The answer so far."""
         return "".join(self._text)
 
     @property

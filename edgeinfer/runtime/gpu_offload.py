@@ -243,7 +243,6 @@ class PrefixCacheSwitch:
 
     @property
     def cache(self) -> PrefixCache | None:
-        """The open prefix cache."""
         return self._prefixes.blocks
 
     def open(self, store: BlockStore, loaded: LoadedModel, checked: str) -> None:

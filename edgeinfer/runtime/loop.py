@@ -42,7 +42,6 @@ class DecodeLoop:
 
     @property
     def inside(self) -> int:
-        """Requests that have not ended."""
         return self._inside
 
     def submit(self, seq: Sequence) -> None:

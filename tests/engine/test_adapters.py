@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -75,11 +76,8 @@ def test_an_adapter_is_loaded_with_a_scale_of_its_own(
     red = make_adapter(tmp_path / "red.gguf", 0, rank=RANK)
     files = ModelFiles(name="smol", paths=(str(smollm2),), lora=f"{red}:0.5")
     half = text_of(list(engine.submit(ask((("red", 0.5),), cache_prompt=False))))
-    opened = load_engine(files, OPTIONS)
-    try:
+    with closing(load_engine(files, OPTIONS)) as opened:
         assert text_of(list(opened.submit(ask(None, cache_prompt=False)))) == half
-    finally:
-        opened.close()
 
 
 def test_what_was_cached_with_one_adapter_is_not_used_with_another(engine: LlamaEngine) -> None:
@@ -121,10 +119,11 @@ def test_a_file_that_is_no_adapter_is_refused_at_load(
 
 
 def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
-    engine = load_engine(
-        ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),)), OPTIONS
-    )
-    try:
+    with closing(
+        load_engine(
+            ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),)), OPTIONS
+        )
+    ) as engine:
         requests = [
             ask(prompt=f"Note {i}:", sampling=Sampling(temperature=t, seed=i), max_tokens=24)
             for i, t in enumerate((0.0, 0.0, 0.9))
@@ -140,8 +139,6 @@ def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
         )  # a model agrees with itself
         engine.park()
         assert engine.metrics().kv_used_tokens == 0
-    finally:
-        engine.close()
 
 
 def _with(request: GenerateRequest, speculative: str) -> GenerateRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,7 @@ def test_an_encoder_warms_up_and_parks(encoder: LlamaEngine) -> None:
 
 
 def test_a_ranker_scores_each_document_by_itself(tmp_path: Path) -> None:
-    engine = load(make_bert(tmp_path / "ranker.gguf", RANK, head=True))
-    try:
+    with closing(load(make_bert(tmp_path / "ranker.gguf", RANK, head=True))) as engine:
         assert engine.info.can_rerank
         assert not engine.info.can_embed
         documents = ["the cat sleeps", "a dog runs on the mat", "red"]
@@ -62,5 +62,3 @@ def test_a_ranker_scores_each_document_by_itself(tmp_path: Path) -> None:
             assert engine.rerank("the cat", [document])[0] == pytest.approx(score, abs=2e-2)
         with pytest.raises(InvalidRequestError):
             engine.embed(["cat"])
-    finally:
-        engine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -94,33 +95,26 @@ def test_info_tells_sizes_and_reasons(smol: LlamaEngine, gemma: LlamaEngine) -> 
 @pytest.mark.parametrize("repack", ["on", "off"])
 def test_every_cache_type_and_repacking_answers(gemma3: Path, kv_type: str, repack: str) -> None:
     options = LoadOptions(n_ctx=256, n_parallel=1, kv_type=kv_type, repack=repack)  # type: ignore[arg-type]
-    engine = load_engine(files(gemma3), options)
-    try:
+    with closing(load_engine(files(gemma3), options)) as engine:
         assert text_of(ask(engine, "one, two, three, four, five, six, seven,")).startswith(" eight")
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("flash", ["on", "off"])
 def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
-    engine = load_engine(files(smollm2), LoadOptions(n_ctx=256, n_parallel=1, flash_attention=flash))  # type: ignore[arg-type]
-    try:
+    with closing(
+        load_engine(files(smollm2), LoadOptions(n_ctx=256, n_parallel=1, flash_attention=flash))
+    ) as engine:  # type: ignore[arg-type]
         assert "Paris" in text_of(ask(engine))
-    finally:
-        engine.close()
 
 
 def test_the_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "edgeinfer.runtime.memory_plan.plan.choose_cells", lambda n_ctx, *_: _cells(256)
     )
-    engine = load_engine(files(smollm2), LoadOptions(n_ctx=200, n_parallel=1))
-    try:
+    with closing(load_engine(files(smollm2), LoadOptions(n_ctx=200, n_parallel=1))) as engine:
         last = ask(engine, "word " * 190, max_tokens=100)[-1]
         assert isinstance(last, Finished)
         assert last.usage.prompt_tokens + last.usage.completion_tokens == 200
-    finally:
-        engine.close()
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +129,12 @@ def test_weights_larger_than_memory_answer_from_the_disk(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short_of_memory(monkeypatch)
-    engine = load_engine(files(smollm2), LoadOptions())
-    try:
+    with closing(load_engine(files(smollm2), LoadOptions())) as engine:
         assert "Paris" in text_of(ask(engine))
         repack = engine.info.choices["repack"]
         assert (repack.value, "mapped" in repack.reason) == ("off", True)
         (warning,) = engine.info.warnings
         assert "a token in 2.0 s: 96.6 MB a token at 48.3 MB/s (measured just now)" in warning
-    finally:
-        engine.close()
     with pytest.raises(OutOfMemoryError, match="--repack off"):
         load_engine(files(smollm2), LoadOptions(repack="on"))
 
@@ -162,16 +153,13 @@ def test_run_warns_of_weights_read_from_the_disk(
 
 def test_a_model_whose_cache_cannot_shift_refuses_to_go_on(tmp_path: Path, smollm2: Path) -> None:
     """llama.cpp asserts where M-RoPE positions are moved, which ends the process."""
-    engine = load_engine(files(make_qwen2vl(tmp_path / "m.gguf", smollm2)), SMALL)
-    try:
+    with closing(load_engine(files(make_qwen2vl(tmp_path / "m.gguf", smollm2)), SMALL)) as engine:
         with pytest.raises(InvalidRequestError, match="full context") as refused:
             ask(engine, overflow="shift")
         assert refused.value.param == "overflow"
         last = ask(engine, max_tokens=1000)[-1]
         assert isinstance(last, Finished)
         assert last.reason == "length"
-    finally:
-        engine.close()
 
 
 def _cells(n: int) -> object:
@@ -248,11 +236,10 @@ def test_stop_strings_across_token_borders(smol: LlamaEngine) -> None:
 
 
 def test_the_models_own_stop_strings_count(smollm2: Path) -> None:
-    engine = load_engine(ModelFiles(name="m", paths=(str(smollm2),), stop=("Paris",)), SMALL)
-    try:
+    with closing(
+        load_engine(ModelFiles(name="m", paths=(str(smollm2),), stop=("Paris",)), SMALL)
+    ) as engine:
         assert "Paris" not in text_of(ask(engine, max_tokens=20))
-    finally:
-        engine.close()
 
 
 def test_seeds_repeat_and_differ(smol: LlamaEngine) -> None:
@@ -354,12 +341,11 @@ def with_pooling(source: Path, target: Path, pooling: int) -> Path:
 def test_pooling_is_the_models_own(smollm2: Path, tmp_path: Path, smol: LlamaEngine) -> None:
     vectors = {}
     for name, number in (("mean", 1), ("cls", 2), ("last", 3)):
-        engine = load_engine(files(with_pooling(smollm2, tmp_path / f"{name}.gguf", number)), SMALL)
-        try:
+        with closing(
+            load_engine(files(with_pooling(smollm2, tmp_path / f"{name}.gguf", number)), SMALL)
+        ) as engine:
             assert engine.info.choices["pooling"].value == number
             vectors[name] = engine.embed(["one two three"])[0]
-        finally:
-            engine.close()
     assert vectors["mean"] == pytest.approx(smol.embed(["one two three"])[0], abs=1e-4)
     assert vectors["cls"] != pytest.approx(vectors["last"], abs=1e-3)
     assert vectors["mean"] != pytest.approx(vectors["last"], abs=1e-3)

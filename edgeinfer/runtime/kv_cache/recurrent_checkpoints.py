@@ -31,7 +31,6 @@ def tokens_to_next_checkpoint(n_past: int, n_tokens: int) -> int:
 
 
 def is_checkpoint_position(n_past: int, n_tokens: int) -> bool:
-    """Tell if a checkpoint is saved at this length."""
     return n_past == n_tokens - 1 or n_past % INTERVAL_TOKENS == 0
 
 

@@ -39,7 +39,6 @@ class State(msgspec.Struct, frozen=True):
         return tuple(zip(sizes, self.places, strict=True))
 
     def joined(self) -> memoryview:
-        """Return the bytes in one piece."""
         return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
 
 

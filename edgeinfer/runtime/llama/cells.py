@@ -175,7 +175,6 @@ def _find() -> CellCopies | None:
 
 
 def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:
-    """By a tensor of one byte."""
     room = ctypes.create_string_buffer(_PROBE_BYTES)
     ggml.ggml_init.argtypes, ggml.ggml_init.restype = [_InitParams], Pointer
     buffer = ggml.ggml_backend_buft_alloc_buffer(ggml.ggml_backend_cpu_buffer_type(), _PROBE_BYTES)
@@ -212,7 +211,6 @@ class CellMemory:
 
     @property
     def handles(self) -> list[int]:
-        """ggml's handles of the buffers."""
         return [buffer.handle for buffer in self.buffers]
 
     def pages(self) -> Iterator[Range]:

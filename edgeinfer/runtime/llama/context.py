@@ -31,7 +31,6 @@ class ActiveContext:
         self.adapters: dict[str, Any] = {}
 
     def replace(self, other: ActiveContext) -> None:
-        """Switch to another context."""
         self.context, self.memory = other.context, other.memory
         self.cells, self.adapters = other.cells, other.adapters
 
@@ -196,5 +195,4 @@ class AbortFlag:
         self._text[0] = b"x"
 
     def clear(self) -> None:
-        """Stop aborting."""
         self._text[0] = b"\0"

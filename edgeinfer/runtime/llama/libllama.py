@@ -145,7 +145,6 @@ def listening() -> Iterator[list[str]]:
 
 
 def library_dir() -> Path:
-    """Return the folder of libllama and libggml."""
     return Path(llama_cpp.__file__).resolve().parent / "lib"
 
 

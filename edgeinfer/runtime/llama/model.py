@@ -90,7 +90,6 @@ class LoadedModel:
 
     @property
     def n_embd(self) -> int:
-        """Width of an embedding."""
         return int(libllama.L.llama_model_n_embd_out(self.model))
 
     @property
@@ -100,7 +99,6 @@ class LoadedModel:
 
     @property
     def description(self) -> str:
-        """llama.cpp's line on architecture, size and type."""
         buffer = ctypes.create_string_buffer(256)
         libllama.L.llama_model_desc(self.model, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
@@ -111,7 +109,6 @@ class LoadedModel:
         return text.decode("utf-8", "replace") if text else ""
 
     def active_context(self) -> ActiveContext:
-        """The main context for a decode loop."""
         return ActiveContext(self.context, self.cells)
 
     def free(self) -> None:
@@ -226,7 +223,6 @@ def _reason() -> str:
 
 
 def free_model(model: Any) -> None:
-    """Free a model that nothing uses any more."""
     libllama.L.llama_model_free(model)
 
 

@@ -64,11 +64,9 @@ class Vocab:
         return found if min(found.prefix, found.suffix, found.middle) >= 0 else None
 
     def is_eos(self, token: int) -> bool:
-        """Tell if the token ends a generation."""
         return bool(L.llama_vocab_is_eog(self.pointer, token))
 
     def is_control(self, token: int) -> bool:
-        """Tell if the token has no text of its own."""
         return bool(L.llama_vocab_is_control(self.pointer, token))
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -124,11 +122,9 @@ class Vocab:
         return {self.raw_text(t).decode("utf-8", "replace"): t for t in found}
 
     def strips_left(self, token: int) -> bool:
-        """Tell if the token strips white space before it."""
         return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_LSTRIP)
 
     def strips_right(self, token: int) -> bool:
-        """Tell if the token strips white space behind it."""
         return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_RSTRIP)
 
     def tokenize(

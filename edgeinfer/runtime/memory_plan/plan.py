@@ -194,7 +194,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Tell if weights and buffers fit into memory together."""
         return not self.refusal and not self.from_disk
 
 

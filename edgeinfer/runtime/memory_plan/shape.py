@@ -58,7 +58,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_elements(self) -> int:
-        """Elements of one token's K and V in all layers."""
         return sum(self.kv_rows)
 
     def kv_row_bytes(self, kv_type: str) -> tuple[int, ...]:
@@ -66,7 +65,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(int(row * _KV_BYTES[kv_type]) for row in self.kv_rows)
 
     def kv_bytes_per_token(self, kv_type: str) -> int:
-        """Bytes that one more token of context takes in the KV cache."""
         return int(self.kv_elements * _KV_BYTES[kv_type])
 
 

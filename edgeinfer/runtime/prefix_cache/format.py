@@ -70,7 +70,6 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Encode tokens as names and headers hold them."""
     return np.asarray(tokens, "<i4").tobytes()
 
 

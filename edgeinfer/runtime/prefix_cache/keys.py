@@ -84,7 +84,6 @@ class Names:
 
 
 def owner_name(secret: bytes, conversation: str) -> str:
-    """Name the list of a conversation's blocks."""
     text = conversation.encode()
     return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()
 
@@ -97,7 +96,6 @@ class PrefixKeys:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey, salt: str) -> bytes:
-        """Name the start of a chain."""
         words = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._blocks.names.root(salt, words)
 

@@ -197,12 +197,10 @@ class Restore:
 
     @property
     def is_over(self) -> bool:
-        """Tell if all blocks are restored."""
         return self.done == len(self.futures)
 
     @property
     def is_ready(self) -> bool:
-        """Tell if the next block has been read."""
         return self.futures[self.done].done()
 
     def take(self) -> Block | None:
@@ -219,10 +217,8 @@ class Restore:
         return time.monotonic() - self.waits_since > max(_PATIENCE_S, compute_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the next block."""
         wait([self.futures[self.done]], timeout_s)
 
     def cancel(self) -> None:
-        """Cancel the pending reads."""
         for future in self.futures[self.done :]:
             future.cancel()

@@ -87,7 +87,6 @@ def size_of_blocks(loaded: LoadedModel) -> int:
 
 
 def make_states(loaded: LoadedModel, active: ActiveContext) -> SequenceStates:
-    """Make the states of the engine's context."""
     return SequenceStates(active, scratch_id(loaded), supports_truncation=loaded.supports_truncation)
 
 

@@ -155,7 +155,6 @@ class RoundtripVerdict:
 
     @property
     def is_refused(self) -> bool:
-        """Tell if the check failed."""
         return self.found not in ("", "exact")
 
     def step(self) -> None:

@@ -128,7 +128,6 @@ class BlockStore:
             file.write(b"".join(name.hex().encode() + b"\n" for name in names))
 
     def has_owner(self, conversation: str) -> bool:
-        """Tell if a conversation has a list."""
         return self._owner_list(conversation).exists()
 
     def _owner_list(self, conversation: str) -> Path:
@@ -147,7 +146,6 @@ class BlockStore:
 
 
 def model_folder(model: str) -> str:
-    """Name the folder of a model's blocks."""
     return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
 
 
@@ -165,11 +163,9 @@ class ModelBlocks:
 
     @property
     def traffic(self) -> Traffic:
-        """Counters of the whole store."""
         return self._store.traffic
 
     def path(self, name: bytes) -> Path:
-        """Return the file of a block, present or not."""
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
 
     def has(self, name: bytes) -> bool:
@@ -247,7 +243,6 @@ class ModelBlocks:
 
     @property
     def can_write(self) -> bool:
-        """Tell if the disk takes blocks now."""
         return not self._store.is_full
 
     def write(self, block: Block) -> bool:
@@ -308,7 +303,6 @@ class ModelBlocks:
             self._store.stop_writing(f"the prefix cache cannot be written ({error.message})")
 
     def remove(self, name: bytes) -> None:
-        """Delete a block, if present."""
         self.path(name).unlink(missing_ok=True)
 
     def clear(self) -> None:

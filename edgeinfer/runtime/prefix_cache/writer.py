@@ -60,7 +60,6 @@ class BlockWriter:
 
     @property
     def has_work(self) -> bool:
-        """Tell if blocks are pending."""
         return bool(self._passes)
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:

@@ -59,7 +59,6 @@ class DraftModel:
         self.s_per_token = 1e-6
 
     def drafter(self) -> ModelDrafter:
-        """Make a drafter for one request."""
         return ModelDrafter(self)
 
     def take(self) -> int | None:
@@ -71,7 +70,6 @@ class DraftModel:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Free a sequence id."""
         self._active.remove(slot)
         del self._held[slot]
         self._free.append(slot)
@@ -117,7 +115,6 @@ class DraftModel:
             held.clear()
 
     def park(self) -> None:
-        """Drop the cache. Only while idle."""
         self._forget_all()
 
     def set_threads(self, n: int) -> None:

@@ -42,7 +42,6 @@ class Output:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text, if any."""
         return self._text.stopped_by
 
     @property
@@ -68,7 +67,6 @@ class Output:
         self._logprobs.append(logprobs)
 
     def finish(self) -> list[Parsed]:
-        """Return the remaining events at the end of the generation."""
         events = self._parsed(self._text.finish())
         if self._parser is not None:
             events += self._note(self._parser.finish())

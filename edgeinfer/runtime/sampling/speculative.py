@@ -85,7 +85,6 @@ class Acceptance:
         self.rate = self._start = start
 
     def note(self, *, is_right: bool) -> None:
-        """Book a verified token."""
         self.rate += _WEIGHT * (is_right - self.rate)
 
     def recover(self) -> None:
@@ -137,7 +136,6 @@ class NgramDrafter:
         return [] if place is None else list(tokens[place : place + limit])
 
     def close(self) -> None:
-        """Forget the text."""
         self._follows.clear()
 
 

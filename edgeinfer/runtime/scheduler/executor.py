@@ -53,7 +53,6 @@ class Executor:
         self._in_step: list[Sequence] = []
 
     def use_abort(self) -> None:
-        """Make the steps of the active context abortable."""
         if self._abort is not None:
             self._abort.put_on(self._active.context)
 

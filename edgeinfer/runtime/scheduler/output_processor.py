@@ -37,7 +37,6 @@ class OutputProcessor:
         self._counters = counters
 
     def process(self, entries: list[BatchEntry]) -> None:
-        """Report the result of each entry of the batch."""
         for entry in entries:
             if entry.is_prefill:
                 entry.seq.progress()

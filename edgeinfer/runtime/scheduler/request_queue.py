@@ -36,12 +36,10 @@ class RequestQueue:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request."""
         self._counters.requests_total += 1
         self.waiting.append(seq)
 
     def end_cancelled_and_late(self) -> None:
-        """End cancelled requests, and those beyond their deadline."""
         now = time.monotonic()
         for seq in [*self.running, *self.waiting]:
             if seq.cancelled:
@@ -51,11 +49,9 @@ class RequestQueue:
                 self.end(seq, "deadline")
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a request with a finish reason."""
         self._leave(seq, lambda s: s.finish(reason), keep=seq.request.cache_prompt)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:
-        """End a request with an error."""
         self._leave(seq, lambda s: s.fail(error), keep=False)
 
     def _leave(self, seq: Sequence, farewell: Callable[[Sequence], None], *, keep: bool) -> None:

@@ -103,7 +103,6 @@ class Sequence:
 
     @property
     def is_fetching(self) -> bool:
-        """Tell if a part of the prompt is being read from disk."""
         return self.restore is not None
 
     @property
@@ -113,7 +112,6 @@ class Sequence:
 
     @property
     def is_low_priority(self) -> bool:
-        """Tell if other processes go first."""
         return self.request.background and self.is_prefill_only
 
     @property
@@ -191,7 +189,6 @@ class Sequence:
         self.clock.last = now
 
     def progress(self) -> None:
-        """Report how far the prefill is."""
         done = min(self.n_past, self.prompt_tokens)
         self.stream.put(Progress(done, self.prompt_tokens, queued=self.cached_seq is None))
 

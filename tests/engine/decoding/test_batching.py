@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,16 +113,13 @@ def test_long_prompts_in_a_batch_give_what_they_give_alone(smollm2: Path) -> Non
     """All of them together are too few for cells to be freed while others run: out of order, they are
     summed otherwise.
     """
-    engine = load(smollm2, kv_type="q8_0", n_ctx=2048)
-    try:
+    with closing(load(smollm2, kv_type="q8_0", n_ctx=2048)) as engine:
         requests = [
             written(s, prompt=f"{s} and {SUBJECTS[i - 1]} " * 30, max_tokens=24)
             for i, s in enumerate(SUBJECTS[:5])
         ]
         alone = [text_of(list(engine.submit(r))) for r in requests]
         assert [text_of(list(g)) for g in [engine.submit(r) for r in requests]] == alone
-    finally:
-        engine.close()
 
 
 def test_penalties_and_bias_survive_batching(engine: LlamaEngine) -> None:
@@ -206,8 +204,7 @@ def test_a_conversation_computes_only_what_is_new(plain: LlamaEngine) -> None:
 
 
 def test_the_system_prompt_stays_through_parking(smollm2: Path) -> None:
-    engine = load(smollm2, n_parallel=2)
-    try:
+    with closing(load(smollm2, n_parallel=2)) as engine:
         engine.warm_up()
         pinned = engine.prefill_system("You speak of nothing but cheese.")
         engine.park()
@@ -220,8 +217,6 @@ def test_the_system_prompt_stays_through_parking(smollm2: Path) -> None:
             messages=(system, Message(role="user", content="Hello")), max_tokens=2, sampling=GREEDY
         )
         assert end_of(list(engine.submit(ask))).usage.cached_tokens == pinned
-    finally:
-        engine.close()
 
 
 def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
@@ -314,8 +309,7 @@ def test_a_full_context_finishes_with_length(plain: LlamaEngine) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
-    engine = load(smollm2, n_ctx=256, n_parallel=2)
-    try:
+    with closing(load(smollm2, n_ctx=256, n_parallel=2)) as engine:
         request = written(
             "", prompt="word " * 200, max_tokens=150, overflow="shift", cache_prompt=shared
         )
@@ -329,13 +323,10 @@ def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
         )
         assert over.usage.completion_tokens == 5
         assert_nothing_left(engine)
-    finally:
-        engine.close()
 
 
 def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
-    engine = load(smollm2, n_ctx=256, n_parallel=1)
-    try:
+    with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
         system = Message(role="system", content="Remember the word marmalade.")
         turns = (system, Message(role="user", content="tell me a story " * 20))
         ask = GenerateRequest(
@@ -345,46 +336,37 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
         list(stream)
         kept = max((r.tokens for r in engine._scheduler.kv.cached_sequences), key=len)
         assert b"marmalade" in engine.detokenize(kept)
-    finally:
-        engine.close()
 
 
 def test_too_little_cache_for_all_preempts_and_finishes_everyone(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
-    engine = load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")
-    try:
+    with closing(load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")) as engine:
         requests = [written(s, max_tokens=180, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
         alone = [text_of(list(engine.submit(r))) for r in requests]
         ends = [list(g) for g in [engine.submit(r) for r in requests]]
         assert [end_of(e).usage.completion_tokens for e in ends] == [180] * 4
         assert [text_of(e) for e in ends] == alone
         assert_nothing_left(engine)
-    finally:
-        engine.close()
 
 
 def test_a_large_prompt_that_waits_for_room_is_not_passed_by(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
-    engine = load(smollm2, n_ctx=512, n_parallel=3)
-    try:
+    with closing(load(smollm2, n_ctx=512, n_parallel=3)) as engine:
         first = engine.submit(written("", prompt="word " * 200, max_tokens=40))
         large = engine.submit(written("", prompt="some " * 400, max_tokens=2))
         small = engine.submit(written("tea", max_tokens=2))
         ends = [end_of(list(stream)) for stream in (first, large, small)]
         assert ends[0].timings.queue_ms < ends[1].timings.queue_ms <= ends[2].timings.queue_ms + 5
-    finally:
-        engine.close()
 
 
 def test_a_failed_decode_ends_its_requests_and_not_the_engine(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(smollm2, n_parallel=2)
-    try:
+    with closing(load(smollm2, n_parallel=2)) as engine:
         with monkeypatch.context() as broken:
             broken.setattr(engine._scheduler.executor._batch, "decode", lambda context: -3)
             for generation in [engine.submit(written("tea")), engine.submit(written("ink"))]:
@@ -392,8 +374,6 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
                     list(generation)
         assert end_of(list(engine.submit(written("tea")))).reason == "length"
         assert_nothing_left(engine)
-    finally:
-        engine.close()
 
 
 class _Chaos:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -105,14 +106,11 @@ def private_bytes() -> int:
 
 
 def test_the_trained_context_is_chosen(smollm2: Path) -> None:
-    engine = load_engine(ModelFiles(name="s", paths=(str(smollm2),)), LoadOptions())
-    try:
+    with closing(load_engine(ModelFiles(name="s", paths=(str(smollm2),)), LoadOptions())) as engine:
         info = engine.info
         assert info.n_ctx == info.n_ctx_train == 8192
         assert info.choices["kv_type"].value == "f16"
         assert "fit" in info.choices["kv_type"].reason
-    finally:
-        engine.close()
 
 
 def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:

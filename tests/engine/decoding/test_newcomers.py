@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,7 @@ def test_what_is_computed_in_the_background_gives_way_to_all_others(
     decode_itself = Batch.decode
     monkeypatch.setattr(Batch, "decode", decode)
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    engine = load(smollm2, None)
-    try:
+    with closing(load(smollm2, None)) as engine:
         tokens = tuple(engine.tokenize(text(40)))
         list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
         assert nice == [10]
@@ -92,13 +92,10 @@ def test_what_is_computed_in_the_background_gives_way_to_all_others(
         engine.park()
         assert "edgeinfer-background" not in {thread.name[:20] for thread in threading.enumerate()}
         list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
-    finally:
-        engine.close()
 
 
 def test_prompts_without_answers_leave_their_places_to_others(smollm2: Path) -> None:
-    engine = load(smollm2, None, n_parallel=1)
-    try:
+    with closing(load(smollm2, None, n_parallel=1)) as engine:
         early = engine.submit(ask(tuple(engine.tokenize(text(1200))), max_tokens=0))
         rest = begun(early, 128)
         assert isinstance(list(engine.submit(ask("Somebody asks", max_tokens=2)))[-1], Finished)
@@ -106,8 +103,6 @@ def test_prompts_without_answers_leave_their_places_to_others(smollm2: Path) -> 
         last = list(rest)[-1]
         assert isinstance(last, Finished)
         assert last.reason == "length"
-    finally:
-        engine.close()
 
 
 def test_little_work_is_lost_for_newcomers() -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -274,8 +275,7 @@ def test_damaged_blocks_are_computed_again(engine: LlamaEngine, store: BlockStor
 
 
 def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
-    engine = load(smollm2, store, n_ctx=1024, n_parallel=1)
-    try:
+    with closing(load(smollm2, store, n_ctx=1024, n_parallel=1)) as engine:
         prompts = [tuple(engine.tokenize(text(600, start))) for start in (0, 1000, 2000)]
         for prompt in prompts:
             heard(engine, ask(prompt))
@@ -283,8 +283,6 @@ def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
         for prompt in prompts:
             _, usage = heard(engine, ask(prompt))
             assert usage.cached_tokens >= len(prompt) - 40
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("is_prefetched", [False, True])

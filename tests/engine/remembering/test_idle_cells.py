@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -154,8 +155,7 @@ def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path, resume
 def test_a_pinned_prompt_of_a_state_that_cannot_be_cut_is_put_back(
     smollm2: Path, tmp_path: Path
 ) -> None:
-    engine = load(make_lfm2(tmp_path / "lfm2.gguf", smollm2), None, kv_type="q8_0")
-    try:
+    with closing(load(make_lfm2(tmp_path / "lfm2.gguf", smollm2), None, kv_type="q8_0")) as engine:
         pinned = tuple(engine.tokenize(text(200)))
         engine._loop.call(lambda: engine._scheduler.pin(list(pinned)))
         alone, _ = heard(engine, ask(pinned + pinned[:9], cache_prompt=False))
@@ -163,5 +163,3 @@ def test_a_pinned_prompt_of_a_state_that_cannot_be_cut_is_put_back(
         found, usage = heard(engine, ask(pinned + pinned[:9]))
         assert usage.cached_tokens == len(pinned)
         assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]
-    finally:
-        engine.close()

@@ -63,7 +63,6 @@ class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"
 
 
 def device_line(device: Device) -> str:
-    """One device on one line: name, kind, memory, driver."""
     kind = {"gpu": "", "integrated": ", integrated", "software": ", in software"}.get(device.kind, "")
     memory = f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"
     driver = f"; {device.driver}" if device.driver else ""

@@ -38,7 +38,6 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
         return f"llama-cpp-python {self.binding}, ggml {self.ggml} ({self.commit}), {self.machine}"
 
     def fits(self, other: Build) -> bool:
-        """Tell if a library of this build may be loaded into the other."""
         if "unknown" not in (self.commit, other.commit) and self.commit != other.commit:
             return False
         mine = (self.binding, self.ggml, self.machine)
@@ -81,7 +80,6 @@ def file_name(name: str) -> str:
 
 
 def facts_path(library: Path) -> Path:
-    """The JSON file beside a library."""
     return library.with_suffix(".json")
 
 
@@ -92,7 +90,6 @@ def shipped_dir() -> Path:
 
 
 def added_dir() -> Path:
-    """Return the user's folder of libraries."""
     return paths.data_dir() / "backends"
 
 

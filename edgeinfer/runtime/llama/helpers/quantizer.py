@@ -98,7 +98,6 @@ class _Log:
         return int(float(match[1]) * (1 << 20)) if match else 0
 
     def reason(self) -> str:
-        """Return llama.cpp's reason of a failure."""
         match = _FAILED.search("".join(self._lines))
         return match[1].strip() if match else "llama.cpp gave no reason"
 
