@@ -3,7 +3,7 @@
 The kernel gives memory to cells when they are first written. llama.cpp copies: half a millisecond a
 megabyte is the first touch of a page of cells, where a page of a file in the page cache can become one
 of the cells' in a tenth of that, and takes no memory of this process until it is written
-(docs/decisions/096-pages-of-files-become-cells.md)."""
+(docs/decisions/096-mapped-cells.md)."""
 
 from __future__ import annotations
 

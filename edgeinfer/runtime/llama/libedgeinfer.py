@@ -2,7 +2,7 @@
 
 ggml offers each operation to its "extra buffer types" before it computes it, which is how its repacked
 weights work. The attention library is one more of them, and holds no weights
-(docs/decisions/095-attention-of-our-own.md).
+(docs/decisions/095-attention-kernels.md).
 """
 
 from __future__ import annotations

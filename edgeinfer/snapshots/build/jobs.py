@@ -2,7 +2,7 @@
 
 A job takes the lock of its name, makes room, runs a builder and prunes. `take` loads what a running
 process has loaded once more and snapshots that one: the running one is neither stopped nor read
-(docs/decisions/091-a-snapshot-of-a-running-service.md).
+(docs/decisions/091-snapshot-of-a-running-service.md).
 
 `python -m edgeinfer.snapshots.build.jobs MODEL OPTIONS` builds in the background what would have served
 a cold launch, at idle priority, and adds one line to `auto-warm.log` in the state directory.
