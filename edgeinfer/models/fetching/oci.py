@@ -159,7 +159,7 @@ class Registry:
                 hint=f"log in first: `docker login {self._source.registry}`",
             )
         if response.status_code == 404:
-            raise SourceNotFoundError(f"{self._source}: the registry has no such artefact")
+            raise SourceNotFoundError(f"{self._source}: the registry has no such artifact")
         raise DownloadError(f"{self._source}: the registry answers {response.status_code}")
 
     def _ask(

@@ -225,7 +225,7 @@ def test_an_artefact_of_a_registry(registry, body, options, kind) -> None:
     by_digest = f"oci://{registry}/library/tiny@{digest}"
     pull(by_digest, options=msgspec.structs.replace(options, again=True))
     assert is_right(body, by_digest)
-    with pytest.raises(SourceNotFoundError, match="no such artefact"):
+    with pytest.raises(SourceNotFoundError, match="no such artifact"):
         pull(f"oci://{registry}/library/tiny:7b", options=msgspec.structs.replace(options, name="x"))
 
 

@@ -160,7 +160,7 @@ def test_every_type_is_offered(capsys) -> None:
 
 
 def test_what_cannot_be(smol: str, smollm2: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no type of"):
+    with pytest.raises(UsageError, match="no quantization of"):
         quantize(smol, "Q9")
     with pytest.raises(UsageError, match="over itself"):
         quantize(smol, "Q4_0", options=QuantizeOptions(name="smol"))
