@@ -60,7 +60,7 @@ def listed(capsys) -> dict:
     return json.loads(capsys.readouterr().out)["result"]
 
 
-def test_a_model_of_another_program_is_listed_shown_and_used_in_place(made, capsys) -> None:
+def test_model_of_another_program_is_listed_shown_and_used_in_place(made, capsys) -> None:
     before = picture(made.root)
     (row,) = listed(capsys)["models"]
     assert (row["name"], row["store"], row["quantization"]) == (made.name, made.program, "F32")
@@ -81,18 +81,18 @@ def test_a_model_of_another_program_is_listed_shown_and_used_in_place(made, caps
     assert picture(made.root) == before
 
 
-def test_a_name_is_found_in_any_letter_case(made) -> None:
+def test_name_is_found_in_any_letter_case(made) -> None:
     assert resolve(made.name.upper().replace("HF:", "hf:")).files().name == made.name
 
 
-def test_removing_is_its_owners(made, capsys) -> None:
+def test_external_model_is_not_removed(made, capsys) -> None:
     before = picture(made.root)
     assert main(["rm", made.name]) != 0
     assert f"belongs to {made.program}" in capsys.readouterr().err
     assert picture(made.root) == before
 
 
-def test_a_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monkeypatch) -> None:
+def test_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monkeypatch) -> None:
     made = OllamaStore(home, TINY)
     read = []
 
@@ -209,7 +209,7 @@ def a_part_of_a_split_model_alone(made: AnyStore) -> None:
 
 
 @pytest.mark.parametrize("how", BREAKS)
-def test_a_broken_model_is_listed_with_what_to_do_and_never_written_to(made, how: str, capsys) -> None:
+def test_broken_model_is_listed_with_what_to_do_and_never_written_to(made, how: str, capsys) -> None:
     break_it, said = BREAKS[how]
     break_it(made)
     before = picture(made.root)
@@ -227,7 +227,7 @@ def test_a_broken_model_is_listed_with_what_to_do_and_never_written_to(made, how
     assert picture(made.root) == before
 
 
-def test_a_file_that_may_not_be_read(made, capsys) -> None:
+def test_unreadable_file_is_reported(made, capsys) -> None:
     made.file.chmod(0)
     try:
         found = listed(capsys)
@@ -240,7 +240,7 @@ def test_a_file_that_may_not_be_read(made, capsys) -> None:
         made.file.chmod(0o600)
 
 
-def test_a_folder_that_may_not_be_looked_into(made, capsys) -> None:
+def test_unreadable_folder_is_reported(made, capsys) -> None:
     place = made.root / "manifests" if isinstance(made, OllamaStore) else made.root
     place.chmod(0)
     try:
@@ -268,7 +268,7 @@ def test_a_folder_that_may_not_be_looked_into(made, capsys) -> None:
     ],
     ids=["garbage", "other-types", "deep", "no-model", "huge"],
 )
-def test_a_manifest_that_makes_no_sense(home: Path, content: str, said: str, capsys) -> None:
+def test_malformed_manifest_is_reported(home: Path, content: str, said: str, capsys) -> None:
     made = OllamaStore(home, TINY)
     made.manifest.write_text(content)
     before = picture(made.root)
@@ -282,14 +282,14 @@ def test_a_manifest_that_makes_no_sense(home: Path, content: str, said: str, cap
     "digest",
     ["sha256:../../../../etc/passwd", "sha256:" + "A" * 64, "md5:00", "", "sha256:" + "0" * 63],
 )
-def test_a_digest_that_is_a_path_is_no_digest(home: Path, digest: str) -> None:
+def test_digest_that_is_a_path_is_no_digest(home: Path, digest: str) -> None:
     made = OllamaStore(home, TINY)
     made.write_manifest(digest=digest)
     with pytest.raises(ModelNotPulledError, match="no SHA-256"):
         resolve(made.name).files()
 
 
-def test_wrong_bytes_of_the_right_length(home: Path) -> None:
+def test_external_file_of_another_digest_is_refused(home: Path) -> None:
     for made in (OllamaStore(home, TINY), HubCache(home, TINY)):
         made.file.write_bytes(gguf_bytes(seed=9))
         before = picture(made.root)
@@ -298,7 +298,7 @@ def test_wrong_bytes_of_the_right_length(home: Path) -> None:
         assert picture(made.root) == before
 
 
-def test_a_store_that_is_closed_or_none(home: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
@@ -346,7 +346,7 @@ def test_store_cache_searches_again_once_stale(made, monkeypatch) -> None:
     assert stores.StoreCache().usable() == []
 
 
-def test_a_bare_name_of_ollama_is_told_in_full(home: Path) -> None:
+def test_bare_ollama_name_is_suggested_in_full(home: Path) -> None:
     OllamaStore(home, TINY)
     with pytest.raises(UsageError) as caught:
         resolve("tiny:1b").files()
@@ -355,7 +355,7 @@ def test_a_bare_name_of_ollama_is_told_in_full(home: Path) -> None:
         resolve("tiny").files()
 
 
-def test_what_ollama_says_of_a_model_is_used_or_reported(home: Path, capsys) -> None:
+def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
     params = {"stop": ["<|end|>"], "temperature": 0.5, "num_ctx": 4096, "top_k": -3, "seed": 1}
     OllamaStore(
         home,
@@ -379,13 +379,13 @@ def test_what_ollama_says_of_a_model_is_used_or_reported(home: Path, capsys) -> 
     assert "not used: projector" in out
 
 
-def test_the_ggufs_own_template_is_used_before_ollamas(home: Path) -> None:
+def test_ggufs_own_template_is_used_before_ollamas(home: Path) -> None:
     jinja = entry("tokenizer.chat_template", 8, text("{{ messages[0].content }}"))
     OllamaStore(home, gguf_bytes([*model_entries(), jinja]), template="[INST] {{ .Prompt }} [/INST]")
     assert resolve("ollama/tiny:1b").files().chat_template is None
 
 
-def test_an_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> None:
+def test_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> None:
     OllamaStore(home, TINY, adapter="lora")
     with pytest.raises(ModelNotPulledError) as caught:
         resolve("ollama/tiny:1b").files()
@@ -395,7 +395,7 @@ def test_an_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> No
 @pytest.mark.parametrize(
     "variable", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"]
 )
-def test_the_hubs_cache_is_where_its_variables_say(
+def test_hubs_cache_is_where_its_variables_say(
     home: Path, tmp_path: Path, variable: str, monkeypatch
 ) -> None:
     made = HubCache(home, TINY)
@@ -424,7 +424,7 @@ def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own(h
 
 
 @pytest.mark.parametrize("kind", [HubCache, StudioFolder])
-def test_a_split_model_is_one_model(kind, home: Path) -> None:
+def test_split_model_is_one_model(kind, home: Path) -> None:
     count = entry("split.count", 2, struct.pack("<H", 2))
     parts = [
         gguf_bytes([*model_entries(), count, entry("split.no", 2, struct.pack("<H", n))])
@@ -455,14 +455,14 @@ def test_lm_studio_says_where_its_models_are(home: Path, tmp_path: Path) -> None
         assert stores.search() == []
 
 
-def test_a_name_with_control_characters_reaches_no_terminal(home: Path, capsys) -> None:
+def test_control_characters_are_not_printed(home: Path, capsys) -> None:
     made = StudioFolder(home, TINY)
     made.file.rename(made.repo / "tiny\x1b[2J.gguf")
     assert main(["list", "--pulled"]) == 0
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
-def test_a_model_of_ollamas_becomes_one_of_ours_by_a_name(home: Path, capsys) -> None:
+def test_model_of_ollamas_becomes_one_of_ours_by_a_name(home: Path, capsys) -> None:
     made = OllamaStore(home, TINY)
     before = picture(made.root)
     assert main(["pull", made.name, "--name", "mine"]) == 0
@@ -476,12 +476,12 @@ def test_a_model_of_ollamas_becomes_one_of_ours_by_a_name(home: Path, capsys) ->
 # --- the first launch
 
 
-def test_who_has_no_model_of_ours_is_offered_what_is_here(made, capsys) -> None:
+def test_external_models_are_offered_if_none_is_pulled(made, capsys) -> None:
     assert main(["run", "Hello"]) != 0
     assert f"from {made.program}: `edgeinfer chat {made.name}`" in capsys.readouterr().err
 
 
-def test_each_layout_answers(kind, home: Path, smollm2: Path, capsys) -> None:
+def test_every_cell_layout_generates(kind, home: Path, smollm2: Path, capsys) -> None:
     made = kind(home, smollm2.read_bytes())
     before = picture(made.root)
     name = next(iter(stores.usable())).name

@@ -67,7 +67,7 @@ def test_file_types_agree_with_llama_cpp() -> None:
     assert {0: "F32", **theirs} == FILE_TYPES
 
 
-def test_a_file_that_is_not_there_is_our_error(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_our_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidGgufError, match="No such file"):
         read_header(tmp_path / "none.gguf")
     with pytest.raises(InvalidGgufError, match="cannot be read"):

@@ -208,7 +208,7 @@ def all_cases() -> list[Case]:
     return [case for group in (truncations, preambles, metadata, tensors) for case in group(rng)]
 
 
-def test_the_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
+def test_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
     path.write_bytes(file_of(BASE, [tensor("a"), tensor("b", offset=128)]))
     assert check(path).n_params == 64
@@ -229,12 +229,12 @@ def test_only_a_regular_file_is_read(make: Callable[[Path], None], tmp_path: Pat
         check(path)
 
 
-def test_there_are_more_than_two_hundred() -> None:
+def test_more_than_two_hundred_cases() -> None:
     assert len(all_cases()) >= 200
 
 
 @pytest.mark.parametrize(("what", "content"), all_cases(), ids=[what for what, _ in all_cases()])
-def test_a_malformed_header_is_our_error(what: str, content: bytes, tmp_path: Path) -> None:
+def test_malformed_header_is_our_error(what: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(InvalidGgufError) as caught:
@@ -282,7 +282,7 @@ print(len(refused), *refused)
 """
 
 
-def test_what_we_take_ggml_takes_too(survivors: list[bytes], tmp_path: Path) -> None:
+def test_ggml_accepts_what_the_reader_accepts(survivors: list[bytes], tmp_path: Path) -> None:
     """ggml's own reader, in a process of its own, reads every mutant that passed ours: ours is at least
     as strict.
     """

@@ -18,9 +18,9 @@ from edgeinfer.models.reference import is_model
         ("", False),
     ],
 )
-def test_names_and_prompts(text, expected):
+def test_names_are_told_from_prompts(text, expected):
     assert is_model(text) is expected
 
 
-def test_a_gguf_file_that_is_there(smollm2):
+def test_gguf_file_that_is_there(smollm2):
     assert is_model(str(smollm2))

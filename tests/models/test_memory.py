@@ -71,7 +71,7 @@ def llama_buffers(model: Path) -> list:
 
 @pytest.mark.model
 @pytest.mark.parametrize("which", ["smollm2", "gemma3"])
-def test_the_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureRequest) -> None:
+def test_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureRequest) -> None:
     """Weights and KV cache to the printed digit; compute within 10 %."""
     model = request.getfixturevalue(which)
     shape = header_shape([check(model)])
@@ -96,9 +96,7 @@ print(msgspec.json.encode(model_shape(model, read_meta(model))).decode())
 
 @pytest.mark.model
 @pytest.mark.parametrize("which", ["smollm2", "gemma3"])
-def test_the_loaded_model_has_the_shape_of_its_header(
-    which: str, request: pytest.FixtureRequest
-) -> None:
+def test_loaded_model_has_the_shape_of_its_header(which: str, request: pytest.FixtureRequest) -> None:
     """The plan is a pure function of the shape: the two plans are equal as well."""
     model = str(request.getfixturevalue(which))
     ran = subprocess.run(
@@ -155,7 +153,7 @@ def test_show_says_how_fast_a_model_larger_than_memory_is(
 
 
 @pytest.mark.model
-def test_in_a_container_whose_page_cache_holds_the_weights_show_says_it_fits(
+def test_show_counts_reclaimable_page_cache_of_a_container(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """The loader reads the same machine and makes the same plan."""
@@ -196,7 +194,7 @@ def elements(**metadata: object) -> int:
     return header_shape([header_with(**metadata)]).kv_elements
 
 
-def test_head_counts() -> None:
+def test_head_counts_follow_from_the_header() -> None:
     assert elements() == 4 * (64 + 64)
     assert elements(**{"x.attention.head_count_kv": 2}) == 4 * (16 + 16)
     assert elements(**{"x.attention.head_count_kv": (2, 0, 4, 0)}) == 2 * 16 + 2 * 32
@@ -210,7 +208,7 @@ def test_head_counts() -> None:
     assert elements(**lengths, **{"x.attention.kv_lora_rank": 512}) == 4 * 24
 
 
-def test_windows() -> None:
+def test_sliding_windows_follow_from_the_header() -> None:
     def windows(**metadata: object) -> bool:
         return header_shape([header_with(**metadata)]).has_windows
 
@@ -232,7 +230,7 @@ def test_recurrent_layers_keep_a_state_instead() -> None:
     assert header_shape([header_with(**short)]).state_elements == 2 * 2 * 64
 
 
-def test_a_token_reads_its_experts_and_no_others() -> None:
+def test_token_reads_its_experts_and_no_others() -> None:
     experts = {"x.expert_count": 8, "x.expert_used_count": 2, "x.expert_feed_forward_length": 100}
     tensor = TensorInfo(name="all", type="F16", shape=(200_000,), offset=0, size_bytes=400_000)
     header = msgspec.structs.replace(header_with(**experts), tensors=(tensor,))

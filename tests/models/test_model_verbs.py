@@ -72,7 +72,7 @@ def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys) -> N
     assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
 
 
-def test_what_a_model_has_read_goes_with_it(local: Path, capsys) -> None:
+def test_cached_prefixes_go_with_their_model(local: Path, capsys) -> None:
     pulled = result(capsys, "pull", str(local), "--name", "mine")
     blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
     kept = BlockStore(paths.blocks_dir()).model("another", {})
@@ -81,7 +81,7 @@ def test_what_a_model_has_read_goes_with_it(local: Path, capsys) -> None:
     assert [folder.exists() for folder in folders] == [False, True]
 
 
-def test_words(local: Path, capsys) -> None:
+def test_sources_are_recognized_by_form(local: Path, capsys) -> None:
     code, out, err = run(capsys, "pull", str(local), "--name", "mine")
     assert code == 0
     assert out.startswith("mine is here:")
@@ -163,7 +163,7 @@ def test_digest_that_was_typed_is_compared(server, local: Path, capsys) -> None:
     assert list_pulled()[0].sha256 == digest
 
 
-def test_what_a_model_is_for_follows_from_its_header(tmp_path: Path, capsys) -> None:
+def test_purpose_follows_from_header(tmp_path: Path, capsys) -> None:
     with_template = [*model_entries(), entry("tokenizer.chat_template", 8, text("{{ messages }}"))]
     encoder = [*model_entries(), entry("llama.attention.causal", 7, b"\0")]
     for name, entries in (("b", model_entries()), ("c", with_template), ("e", encoder)):
@@ -201,12 +201,12 @@ def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
     assert "unfinished" not in run(capsys, "list")[1]
 
 
-def test_quiet_is_quiet(local: Path, capsys) -> None:
+def test_quiet_progress_prints_nothing(local: Path, capsys) -> None:
     _, _, err = run(capsys, "pull", str(local), "--name", "mine", "--quiet")
     assert err == ""
 
 
-def test_show_says_what_is_wrong(local: Path, capsys) -> None:
+def test_show_reports_a_changed_file(local: Path, capsys) -> None:
     main(["pull", str(local), "--name", "mine", "--quiet"])
     list_pulled()[0].paths[0].touch()
     capsys.readouterr()
@@ -239,7 +239,7 @@ def test_errors_have_codes_and_no_traceback(argv, code, kind, capsys) -> None:
     assert "\nhint: " in err
 
 
-def test_offline_is_an_error_with_a_way_out(monkeypatch, capsys) -> None:
+def test_offline_error_names_a_way_out(monkeypatch, capsys) -> None:
     monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
     code, out, _ = run(capsys, "pull", "qwen3-4b", "--json")
     assert code == 4
@@ -278,7 +278,7 @@ def test_plain_lines_are_few() -> None:
     assert len(out.getvalue().splitlines()) == 3
 
 
-def test_the_bar_on_a_terminal() -> None:
+def test_bar_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

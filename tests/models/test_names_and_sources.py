@@ -41,7 +41,7 @@ def test_bad_names(name: str) -> None:
         names.model_name(name)
 
 
-def test_a_reference_has_a_folder_of_its_own() -> None:
+def test_reference_has_a_folder_of_its_own() -> None:
     assert names.folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
     assert names.folder(names.parse_reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
     assert str(names.parse_reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
@@ -69,7 +69,7 @@ def test_file_names(text: str) -> None:
     ("text", "name"),
     [("/x/My Model (v2).gguf", "My-Model-v2-.gguf"), ("../..x..y", "x.y"), ("ü ber.gguf", "ber.gguf")],
 )
-def test_names_people_have_are_tamed(text: str, name: str) -> None:
+def test_file_names_are_sanitized(text: str, name: str) -> None:
     assert names.sanitize_file_name(text) == name
     assert names.file_name(name) == name
 
@@ -126,7 +126,7 @@ def test_bad_sources(text: str) -> None:
         sources.parse(text)
 
 
-def test_what_a_person_means_by_a_word() -> None:
+def test_sources_are_recognized() -> None:
     assert names.is_path("./x")
     assert names.is_path("x.gguf")
     assert not names.is_path("qwen3-4b")

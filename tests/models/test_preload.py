@@ -46,7 +46,7 @@ def is_resident(path: Path) -> bool:
     return resident_bytes(path) > 0.95 * path.stat().st_size
 
 
-def test_a_models_file_is_in_memory_afterwards(model, capsys) -> None:
+def test_models_file_is_in_memory_afterwards(model, capsys) -> None:
     first = preloaded(capsys)
     [path] = map(Path, first["files"])
     drop(path)
@@ -58,7 +58,7 @@ def test_a_models_file_is_in_memory_afterwards(model, capsys) -> None:
 
 
 @pytest.mark.parametrize(("repack", "n_files"), [("on", 2), ("off", 3)])
-def test_a_snapshot_is_loaded_before_the_model(model, capsys, repack, n_files) -> None:
+def test_snapshot_is_loaded_before_the_model(model, capsys, repack, n_files) -> None:
     folder = Path(paths.snapshots_path()) / "mine@1-program"
     for one in (folder.parent, folder, folder / "images"):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def test_a_snapshot_is_loaded_before_the_model(model, capsys, repack, n_files) -
     assert len(files) == n_files
 
 
-def test_a_file_that_is_gone_is_an_error(tmp_path) -> None:
+def test_file_that_is_gone_is_an_error(tmp_path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"x" * 100)
     assert read_in([path], lambda _: None) == 100
@@ -84,7 +84,7 @@ def test_a_file_that_is_gone_is_an_error(tmp_path) -> None:
         read_in([path, tmp_path / "y"], lambda _: None)
 
 
-def test_what_was_just_pulled_is_read_from_no_disk(server) -> None:
+def test_pulled_file_is_in_the_page_cache(server) -> None:
     """A cold start after a download over several connections begins with the whole file in memory."""
     server.files["/tiny.gguf"] = gguf_bytes(tensors=[("token_embd.weight", 2 << 20)])
     retry_policy = msgspec.structs.replace(HASTY, parallel_bytes=1 << 20)

@@ -33,7 +33,7 @@ def local(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_local_file_is_copied(local: Path) -> None:
+def test_local_file_is_copied(local: Path) -> None:
     record = pull(str(local))
     assert record.name == "my-model-v2"
     assert record.paths[0].parent == paths.models_dir() / "my-model-v2"
@@ -42,7 +42,7 @@ def test_a_local_file_is_copied(local: Path) -> None:
     assert resolve("my-model-v2").files().paths == (str(record.paths[0]),)
 
 
-def test_a_local_file_in_place_is_not_copied(local: Path) -> None:
+def test_local_file_in_place_is_not_copied(local: Path) -> None:
     record = pull(f"file:{local}", options=PullOptions(name="mine", in_place=True))
     assert record.in_place
     assert resolve("mine").files().paths == (str(local),)
@@ -52,7 +52,7 @@ def test_a_local_file_in_place_is_not_copied(local: Path) -> None:
     assert local.exists()
 
 
-def test_a_file_in_place_that_is_gone_or_changed(local: Path) -> None:
+def test_file_in_place_that_is_gone_or_changed(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine", in_place=True))
     local.write_bytes(gguf_bytes(seed=3) + b"\0")
     with pytest.raises(InvalidGgufError, match="was changed"):
@@ -62,14 +62,14 @@ def test_a_file_in_place_that_is_gone_or_changed(local: Path) -> None:
         resolve("mine").files()
 
 
-def test_a_changed_local_file_may_be_imported_again(local: Path) -> None:
+def test_changed_local_file_may_be_imported_again(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine"))
     local.write_bytes(gguf_bytes(seed=3))
     record = pull(str(local), options=PullOptions(name="mine", again=True))
     assert record.paths[0].read_bytes() == local.read_bytes()
 
 
-def test_what_cannot_be_imported(tmp_path: Path, local: Path) -> None:
+def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:
     with pytest.raises(SourceNotFoundError):
         pull(str(tmp_path / "none.gguf"))
     bad = tmp_path / "bad.gguf"
@@ -86,14 +86,14 @@ def test_what_cannot_be_imported(tmp_path: Path, local: Path) -> None:
     assert store.list_pulled() == []
 
 
-def test_a_size_that_is_not_the_catalogues(local: Path, user_models) -> None:
+def test_size_that_is_not_the_catalogues(local: Path, user_models) -> None:
     user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nsize-bytes = 5\n')
     with pytest.raises(ChecksumError, match="not 5"):
         pull("mine")
     assert store.list_pulled() == []
 
 
-def test_a_folder_that_cannot_be_written(local: Path) -> None:
+def test_folder_that_cannot_be_written(local: Path) -> None:
     paths.data_dir().parent.mkdir(parents=True, exist_ok=True)
     paths.data_dir().write_text("a file where the folder should be")
     with pytest.raises(CatalogError, match=r"File exists|Not a directory"):
@@ -108,7 +108,7 @@ def test_split_local_files(tmp_path: Path) -> None:
     assert [path.name for path in record.paths] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
 
 
-def test_a_part_under_another_parts_name(tmp_path: Path) -> None:
+def test_part_under_another_parts_name(tmp_path: Path) -> None:
     def part(index: int) -> bytes:
         keys = [b"split.no", b"split.count"]
         entries = [text(k) + (2).to_bytes(4, "little") for k in keys]
@@ -148,7 +148,7 @@ def test_names_that_are_no_parts(name: str) -> None:
     assert names.split_names(name) == []
 
 
-def test_a_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> None:
+def test_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> None:
     files = resolve(str(local)).files()
     assert files.paths == (str(local),)
     assert files.sha256 == ""
@@ -156,7 +156,7 @@ def test_a_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> No
         resolve(str(tmp_path / "none.gguf")).files()
 
 
-def test_words_that_mean_no_model() -> None:
+def test_unknown_references_are_no_model() -> None:
     with pytest.raises(ModelNotPulledError) as known:
         resolve("qwen3-4b").files()
     assert known.value.hint == "pull it first: `edgeinfer pull qwen3-4b`"
@@ -171,7 +171,7 @@ def test_words_that_mean_no_model() -> None:
             resolve(bad).files()
 
 
-def test_the_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
+def test_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
     user_models(
         f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nchat-template = "{{{{ x }}}}"\nstop '
         f'= ["END"]\n'
@@ -183,7 +183,7 @@ def test_the_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
     assert (files.sampling.temperature, files.sampling.top_k, files.sampling.top_p) == (0.1, 3, 0.95)
 
 
-def test_a_name_with_the_quantization_it_has_means_the_same(local: Path, user_models) -> None:
+def test_name_with_the_quantization_it_has_means_the_same(local: Path, user_models) -> None:
     user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\n')
     pull("mine")
     assert resolve("mine:f32").files().name == "mine"
@@ -192,7 +192,7 @@ def test_a_name_with_the_quantization_it_has_means_the_same(local: Path, user_mo
     assert remove("mine:F32").name == "mine"
 
 
-def test_a_record_that_cannot_be_read(local: Path) -> None:
+def test_record_that_cannot_be_read(local: Path) -> None:
     record = pull(str(local), options=PullOptions(name="mine"))
     (record.folder / "model.json").write_text('{"name": 5}')
     assert store.list_pulled() == []
@@ -202,21 +202,21 @@ def test_a_record_that_cannot_be_read(local: Path) -> None:
     assert not record.folder.exists()
 
 
-def test_removing_what_is_not_here() -> None:
+def test_remove_refuses_absent_models() -> None:
     with pytest.raises(ModelNotPulledError):
         remove("qwen3-4b")
     with pytest.raises(UnknownModelError):
         remove("nope")
 
 
-def test_removing_needs_the_lock(local: Path) -> None:
+def test_remove_needs_the_lock(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine"))
     with model_lock(parse_reference("mine")), pytest.raises(ModelBusyError):
         remove("mine")
     assert resolve("mine").files().name == "mine"
 
 
-def test_an_old_file_under_the_name_goes_with_a_new_pull(tmp_path: Path) -> None:
+def test_old_file_under_the_name_goes_with_a_new_pull(tmp_path: Path) -> None:
     for i, name in enumerate(("a.gguf", "b.gguf")):
         (tmp_path / name).write_bytes(gguf_bytes(seed=i))
         record = pull(str(tmp_path / name), options=PullOptions(name="mine", again=True))

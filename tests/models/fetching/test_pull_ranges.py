@@ -43,7 +43,7 @@ def starts(server) -> list[int]:
     return [int(text.removeprefix("bytes=").partition("-")[0]) for text in wanted]
 
 
-def test_a_good_server_is_asked_for_stretches(server, url, body, options) -> None:
+def test_connections_fetch_segments(server, url, body, options) -> None:
     server.always = Fault(pace=1 << 14)
     seen: list[PullProgress] = []
     pull(url, seen.append, options=options)
@@ -54,15 +54,13 @@ def test_a_good_server_is_asked_for_stretches(server, url, body, options) -> Non
     assert done == sorted(done)
 
 
-def test_a_slow_connection_is_helped(server, url, body, options) -> None:
+def test_slow_connection_loses_its_rest_to_others(server, url, body, options) -> None:
     server.faults.append(Fault(pace=1024))  # the first connection alone: minutes for the whole file
     pull(url, options=options)
     assert is_right(body)
 
 
-def test_connections_that_the_server_keeps_waiting_are_not_waited_for(
-    server, url, body, options
-) -> None:
+def test_silent_connections_lose_their_segments(server, url, body, options) -> None:
     server.faults.append(None)
     server.faults.extend(Fault(cut_after=0, silent=True) for _ in range(7))
     retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
@@ -70,7 +68,7 @@ def test_connections_that_the_server_keeps_waiting_are_not_waited_for(
     assert is_right(body)
 
 
-def test_cuts_and_passing_trouble(server, url, body, options) -> None:
+def test_connections_recover_from_cuts_and_errors(server, url, body, options) -> None:
     rng = random.Random(15)
     server.faults.extend(Fault(cut_after=rng.randrange(300_000)) for _ in range(12))
     server.faults.extend([Fault(status=503), Fault(wrong_start=3), Fault(status=429)])
@@ -79,7 +77,7 @@ def test_cuts_and_passing_trouble(server, url, body, options) -> None:
 
 
 @pytest.mark.parametrize("status", [403, 429, 503])
-def test_a_server_that_takes_one_connection(server, url, body, options, status) -> None:
+def test_refused_connections_leave_one(server, url, body, options, status) -> None:
     server.faults.append(Fault(pace=1 << 14))
     server.faults.extend(Fault(status=status) for _ in range(7))
     notes: set[str] = set()
@@ -88,7 +86,7 @@ def test_a_server_that_takes_one_connection(server, url, body, options, status) 
     assert any("one connection less" in note for note in notes)
 
 
-def test_a_refusal_of_all_keeps_what_was_fetched(server, url, body, options) -> None:
+def test_refused_download_keeps_its_bytes(server, url, body, options) -> None:
     server.faults.extend(Fault(cut_after=200_000) for _ in range(8))
     server.always = Fault(status=403)
     with pytest.raises(AuthenticationError):
@@ -103,7 +101,7 @@ def test_a_refusal_of_all_keeps_what_was_fetched(server, url, body, options) -> 
     assert is_right(body)
 
 
-def test_only_drops_end_in_an_error(server, url, options) -> None:
+def test_endless_drops_end_in_an_error(server, url, options) -> None:
     server.faults.extend(Fault(cut_after=100_000) for _ in range(8))
     server.always = Fault(cut_after=0)
     with pytest.raises(DownloadError, match="gave up"):
@@ -111,13 +109,13 @@ def test_only_drops_end_in_an_error(server, url, options) -> None:
     assert download.fetched_bytes(part()) > 100_000
 
 
-def test_ranges_that_are_promised_and_not_given(server, url, body, options) -> None:
+def test_promised_ranges_may_be_absent(server, url, body, options) -> None:
     server.always = Fault(ignore_range=True, pace=1 << 14)
     pull(url, options=options)
     assert is_right(body)
 
 
-def test_ranges_that_stop_being_given(server, url, body, options) -> None:
+def test_ranges_may_stop(server, url, body, options) -> None:
     server.faults.extend(Fault(cut_after=100_000) for _ in range(8))
     server.always = Fault(ignore_range=True)
     pull(url, options=options)
@@ -125,7 +123,7 @@ def test_ranges_that_stop_being_given(server, url, body, options) -> None:
 
 
 @pytest.mark.parametrize("what", ["etag", "length"])
-def test_the_file_changes_under_a_pull(server, url, body, options, what) -> None:
+def test_changed_file_is_fetched_anew(server, url, body, options, what) -> None:
     size = SIZE // 4 + 8 * (what == "length")
     if what == "length":
         server.etags["/tiny.gguf"] = '"the same"'
@@ -145,7 +143,7 @@ def test_the_file_changes_under_a_pull(server, url, body, options, what) -> None
     assert is_right(other)
 
 
-def test_a_stop_keeps_every_stretch(server, url, body, options) -> None:
+def test_cancelled_pull_keeps_every_segment(server, url, body, options) -> None:
     server.always = Fault(pace=1 << 12)
     cancel = threading.Event()
 
@@ -163,7 +161,7 @@ def test_a_stop_keeps_every_stretch(server, url, body, options) -> None:
     assert is_right(body)
 
 
-def test_a_stop_does_not_wait_for_silent_connections(server, url, options) -> None:
+def test_cancelled_pull_does_not_wait_for_silent_connections(server, url, options) -> None:
     server.always = Fault(cut_after=50_000, silent=True)
     cancel = threading.Event()
     retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
@@ -177,7 +175,7 @@ def test_a_stop_does_not_wait_for_silent_connections(server, url, options) -> No
     assert download.fetched_bytes(part()) >= 8 * 50_000
 
 
-def test_a_power_cut_is_not_believed_without_a_digest(server, url, body, options) -> None:
+def test_spans_of_another_boot_are_dropped_without_a_digest(server, url, body, options) -> None:
     server.faults.extend(Fault(cut_after=200_000) for _ in range(8))
     server.always = Fault(status=403)
     with pytest.raises(AuthenticationError):
@@ -191,7 +189,7 @@ def test_a_power_cut_is_not_believed_without_a_digest(server, url, body, options
     assert server.served >= len(body)
 
 
-def test_kill_9_loses_nothing_that_was_written(server, start_cli) -> None:
+def test_killed_pull_loses_no_written_bytes(server, start_cli) -> None:
     body = gguf_bytes(tensors=[("token_embd.weight", 6 << 20)])
     server.files["/tiny.gguf"] = body
     url = f"{server.url}/tiny.gguf"

@@ -90,7 +90,7 @@ def is_right(body: bytes, source: str) -> bool:
     return record is not None and record.paths[0].read_bytes() == body and record.source == source
 
 
-def test_an_object_of_s3(bucket, body, options, monkeypatch) -> None:
+def test_object_of_s3(bucket, body, options, monkeypatch) -> None:
     bucket("a/tiny.gguf", body, ChecksumAlgorithm="SHA256", ACL="public-read")
     bucket("a/private.gguf", body)
     [remote] = s3.resolve(sources.StoredObject("models", "a/tiny.gguf"))
@@ -110,7 +110,7 @@ def test_an_object_of_s3(bucket, body, options, monkeypatch) -> None:
         pull("s3://models/a/other.gguf", options=msgspec.structs.replace(options, name="other"))
 
 
-def test_a_checkpoint_of_s3(bucket, options, tmp_path) -> None:
+def test_checkpoint_of_s3(bucket, options, tmp_path) -> None:
     folder = make_checkpoint("llama3", tmp_path / "made", shards=2)
     for path in folder.iterdir():
         bucket(f"deep/tiny/{path.name}", path.read_bytes())
@@ -129,7 +129,7 @@ def test_googles_buckets_at_their_s3_endpoint(bucket, s3_url, body, options, mon
     assert is_right(body, "gs://models/tiny.gguf")
 
 
-def test_a_signed_address_is_named_without_its_signature(bucket, body, options) -> None:
+def test_signed_address_is_named_without_its_signature(bucket, body, options) -> None:
     bucket("tiny.gguf", body)
     [remote] = s3.resolve(sources.StoredObject("models", "tiny.gguf"))
     pull(remote.url, options=options)
@@ -140,7 +140,7 @@ def test_a_signed_address_is_named_without_its_signature(bucket, body, options) 
     assert resolve(remote.url).pulled is not None
 
 
-def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, options) -> None:
+def test_object_whose_store_fails(server, store_settings, monkeypatch, body, options) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     server.files["/models/tiny.gguf"] = body
     server.faults.extend(Fault(cut_after=50_000 * i) for i in range(10))
@@ -162,7 +162,7 @@ def test_an_object_whose_store_fails(server, store_settings, monkeypatch, body, 
     assert is_right(body, "s3://models/tiny.gguf")
 
 
-def test_an_object_that_changes_while_its_parts_come_slowly(
+def test_object_that_changes_while_its_parts_come_slowly(
     server, store_settings, monkeypatch, options
 ) -> None:
     """The parts of two objects are never one file; a slow part is helped by the quick ones."""
@@ -185,7 +185,7 @@ def test_an_object_that_changes_while_its_parts_come_slowly(
     assert is_right(after, "s3://models/tiny.gguf")
 
 
-def test_an_object_is_continued_after_kill_9(server, store_settings, monkeypatch, start_cli) -> None:
+def test_object_is_continued_after_kill_9(server, store_settings, monkeypatch, start_cli) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     body = gguf_bytes(tensors=[("token_embd.weight", 6 << 20)])
     server.files["/models/tiny.gguf"] = body
@@ -216,7 +216,7 @@ def registry(tmp_path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", [OLLAMA, DOCKER])
-def test_an_artefact_of_a_registry(registry, body, options, kind) -> None:
+def test_artefact_of_a_registry(registry, body, options, kind) -> None:
     others = [("application/vnd.ollama.image.params", b"{}"), ("text/plain", b"a licence")]
     digest = push(registry, "library/tiny", "1b", [others[0], (kind, body), others[1]])
     seen: list[PullProgress] = []
@@ -229,7 +229,7 @@ def test_an_artefact_of_a_registry(registry, body, options, kind) -> None:
         pull(f"oci://{registry}/library/tiny:7b", options=msgspec.structs.replace(options, name="x"))
 
 
-def test_an_artefact_of_several_files_and_one_without(registry, options) -> None:
+def test_artefact_of_several_files_and_one_without(registry, options) -> None:
     two = entry("split.count", 2, struct.pack("<H", 2))
     parts = [
         gguf_bytes(

@@ -36,7 +36,7 @@ def made(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_matrix_that_is_made_has_what_goes_into_every_matrix(made: Path, smollm2: Path) -> None:
+def test_matrix_that_is_made_has_what_goes_into_every_matrix(made: Path, smollm2: Path) -> None:
     """The sums of the first layer are those of its inputs, computed here from the file."""
     found = {name: (at, n) for name, at, n, _, _ in helpers.imatrix_spans(made)}
     matrices = {
@@ -59,7 +59,7 @@ def test_a_matrix_that_is_made_has_what_goes_into_every_matrix(made: Path, smoll
     assert np.linalg.norm(sums - wanted) < 1e-3 * np.linalg.norm(wanted)
 
 
-def test_a_small_type_loses_less_with_a_matrix_made_here(smol: str) -> None:
+def test_small_type_loses_less_with_a_matrix_made_here(smol: str) -> None:
     """Beside the same without, on a text that neither was made with."""
     options = QuantizeOptions(name="plain", score_tokens=300)
     plain = quantize(smol, "Q2_K", options=options)
@@ -89,7 +89,7 @@ def test_experts_are_weighed_one_by_one(tmp_path: Path) -> None:
     assert np.allclose(up, n_used * router, rtol=1e-3)
 
 
-def test_texts_that_cannot_be(smol: str, tmp_path: Path) -> None:
+def test_calibration_text_is_checked(smol: str, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
     options = QuantizeOptions(imatrix="make", text=str(short))

@@ -93,7 +93,7 @@ def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     assert "capital" in generated("gemma:Q8_0")
 
 
-def test_a_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> None:
+def test_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> None:
     user_models(
         f'[models.small]\ntitle = "S"\nquantize = "Q4_0"\nsources = ["file:{smollm2}"]\nstop = '
         f'["END"]\n'
@@ -113,7 +113,7 @@ def test_quantize_writes_a_model_and_says_so(smol: str, capsys) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(NEEDS_IMATRIX))
-def test_types_that_need_an_importance_matrix_say_so(gemma: str, kind: str) -> None:
+def test_types_without_importance_matrix_are_refused(gemma: str, kind: str) -> None:
     with pytest.raises(QuantizeError, match="importance matrix"):
         quantize(gemma, kind, options=QuantizeOptions(perplexity=False))
     assert resolve(f"gemma:{kind}").pulled is None
@@ -138,13 +138,13 @@ def importance(model: Path, place: Path, *, wrong: bool = False) -> str:
     return str(place)
 
 
-def test_an_importance_matrix_allows_them(gemma: str, gemma3: Path, tmp_path: Path) -> None:
+def test_importance_matrix_allows_small_types(gemma: str, gemma3: Path, tmp_path: Path) -> None:
     matrix = importance(gemma3, tmp_path / "imatrix.gguf")
     done = quantize(gemma, "Q2_K_S", options=QuantizeOptions(perplexity=False, imatrix=matrix))
     assert "Q2_K" in {tensor.type for tensor in check(done.model.paths[0]).tensors}
 
 
-def test_what_is_no_importance_matrix(gemma: str, gemma3: Path, tmp_path: Path) -> None:
+def test_bad_importance_matrix_is_refused(gemma: str, gemma3: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidGgufError, match="no importance matrix"):
         quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=str(gemma3)))
     wrong = importance(gemma3, tmp_path / "imatrix.gguf", wrong=True)
@@ -159,7 +159,7 @@ def test_every_type_is_offered(capsys) -> None:
     assert all(name in said for name in FILE_TYPES.values())
 
 
-def test_what_cannot_be(smol: str, smollm2: Path, tmp_path: Path) -> None:
+def test_quantize_refuses_bad_requests(smol: str, smollm2: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no quantization of"):
         quantize(smol, "Q9")
     with pytest.raises(UsageError, match="over itself"):
@@ -172,7 +172,7 @@ def test_what_cannot_be(smol: str, smollm2: Path, tmp_path: Path) -> None:
         quantize(str(bad), "Q4_0", options=QuantizeOptions(name="x"))
 
 
-def test_cancelling_leaves_nothing(gemma: str) -> None:
+def test_cancelled_quantization_leaves_nothing(gemma: str) -> None:
     cancel = threading.Event()
 
     def stop(now: PullProgress) -> None:
@@ -185,7 +185,7 @@ def test_cancelling_leaves_nothing(gemma: str) -> None:
     assert not list((paths.models_dir() / ".partial").rglob("*.part"))
 
 
-def test_a_report_that_raises_ends_the_process_before_the_file(gemma: str) -> None:
+def test_report_that_raises_ends_the_process_before_the_file(gemma: str) -> None:
     class Oops(Exception):
         pass
 
@@ -199,7 +199,7 @@ def test_a_report_that_raises_ends_the_process_before_the_file(gemma: str) -> No
     assert resolve("gemma:Q8_0").pulled is None
 
 
-def test_no_room(smol: str, monkeypatch) -> None:
+def test_full_disk_stops_quantization(smol: str, monkeypatch) -> None:
     monkeypatch.setattr(helpers, "child_command", lambda module, *args: _with_a_full_disk(module, args))
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
@@ -217,7 +217,7 @@ def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def test_a_quantizer_that_dies_takes_nobody_along(smol: str, monkeypatch) -> None:
+def test_dead_quantizer_is_an_error(smol: str, monkeypatch) -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
     monkeypatch.setattr(helpers, "child_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(QuantizeError, match="SIGABRT"):
@@ -225,7 +225,7 @@ def test_a_quantizer_that_dies_takes_nobody_along(smol: str, monkeypatch) -> Non
     assert resolve("smol:Q4_0").pulled is None
 
 
-def test_the_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:
+def test_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:
     wish = {"source": str(gemma3), "target": str(tmp_path / "x.gguf"), "ftype": 7, "threads": 1}
     program = (
         "import subprocess, sys\n"
