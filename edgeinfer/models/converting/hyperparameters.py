@@ -73,7 +73,8 @@ def count_heads(config: Values) -> Heads:
     width = needed(config, "embedding_length")
     head_dim = config.get("head_dim")
     head_dim = width // n_head if head_dim is None else int(head_dim)
-    n_head_kv = int(config.get("num_key_value_heads") or n_head)
+    given = config.get("num_key_value_heads")
+    n_head_kv = n_head if given is None else int(given)
     if not 1 <= n_head_kv <= n_head or head_dim < 1:
         raise ConversionError(
             f"config.json: {n_head} heads, {n_head_kv} of them for keys and values, of {head_dim} each"
