@@ -66,24 +66,21 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
 
 
 def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
-    """Look up exit code and next step: of the class itself, else of its nearest parent with a row."""
+    """Return exit code and hint of a class, or of its nearest parent with a row."""
     return next(TABLE[cls] for cls in kind.__mro__ if cls in TABLE)
 
 
 def hint(error: e.EdgeInferError) -> str:
-    """Name the next command or step, "" when there is none."""
+    """Return the next step, or "" if there is none."""
     return error.hint if error.hint is not None else row(type(error))[1]
 
 
 def exit_code(error: e.EdgeInferError) -> int:
-    """Look up the exit code of a process that ends with this error."""
+    """Return the exit code of a process that ends with this error."""
     return row(type(error))[0]
 
 
 def describe_error(error: e.EdgeInferError) -> str:
-    """Write what a person reads on stderr: `error: …`, a blank line, `hint: …`.
-
-    A message may quote a file or a name; nothing in it reaches a terminal as an escape.
-    """
+    """Format an error for stderr: `error: …`, a blank line, `hint: …`; terminal escapes are removed."""
     step = hint(error)
     return without_controls(f"error: {error.message}" + (f"\n\nhint: {step}" if step else ""))

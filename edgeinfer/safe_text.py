@@ -17,5 +17,5 @@ _OBEYED = dict.fromkeys(
 
 
 def without_controls(text: str) -> str:
-    """Return `text` without what a terminal would obey; tabs and newlines stay."""
+    """Remove what a terminal would obey from `text`; keep tabs and newlines."""
     return text.translate(_OBEYED)

@@ -46,10 +46,9 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 def batch(options: argparse.Namespace, host: Host) -> BatchResult:
-    """Answer what OUT does not have yet.
+    """Answer the requests that OUT has no answer for.
 
-    Raises UsageError naming the line that is wrong before computing; ModelBusyError when another run
-    has OUT.
+    Raises UsageError naming the wrong line before computing; ModelBusyError if another run has OUT.
     """
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
@@ -66,7 +65,7 @@ def batch(options: argparse.Namespace, host: Host) -> BatchResult:
 
 
 def read_input(path: Path) -> list[BatchLine]:
-    """Every request. Raises UsageError naming the line."""
+    """Read every request. Raises UsageError naming the line."""
     decoder = msgspec.json.Decoder(BatchLine)
     lines: list[BatchLine] = []
     seen: dict[str, int] = {}
@@ -99,7 +98,7 @@ def _checked(decoder: msgspec.json.Decoder[BatchLine], raw: bytes, where: str) -
 
 
 def read_output(output: int) -> set[str]:
-    """The `custom_id`s that are done. A torn last line is cut off."""
+    """Read the `custom_id`s that have an answer, and cut off a torn last line."""
     with os.fdopen(os.dup(output), "rb") as file:
         file.seek(0)
         whole, finished = 0, set()
@@ -147,7 +146,6 @@ class _Tally:
         return time.perf_counter() - self.begun
 
     def count(self, reply: batches.BatchReply) -> None:
-        """Count a final answer."""
         self.done += 1
         self.failed += reply.status >= 400
         self.tokens += _completion_tokens(reply)
@@ -220,7 +218,7 @@ def _reason(reply: batches.BatchReply) -> str:
 
 
 def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
-    """One line in one write; what a kill leaves of it is cut off by the next run."""
+    """Append one line in one write; the next run cuts off what a kill leaves of it."""
     rest = memoryview(batches.answer_line(line, reply))
     while rest:
         try:

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
 
 
 def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
-    """Raise UsageError that says what was probably meant."""
+    """Raise UsageError with the verb that was probably meant."""
     for old, new in MOVED.items():
         if list(typed[: len(old.split())]) == old.split():
             raise UsageError(f"`edgeinfer {old}` is gone", hint=new)
@@ -92,7 +92,6 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
 
 
 def _run(options: argparse.Namespace, host: Host) -> Result:
-    """Import the verb's function and call it. Raises what it raises."""
     if VERBS[options.verb].linux_only and sys.platform != "linux":
         raise SnapshotsUnavailableError(
             f"`{options.verb}` needs Linux; every launch here is a cold start", hint=""
@@ -110,7 +109,7 @@ def _print_result(result: Result, *, as_json: bool) -> None:
 
 
 def _drop_output() -> None:
-    """Keep the interpreter from flushing at its end what cannot be written."""
+    """Keep the interpreter from flushing unwritable output at exit."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -32,7 +32,7 @@ EXAMPLES = "examples"
 
 
 class Verb(NamedTuple):
-    """A row of the table: its line in `--help`, and what follows `edgeinfer` in its examples."""
+    """A row of the table: its line in `--help`, and its examples without `edgeinfer`."""
 
     summary: str
     examples: tuple[str, ...]
@@ -142,7 +142,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed: overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse options and words in any order; what follows a verb or an agent is left as it is."""
+        """Parse options and positionals in any order; leave what follows a verb or an agent."""
         positionals = self._get_positional_actions()
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in positionals):
             return super().parse_known_args(args, namespace)
@@ -166,7 +166,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help without the groups of options that `--help-all` adds."""
+        """Print the help without the groups that `--help-all` adds."""
         every, self.usage = self._action_groups, self._short_usage()
         self._action_groups = [group for group in every if group.title not in FOLDED]
         self._print_message(self.format_help(), file or sys.stdout)
@@ -178,7 +178,6 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help().strip().replace(self.prog, f"{self.prog} [options]", 1)
 
     def format_help(self) -> str:
-        """Write the help of the groups there are."""
         actions = [action for group in self._action_groups for action in group._group_actions]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, actions, self._mutually_exclusive_groups)
@@ -262,7 +261,7 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def _owners(flag: str) -> Iterator[tuple[str, argparse.Action, str]]:
-    """Find the verbs that take `flag` in one of the scopes: verb, its action, title of the group."""
+    """Yield the verbs that take `flag` in a scope: verb, action, title of the group."""
     for name in _SCOPED_VERBS:
         for group in verbs_of(build_parser(name))[name]._action_groups:
             for action in group._group_actions:
@@ -301,7 +300,7 @@ def add_action(
 
 @cache
 def json_option() -> argparse.ArgumentParser:
-    """Make the parent of every parser that has `--json`; its default stands at the root."""
+    """Build the parent of every parser that has `--json`; its default stands at the root."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="the outcome as one JSON object"
@@ -310,12 +309,12 @@ def json_option() -> argparse.ArgumentParser:
 
 
 def wants_json(typed: Sequence[str]) -> bool:
-    """Tell whether `--json` was typed as an option, for a command line that may have other mistakes."""
+    """Return whether `--json` was typed as an option, even if the command line has other mistakes."""
     return hasattr(json_option().parse_known_args(list(typed))[0], "json")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the known word that was probably meant, "" if none is close."""
+    """Return the known word that was probably meant, or "" if none is close."""
     import difflib  # 5 ms, for mistakes alone
 
     spelled = {one.lower().lstrip("-"): one for one in known}

@@ -23,12 +23,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return 0
 
     def human(self) -> str:
-        """The words on stdout for a person; "" prints nothing."""
+        """Return the text for stdout; "" prints nothing."""
         return ""
 
 
 def envelope(result: Result) -> bytes:
-    """`{"schema", "kind", "ok": true, "result"}` as one line of JSON."""
+    """Encode `{"schema", "kind", "ok": true, "result"}` as one line of JSON."""
     return msgspec.json.encode(
         {"schema": SCHEMA, "kind": result.kind, "ok": result.exit_code == 0, "result": result}
     )
@@ -37,7 +37,7 @@ def envelope(result: Result) -> bytes:
 def error_envelope(error: EdgeInferError) -> bytes:
     """Encode the line `{"schema", "kind": "error", "ok", "error": {"code", "message", "hint"}}`.
 
-    `error` also has `param` or `key` where the error names one. `errors.from_fields` reads it back.
+    `error` also has `param` or `key` if the error names one. `errors.from_fields` reads it back.
     """
     body = {**to_fields(error), "hint": error_text.hint(error)}
     return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

@@ -68,7 +68,7 @@ def serve(options: argparse.Namespace, host: Host) -> Ended:
 
 
 def _name(options: argparse.Namespace, host: Host) -> str:
-    """Name the default model, without the catalogue (8 ms to read) after a resume."""
+    """Return the default model's name, without the catalogue (8 ms to read) after a resume."""
     wanted: str = options.model or host.config.default_model
     return wanted if wanted == host.loaded_model else host.files(wanted).name
 
@@ -152,7 +152,7 @@ async def _purge_daily() -> None:
 
 
 class Loader:
-    """Loads models: the default one into this process the first time, every other into a worker."""
+    """Loads models: the default model into this process the first time, all others into workers."""
 
     def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
         self.name = name
@@ -162,7 +162,7 @@ class Loader:
         self._own = True
 
     def __call__(self, name: str, progress: LoadProgress) -> Loaded:
-        """Runs in a thread. Raises what loading raises."""
+        """Load a model, in a worker thread. Raises what loading raises."""
         if name == self.name and self._own:
             self._own = False
             engine = self.host.engine(self._typed, self._options, progress)
@@ -177,11 +177,11 @@ class Loader:
         return self._worker(name, self._options.for_another_model(), progress)
 
     def worker(self, progress: LoadProgress | None = None, **changed: Any) -> Loaded:
-        """Load the default model into a worker, with other load options where `changed` says so."""
+        """Load the default model into a worker, with the load options `changed`."""
         return self._worker(self._typed, msgspec.structs.replace(self._options, **changed), progress)
 
     def n_threads(self) -> int:
-        """The decode threads of the default model."""
+        """Return the decode threads of the default model."""
         return int(choose_threads(self._options.n_threads, read_processors()).value)
 
     def _worker(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Loaded:
@@ -193,7 +193,7 @@ class Loader:
 
 
 class ReplicaLoader:
-    """Loads the default model as replicas in workers, none of which ends the endpoint."""
+    """Loads the default model as replicas in workers; none of them ends the endpoint."""
 
     def __init__(
         self, loader: Loader, bounds: Bounds, on_change: Callable[[ReplicasInfo], None]
@@ -203,7 +203,7 @@ class ReplicaLoader:
         self._on_change = on_change
 
     def __call__(self, name: str, progress: LoadProgress) -> Loaded:
-        """Runs in a thread. Raises what loading raises."""
+        """Load a model, in a worker thread. Raises what loading raises."""
         if name != self._loader.name:
             return self._loader(name, progress)
         loaded: list[Loaded] = []
@@ -219,7 +219,7 @@ class ReplicaLoader:
 
 
 def _sizes(first: EngineInfo | None) -> dict[str, Any]:
-    """Sizes that a replica must share with the first one: what the engine would choose may differ."""
+    """Return the sizes that a replica must share with the first one: the engine's choice may differ."""
     if first is None:
         return {}
     sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
@@ -228,13 +228,13 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
 
 
 def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
-    """How many replicas of the default model may run, and when there is another number of them."""
+    """Return how many replicas of the default model may run, and when their number changes."""
     least, most = replica_range(pick(options.replicas, config.replicas))
     return Bounds(least=least, most=most, wait_s=config.replicas_wait_s, idle_s=config.replicas_idle_s)
 
 
 def pulled_models() -> Callable[[], Sequence[Pulled]]:
-    """Make what lists every model that is here, other programs' after our own."""
+    """Return a function that lists every model here, those of external stores last."""
     watched: list[StoreCache] = []
 
     def listed() -> Sequence[Pulled]:
@@ -310,7 +310,7 @@ def _bind_ollama(
 
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
-    """Say who may ask; a bind that others reach gets a key, stored on first use. Raises ServeError."""
+    """Build the gate; a public address gets a key, stored on first use. Raises ServeError."""
     given = keys.given_keys(options.api_key_file)
     if not given and not sockets.is_loopback(listeners):
         given, made = keys.stored_keys()
@@ -338,7 +338,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
 
 
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
-    """The limits that were typed, over the defaults. Raises UsageError, ServeError."""
+    """Return the defaults, replaced by the typed limits. Raises UsageError, ServeError."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together")
     for file in (options.tls_cert, options.tls_key):
@@ -364,9 +364,9 @@ def pick(typed: T | None, default: T) -> T:
 
 
 class ModelAdmin:
-    """The `Shelf` of `edgeinfer serve`. Any thread.
+    """Pulls, names, copies and removes models for `serve --ollama`. Thread-safe.
 
-    What changes models is imported when somebody asks: 60 ms that few endpoints need.
+    The modules that change models are imported on first use: 60 ms that few endpoints need.
     """
 
     def __init__(self, host: Host) -> None:

@@ -16,7 +16,7 @@ _REDRAWN_EVERY_S = 0.5
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal; a script, which has none, is not asked. Raises InterruptedByUser on a no."""
+    """Ask on a terminal; a script is not asked. Raises InterruptedByUser on a no."""
     if yes or sys.stdin is None or not sys.stdin.isatty():
         return
     sys.stderr.write(f"{without_controls(question)} [y/N] ")
@@ -48,9 +48,9 @@ def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset())
 
 
 class StageTalk:
-    """Progress on stderr: one line a stage, with the elapsed seconds on a terminal.
+    """Progress on stderr: one line per stage, with the elapsed seconds on a terminal.
 
-    `note` says what a stage may wait for. Lines are redrawn while this is entered (`with`).
+    `note` follows each stage. Inside `with`, the line is redrawn.
     """
 
     def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
@@ -74,7 +74,7 @@ class StageTalk:
             self._finish()
 
     def say(self, stage: str, fraction: float | None) -> None:
-        """Begin a stage, or tell how far it is."""
+        """Start a stage, or report its progress (0..1)."""
         with self._lock:
             self._fraction = fraction
             if stage == self._stage or self._quiet:

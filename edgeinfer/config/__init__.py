@@ -1,4 +1,4 @@
-"""What can be set: config.toml, and the tables of options that command line, requests and engine read.
+"""The configuration: config.toml, and the tables of options that all packages read.
 
 The tables are of the standard library alone, because the launcher reads them.
 """

@@ -19,12 +19,12 @@ from edgeinfer.platform import paths
 
 
 def about(sentence: str, **limits: Any) -> msgspec.Meta:
-    """Describe a key of a table, and what it may be."""
     return msgspec.Meta(description=sentence, **limits)
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
-    """A table of config.toml."""
+class _Section(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"
+): ...
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
@@ -53,7 +53,7 @@ class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are
                 self.value(option)
 
     def value(self, option: LoadOption) -> int | str:
-        """What is configured. Raises ValueError for what the option cannot be."""
+        """Return the configured value. Raises ValueError if it is out of range."""
         return option.parse(str(getattr(self, option.key.replace("-", "_"))))
 
 
@@ -81,7 +81,7 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):
-    """Computed blocks: what models have read, kept on disk so that it is not computed again."""
+    """The on-disk prefix cache."""
 
     enabled: Annotated[bool, about("Keep what models have read; off writes and reads nothing.")] = True
     max_total_gib: Annotated[
@@ -110,7 +110,7 @@ _MOST_REPLICAS = 64
 
 
 def replica_range(text: str) -> tuple[int, int]:
-    """Parse how many replicas may run: `N`, or `MIN..MAX`. Raises ValueError saying what is allowed."""
+    """Parse the number of replicas, `N` or `MIN..MAX`. Raises ValueError."""
     least, dots, most = text.partition("..")
     words = (least, most) if dots else (least, least)
     if all(word.isascii() and word.isdecimal() for word in words):
@@ -225,7 +225,7 @@ _RENAMED = {
 
 
 def config_path() -> Path:
-    """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
+    """Return `EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
     return Path(paths.config_file())
 
 
@@ -268,7 +268,7 @@ def _rename_keys(document: dict[str, Any]) -> None:
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    """Raise ConfigError for the first key that `struct` does not have, with the nearest that it has."""
+    """Raise ConfigError for the first key that `struct` does not have, naming the nearest."""
     fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
     for key, value in document.items():
         if key not in fields:
@@ -281,13 +281,13 @@ def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], 
 
 
 def offline(config: Config) -> bool:
-    """Whether the network is off, by configuration or environment."""
+    """Return whether the network is off, by configuration or environment."""
     switches = (os.environ.get("EDGEINFER_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
     return config.offline or any(s not in (None, "", "0", "false", "no") for s in switches)
 
 
 def refuse_offline(target: str) -> None:
-    """Raise OfflineError when the network is off. Whatever leaves this machine asks this first."""
+    """Raise OfflineError if the network is off. Every network access calls this first."""
     if offline(load_config()):
         raise OfflineError(f"{target} needs the network, and the offline switch is on")
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class LoadOption:
     """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
 
-    `flag` and `key` are "" where the option cannot be typed or configured. `of_snapshot` says whether
-    another value needs another snapshot, `exact` that not wanting the option is a wish too.
+    `flag` and `key` are "" if it cannot be typed or configured. `of_snapshot`: another value needs
+    another snapshot. `exact`: a launch without the option refuses a snapshot that has it.
     """
 
     #: Whether values that are typed one after the other are joined with commas.
@@ -56,7 +56,7 @@ class LoadOption:
         self.of_snapshot, self.exact = of_snapshot, exact
 
     def parse(self, text: str) -> Value:
-        """Parse a typed or configured text. Raises ValueError saying what is allowed."""
+        """Parse a typed or configured text. Raises ValueError naming the allowed values."""
         if text in self.words:
             return text
         if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
@@ -64,7 +64,7 @@ class LoadOption:
         raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
 
     def allowed(self) -> str:
-        """The values in words: `"auto", "none" or between 0 and 99`."""
+        """Describe the allowed values: `"auto", "none" or between 0 and 99`."""
         parts = [f'"{word}"' for word in self.words]
         if self.high:
             parts.append(f"between {self.low} and {self.high}")
@@ -72,9 +72,9 @@ class LoadOption:
 
 
 class AdaptersOption(LoadOption):
-    """Adapters of different names between commas: absolute paths, each with `:SCALE` unless that is 1.
+    """Comma-separated adapters of different names: absolute paths, each with `:SCALE` unless that is 1.
 
-    `NAME` is the adapter that was pulled by that name.
+    `NAME` stands for the pulled adapter of that name.
     """
 
     many = True
@@ -104,7 +104,7 @@ NO_ADAPTERS = "none"
 
 
 def _adapter(entry: str) -> tuple[str, float]:
-    """An adapter's absolute path and scale. Raises ValueError for a scale out of range."""
+    """Return an adapter's absolute path and scale. Raises ValueError for a scale out of range."""
     head, colon, tail = entry.rpartition(":")
     scale = 1.0
     if colon and not os.path.exists(os.path.expanduser(entry)):
@@ -117,7 +117,7 @@ def _adapter(entry: str) -> tuple[str, float]:
 
 
 def adapters_of(text: str) -> dict[str, tuple[str, float]]:
-    """Each adapter's name → path and scale, of a parsed value of `LORA`."""
+    """Map each adapter's name to its path and scale, from a parsed value of `LORA`."""
     if text == NO_ADAPTERS:
         return {}
     found = [_adapter(entry) for entry in text.split(",") if entry]
@@ -125,7 +125,7 @@ def adapters_of(text: str) -> dict[str, tuple[str, float]]:
 
 
 def name_of_file(path: str) -> str:
-    """The last part of a path without its extension."""
+    """Return the last part of a path without its extension."""
     return os.path.splitext(os.path.basename(path))[0]
 
 
@@ -241,7 +241,7 @@ LOAD_OPTIONS = (
 
 
 def snapshot_options(options: object) -> dict[str, str]:
-    """Pick the values of `options` that need a snapshot of their own: those not default."""
+    """Return the non-default values of `options` that need a snapshot of their own."""
     return {
         option.field: str(getattr(options, option.field))
         for option in LOAD_OPTIONS
@@ -250,7 +250,7 @@ def snapshot_options(options: object) -> dict[str, str]:
 
 
 def differing(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
-    """Find the first option wanted that was neither `requested` nor `became` so, or ""."""
+    """Return the first wanted option that was neither `requested` nor `became` so, or ""."""
     for name, value in wanted.items():
         if value not in (requested.get(name), became.get(name)):
             return name
@@ -258,7 +258,7 @@ def differing(wanted: dict[str, str], requested: dict[str, str], became: dict[st
 
 
 def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
-    """`differing`, or the first `exact` option that is not wanted and was requested."""
+    """Return `differing`, or the first `exact` option that was requested and is not wanted."""
     if found := differing(wanted, requested, became):
         return found
     others = (
@@ -270,6 +270,6 @@ def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, s
 
 
 def check(options: object) -> None:
-    """Check every field of `options`. Raises ValueError naming the first that is not allowed."""
+    """Raise ValueError for the first field of `options` that is out of range."""
     for option in LOAD_OPTIONS:
         option.parse(str(getattr(options, option.field)))

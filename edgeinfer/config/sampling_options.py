@@ -22,18 +22,18 @@ class SamplingOption(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name a person types: `top-p`."""
+        """Return the name a person types: `top-p`."""
         return self.field.replace("_", "-")
 
     def parse(self, text: str) -> float | int:
-        """The value of a text that was typed. Raises ValueError outside the range."""
+        """Parse a typed text. Raises ValueError outside the range."""
         value = self.kind(text)
         if not self.low <= value <= self.high:
             raise ValueError(f"{text} is not {self.allowed()}")
         return value
 
     def allowed(self) -> str:
-        """The range in words."""
+        """Describe the range."""
         return f"between {self.low} and {self.high}"
 
 

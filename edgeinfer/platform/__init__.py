@@ -1,4 +1,4 @@
-"""What is under us: the computer's memory, processors, processes and disks, and where our files lie.
+"""The platform: CPUs, memory, processes, disks, sockets, and where our folders are.
 
 Knows no model and no request. What the launcher imports of it is the standard library alone.
 """

@@ -27,7 +27,7 @@ class CacheFile(Generic[T]):
         self._kind = kind
 
     def read(self) -> T | None:
-        """The value that was written last; None where there is none of this type."""
+        """Return the value written last; None without one of this type."""
         try:
             return msgspec.json.decode((paths.cache_dir() / self._name).read_bytes(), type=self._kind)
         except (OSError, msgspec.MsgspecError):

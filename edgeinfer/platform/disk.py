@@ -27,14 +27,14 @@ _FICLONERANGE = 0x4020940D
 
 
 def free_bytes(place: str | Path) -> int:
-    """Bytes that this user may still write to the disk of `place`, which need not exist yet."""
+    """Return the bytes that this user may write to the disk of `place`, which need not exist yet."""
     path = Path(place).absolute()
     room = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
     return room.f_bavail * room.f_frsize
 
 
 def need_room(folder: Path, n_bytes: int, what: str) -> None:
-    """Raise DiskFullError when `folder`'s disk has less than `n_bytes` free."""
+    """Raise DiskFullError if the disk of `folder` has less than `n_bytes` free."""
     free = free_bytes(folder)
     if free < n_bytes:
         needed = f"{what} needs {format_bytes(n_bytes)} on the disk of {folder}"
@@ -43,9 +43,9 @@ def need_room(folder: Path, n_bytes: int, what: str) -> None:
 
 @contextmanager
 def room_errors(place: Path, but: str = "") -> Iterator[None]:
-    """Turn "no space left" (or a quota, or a file-size limit) under the block into DiskFullError.
+    """Turn ENOSPC, EDQUOT and EFBIG raised in the block into DiskFullError.
 
-    `but` is the end of its sentence: what is not lost.
+    `but` ends its sentence: what is not lost.
     """
     try:
         yield
@@ -60,7 +60,7 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a file to read. Raises OSError, also for a pipe, a device or a folder."""
+    """Open a file for reading. Raises OSError, also for a pipe, a device or a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -79,10 +79,10 @@ def sync(path: str | Path) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: int | None = None, *, replaces: bool = True) -> Iterator[BinaryIO]:
-    """Yield a file to write that appears as `path`, whole, when the block ends well. Raises OSError.
+    """Yield a file to write that appears as `path`, whole, if the block succeeds. Raises OSError.
 
-    `mode` None is what the umask makes of 0666. Unless it `replaces`, a file that is there stays. The
-    temporary name is random: all resumed processes have the same pid.
+    `mode` None: 0666 under the umask. If not `replaces`, an existing file stays. The temporary name is
+    random: all resumed processes have the same pid.
     """
     scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -111,7 +111,7 @@ def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def open_own(path: Path) -> int:
-    """Open a regular file of this user's alone to read, never waiting on a FIFO. Raises OSError."""
+    """Open a regular file that only this user can access, without waiting on a FIFO. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
@@ -127,9 +127,9 @@ def write_whole(path: Path, content: bytes, mode: int | None = None) -> None:
 
 
 def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> bool:
-    """Let the file `target` begin with the blocks of `source` from `start` on; whether it could.
+    """Let the file `target` start with the blocks of `source` from `start` on; return whether it could.
 
-    `length` 0 is up to the end; both are whole blocks. Both files are descriptors.
+    Both are descriptors. `length` 0: up to the end; start and length are whole blocks.
     """
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, start, length, 0))
@@ -142,7 +142,7 @@ def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> b
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file; whether nobody else has it locked."""
+    """Lock an open file; return False if it is locked already."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -152,9 +152,9 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator[int]:
-    """Hold the lock of a file, made when it is not there, for the block; its descriptor.
+    """Hold the lock of a file, created if absent, for the block; yield its descriptor.
 
-    Waits when another process or thread has it. `busy` is called first then, and may raise instead.
+    Waits while another process or thread has it. `busy` is called before the wait, and may raise.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
@@ -169,7 +169,7 @@ def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator
 
 
 def is_locked(path: str | Path) -> bool:
-    """Whether somebody holds the lock of a file; False where there is none."""
+    """Return whether the file is locked; False if there is no file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -184,7 +184,7 @@ def is_locked(path: str | Path) -> bool:
 
 
 def stamps(files: Sequence[str]) -> str:
-    """Path, size, time and inode of files: others with the same would be a wonder. Raises OSError."""
+    """Return path, size, time and inode of files, which identify their content. Raises OSError."""
     found = [(path, os.stat(path)) for path in files]
     return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in found)
 
@@ -193,16 +193,16 @@ def stamps(files: Sequence[str]) -> str:
 
 
 def sha256_of(path: Path, progress: Callable[[int], None]) -> str:
-    """The SHA-256 of a file in hexadecimal digits. `progress` is told the bytes read so far."""
+    """Return the SHA-256 of a file in hexadecimal; `progress` gets the bytes read so far."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         return sha256_of_part(file.fileno(), 0, size, lambda _chunk, done: progress(done))
 
 
 def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[bytes, int], None]) -> str:
-    """The SHA-256 of `length` bytes of an open file from `start` on, or of as many as there are.
+    """Return the SHA-256 of up to `length` bytes of an open file from `start` on.
 
-    `seen` gets each piece as it is read, and the bytes read so far.
+    `seen` gets each chunk as it is read, and the bytes read so far.
     """
     import hashlib  # 2 ms: OpenSSL
 
@@ -218,7 +218,7 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
 
 
 def size_or_zero(path: Path) -> int:
-    """The file's size, 0 when there is none."""
+    """Return the file's size, or 0 if there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

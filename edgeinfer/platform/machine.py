@@ -30,9 +30,9 @@ _RATE_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes this process may still take, and what limits them.
+    """Bytes this process may still allocate, and what limits them.
 
-    `total_bytes` is 0 where nobody says (no Linux); then `available_bytes` is without end.
+    Unknown (no Linux): `total_bytes` is 0 and `available_bytes` is 2**62.
     """
 
     total_bytes: int
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processors:
-    """Processors within our affinity. `quota` is the control groups' limit in cores."""
+    """CPUs within our affinity. `quota` is the control groups' limit in cores."""
 
     physical_cores: int
     logical_cpus: int
@@ -51,8 +51,6 @@ class Processors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine(Processors):
-    """Processors and memory."""
-
     memory: Memory
 
 
@@ -77,7 +75,7 @@ def read_machine(root: Path = _ROOT) -> Machine:
 
 
 def read_processors(root: Path = _ROOT) -> Processors:
-    """Read which processors this process may use; `root` is the folder that holds /proc and /sys."""
+    """Read which CPUs this process may use; `root` is the folder that holds /proc and /sys."""
     everywhere = set(range(os.cpu_count() or 1))
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everywhere
     return Processors(
@@ -86,7 +84,7 @@ def read_processors(root: Path = _ROOT) -> Processors:
 
 
 def read_memory(root: Path = _ROOT) -> Memory:
-    """Read what the kernel says is available, or what the tightest control group leaves of it."""
+    """Read the available memory: the kernel's figure, or what the tightest control group leaves."""
     info = _table(root / "proc/meminfo")
     if "MemAvailable:" not in info:
         return Memory(total_bytes=0, available_bytes=1 << 62, reason="nobody says: no /proc/meminfo")
@@ -107,9 +105,9 @@ def read_memory(root: Path = _ROOT) -> Memory:
 
 
 def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
-    """Name the vendors of the display and 3D controllers on the PCI bus: "NVIDIA", "AMD", "Intel".
+    """Return the vendors of the display and 3D controllers on the PCI bus: "NVIDIA", "AMD", "Intel".
 
-    Those of other vendors, mostly a virtual machine's, are left out.
+    Other vendors, mostly of virtual machines, are left out.
     """
     found = set()
     for folder in (root / "sys/bus/pci/devices").glob("*"):
@@ -119,13 +117,13 @@ def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
 
 
 def has_gpu(root: Path = _ROOT) -> bool:
-    """Whether there is a device file by which programs reach a GPU: DRM's, NVIDIA's, AMD's, WSL's."""
+    """Return whether a device file of a GPU exists: DRM's, NVIDIA's, AMD's, WSL's."""
     files = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
     return any((root / "dev/dri").glob("renderD*")) or any((root / file).exists() for file in files)
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 where /proc is absent."""
+    """Return the resident memory of this process (bytes); 0 without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -156,9 +154,9 @@ def read_memory_rate() -> MemoryRate:
 
 
 def read_rate(path: str | os.PathLike[str]) -> float:
-    """Measure the bytes a second that the end of `path` is read with, past the page cache.
+    """Measure the rate (bytes/s) at which the end of `path` is read, bypassing the page cache.
 
-    Takes up to 64 MiB; 0.0 where the file system reads nothing past its cache.
+    Reads up to 64 MiB; 0.0 if the file system cannot bypass its cache.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -188,7 +186,7 @@ def _physical_cores(cpus: set[int], root: Path) -> int:
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """The least processor time a control group allows, in cores; None without a limit."""
+    """Return the smallest CPU quota of our control groups, in cores; None without a limit."""
     quotas = []
     for folder in _groups(root, "cpu"):
         words = _text(folder / "cpu.max").split() or [

@@ -34,13 +34,13 @@ _XDG = {
 
 
 def ollama_port(environment: Mapping[str, str] = os.environ) -> int:
-    """Name the port of `serve --ollama`. A variable that is no port counts as none."""
+    """Return the port of `serve --ollama`; a variable that is no port is ignored."""
     named = environment.get(_OLLAMA_VARIABLE, "")
     return int(named) if named.isdecimal() and 0 < int(named) <= 65_535 else _OLLAMA_PORT
 
 
 def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Name the directory of one kind of data ("config", "data", "cache", "state"), absolute.
+    """Return the absolute directory of one kind of data ("config", "data", "cache", "state").
 
     `environment` is that of the process whose directory it is.
     """
@@ -59,27 +59,27 @@ def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def shared_with(environment: Mapping[str, str]) -> bool:
-    """Tell whether a process with this environment has any of its directories where this one has it."""
+    """Return whether a process with this environment shares one of our directories."""
     return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 
 def config_file() -> str:
-    """`EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
+    """Return `EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
     return os.environ.get("EDGEINFER_CONFIG") or os.path.join(base("config"), "config.toml")
 
 
 def adapters_path() -> str:
-    """LoRA adapters, one GGUF file each."""
+    """Return the folder of LoRA adapters, one GGUF file each."""
     return os.path.join(base("data"), "adapters")
 
 
 def snapshots_path() -> str:
-    """Snapshots, one folder each; 0700."""
+    """Return the folder of snapshots, one folder each (0700)."""
     return os.path.join(base("cache"), "snapshots")
 
 
 def runtime_path() -> str:
-    """Name the place of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, else under /tmp."""
+    """Return the folder of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, else under /tmp."""
     home = os.environ.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), "run")
@@ -97,59 +97,59 @@ def _path(text: str) -> Path:
 
 
 def config_dir() -> Path:
-    """config.toml, models.toml, the API key."""
+    """Return the folder of config.toml, models.toml and the API key."""
     return _path(base("config"))
 
 
 def data_dir() -> Path:
-    """Models and conversations: what a user would miss."""
+    """Return the folder of models and conversations: what a user would miss."""
     return _path(base("data"))
 
 
 def cache_dir() -> Path:
-    """Snapshots and compiled things: what can be made again."""
+    """Return the folder of snapshots and other data that can be made again."""
     return _path(base("cache"))
 
 
 def state_dir() -> Path:
-    """Logs and histories."""
+    """Return the folder of logs and histories."""
     return _path(base("state"))
 
 
 def models_dir() -> Path:
-    """Pulled models, one folder each."""
+    """Return the folder of pulled models, one folder each."""
     return data_dir() / "models"
 
 
 def adapters_dir() -> Path:
-    """LoRA adapters, one GGUF file each."""
+    """Return the folder of LoRA adapters, one GGUF file each."""
     return _path(adapters_path())
 
 
 def snapshots_dir() -> Path:
-    """Snapshots, one folder each; 0700."""
+    """Return the folder of snapshots, one folder each (0700)."""
     return _path(snapshots_path())
 
 
 def blocks_dir() -> Path:
-    """Computed blocks, which hold what was said; 0700."""
+    """Return the folder of the on-disk prefix cache (0700): it holds prompts."""
     return cache_dir() / "blocks"
 
 
 def runtime_dir() -> Path:
-    """The folder of sockets and process records, under $XDG_RUNTIME_DIR or /tmp."""
+    """Return the folder of sockets and process records, under $XDG_RUNTIME_DIR or /tmp."""
     return _path(runtime_path())
 
 
 def shipped_file(name: str) -> Path:
-    """A file that comes with the program."""
+    """Return the path of a data file of the package."""
     return _path(__file__).parents[1] / "data" / name
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` if needed and return it; it belongs to this user alone (0700, no symlink).
+    """Create `path` if absent and return it; it belongs to this user alone (0700, no symlink).
 
-    Raises SnapshotUnsafeError when it exists with another owner, a wider mode, or as a symlink.
+    Raises SnapshotUnsafeError if it exists with another owner, a wider mode, or as a symlink.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = os.lstat(path)

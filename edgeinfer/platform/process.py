@@ -25,7 +25,7 @@ _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 
 def child_command(module: str, *args: str) -> list[str]:
-    """Name the command of our `module`: a checkout's, an installation's or the binary's."""
+    """Return the command that runs our `module`: of a checkout, an installation or the shipped file."""
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
     return [sys.executable, "-m", module, *args]
@@ -36,7 +36,7 @@ def fork_and_exec(
 ) -> int:
     """Start `command` in a child that calls `prepare` first; return the child's pid.
 
-    When either fails the child exits with 127. Raises OSError when there can be no child.
+    The child exits with 127 if either fails. Raises OSError if fork fails.
     """
     pid = os.fork()
     if pid == 0:
@@ -49,7 +49,7 @@ def fork_and_exec(
 
 
 def open_missing_streams() -> None:
-    """Open closed standard streams on /dev/null: files would get their numbers. Raises OSError."""
+    """Open closed standard streams on /dev/null: files would get their descriptors. Raises OSError."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open("/dev/null", os.O_RDWR)
@@ -61,7 +61,7 @@ def open_missing_streams() -> None:
 
 
 def silence(*keep: int) -> None:
-    """Point the standard streams at /dev/null, but for those in `keep`. Raises OSError."""
+    """Point the standard streams, except those in `keep`, at /dev/null. Raises OSError."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for fd in (0, 1, 2):
         if fd not in keep:
@@ -71,7 +71,7 @@ def silence(*keep: int) -> None:
 
 
 def close_all_but(*keep: int) -> None:
-    """Close every descriptor but the standard streams and `keep`, so that no pipe waits."""
+    """Close every descriptor except the standard streams and `keep`."""
     first = 3
     for fd in sorted(keep):
         os.closerange(first, fd)
@@ -80,7 +80,7 @@ def close_all_but(*keep: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when its parent thread ends, however it ends. Raises OSError."""
+    """Have Linux kill this process when its parent thread ends. Raises OSError."""
     if sys.platform != "linux":
         return
     import ctypes  # 1.7 ms; what supervises an app has it
@@ -94,10 +94,10 @@ def die_with_parent() -> None:
 
 
 def step_back() -> None:
-    """Give this process, and the session that it leads, what others leave of the processor.
+    """Give this process, and the session that it leads, the lowest CPU priority.
 
-    Linux shares the processor among sessions first, where `sched_autogroup_enabled` is on, and niceness
-    counts within one (sched(7)). A session that another leads, a person's shell, stays as it is.
+    With `sched_autogroup_enabled`, Linux shares the CPU among sessions first, and niceness counts
+    within one (sched(7)). A session that another process leads, a user's shell, stays as it is.
     """
     os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
     if os.getsid(0) != os.getpid():
@@ -114,15 +114,15 @@ def step_back() -> None:
 
 
 def stay_back() -> None:
-    """Step back with the session that this process has just begun, where who started it had."""
+    """Step back with the session that this process has just started, if its parent had."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         step_back()
 
 
 def activated_descriptors() -> list[int]:
-    """The listening sockets that systemd passed to this process (sd_listen_fds(3)).
+    """Return the listening sockets that systemd passed to this process (sd_listen_fds(3)).
 
-    The variables are removed, so that no child believes them, and no child inherits the sockets.
+    The variables are removed, and no child inherits the sockets.
     """
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")

@@ -20,14 +20,14 @@ DESCRIPTION = "edgeinfer-description"
 
 
 class Note:
-    """Where a process leaves its latest note of one name."""
+    """The latest record of one name that this process leaves for others."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._fd = -1
 
     def write(self, value: msgspec.Struct) -> None:
-        """Leave this one; Linux alone has a place for it."""
+        """Replace the record; does nothing off Linux."""
         if self._fd < 0 and hasattr(os, "memfd_create"):
             self._fd = os.memfd_create(self._name)
         if self._fd >= 0:
@@ -37,7 +37,7 @@ class Note:
 
 
 def left_by(pid: int, name: str, kind: type[T]) -> T | None:
-    """What the process `pid` has left; None where it left nothing yet, or is somebody else's."""
+    """Return the record that process `pid` has left; None if there is none, or it is another user's."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)

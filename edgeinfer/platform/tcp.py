@@ -31,7 +31,7 @@ _kernel: socket.socket | None = None
 
 
 def ask_through(kernel: socket.socket) -> None:
-    """Ask by this netlink socket from now on.
+    """Use this netlink socket from now on.
 
     The kernel translates users into the namespace in which the socket was opened: in that of a resumed
     process every other user, root too, would be 65534.
@@ -48,7 +48,7 @@ class Peer(NamedTuple):
 
 
 def peer_of(connection: socket.socket) -> Peer | None:
-    """Return who holds the other end; None if nobody on this machine does (any more)."""
+    """Return the user at the other end; None if it is not on this machine (any more)."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -70,7 +70,6 @@ def listener_uids(port: int) -> set[int]:
 
 
 def _ask_kernel(family: int, here: tuple[str, int], there: tuple[str, int]) -> Peer | None:
-    """Raises OSError if the kernel does not answer such questions."""
     ports = struct.pack(">HH", there[1], here[1])
     addresses = b"".join(socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (there, here))
     asked = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, _ANY) + ports + addresses
@@ -95,7 +94,7 @@ def _ask_kernel(family: int, here: tuple[str, int], there: tuple[str, int]) -> P
 
 
 def _shutdown(answer: bytes) -> int:
-    """The directions that the socket's owner has closed, bits as in the kernel's `sk_shutdown`."""
+    """Return the directions that the socket's owner has closed, bits as in `sk_shutdown`."""
     at = _HEADER.size + _MESSAGE_BYTES
     while at + 4 < len(answer):
         length, kind = struct.unpack_from("=HH", answer, at)
@@ -123,7 +122,6 @@ def _rows() -> Iterator[_Row]:
 
 
 def _spelled(address: str, port: int) -> str:
-    """An address as the tables have it: words of four bytes in this machine's order."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     raw = socket.inet_pton(family, address.partition("%")[0])
     words = struct.unpack(f"={len(raw) // 4}I", raw)

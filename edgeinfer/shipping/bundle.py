@@ -40,14 +40,14 @@ class BundledFile(msgspec.Struct, frozen=True):
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """The bundle section's beginning: the model's record, and where its files are."""
+    """The header of the bundle section: the model's record, and where its files are."""
 
     record: PulledModel
     files: tuple[BundledFile, ...]
 
 
 def field(record: PulledModel) -> str:
-    """What the bootloader's field says of a bundled model: its name and 12 digits of its SHA-256."""
+    """Return the bootloader's field of a bundled model: its name and 12 digits of its SHA-256."""
     return f"{record.name}-{record.sha256[:12]}"
 
 
@@ -74,7 +74,7 @@ def read(shipped: Shipped) -> Bundle:
 
 
 def bring_out(shipped: Shipped, progress: Progress) -> PulledModel:
-    """Put the bundled model into the store unless it is there already, and note that it was.
+    """Copy the bundled model into the store unless it is there, and mark it as done.
 
     Raises ChecksumError (nothing is stored then), DiskFullError, ModelBusyError.
     """
@@ -119,7 +119,7 @@ def _store(shipped: Shipped, bundle: Bundle, progress: Progress) -> PulledModel:
 def _take(
     shipped: Shipped, bundled: BundledFile, target: Path, progress: Progress, before: int
 ) -> None:
-    """Clone or copy one file, hash it, rename it into place. `before` bytes are done."""
+    """Clone or copy one file, hash it, and rename it into place. `before` bytes are done."""
     start = shipped.bundle_offset + bundled.offset
     with shipped.path.open("rb") as source, whole_file(target, 0o600) as out:
         cloned = _clone(source.fileno(), start, bundled.size_bytes, out.fileno())
@@ -137,7 +137,7 @@ def _take(
 
 
 def _clone(source: int, start: int, length: int, target: int) -> bool:
-    """Share the source's blocks in whole pages, and cut off what is behind the file's end."""
+    """Share the source's blocks in whole pages, and truncate to the file's length."""
     whole = length + (-length % PAGE)
     shared = share_blocks(source, target, start, whole)
     os.ftruncate(target, length if shared else 0)
@@ -145,7 +145,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Bring the model out of the shipped FILE, as its first start runs this."""
+    """Copy the model out of the shipped FILE, at its first start."""
     from edgeinfer import error_text
     from edgeinfer.models.progress import Job, progress_on
 

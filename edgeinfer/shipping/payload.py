@@ -71,7 +71,7 @@ class Index(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes on disk once unpacked."""
+        """Return the bytes on disk once unpacked."""
         return sum(entry.size for entry in self.files)
 
 
@@ -89,13 +89,13 @@ class Shipped(NamedTuple):
 
 
 def read_field(head: bytes, key: bytes) -> str:
-    """The bootloader's field `key`. Raises ShippingError when `head` has none."""
+    """Return the bootloader's field `key`. Raises ShippingError if `head` has none."""
     at = find_field(head, key)
     return head[at + len(key) : at + FIELD_BYTES].split(b"\0", 1)[0].decode()
 
 
 def find_field(head: bytes, key: bytes) -> int:
-    """Where the field starts, from the start of the file."""
+    """Return the offset of a field from the start of the file."""
     at = head.find(key)
     if at < 0:
         raise ShippingError("this is no edgeinfer binary: its bootloader has no field " + key.decode())
@@ -103,7 +103,7 @@ def find_field(head: bytes, key: bytes) -> int:
 
 
 def open_shipped(path: Path) -> Shipped:
-    """Read the places of a shipped file's parts. Raises ShippingError, OSError."""
+    """Locate the parts of a shipped file. Raises ShippingError, OSError."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         end = file.seek(0, os.SEEK_END)
@@ -127,7 +127,7 @@ def open_shipped(path: Path) -> Shipped:
 
 
 def read_index(file: BinaryIO, shipped: Shipped) -> Index:
-    """The payload's index, checked against the name in the bootloader. Raises ChecksumError."""
+    """Read the payload's index and check it against the bootloader's name. Raises ChecksumError."""
     file.seek(shipped.payload_offset)
     magic, length = struct.unpack("<8sQ", file.read(16))
     if magic != PAYLOAD_MAGIC or length > min(MAX_INDEX_BYTES, shipped.payload_length):
@@ -140,7 +140,7 @@ def read_index(file: BinaryIO, shipped: Shipped) -> Index:
 
 
 def parse_index(raw: bytes) -> Index | None:
-    """The index in `raw`, or None when it is not one."""
+    """Parse an index; None if `raw` is not one."""
     try:
         document: dict[str, Any] = json.loads(raw)
         version = document["version"]
@@ -160,12 +160,12 @@ def parse_index(raw: bytes) -> Index | None:
 
 
 def folder_name(version: str, index: bytes) -> str:
-    """`0.1.0-` and 20 digits of the index's SHA-256."""
+    """Return `VERSION-` and 20 digits of the index's SHA-256."""
     return f"{version}-{hashlib.sha256(index).hexdigest()[:20]}"
 
 
 def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
-    """Read the raw bytes of one block of `fd`, on any thread. Raises ChecksumError."""
+    """Read and unpack one block. Thread-safe. Raises ChecksumError."""
     import lzma  # 1 ms, only while unpacking and checking
 
     packed = os.pread(fd, block.size, shipped.payload_offset + block.offset)
@@ -179,7 +179,7 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
 
 
 def split_block(raw: bytes, entries: list[Entry], path: Path) -> Iterator[tuple[Entry, memoryview]]:
-    """The files of a block, each checked. Raises ChecksumError naming the file."""
+    """Yield the files of a block, each checked. Raises ChecksumError naming the file."""
     at, view = 0, memoryview(raw)
     for entry in entries:
         part = view[at : at + entry.size]
@@ -200,7 +200,7 @@ def _damaged(path: Path, why: str) -> ChecksumError:
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
-    """Find an ELF's interpreter (offset, length without zero). Raises ShippingError."""
+    """Find an ELF's interpreter: offset, and length without the zero. Raises ShippingError."""
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
         kind, _flags, offset, _vaddr, _paddr, length = struct.unpack_from(
@@ -212,7 +212,7 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
 
 
 def padded(path: str, length: int) -> bytes:
-    """Lead `path` with slashes up to `length` bytes. Raises ShippingError if it is longer."""
+    """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if it is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
         raise ShippingError(

@@ -47,19 +47,19 @@ def restore_environment() -> None:
 
 
 def is_shipped() -> bool:
-    """Whether this process came out of the shipped file."""
+    """Return whether this process runs from the shipped file."""
     return bool(getattr(sys, "frozen", False))
 
 
 def app_dir() -> Path | None:
-    """The unpacked application this process runs from, or None in a checkout or an installation."""
+    """Return the unpacked application; None in a checkout or an installation."""
     from pathlib import Path  # 5 ms, and the launcher has no use for it
 
     return Path(sys.executable).parent if is_shipped() else None
 
 
 def program_file() -> Path | None:
-    """The shipped file, if it is still where it was when this process started."""
+    """Return the shipped file if it still exists."""
     from pathlib import Path
 
     named = os.environ.get(FILE_VARIABLE, "")
@@ -67,18 +67,16 @@ def program_file() -> Path | None:
 
 
 def bundled_criu() -> Path | None:
-    """The CRIU unpacked with the application; None with `--without-criu` or no shipped file."""
+    """Return the bundled CRIU; None with `--without-criu` or outside the shipped file."""
     app = app_dir()
     criu = app / "criu/bin/criu" if app else None
     return criu if criu and criu.is_file() else None
 
 
 def trust_certificates() -> None:
-    """Let OpenSSL find certificate authorities on a machine that has none.
+    """Let OpenSSL find certificate authorities: the environment's, this system's, or certifi's.
 
-    The bundled OpenSSL looks where Debian has them.
-
-    An environment that names them is left alone; then this system's, then Mozilla's (certifi).
+    The bundled OpenSSL looks only where Debian has them.
     """
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return
@@ -89,10 +87,10 @@ def trust_certificates() -> None:
 
 
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
-    """Load this system's C++ library before ours where it is newer; returns its path, else "".
+    """Load this system's C++ library instead of ours if it is newer; return its path, else "".
 
-    A process has one libstdc++, and a GPU's driver may be compiled for a newer one than ours; what runs
-    with ours runs with every newer one. The version stands in the name that `libstdc++.so.6` links to.
+    A process has one libstdc++, and a GPU's driver may need a newer one than ours; code that runs with
+    ours runs with every newer one. The version is in the name that `libstdc++.so.6` links to.
     """
     ours = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
     found = max((_cxx_version(folder), folder) for folder in folders)
@@ -118,9 +116,9 @@ def _cxx_version(folder: str) -> tuple[int, ...]:
 
 
 def start() -> None:
-    """Tell this process that it is the shipped file, before anything else of ours is imported.
+    """Mark this process as the shipped file, before other modules of ours are imported.
 
-    `handover.c` has put the places into `sys`, and goes on with the launcher's main.
+    `handover.c` has put the paths into `sys`, and calls the launcher's main next.
     """
     app: str = sys._edgeinfer_app  # type: ignore[attr-defined]
     sys.frozen = True  # type: ignore[attr-defined]

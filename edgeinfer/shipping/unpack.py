@@ -42,14 +42,14 @@ Progress = Callable[[int, int], None]
 
 
 def app_root() -> Path:
-    """The folder of unpacked applications."""
+    """Return the folder of unpacked applications."""
     return paths.data_dir() / "app"
 
 
 def ensure_unpacked(
     file: Path, progress: Progress | None = None, waiting: Callable[[], None] | None = None
 ) -> Path:
-    """The application of the shipped `file`, unpacked now unless it is there.
+    """Unpack the application of the shipped `file` unless it is there; return its folder.
 
     Raises ChecksumError, DiskFullError, ShippingError for an unwritable folder or another `file`.
     """
@@ -94,7 +94,7 @@ def _words_for_os_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock of the application folder; `waiting` is called once when somebody else has it."""
+    """Hold the lock of the application folder; `waiting` is called once if it is taken."""
     root = app_root()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with disk.locked(root / ".lock", waiting):
@@ -181,7 +181,7 @@ class _Unpacking:
 
 
 def interpreter(folder: Path, path: str) -> str:
-    """The ELF interpreter of `folder/path`: the ld.so in the `lib` beside its `bin`."""
+    """Return the ELF interpreter of `folder/path`: the ld.so in the `lib` beside its `bin`."""
     return str((folder / path).parent.parent / "lib/ld-linux-x86-64.so.2")
 
 
@@ -195,7 +195,7 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
 
 
 def flush(folder: Path) -> None:
-    """fsync every folder below: their entries, whose files are on the disk already."""
+    """Sync every folder below `folder`; the files are synced already."""
     for directory, _, _ in os.walk(folder):
         disk.sync(directory)
 
@@ -205,7 +205,7 @@ def flush(folder: Path) -> None:
 
 
 def versions() -> list[Path]:
-    """The unpacked applications, whoever uses them."""
+    """List the unpacked applications."""
     root = app_root()
     return (
         sorted(p for p in root.iterdir() if p.is_dir() and (p / INDEX).is_file())
@@ -215,7 +215,7 @@ def versions() -> list[Path]:
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove versions without a process or a file that carries them. Hold the lock."""
+    """Remove versions without a process or a file that carries them. The caller holds the lock."""
     removed = []
     for folder in versions():
         if folder != keep and not _wanted(folder) and not users(folder):
@@ -225,7 +225,7 @@ def remove_unused(keep: Path | None = None) -> list[Path]:
 
 
 def _wanted(folder: Path) -> bool:
-    """Whether the shipped file it was unpacked from would still start it."""
+    """Return whether its shipped file would still start it."""
     try:
         source = Path((folder / SOURCE).read_text("utf-8", "surrogateescape"))
         return payload.open_shipped(source).app == folder.name
@@ -234,7 +234,7 @@ def _wanted(folder: Path) -> bool:
 
 
 def users(folder: Path) -> list[int]:
-    """This user's other processes that have a file of the private `folder` mapped."""
+    """List this user's other processes that have a file of `folder` mapped."""
     needle = os.fsencode(folder) + b"/"
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -251,7 +251,7 @@ def _give_up() -> None:
 
 
 def tidy() -> None:
-    """Remove unused versions unless another process does; silent. 0.1 ms for one version."""
+    """Remove unused versions unless another process does. 0.1 ms with one version."""
     if len(versions()) < 2:
         return
     with contextlib.suppress(OSError), locked(_give_up):
@@ -259,7 +259,7 @@ def tidy() -> None:
 
 
 def remove_version(folder: Path) -> None:
-    """Remove one unpacked application, renamed away first: it is whole or gone."""
+    """Remove one unpacked application; rename it first, so that it is whole or gone."""
     grave = folder.with_name(_REMOVING + folder.name)
     shutil.rmtree(grave, ignore_errors=True)
     os.rename(folder, grave)
@@ -277,7 +277,7 @@ def _remove_leftovers() -> None:
 
 
 def main() -> int:
-    """Unpack, store a bundled model, execute the shipped file again, in a small Python."""
+    """Unpack, store a bundled model, and execute the shipped file again."""
     from edgeinfer import error_text
 
     restore_environment()

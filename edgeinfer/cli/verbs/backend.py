@@ -16,7 +16,7 @@ from edgeinfer.units import format_bytes
 
 
 class ListedBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """One backend: its library and what loading it gives here. `path` "" where there is none."""
+    """One backend: its library, and its devices here. `path` is "" if there is no library."""
 
     name: str
     path: str = ""
@@ -28,7 +28,7 @@ class ListedBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendsResult(Result, frozen=True, kw_only=True):
-    """Every backend there is a name for, those to prefer first. `folder` is for a user's own files."""
+    """Every known backend, preferred ones first. `folder` holds the user's own libraries."""
 
     kind: ClassVar[str] = "backends"
 
@@ -51,7 +51,7 @@ def _row(one: ListedBackend) -> tuple[str, ...]:
 
 
 def run(_options: argparse.Namespace, _host: Host) -> BackendsResult:
-    """Load each library in a process of its own and ask it for its devices."""
+    """Load each library in a process of its own and list its devices."""
     return BackendsResult(folder=str(files.added_dir()), backends=tuple(map(_listed, files.NAMES)))
 
 

@@ -11,9 +11,9 @@ from edgeinfer.host import Host
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were there.
+    """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were done.
 
-    `left` lines have no answer yet: their failure, `left_reason`, may pass.
+    `left` lines have no answer yet: their failure, `left_reason`, may be temporary.
     """
 
     kind: ClassVar[str] = "batch"
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> BatchResult:
-    """Answer what OUT does not have yet. Raises what `batching.batch` raises."""
+    """Answer the requests that OUT has no answer for. Raises what `batching.batch` raises."""
     from edgeinfer.cli.batching import batch  # 240 ms: the server, which `--help` does not need
 
     return batch(options, host)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
-    """The chat is over; everything is stored. Nothing is printed."""
+    """A chat that has ended and is stored. Prints nothing."""
 
     kind: ClassVar[str] = "chat"
 
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ChatResult:
-    """Run the chat on this process's terminal; line by line with `--plain` or where none can draw.
+    """Run the chat on this process's terminal, or line by line with `--plain` or on a dumb terminal.
 
-    Raises EdgeInferError when the app broke; the conversation is stored then too.
+    Raises EdgeInferError if the app broke; the conversation is stored in any case.
     """
     handoff = host.handoff()
     if handoff is not None and handoff.source is not None:

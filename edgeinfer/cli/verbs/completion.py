@@ -23,7 +23,7 @@ def _names_of(kind: str) -> str:
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
-    """A script for the shell, or one name a line."""
+    """A script for the shell, or one name per line."""
 
     kind: ClassVar[str] = "completion"
 
@@ -35,7 +35,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 
 
 class Option(msgspec.Struct, frozen=True):
-    """An option; `values` are its choices, `takes` is "", "word", "file", or a kind of names."""
+    """An option. `values` are its choices; `takes` is "", "word", "file", or a kind of names."""
 
     flags: tuple[str, ...]
     help: str
@@ -44,9 +44,9 @@ class Option(msgspec.Struct, frozen=True):
 
 
 class Verb(msgspec.Struct, frozen=True):
-    """One verb, or an action of one (`snapshots rm`).
+    """A verb, or an action of one (`snapshots rm`).
 
-    `operand` is what its positionals are: "word", "file", or a kind of names; `words` their choices.
+    `operand` is the kind of its positionals ("word", "file", or of names), `words` their choices.
     """
 
     name: str
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
-    """Write the script for `options.shell`, or names of a kind for the scripts."""
+    """Write the script for `options.shell`, or the names of a kind, which the scripts complete."""
     shell: str = options.shell
     is_kind = shell in _KINDS.values()
     text = "\n".join(_known(shell)) if is_kind else script(shell, build_parser())

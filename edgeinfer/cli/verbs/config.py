@@ -11,7 +11,7 @@ from edgeinfer.host import Host
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):
-    """Every key with its value in force."""
+    """Every key with its effective value."""
 
     kind: ClassVar[str] = "config"
 
@@ -29,6 +29,6 @@ class ConfigResult(Result, frozen=True, kw_only=True):
 
 
 def run(_options: argparse.Namespace, _host: Host) -> ConfigResult:
-    """Raises ConfigError when the file has a mistake."""
+    """Show the configuration. Raises ConfigError if the file has a mistake."""
     path = config_path()
     return ConfigResult(path=str(path), exists=path.is_file(), config=load_config(path))

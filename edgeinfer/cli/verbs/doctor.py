@@ -50,7 +50,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class DoctorResult(Result, frozen=True, kw_only=True):
-    """Every check; exit 0 only when none failed."""
+    """Every check; exit 0 if none failed."""
 
     kind: ClassVar[str] = "doctor"
 
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> Result:
-    """Look at everything; nothing is changed. Raises ShippingError for `--verify` without its file."""
+    """Run every check; change nothing. Raises ShippingError for `--verify` outside the shipped file."""
     if options.verify:
         return _verify()
     found = (_guarded(check) for check in CHECKS)
@@ -88,7 +88,6 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
 
 
 def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
-    """A check that fails is a finding, not the end of the examination."""
     name = (check.__doc__ or check.__name__).split(":")[0].lower()
     try:
         found = check()
@@ -254,7 +253,7 @@ CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
 
 
 class SelfCheckResult(Result, frozen=True, kw_only=True):
-    """What was checked and found. Empty `findings` mean: every byte is what was built."""
+    """The files compared. No `findings`: every byte is as built."""
 
     kind: ClassVar[str] = "self-check"
 
@@ -280,7 +279,6 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
 
 
 def _verify() -> SelfCheckResult:
-    """Raises ShippingError outside the shipped file."""
     app = shipped.app_dir()
     if app is None:
         raise ShippingError(

@@ -17,7 +17,7 @@ ALL = "all"
 
 
 class ForgetResult(Result, frozen=True, kw_only=True):
-    """What was deleted."""
+    """The models and conversations whose cached prefixes were deleted."""
 
     kind: ClassVar[str] = "forget"
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ForgetResult:
-    """Delete cached prefixes. Raises UsageError for none, InterruptedByUser for a no."""
+    """Delete cached prefixes. Raises UsageError if none are named, InterruptedByUser on a no."""
     # 80 ms: numpy
     from edgeinfer.runtime.prefix_cache.keys import model_key
     from edgeinfer.runtime.prefix_cache.store import forget_all, forget_conversation, forget_model

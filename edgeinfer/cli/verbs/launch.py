@@ -49,7 +49,7 @@ class LaunchResult(Result, frozen=True, kw_only=True):
 
 
 class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the list."""
+    """A line of `launch --list`."""
 
     name: str
     title: str
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Raises UsageError, ServeError, and as naming a model does."""
+    """Run an agent on a local model. Raises UsageError, ServeError, and what resolving one raises."""
     if options.list:
         return AgentsResult(agents=tuple(map(_known, AGENTS.values())))
     if not options.agent:
@@ -132,7 +132,7 @@ def _known(agent: Agent) -> KnownAgent:
 
 
 def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> AgentTarget:
-    """An endpoint with the model loaded and a context that is large enough, started if need be."""
+    """Return an endpoint with the model and a large enough context, started if necessary."""
     key = keys.own_key()
     found = endpoint.find(_urls(host.config), key)
     if found is not None:
@@ -192,7 +192,7 @@ def _serve_command(typed: str, options: argparse.Namespace, config: Config) -> l
 
 
 def _own_command() -> list[str]:
-    """The command of this program that `edgeinfer ps` and `stop` know."""
+    """Return the command of this program as `edgeinfer ps` and `stop` recognize it."""
     shipped = program_file()
     if shipped is not None:
         return [str(shipped)]

@@ -37,9 +37,9 @@ _GROUPS = {
 
 
 class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `size_bytes` 0: size unknown. `snapshots` counts warmed ones.
+    """One line. `size_bytes` is 0 if unknown; `snapshots` counts warmed ones.
 
-    `store` is the program whose file it is, "" for a model of ours.
+    `store` is the external store that has the file, "" for our own.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of another program that can't be used: why, and what to do about it."""
+    """A model of an external store that cannot be used: the problem and its fix."""
 
     name: str
     store: str
@@ -68,9 +68,9 @@ class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListResult(Result, frozen=True, kw_only=True):
-    """Pulled models first, then other programs', then the rest of the catalogue, each by name.
+    """Pulled models first, then external stores', then the rest of the catalogue, each by name.
 
-    With `fits` by group instead; `busy` says that the estimates are of a busy machine.
+    With `fits`, grouped instead; `busy`: the machine was busy when the rates were measured.
     """
 
     kind: ClassVar[str] = "list"
@@ -167,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ListResult:
-    """Raises ConfigError when models.toml is wrong; a wrong config.toml is warned of."""
+    """List models. Raises ConfigError if models.toml is wrong; warns of a wrong config.toml."""
     try:
         host.config  # noqa: B018  it is read here
     except ConfigError as error:
@@ -279,7 +279,7 @@ def _grouped(
 
 
 def _rank(model: ListedModel) -> tuple[int, float]:
-    """The comfortable first, the largest on top; then the quickest of the slow; then by size."""
+    """Rank comfortable models by size, the largest first; slow ones by speed; the rest by size."""
     assert model.fit
     group = model.fit.group
     within = {"comfortable": -model.size_bytes, "slow": -model.fit.tokens_per_s}

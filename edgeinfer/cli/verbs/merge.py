@@ -16,7 +16,7 @@ from edgeinfer.units import format_bytes
 
 
 class MergeResult(Result, frozen=True, kw_only=True):
-    """The model that was made."""
+    """The merged model."""
 
     kind: ClassVar[str] = "merge"
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> MergeResult:
-    """Raises what `catalog.adapters.merge_model` raises; Ctrl-C becomes InterruptedByUser."""
+    """Merge adapters into a model. Raises what `merge_model` raises, and InterruptedByUser."""
     began = time.monotonic()
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
         adapters = ",".join(options.adapters)

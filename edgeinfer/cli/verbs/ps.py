@@ -51,5 +51,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> PsResult:
-    """Return what runs; nothing is changed."""
+    """List running processes; change nothing."""
     return PsResult(running=tuple(processes(everywhere=options.everywhere)))

@@ -36,7 +36,7 @@ _TRIES = {
 
 
 class PullResult(Result, frozen=True, kw_only=True):
-    """A model that is here now. `sha256` of a split model is that of its files' digests."""
+    """A stored model. `sha256` of a split model is that of its files' digests."""
 
     kind: ClassVar[str] = "pull"
 
@@ -64,7 +64,7 @@ class PullResult(Result, frozen=True, kw_only=True):
 
 
 class PullAdapterResult(Result, frozen=True, kw_only=True):
-    """An adapter that is here now."""
+    """A stored adapter."""
 
     kind: ClassVar[str] = "pull-adapter"
 
@@ -127,10 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Raises what `catalog.pull.pull` raises; Ctrl-C keeps what was fetched.
+    """Fetch, verify and store a model. Raises what `models.pull.pull` raises.
 
-    A model that another program has here is checked instead of fetched; with --name it becomes one of
-    ours. --again or --name fetches one from Hugging Face nevertheless.
+    Ctrl-C keeps fetched parts. A model in an external store is checked instead of fetched; `--name`
+    adds it to our store. `--again` or `--name` fetches one from Hugging Face nevertheless.
     """
     began = time.monotonic()
     wanted: str = options.model or host.config.default_model

@@ -17,9 +17,9 @@ from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(Result, frozen=True, kw_only=True):
-    """Before and after. Perplexities are over `n_scored_tokens` of a text, None: unknown.
+    """Source and result. Perplexities over `n_scored_tokens` of a text; None: unknown.
 
-    `divergence` is in nats a token, `same_top` a share of 1; both are of the result beside the source.
+    `divergence` (nats per token) and `same_top` (share of 1) compare the result with the source.
     """
 
     kind: ClassVar[str] = "quantize"
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
-    """Raises what `catalog.quantize.quantize` raises; Ctrl-C becomes InterruptedByUser."""
+    """Quantize a model. Raises what `quantize` raises, and InterruptedByUser."""
     began = time.monotonic()
     wish = QuantizeOptions(
         name=options.name,

@@ -19,7 +19,7 @@ from edgeinfer.units import format_bytes
 
 
 class RmResult(Result, frozen=True, kw_only=True):
-    """What is gone."""
+    """The removed models and snapshots."""
 
     kind: ClassVar[str] = "rm"
 
@@ -49,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> RmResult:
-    """Raises UnknownModelError, ModelNotPulledError, ModelBusyError (others are gone then), and
-    InterruptedByUser for a no.
+    """Remove models. Raises UnknownModelError, ModelNotPulledError, ModelBusyError, InterruptedByUser.
+
+    If one of several fails, the models before it are removed already.
     """
     confirm(f"remove {', '.join(options.models)} and its snapshots?", yes=options.yes)
     removed, snapshots = [], []
@@ -82,7 +83,7 @@ def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[Remove
 
 
 def _without_model(name: str) -> list[str]:
-    """Remove the snapshots of a model that is gone: they could not be resumed. Returns their names."""
+    """Remove the snapshots of a removed model, which cannot be resumed; return their names."""
     forget_failures_of(name)
     gone = []
     for snapshot, folders in generations().items():

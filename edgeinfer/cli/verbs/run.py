@@ -43,7 +43,7 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Result, frozen=True, kw_only=True):
-    """The whole answer. `human` is empty: the text was streamed already."""
+    """The whole answer. `human` is empty: the text was streamed."""
 
     kind: ClassVar[str] = "run"
 
@@ -93,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> RunResult:
-    """Resolve model and prompt and generate: the text streams to stdout, timings go to stderr.
+    """Answer one prompt: the text streams to stdout, timings go to stderr.
 
-    Raises UsageError when there is no prompt, and whatever resolving, loading and generating raise.
+    Raises UsageError without a prompt, and what resolving, loading and generating raise.
     """
     model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
     prompt = _with_stdin(prompt)
@@ -143,7 +143,7 @@ def _turns(system: str, prompt: str) -> tuple[Message, ...]:
 
 
 def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:
-    """Tell (model, prompt) from `run`'s words; the prompt is "" when it is only piped.
+    """Split `run`'s positionals into (model, prompt); the prompt is "" if it is only piped.
 
     A first word that names no model is the prompt, unless a second follows.
     """
@@ -163,7 +163,7 @@ def _with_stdin(prompt: str) -> str:
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[Generation]:
-    """Ctrl-C and SIGTERM end the generation cleanly, once; a second Ctrl-C is the ordinary one."""
+    """Let Ctrl-C and SIGTERM cancel the generation once; a second Ctrl-C interrupts as usual."""
 
     def stop(number: int, _frame: object) -> None:
         generation.cancel()
@@ -221,7 +221,7 @@ def _startup(start: Start, timings: Timings) -> Startup:
 
 
 def timings_line(result: RunResult) -> str:
-    """Write one line: how it started, when it could compute, prompt, tokens and rate."""
+    """Return one line: how it started, ready time, prompt, tokens and rate."""
     usage, timings = result.usage, result.timings
     rate = timings.decode_tokens_per_s(usage.completion_tokens)
     took = result.startup

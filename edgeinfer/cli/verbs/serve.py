@@ -13,7 +13,7 @@ from edgeinfer.host import Host
 
 
 class ServeResult(Result, frozen=True, kw_only=True):
-    """How serving ended. `cut_short`: the drain's limit ended requests."""
+    """How serving ended. `cut_short`: requests were cancelled at the end of the drain."""
 
     kind: ClassVar[str] = "serve"
 

@@ -31,7 +31,7 @@ from edgeinfer.units import format_bytes, format_parameters
 
 
 class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What the GGUF itself says."""
+    """Fields of the GGUF header."""
 
     architecture: str
     name: str
@@ -47,7 +47,7 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers on devices, the output counted as one; bytes. `reason` says why no more, or none."""
+    """Layers on GPUs, the output counted as one. `reason` tells why no more, or none."""
 
     n_layers: int
     n_all: int
@@ -60,7 +60,7 @@ class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):
 def _planned_devices(
     shape: Shape, plan: Plan, layers: int | str, config: GpuConfig
 ) -> DevicesShown | None:
-    """Ask this machine's devices and plan; None where there are none, or nobody wants them."""
+    """Plan the offload to this machine's GPUs; None if there are none, or offload is off."""
     wanted = OffloadRequest.of(layers, config.devices, config.max_memory_gib)
     if not wanted.opens_backends():
         return None
@@ -80,10 +80,9 @@ def _planned_devices(
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes, for the context the engine would take (or the one asked for), and why it would.
+    """Memory (bytes) for the context that the engine would choose (or `--ctx`), and why.
 
-    `from_disk` says that the weights do not stay in memory, and `warning` how fast that is. `devices`
-    is None where there is none to use.
+    `from_disk`: the weights do not fit; `warning` estimates the speed. `devices` is None without GPUs.
     """
 
     estimate: Buffers
@@ -101,7 +100,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
-    """`header`, `files` and `memory` are empty if the model is not here. `notes` say what is wrong."""
+    """`header`, `files` and `memory` are empty if the model is not pulled. `notes` list problems."""
 
     kind: ClassVar[str] = "show"
 
@@ -255,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ShowResult:
-    """Raises UnknownModelError, InvalidGgufError, CatalogError for an unreadable record."""
+    """Describe a model. Raises UnknownModelError, InvalidGgufError, CatalogError for a bad record."""
     ref = host.resolve(options.model or host.config.default_model)
     if ref.external is not None:
         return _shown_found(ref.external, options, host)

@@ -27,7 +27,7 @@ from edgeinfer.units import format_bytes, format_duration
 
 
 class SnapshotsResult(Result, frozen=True, kw_only=True):
-    """Every snapshot, with its state on this machine now."""
+    """Every snapshot, and its state on this machine."""
 
     kind: ClassVar[str] = "snapshots"
 
@@ -120,7 +120,7 @@ class VerifyResult(Result, frozen=True, kw_only=True):
 
 
 class RemovedResult(Result, frozen=True, kw_only=True):
-    """Snapshots that are gone now."""
+    """The removed snapshots."""
 
     kind: ClassVar[str] = "snapshots-removed"
 
@@ -204,9 +204,7 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Raises SnapshotMissingError, SnapshotCorruptError, SnapshotStaleError, SnapshotUnsafeError; what
-    `take` and `transfer` raise.
-    """
+    """Run one action on snapshots. Raises SnapshotError and its subclasses, UsageError."""
     action = options.action or "list"
     if action in ("export", "import", "trust"):
         return _transfer(action, options, host)
@@ -300,7 +298,7 @@ _PS = "`edgeinfer ps` shows what runs"
 
 
 class TakeResult(Result, frozen=True, kw_only=True):
-    """The snapshot of process `pid`; `was_built`: it was not there already, with nothing changed."""
+    """The snapshot of process `pid`. `was_built` is False if an identical one existed."""
 
     kind: ClassVar[str] = "snapshots-take"
 
@@ -322,7 +320,6 @@ class TakeResult(Result, frozen=True, kw_only=True):
 
 
 def _take(options: argparse.Namespace, host: Host) -> TakeResult:
-    """Raises UsageError when it is not clear of what, and what `building.take` raises."""
     format.refuse_bad_name(options.name)
     pid = _chosen(options.which)
     found = _of(pid, options.model or _named_model(pid, options.which))
@@ -362,7 +359,7 @@ def _has_loaded(pid: int, model: str) -> bool:
 
 
 def _named_model(pid: int, which: str | None) -> str | None:
-    """What was typed, where it names a model that the process has loaded, and not the process."""
+    """Return the typed name if it names a model that the process has loaded, else None."""
     return which if which is not None and _has_loaded(pid, which) else None
 
 

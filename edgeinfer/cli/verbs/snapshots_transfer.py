@@ -32,7 +32,7 @@ from edgeinfer.units import format_bytes
 
 
 class ExportResult(Result, frozen=True, kw_only=True):
-    """A snapshot that was exported. `written_bytes` are those of layers that were not there before."""
+    """An exported snapshot. `written_bytes` counts only layers new at the destination."""
 
     kind: ClassVar[str] = "snapshots-export"
 
@@ -59,7 +59,7 @@ class ExportResult(Result, frozen=True, kw_only=True):
 
 
 class ImportResult(Result, frozen=True, kw_only=True):
-    """A snapshot that was imported, or built here from its description."""
+    """A snapshot that was imported, or rebuilt here from its description."""
 
     kind: ClassVar[str] = "snapshots-import"
 
@@ -95,7 +95,7 @@ def _launch(name: str, model: str, requested: dict[str, str]) -> str:
 
 
 class TrustResult(Result, frozen=True, kw_only=True):
-    """Whose snapshots are imported: this user's own key, "" before the first export, and others'."""
+    """Trusted keys: this user's own, "" before the first export, and others'."""
 
     kind: ClassVar[str] = "snapshots-trust"
 
@@ -108,7 +108,7 @@ class TrustResult(Result, frozen=True, kw_only=True):
 
 
 def export(options: argparse.Namespace, _host: Host) -> ExportResult:
-    """Raises what `exporting.export` raises, UsageError for no address of a registry."""
+    """Export a snapshot. Raises what `exporting.export` raises, UsageError for a bad destination."""
     began = time.monotonic()
     folder = registry.find(options.name)
     talk = StageTalk(sys.stderr, quiet=options.quiet)
@@ -156,7 +156,7 @@ def _may_fill(folder: Path) -> bool:
 
 
 def import_(options: argparse.Namespace, host: Host) -> ImportResult:
-    """Raises what `importing` raises, UsageError for no address of a registry or no fingerprint."""
+    """Import a snapshot. Raises what `importing` raises, UsageError for a bad source or fingerprint."""
     began = time.monotonic()
     if options.trust:
         signing.trust(options.trust)
@@ -213,7 +213,7 @@ def _artifact(text: str) -> sources.OciArtifact | None:
 
 
 def trusted(options: argparse.Namespace, _host: Host) -> TrustResult:
-    """Raises UsageError for no fingerprint, or for one that was not trusted."""
+    """List, add or remove trusted keys. Raises UsageError for a missing or unknown fingerprint."""
     if options.remove and not options.fingerprint:
         raise UsageError(
             "name the key to stop trusting",

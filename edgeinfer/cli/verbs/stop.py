@@ -20,7 +20,7 @@ GRACE_S = 35.0
 
 
 class StopResult(Result, frozen=True, kw_only=True):
-    """What was asked to end and has; `killed` had to be forced."""
+    """The stopped processes; `killed` ones ignored SIGTERM."""
 
     kind: ClassVar[str] = "stop"
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> StopResult:
-    """Raises UsageError when nothing was named, or what was named does not run."""
+    """Stop processes. Raises UsageError if none is named, or a named one does not run."""
     running = processes(everywhere=options.everywhere)
     if not options.which and not options.all:
         raise UsageError(
@@ -66,7 +66,7 @@ def _named(name: str, running: list[Running]) -> list[Running]:
 
 
 def _end(pid: int) -> bool:
-    """SIGTERM, then wait; SIGKILL after the grace. Whether the first was enough."""
+    """Send SIGTERM and wait, then SIGKILL; return whether SIGTERM was enough."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:

@@ -24,7 +24,7 @@ from edgeinfer.units import format_bytes
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder or the shipped file to remove. `mine`: made by a user, who may keep it."""
+    """A folder or the shipped file to remove. `mine`: user data, which `--keep-data` keeps."""
 
     what: str
     path: str
@@ -33,7 +33,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UninstallResult(Result, frozen=True, kw_only=True):
-    """What was removed, and what was kept."""
+    """The removed and the kept parts."""
 
     kind: ClassVar[str] = "uninstall"
 
@@ -54,10 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> UninstallResult:
-    """List what is here, ask, and remove it.
+    """List what is installed, ask, and remove it.
 
-    Raises UsageError when nobody can be asked, InterruptedByUser on a no, EdgeInferError while a launch
-    uses it.
+    Raises UsageError without a terminal, InterruptedByUser on a no, EdgeInferError while it is in use.
     """
     every = parts()
     kept = tuple(part for part in every if options.keep_data and part.mine)
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace, _host: Host) -> UninstallResult:
 
 
 def parts() -> list[Part]:
-    """Everything that is there, the program last: it is what is running."""
+    """List everything that is there, the running program last."""
     wanted = [
         ("snapshots", paths.snapshots_dir(), False),
         ("cache", paths.cache_dir(), False),
@@ -107,7 +106,7 @@ def _data_files() -> list[Path]:
 
 
 def _size(path: Path) -> int:
-    """Bytes on disk under `path`, holes left out; the cache without its snapshots."""
+    """Return the bytes on disk under `path` (holes excluded); of the cache, without its snapshots."""
     if path == paths.cache_dir():
         return sum(_size(p) for p in path.iterdir() if p != paths.snapshots_dir())
     files = (

@@ -19,7 +19,7 @@ from edgeinfer.shipping import shipped
 class VersionResult(Result, frozen=True, kw_only=True):
     """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports.
 
-    `attention` is the level of our own in use ("v3", "v4"), "" for llama.cpp's.
+    `attention` is the level of our attention kernel in use ("v3", "v4"), or "" for llama.cpp's.
     """
 
     kind: ClassVar[str] = "version"
@@ -44,7 +44,7 @@ class VersionResult(Result, frozen=True, kw_only=True):
 
 
 class LicensesResult(Result, frozen=True, kw_only=True):
-    """The parts of the shipped file, as `share/licences.json` has them. `folder` has their licences."""
+    """The components of the shipped file (`share/licences.json`); `folder` has their licences."""
 
     kind: ClassVar[str] = "licenses"
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> Result:
-    """Ask the loaded library itself. Raises ShippingError for `--licenses` outside the shipped file."""
+    """Show versions, read from the libraries. Raises ShippingError for `--licenses` in a checkout."""
     if options.licenses:
         return _licenses()
     from edgeinfer.runtime.llama.libllama import build_info  # 160–290 ms: llama_cpp

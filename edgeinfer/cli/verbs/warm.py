@@ -28,7 +28,7 @@ from edgeinfer.units import format_bytes
 
 
 class WarmResult(Result, frozen=True, kw_only=True):
-    """A published snapshot. `repack_reason` says why the weights are repacked in it or not."""
+    """A published snapshot. `repack_reason` tells why its weights are repacked or not."""
 
     kind: ClassVar[str] = "warm"
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Raises what `build_order.build` raises, UsageError for a bad system prompt; else as `launch`."""
+    """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad system prompt."""
     if options.preload:
         return _preload(options, host)
     if options.agent:
@@ -101,13 +101,13 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
-    """A name for a snapshot with a system prompt of its own: it does not replace the plain one."""
+    """Name a snapshot with a system prompt, so that it does not replace the plain one."""
     what = f"{system}{snapshot_options(options)}"
     return f"system-{format.short_hash(what)}" if system else ""
 
 
 class PreloadResult(Result, frozen=True, kw_only=True):
-    """Files in the order they are loaded. `was_resident_bytes` were in memory before."""
+    """Files in load order. `was_resident_bytes` were in the page cache before."""
 
     kind: ClassVar[str] = "preload"
 
@@ -134,7 +134,6 @@ class PreloadResult(Result, frozen=True, kw_only=True):
 
 
 def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
-    """Raises what `Host.files` raises, and InterruptedByUser."""
     began = time.monotonic()
     model = host.files(options.model or host.config.default_model)
     files = _in_load_order(model.name, [Path(path) for path in (*model.paths, *model.draft_paths)])
