@@ -3,8 +3,8 @@
     commands/launch ─┬─ table.py           how each is pointed at the endpoint, for one process alone
                      ├─ endpoint.py        finds, starts and asks `serve`
                      └─ running.py         runs the agent until it ends
-    server ──────────┬─ changing_lines.py  prompt normalization
-                     └─ elsewhere.py       the predicted prefix of a session in another folder
+    server ──────────┬─ prompt_normalization.py  moves lines that change behind the shared prefix
+                     └─ predicted_prefix.py      first lines of a session in another folder
 
 Nothing is written into an agent's configuration: environment, arguments, and files of a folder that is
 deleted with the process.

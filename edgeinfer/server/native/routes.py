@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
-from edgeinfer.agents.predicted_prefix import begin_elsewhere
+from edgeinfer.agents.predicted_prefix import predict_prefix
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.generation import Collected
@@ -277,7 +277,7 @@ def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
     tokens = engine.begun_with(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")
-        there = begin_elsewhere(
+        there = predict_prefix(
             text, body.folder, datetime.date.today(), is_repository=body.is_repository
         )
         tokens = engine.tokenize(there, parse_special=True)

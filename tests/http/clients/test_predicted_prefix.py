@@ -1,4 +1,4 @@
-"""What an agent is going to begin with in another folder, by what it began with in one."""
+"""Predict the first lines of an agent's session in another folder from those of its last session."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import date
 
 import pytest
 
-from edgeinfer.agents.predicted_prefix import begin_elsewhere
+from edgeinfer.agents.predicted_prefix import predict_prefix
 
 DAY = date(2026, 11, 23)
 CLAUDE = (
@@ -40,10 +40,10 @@ def _said(form: str, folder: str, day: date, git: bool) -> str:
 def test_predicted_prefix_has_the_new_folder_and_day_and_no_words(form):
     said = _said(form, "/home/ada/old_one", date(2026, 11, 22), False) + "fix it, please"
     there = _said(form, "/srv/new", DAY, True)
-    found = begin_elsewhere(said, "/srv/new", DAY, is_repository=True)
+    found = predict_prefix(said, "/srv/new", DAY, is_repository=True)
     assert found == there if form is not CODEX else found.startswith(there)
 
 
 def test_prefix_without_a_folder_stays():
     said = "You are an agent. Today's date is 2026-11-22."
-    assert begin_elsewhere(said, "/srv/new", DAY, is_repository=False) == said
+    assert predict_prefix(said, "/srv/new", DAY, is_repository=False) == said
