@@ -18,7 +18,7 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.scheduler.executor import StepCancellation
 
-from ..remembering.conftest import ask, heard, load, text
+from ..caches.conftest import ask, heard, load, text
 
 
 @pytest.fixture(scope="module")
