@@ -28,7 +28,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.models import names, sources, store
-from edgeinfer.models.fetching import download, s3
+from edgeinfer.models.fetching import s3
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
@@ -159,50 +159,6 @@ def test_object_whose_store_fails(server, store_settings, monkeypatch, body, opt
     server.faults.clear()
     with pytest.raises((ChecksumError, InvalidGgufError, DownloadError)):
         pull("s3://models/tiny.gguf", options=again)
-    assert is_right(body, "s3://models/tiny.gguf")
-
-
-def test_object_that_changes_while_its_parts_come_slowly(
-    server, store_settings, monkeypatch, options
-) -> None:
-    """The parts of two objects are never one file; a slow part is helped by the quick ones."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    before, after = (gguf_bytes(tensors=[("token_embd.weight", 2 << 20)], seed=n) for n in (0, 1))
-    server.files["/models/tiny.gguf"] = before
-    server.always = Fault(pace=1 << 12)
-    changing = threading.Event()
-
-    def change(now: PullProgress) -> None:
-        if now.stage == "downloading" and now.done_bytes > 1 << 20 and not changing.is_set():
-            changing.set()
-            server.files["/models/tiny.gguf"] = after
-            server.always = Fault()
-            server.faults.extend(Fault(pace=1024) for _ in range(3))
-            server.drop_all()
-
-    pull("s3://models/tiny.gguf", change, options=options)
-    assert changing.is_set()
-    assert is_right(after, "s3://models/tiny.gguf")
-
-
-def test_object_is_continued_after_kill_9(server, store_settings, monkeypatch, start_cli) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    body = gguf_bytes(tensors=[("token_embd.weight", 6 << 20)])
-    server.files["/models/tiny.gguf"] = body
-    server.always = Fault(pace=1 << 14)
-    process = start_cli("pull", "s3://models/tiny.gguf", "--name", "tiny")
-    server.wait_served(3 << 20)
-    process.kill()
-    process.wait()
-    part = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
-    kept = download.fetched_bytes(part)
-    assert kept > 1 << 20
-    server.always = Fault()
-    server.served = 0
-    process = start_cli("pull", "s3://models/tiny.gguf", "--name", "tiny", "--json")
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    assert json.loads(out)["result"]["size_bytes"] == len(body)
     assert is_right(body, "s3://models/tiny.gguf")
 
 
