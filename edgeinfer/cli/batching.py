@@ -139,11 +139,11 @@ class _Tally:
         self.tokens = 0
         self.left_in_a_row = 0
         self.left_reason = ""
-        self.begun = time.perf_counter()
+        self.start_s = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self.begun
+        return time.perf_counter() - self.start_s
 
     def count(self, reply: batches.BatchReply) -> None:
         self.done += 1

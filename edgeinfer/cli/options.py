@@ -33,7 +33,7 @@ def add_attached_options(parser: argparse._ActionsContainer) -> None:
 
 def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> None:
     """Add one load option; its value is stored under the option's field name."""
-    choices = option.words if option.metavar is None else None
+    choices = option.choices if option.metavar is None else None
     parser.add_argument(
         option.flag,
         action=_Join if option.many else "store",

@@ -143,8 +143,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse options and positionals in any order; leave what follows a verb or an agent."""
-        positionals = self._get_positional_actions()
-        if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in positionals):
+        actions = self._get_positional_actions()
+        if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in actions):
             return super().parse_known_args(args, namespace)
         flags = frozenset(
             flag for action in self._actions if action.nargs == 0 for flag in action.option_strings
@@ -156,12 +156,12 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         known = list(map(str, action.choices))
-        what = "/".join(action.option_strings) or action.metavar or action.dest
+        argument = "/".join(action.option_strings) or action.metavar or action.dest
         meant = nearest(str(value), known)
         listed = f": one of {', '.join(known)}" if len(known) <= _MOST_LISTED else ""
         lists = f"`{self.prog} --help` lists them"
         raise UsageError(
-            f"{value!r} is not a value of {what}{listed}",
+            f"{value!r} is not a value of {argument}{listed}",
             hint=f"did you mean {meant}? {lists}" if meant else lists,
         )
 
@@ -234,9 +234,9 @@ def refuse_unknown(
     """Raise WrongScopeError for an option of another scope, UsageError for any other leftover."""
     verb = options.verb or ""
     for word in unknown:
-        found = list(_owners(word.partition("=")[0])) if word.startswith("--") else []
-        if found:
-            raise _wrong_scope(verb, found)
+        owners = list(_owners(word.partition("=")[0])) if word.startswith("--") else []
+        if owners:
+            raise _wrong_scope(verb, owners)
     if unknown:
         prog = f"{parser.prog} {verb}".strip()
         raise UsageError(
@@ -284,17 +284,17 @@ def _wrong_scope(verb: str, owners: Sequence[tuple[str, argparse.Action, str]]) 
 def add_action(
     actions: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    about: str,
+    summary: str,
     *examples: str,
     json: bool = True,
 ) -> argparse.ArgumentParser:
     """Add an action of a verb, such as `snapshots show`."""
     return actions.add_parser(
         name,
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
         parents=[json_option()] if json else [],
-        epilog="\n".join([f"{EXAMPLES}:", *(f"  edgeinfer {words}" for words in examples)]),
+        epilog="\n".join([f"{EXAMPLES}:", *(f"  edgeinfer {positionals}" for positionals in examples)]),
     )
 
 

@@ -242,12 +242,12 @@ def pulled_models() -> Callable[[], Sequence[Pulled]]:
         from edgeinfer.models.external_stores import stores
 
         watched[:] = watched or [stores.StoreCache()]
-        return [*_own_models(), *_others_models(watched[0].usable())]
+        return [*_stored_models(), *_external_models(watched[0].usable())]
 
     return listed
 
 
-def _own_models() -> list[Pulled]:
+def _stored_models() -> list[Pulled]:
     from edgeinfer.models.store import list_pulled
 
     return [
@@ -265,12 +265,12 @@ def _own_models() -> list[Pulled]:
     ]
 
 
-def _others_models(found: Sequence[ExternalModel]) -> list[Pulled]:
+def _external_models(external: Sequence[ExternalModel]) -> list[Pulled]:
     from edgeinfer.models.external_stores.stores import digest
 
     return [
         Pulled(name=m.name, size_bytes=m.size_bytes, sha256=digest(m), created=int(m.modified_s))
-        for m in found
+        for m in external
     ]
 
 
@@ -311,10 +311,10 @@ def _bind_ollama(
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
     """Build the gate; a public address gets a key, stored on first use. Raises ServeError."""
-    given = keys.given_keys(options.api_key_file)
-    if not given and not sockets.is_loopback(listeners):
-        given, made = keys.stored_keys()
-        if made:
+    api_keys = keys.given_keys(options.api_key_file)
+    if not api_keys and not sockets.is_loopback(listeners):
+        api_keys, created = keys.stored_keys()
+        if created:
             sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
     config = host.config.serve
     hosts = set(LOOPBACK_HOSTS) | sockets.own_names(listeners)
@@ -328,7 +328,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
             hint="--allow-origin https://example.org",
         )
     return Gate(
-        keys=given,
+        keys=api_keys,
         hosts=frozenset(hosts),
         origins=frozenset(origins),
         any_address=not sockets.is_loopback(listeners),

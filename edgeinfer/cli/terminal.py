@@ -47,7 +47,7 @@ def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset())
     return "\n".join(lines)
 
 
-class StageTalk:
+class StageProgress:
     """Progress on stderr: one line per stage, with the elapsed seconds on a terminal.
 
     `note` follows each stage. Inside `with`, the line is redrawn.
@@ -63,7 +63,7 @@ class StageTalk:
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
-    def __enter__(self) -> StageTalk:
+    def __enter__(self) -> StageProgress:
         if self._drawn:
             threading.Thread(target=self._keep_drawing, daemon=True).start()
         return self
@@ -73,7 +73,7 @@ class StageTalk:
             self._ended.set()
             self._finish()
 
-    def say(self, stage: str, fraction: float | None) -> None:
+    def report(self, stage: str, fraction: float | None) -> None:
         """Start a stage, or report its progress (0..1)."""
         with self._lock:
             self._fraction = fraction

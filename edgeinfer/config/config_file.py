@@ -18,7 +18,7 @@ from edgeinfer.errors import ConfigError, OfflineError
 from edgeinfer.platform import paths
 
 
-def about(sentence: str, **limits: Any) -> msgspec.Meta:
+def key_doc(sentence: str, **limits: Any) -> msgspec.Meta:
     return msgspec.Meta(description=sentence, **limits)
 
 
@@ -28,11 +28,11 @@ class _Section(
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
-    kind: Any = Literal[option.words] if option.words else int
-    if option.words and option.high:
+    kind: Any = Literal[option.choices] if option.choices else int
+    if option.choices and option.high:
         kind = int | str
     sentence = f"{option.help[0].upper()}{option.help[1:]}."
-    return option.key.replace("-", "_"), Annotated[kind, about(sentence)], option.default
+    return option.key.replace("-", "_"), Annotated[kind, key_doc(sentence)], option.default
 
 
 _LoadKeys = msgspec.defstruct(
@@ -60,33 +60,37 @@ class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are
 class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     """Snapshots of warmed processes."""
 
-    auto_warm: Annotated[bool, about("Build a snapshot in the background after a cold launch.")] = True
+    auto_warm: Annotated[bool, key_doc("Build a snapshot in the background after a cold launch.")] = (
+        True
+    )
     resume: Annotated[
         Literal["auto", "always", "never"],
-        about('Resume when possible ("auto"), fail otherwise ("always"), or never.'),
+        key_doc('Resume when possible ("auto"), fail otherwise ("always"), or never.'),
     ] = "auto"
     max_total_gib: Annotated[
-        float, about("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
+        float, key_doc("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
     ] = 40.0
     disk_margin_gib: Annotated[
-        float, about("Disk space, GiB, that building a snapshot leaves free.", ge=0)
+        float, key_doc("Disk space, GiB, that building a snapshot leaves free.", ge=0)
     ] = 4.0
     idle_release_s: Annotated[
-        float, about("Seconds without work after which memory is given back; 0 never.", ge=0)
+        float, key_doc("Seconds without work after which memory is given back; 0 never.", ge=0)
     ] = 30.0
     hand_over: Annotated[
         bool,
-        about("Let a cold `serve` or `chat` go on in a resumed process once its snapshot is built."),
+        key_doc("Let a cold `serve` or `chat` go on in a resumed process once its snapshot is built."),
     ] = True
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):
     """The on-disk prefix cache."""
 
-    enabled: Annotated[bool, about("Keep what models have read; off writes and reads nothing.")] = True
+    enabled: Annotated[bool, key_doc("Keep what models have read; off writes and reads nothing.")] = (
+        True
+    )
     max_total_gib: Annotated[
         float,
-        about(
+        key_doc(
             "Limit for all KV blocks, GiB on disk; 0: a quarter of free space and blocks, at most 64.",
             ge=0,
         ),
@@ -98,10 +102,10 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
 
     devices: Annotated[
         tuple[str, ...],
-        about('Names of the devices to use, e.g. `["Vulkan0"]`; none: all that are no software.'),
+        key_doc('Names of the devices to use, e.g. `["Vulkan0"]`; none: all that are no software.'),
     ] = ()
     max_memory_gib: Annotated[
-        float, about("Memory, GiB, to take of each device at most; 0 takes what is free.", ge=0)
+        float, key_doc("Memory, GiB, to take of each device at most; 0 takes what is free.", ge=0)
     ] = 0.0
 
 
@@ -112,11 +116,11 @@ _MOST_REPLICAS = 64
 def replica_range(text: str) -> tuple[int, int]:
     """Parse the number of replicas, `N` or `MIN..MAX`. Raises ValueError."""
     least, dots, most = text.partition("..")
-    words = (least, most) if dots else (least, least)
-    if all(word.isascii() and word.isdecimal() for word in words):
-        found = int(words[0]), int(words[1])
-        if 1 <= found[0] <= found[1] <= _MOST_REPLICAS:
-            return found
+    choices = (least, most) if dots else (least, least)
+    if all(word.isascii() and word.isdecimal() for word in choices):
+        bounds = int(choices[0]), int(choices[1])
+        if 1 <= bounds[0] <= bounds[1] <= _MOST_REPLICAS:
+            return bounds
     raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_REPLICAS}")
 
 
@@ -127,53 +131,53 @@ PromptRule = Literal["standing", "billing-header", "day", "environment", "note",
 class ServeConfig(_Section, frozen=True, kw_only=True):
     """The HTTP endpoint."""
 
-    host: Annotated[str, about("Address to bind.")] = "127.0.0.1"
-    port: Annotated[int, about("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
+    host: Annotated[str, key_doc("Address to bind.")] = "127.0.0.1"
+    port: Annotated[int, key_doc("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
     keep_alive_s: Annotated[
-        float, about("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)
+        float, key_doc("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)
     ] = 300.0
     max_queue: Annotated[
-        int, about("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
+        int, key_doc("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
     ] = 64
     replicas: Annotated[
-        str, about("Replicas of the default model, `N` or `MIN..MAX`, each in its own process.")
+        str, key_doc("Replicas of the default model, `N` or `MIN..MAX`, each in its own process.")
     ] = "1"
     replicas_wait_s: Annotated[
-        float, about("One replica more if a request has waited for longer (s).", gt=0)
+        float, key_doc("One replica more if a request has waited for longer (s).", gt=0)
     ] = 5.0
     replicas_idle_s: Annotated[
-        float, about("One replica less if fewer were enough for this long (s).", gt=0)
+        float, key_doc("One replica less if fewer were enough for this long (s).", gt=0)
     ] = 60.0
     ollama: Annotated[
-        bool, about("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
+        bool, key_doc("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
     ] = False
     allowed_origins: Annotated[
-        tuple[str, ...], about("Origins of web pages that may call the endpoint.")
+        tuple[str, ...], key_doc("Origins of web pages that may call the endpoint.")
     ] = ()
     any_user: Annotated[
-        bool, about("Without an API key: answer every user of this machine, not the own one alone.")
+        bool, key_doc("Without an API key: answer every user of this machine, not the own one alone.")
     ] = False
     allowed_hosts: Annotated[
-        tuple[str, ...], about("Host names accepted besides loopback's own; `.NAME` is a suffix.")
+        tuple[str, ...], key_doc("Host names accepted besides loopback's own; `.NAME` is a suffix.")
     ] = ()
     aliases: Annotated[
         dict[str, str],
-        about(
+        key_doc(
             'Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`. '
             'A lone model answers to any name, unless `"*"` is here.'
         ),
     ] = {}
     store_responses: Annotated[
         bool,
-        about("Keep answers of /v1/responses in memory for an hour, to go on from and read again."),
+        key_doc("Keep answers of /v1/responses in memory for an hour, to go on from and read again."),
     ] = False
     normalize_prompts: Annotated[
         tuple[PromptRule, ...],
-        about("Rules that normalize the prompts of known coding agents; `[]` switches that off."),
+        key_doc("Rules that normalize the prompts of known coding agents; `[]` switches that off."),
     ] = get_args(PromptRule)
     unknown_fields: Annotated[
         Literal["ignore", "refuse"],
-        about("What becomes of a request's fields that nothing here knows; ignored ones are named."),
+        key_doc("What becomes of a request's fields that nothing here knows; ignored ones are named."),
     ] = "ignore"
 
     def __post_init__(self) -> None:
@@ -183,27 +187,29 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
 class ChatConfig(_Section, frozen=True, kw_only=True):
     """The terminal chat."""
 
-    theme: Annotated[str, about('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
+    theme: Annotated[str, key_doc('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
         "edgeinfer-dark"
     )
-    keys: Annotated[dict[str, str], about('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
-    system_prompts: Annotated[dict[str, str], about("System prompts by name, for `/system NAME`.")] = {}
+    keys: Annotated[dict[str, str], key_doc('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
+    system_prompts: Annotated[
+        dict[str, str], key_doc("System prompts by name, for `/system NAME`.")
+    ] = {}
     presets: Annotated[
         dict[str, dict[str, float | int]],
-        about("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
+        key_doc("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
     ] = {}
     read_ahead: Annotated[
-        bool, about("Have the model read what is typed, attached or opened before it is asked.")
+        bool, key_doc("Have the model read what is typed, attached or opened before it is asked.")
     ] = True
-    mouse: Annotated[bool, about("Take the mouse; off leaves it to the terminal.")] = True
+    mouse: Annotated[bool, key_doc("Take the mouse; off leaves it to the terminal.")] = True
 
 
 class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
-    default_model: Annotated[str, about("The model when none is named.")] = paths.DEFAULT_MODEL
+    default_model: Annotated[str, key_doc("The model when none is named.")] = paths.DEFAULT_MODEL
     offline: Annotated[
-        bool, about("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
+        bool, key_doc("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
     ] = False
     load: LoadConfig = LoadConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()

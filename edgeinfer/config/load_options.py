@@ -38,7 +38,7 @@ class LoadOption:
         *,
         flag: str = "",
         key: str = "",
-        words: tuple[str, ...] = (),
+        choices: tuple[str, ...] = (),
         low: int = 0,
         high: int = 0,
         metavar: str | None = None,
@@ -49,7 +49,7 @@ class LoadOption:
         self.default = default
         self.help = help
         self.flag, self.key = flag, key
-        self.words = words
+        self.choices = choices
         self.low = low
         self.high = high
         self.metavar = metavar
@@ -57,7 +57,7 @@ class LoadOption:
 
     def parse(self, text: str) -> Value:
         """Parse a typed or configured text. Raises ValueError naming the allowed values."""
-        if text in self.words:
+        if text in self.choices:
             return text
         if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
             return int(text)
@@ -65,7 +65,7 @@ class LoadOption:
 
     def allowed(self) -> str:
         """Describe the allowed values: `"auto", "none" or between 0 and 99`."""
-        parts = [f'"{word}"' for word in self.words]
+        parts = [f'"{word}"' for word in self.choices]
         if self.high:
             parts.append(f"between {self.low} and {self.high}")
         return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
@@ -82,10 +82,10 @@ class AdaptersOption(LoadOption):
     def parse(self, text: str) -> Value:
         if text == NO_ADAPTERS:
             return text
-        found = [_adapter(entry) for entry in text.split(",") if entry]
-        if len({name_of_file(path) for path, _ in found}) < len(found):
+        adapters = [_adapter(entry) for entry in text.split(",") if entry]
+        if len({name_of_file(path) for path, _ in adapters}) < len(adapters):
             raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
-        return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in found)
+        return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in adapters)
 
     def allowed(self) -> str:
         return "adapters of different names, NAME or FILE, each with :SCALE or without, or none"
@@ -120,8 +120,8 @@ def adapters_of(text: str) -> dict[str, tuple[str, float]]:
     """Map each adapter's name to its path and scale, from a parsed value of `LORA`."""
     if text == NO_ADAPTERS:
         return {}
-    found = [_adapter(entry) for entry in text.split(",") if entry]
-    return {name_of_file(path): (path, scale) for path, scale in found}
+    adapters = [_adapter(entry) for entry in text.split(",") if entry]
+    return {name_of_file(path): (path, scale) for path, scale in adapters}
 
 
 def name_of_file(path: str) -> str:
@@ -168,7 +168,7 @@ REPACK = LoadOption(
     "rearrange weights for this CPU's fast paths",
     flag="--repack",
     key="repack",
-    words=_SWITCH,
+    choices=_SWITCH,
 )
 KV_TYPE = LoadOption(
     "kv_type",
@@ -176,7 +176,7 @@ KV_TYPE = LoadOption(
     "type of the KV cache; auto is f16, or q8_0 where that is what makes a long context fit",
     flag="--kv-type",
     key="kv-type",
-    words=("auto", "f16", "q8_0", "q4_0"),
+    choices=("auto", "f16", "q8_0", "q4_0"),
 )
 FLASH_ATTENTION = LoadOption(
     "flash_attention",
@@ -184,7 +184,7 @@ FLASH_ATTENTION = LoadOption(
     "llama.cpp's flash attention; a quantized KV cache needs it",
     flag="--flash-attention",
     key="flash-attention",
-    words=_SWITCH,
+    choices=_SWITCH,
 )
 GPU_LAYERS = LoadOption(
     "gpu_layers",
@@ -192,7 +192,7 @@ GPU_LAYERS = LoadOption(
     'layers on GPUs: "auto" takes what fits and pays, "none", "all" or a number',
     flag="--gpu-layers",
     key="gpu-layers",
-    words=("auto", "none", "all"),
+    choices=("auto", "none", "all"),
     high=1 << 16,
     metavar="auto|none|all|N",
     of_snapshot=False,  # devices are attached after the resume
@@ -203,7 +203,7 @@ CONTENT_TOKENS = LoadOption(
     "read <|im_end|> and its like in messages as control tokens",
     flag="--special-tokens-in-content",
     key="special-tokens-in-content",
-    words=("on", "off"),
+    choices=("on", "off"),
 )
 
 LORA = AdaptersOption(
@@ -259,8 +259,8 @@ def differing(wanted: dict[str, str], requested: dict[str, str], became: dict[st
 
 def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
     """Return `differing`, or the first `exact` option that was requested and is not wanted."""
-    if found := differing(wanted, requested, became):
-        return found
+    if adapters := differing(wanted, requested, became):
+        return adapters
     others = (
         option.field
         for option in LOAD_OPTIONS

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from edgeinfer.config.config_file import about, refuse_unknown_keys
+from edgeinfer.config.config_file import key_doc, refuse_unknown_keys
 from edgeinfer.config.load_options import LORA
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
@@ -49,7 +49,7 @@ _SamplingKeys = msgspec.defstruct(
     [
         (
             option.field,
-            Annotated[option.kind, about(option.help, ge=option.low, le=option.high)] | None,
+            Annotated[option.kind, key_doc(option.help, ge=option.low, le=option.high)] | None,
             None,
         )
         for option in SAMPLING_OPTIONS
@@ -80,9 +80,9 @@ def parameter_count(text: str) -> float:
 class LoraTable(_Table, frozen=True, kw_only=True):
     """An adapter of a model: one that was pulled, or a file."""
 
-    path: Annotated[str, about("A GGUF adapter's file; ~ is the home directory.")] = ""
-    name: Annotated[str, about("An adapter that was pulled by this name.")] = ""
-    scale: Annotated[float, about("How much of it is added.", ge=-100, le=100)] = 1.0
+    path: Annotated[str, key_doc("A GGUF adapter's file; ~ is the home directory.")] = ""
+    name: Annotated[str, key_doc("An adapter that was pulled by this name.")] = ""
+    scale: Annotated[float, key_doc("How much of it is added.", ge=-100, le=100)] = 1.0
 
     @property
     def option(self) -> str:
@@ -93,35 +93,37 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 class Model(_Table, frozen=True, kw_only=True):
     """One model. `sources` are tried in order; one that is a list is concatenated."""
 
-    title: Annotated[str, about("What a person calls it.", min_length=1)]
+    title: Annotated[str, key_doc("What a person calls it.", min_length=1)]
     sources: Annotated[
         tuple[str | tuple[str, ...], ...],
-        about("Where its files come from, tried in order.", min_length=1),
+        key_doc("Where its files come from, tried in order.", min_length=1),
     ]
-    name: Annotated[str, about("Set from the table's own name.")] = ""
-    family: Annotated[str, about("The family it belongs to.")] = ""
-    parameters: Annotated[str, about('Parameters as its makers count them: "135M", "7B".')] = ""
+    name: Annotated[str, key_doc("Set from the table's own name.")] = ""
+    family: Annotated[str, key_doc("The family it belongs to.")] = ""
+    parameters: Annotated[str, key_doc('Parameters as its makers count them: "135M", "7B".')] = ""
     active_parameters: Annotated[
-        str, about('Of a mixture of experts: those that a token is multiplied with: "3B".')
+        str, key_doc('Of a mixture of experts: those that a token is multiplied with: "3B".')
     ] = ""
-    licence: Annotated[str, about("SPDX name, or the licence's own.")] = ""
-    context_length: Annotated[int, about("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
+    licence: Annotated[str, key_doc("SPDX name, or the licence's own.")] = ""
+    context_length: Annotated[int, key_doc("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
     purpose: Annotated[
-        Literal["chat", "base", "code", "reasoning", "embedding", "reranker"], about("What it is for.")
+        Literal["chat", "base", "code", "reasoning", "embedding", "reranker"],
+        key_doc("What it is for."),
     ] = "chat"
-    quantization: Annotated[str, about("Quantization of the file the sources hold.")] = ""
-    quantize: Annotated[str, about("Quantize to this after pulling; empty keeps the file.")] = ""
-    file_name: Annotated[str, about("Name of the file; empty takes the source's.")] = ""
-    size_bytes: Annotated[int, about("Exact size, where it is known.", ge=0)] = 0
-    sha256: Annotated[str, about("SHA-256 of the file, where it is known.")] = ""
-    chat_template: Annotated[str, about("Jinja template instead of the file's own.")] = ""
-    stop: Annotated[tuple[str, ...], about("Stop strings beside the model's own end tokens.")] = ()
-    system_prompt: Annotated[str, about("System prompt when none is given.")] = ""
+    quantization: Annotated[str, key_doc("Quantization of the file the sources hold.")] = ""
+    quantize: Annotated[str, key_doc("Quantize to this after pulling; empty keeps the file.")] = ""
+    file_name: Annotated[str, key_doc("Name of the file; empty takes the source's.")] = ""
+    size_bytes: Annotated[int, key_doc("Exact size, where it is known.", ge=0)] = 0
+    sha256: Annotated[str, key_doc("SHA-256 of the file, where it is known.")] = ""
+    chat_template: Annotated[str, key_doc("Jinja template instead of the file's own.")] = ""
+    stop: Annotated[tuple[str, ...], key_doc("Stop strings beside the model's own end tokens.")] = ()
+    system_prompt: Annotated[str, key_doc("System prompt when none is given.")] = ""
     draft: Annotated[
-        str, about("A smaller pulled model of the same vocabulary that drafts (speculative decoding).")
+        str,
+        key_doc("A smaller pulled model of the same vocabulary that drafts (speculative decoding)."),
     ] = ""
     lora: Annotated[
-        tuple[LoraTable, ...], about("Adapters that are applied: a list of { path or name, scale }.")
+        tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")
     ] = ()
     sampling: SamplingDefaults = SamplingDefaults()
 

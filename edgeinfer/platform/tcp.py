@@ -52,13 +52,13 @@ def peer_of(connection: socket.socket) -> Peer | None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
-        here, there = connection.getsockname()[:2], connection.getpeername()[:2]
+        local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
     except OSError:  # it has left
         return None
     try:
-        return _ask_kernel(connection.family, here, there)
+        return _ask_kernel(connection.family, local, remote)
     except OSError:  # a seccomp filter, gVisor, a kernel without inet_diag
-        ends = _spelled(*there), _spelled(*here)
+        ends = _spelled(*remote), _spelled(*local)
         uids = [row.uid for row in _rows() if (row.local, row.remote) == ends and row.inode]
         return Peer(uids[0]) if uids else None
 
@@ -69,16 +69,16 @@ def listener_uids(port: int) -> set[int]:
     return {row.uid for row in _rows() if row.state == _LISTEN and row.local.endswith(suffix)}
 
 
-def _ask_kernel(family: int, here: tuple[str, int], there: tuple[str, int]) -> Peer | None:
-    ports = struct.pack(">HH", there[1], here[1])
-    addresses = b"".join(socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (there, here))
-    asked = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, _ANY) + ports + addresses
-    asked += struct.pack("=III", 0, _ANY, _ANY)
-    head = _HEADER.pack(_HEADER.size + len(asked), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)
+def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) -> Peer | None:
+    ports = struct.pack(">HH", remote[1], local[1])
+    addresses = b"".join(socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (remote, local))
+    request = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, _ANY) + ports + addresses
+    request += struct.pack("=III", 0, _ANY, _ANY)
+    head = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
     kernel = _kernel or socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG)
     try:
-        kernel.send(head + asked)
+        kernel.send(head + request)
         answer = kernel.recv(4096)
     finally:
         if kernel is not _kernel:

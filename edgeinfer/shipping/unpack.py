@@ -260,10 +260,10 @@ def tidy() -> None:
 
 def remove_version(folder: Path) -> None:
     """Remove one unpacked application; rename it first, so that it is whole or gone."""
-    grave = folder.with_name(_REMOVING + folder.name)
-    shutil.rmtree(grave, ignore_errors=True)
-    os.rename(folder, grave)
-    shutil.rmtree(grave)
+    renamed = folder.with_name(_REMOVING + folder.name)
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.rename(folder, renamed)
+    shutil.rmtree(renamed)
 
 
 def _remove_leftovers() -> None:

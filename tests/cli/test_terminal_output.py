@@ -10,7 +10,7 @@ from pathlib import Path
 from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.cli.main import main
-from edgeinfer.cli.terminal import StageTalk
+from edgeinfer.cli.terminal import StageProgress
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J"
 
@@ -63,8 +63,8 @@ def test_a_stage_shows_its_elapsed_time_and_what_it_waits_for():
             return True
 
     out = Terminal()
-    with StageTalk(out, quiet=False, note="idle cores only") as talk:
-        talk.say("load", None)
+    with StageProgress(out, quiet=False, note="idle cores only") as progress:
+        progress.report("load", None)
     shown = out.getvalue()
     assert "load … 0 s (idle cores only)" in shown
     assert shown.endswith("load 0.0 s\n")

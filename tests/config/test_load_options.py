@@ -28,8 +28,8 @@ CONFIGURED = [option for option in LOAD_OPTIONS if option.key]
 
 def other(option: LoadOption) -> Any:
     """A value of the option that is not its default."""
-    words = [word for word in option.words if word != option.default]
-    return words[-1] if words else option.high or "/folder/other.gguf"
+    choices = [word for word in option.choices if word != option.default]
+    return choices[-1] if choices else option.high or "/folder/other.gguf"
 
 
 def parsed(*argv: str) -> argparse.Namespace:

@@ -45,26 +45,26 @@ class BackendsResult(Result, frozen=True, kw_only=True):
 def _row(one: ListedBackend) -> tuple[str, ...]:
     if not one.path:
         return (one.name, "-", "-", "not here")
-    found = ", ".join(f"{d.description} ({format_bytes(d.total_bytes)})" for d in one.devices)
+    devices = ", ".join(f"{d.description} ({format_bytes(d.total_bytes)})" for d in one.devices)
     where = "added" if one.added else "the program's"
-    return (one.name, where, format_bytes(one.size_bytes), found or one.reason)
+    return (one.name, where, format_bytes(one.size_bytes), devices or one.reason)
 
 
 def run(_options: argparse.Namespace, _host: Host) -> BackendsResult:
     """Load each library in a process of its own and list its devices."""
-    return BackendsResult(folder=str(files.added_dir()), backends=tuple(map(_listed, files.NAMES)))
+    return BackendsResult(folder=str(files.added_dir()), backends=tuple(map(_probe, files.NAMES)))
 
 
-def _listed(name: str) -> ListedBackend:
+def _probe(name: str) -> ListedBackend:
     file = files.find(name)
     if file is None:
         return ListedBackend(name=name)
     answer = ask(name)
     if isinstance(answer, LoadedBackend):
-        return _of(answer.file, devices=answer.devices, fix=answer.warning)
-    return _of(file, reason=answer.reason, fix=answer.fix)
+        return _listed_file(answer.file, devices=answer.devices, fix=answer.warning)
+    return _listed_file(file, reason=answer.reason, fix=answer.fix)
 
 
-def _of(file: files.BackendFile, **found: Any) -> ListedBackend:
+def _listed_file(file: files.BackendFile, **devices: Any) -> ListedBackend:
     size = file.facts.size_bytes if file.facts else 0
-    return ListedBackend(name=file.name, path=file.path, added=file.added, size_bytes=size, **found)
+    return ListedBackend(name=file.name, path=file.path, added=file.added, size_bytes=size, **devices)

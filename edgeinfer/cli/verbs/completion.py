@@ -88,8 +88,8 @@ def _known(kind: str) -> list[str]:
         return sorted(generations())
     if kind == "adapters":
         return sorted(path.stem for path in Path(paths.adapters_path()).glob("*.gguf"))
-    found = (model.name for model in stores.usable())
-    return sorted({*load_catalog().models, *(model.name for model in list_pulled()), *found})
+    all_verbs = (model.name for model in stores.usable())
+    return sorted({*load_catalog().models, *(model.name for model in list_pulled()), *all_verbs})
 
 
 def verbs(parser: argparse.ArgumentParser, of: str = "") -> Iterator[Verb]:
@@ -102,7 +102,7 @@ def verbs(parser: argparse.ArgumentParser, of: str = "") -> Iterator[Verb]:
                 yield from verbs(sub, name)
 
 
-def _verb(name: str, about: str, parser: argparse.ArgumentParser) -> Verb:
+def _verb(name: str, summary: str, parser: argparse.ArgumentParser) -> Verb:
     options: list[Option] = []
     words: list[str] = []
     operand = ""
@@ -114,7 +114,7 @@ def _verb(name: str, about: str, parser: argparse.ArgumentParser) -> Verb:
         else:
             words += [str(one) for one in action.choices or () if one not in _KINDS.values()]
             operand = operand or _takes(action)
-    return Verb(name, about, tuple(options), operand or "word", tuple(words))
+    return Verb(name, summary, tuple(options), operand or "word", tuple(words))
 
 
 def _option(action: argparse.Action) -> Option:
@@ -131,16 +131,16 @@ def _takes(action: argparse.Action) -> str:
     return "file" if metavar.endswith(("FILE", "DIR", "PATH")) else "word"
 
 
-def _patterns(found: list[Verb]) -> str:
-    return " | ".join(f'"{verb.name}"' for verb in found if " " in verb.name)
+def _patterns(all_verbs: list[Verb]) -> str:
+    return " | ".join(f'"{verb.name}"' for verb in all_verbs if " " in verb.name)
 
 
 # --- bash
 
 
-def _bash(found: list[Verb]) -> str:
-    cases = "".join(_bash_case(verb) for verb in found)
-    names = " ".join(verb.name for verb in found if " " not in verb.name)
+def _bash(all_verbs: list[Verb]) -> str:
+    cases = "".join(_bash_case(verb) for verb in all_verbs)
+    names = " ".join(verb.name for verb in all_verbs if " " not in verb.name)
     kinds = " | ".join(_KINDS.values())
     return f"""# edgeinfer completion for bash: eval "$(edgeinfer completion bash)", or a file in
 # ~/.local/share/bash-completion/completions named edgeinfer
@@ -153,7 +153,7 @@ _edgeinfer() {{
     fi
     if [ "$COMP_CWORD" -gt 2 ]; then
         case "$verb ${{COMP_WORDS[2]}}" in
-        {_patterns(found)}) verb="$verb ${{COMP_WORDS[2]}}" ;;
+        {_patterns(all_verbs)}) verb="$verb ${{COMP_WORDS[2]}}" ;;
         esac
     fi
     case $verb in
@@ -203,10 +203,10 @@ def _bash_case(verb: Verb) -> str:
 # --- zsh
 
 
-def _zsh(found: list[Verb]) -> str:
-    top = [verb for verb in found if " " not in verb.name]
+def _zsh(all_verbs: list[Verb]) -> str:
+    top = [verb for verb in all_verbs if " " not in verb.name]
     names = "\n".join(f"        {_quoted(f'{verb.name}:{verb.help}')}" for verb in top)
-    cases = "".join(_zsh_case(verb) for verb in found)
+    cases = "".join(_zsh_case(verb) for verb in all_verbs)
     return f"""#compdef edgeinfer
 # edgeinfer completion for zsh: a file named _edgeinfer in a folder of $fpath,
 # or eval "$(edgeinfer completion zsh)"
@@ -230,7 +230,7 @@ _edgeinfer() {{
     (( CURRENT-- ))
     if (( CURRENT > 2 )); then
         case "$verb $words[2]" in
-        {_patterns(found)}) verb="$verb $words[2]"; shift words; (( CURRENT-- )) ;;
+        {_patterns(all_verbs)}) verb="$verb $words[2]"; shift words; (( CURRENT-- )) ;;
         esac
     fi
     case $verb in
@@ -254,10 +254,10 @@ def _zsh_case(verb: Verb) -> str:
 
 
 def _zsh_option(option: Option) -> Iterator[str]:
-    about = option.help.replace("[", "(").replace("]", ")").replace(":", "\\:")
+    summary = option.help.replace("[", "(").replace("]", ")").replace(":", "\\:")
     for flag in option.flags:
         action = f"({' '.join(option.values)})" if option.values else _zsh_action(option.takes)
-        yield f"{flag}[{about}]" + (f":value:{action}" if option.takes else "")
+        yield f"{flag}[{summary}]" + (f":value:{action}" if option.takes else "")
 
 
 def _zsh_action(takes: str) -> str:
@@ -272,13 +272,13 @@ def _quoted(text: str) -> str:
 # --- fish
 
 
-def _fish(found: list[Verb]) -> str:
+def _fish(all_verbs: list[Verb]) -> str:
     lines = [
         "# edgeinfer completion for fish: edgeinfer completion fish > "
         "~/.config/fish/completions/edgeinfer.fish",
         "complete -c edgeinfer -f",
     ]
-    for verb in found:
+    for verb in all_verbs:
         name, _, action = verb.name.partition(" ")
         inside = f"-n '__fish_seen_subcommand_from {name}"
         if action:

@@ -70,8 +70,8 @@ class AgentsResult(Result, frozen=True, kw_only=True):
 
 
 def _row(agent: KnownAgent) -> tuple[str, ...]:
-    here = "yes" if agent.path else "-"
-    return agent.name, here, f"{agent.first_tokens:,} tokens", agent.install
+    status_text = "yes" if agent.path else "-"
+    return agent.name, status_text, f"{agent.first_tokens:,} tokens", agent.install
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,11 +110,11 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 def _recall(agent: Agent, target: AgentTarget) -> None:
     """Have what the agent begins with in memory by the time that it asks; it asks without that too."""
-    here = Path.cwd()
+    cwd = Path.cwd()
     body = {
         "agent": agent.name,
-        "folder": str(here),
-        "is_repository": any((folder / ".git").exists() for folder in (here, *here.parents)),
+        "folder": str(cwd),
+        "is_repository": any((folder / ".git").exists() for folder in (cwd, *cwd.parents)),
     }
     with contextlib.suppress(ServeError):
         asked(target).request("POST", f"/v1/models/{target.model}/recall", body)
@@ -134,19 +134,19 @@ def _known(agent: Agent) -> KnownAgent:
 def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> AgentTarget:
     """Return an endpoint with the model and a large enough context, started if necessary."""
     key = keys.own_key()
-    found = endpoint.find(_urls(host.config), key)
-    if found is not None:
-        model = host.files(options.model).name if options.model else found.model
-        n_ctx = found.n_ctx(model)
+    remote = endpoint.find(_urls(host.config), key)
+    if remote is not None:
+        model = host.files(options.model).name if options.model else remote.model
+        n_ctx = remote.n_ctx(model)
         if n_ctx < agent.needs_tokens and not options.anyway:
-            raise _too_small(agent, found, model, n_ctx)
-        return AgentTarget(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
+            raise _too_small(agent, remote, model, n_ctx)
+        return AgentTarget(url=remote.url, model=model, n_ctx=n_ctx, key=remote.key or "none")
     typed = options.model or host.config.default_model
     model = host.files(typed).name
     if not options.anyway:
         _refuse_small_model(agent, model)
-    found, pid = endpoint.start(_serve_command(typed, options, host.config), key)
-    n_ctx = found.n_ctx(model)
+    remote, pid = endpoint.start(_serve_command(typed, options, host.config), key)
+    n_ctx = remote.n_ctx(model)
     if n_ctx < agent.needs_tokens and not options.anyway:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
@@ -160,7 +160,7 @@ def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> AgentT
         f"`edgeinfer stop {pid}`",
         file=sys.stderr,
     )
-    return AgentTarget(url=found.url, model=model, n_ctx=n_ctx, key=found.key or "none")
+    return AgentTarget(url=remote.url, model=model, n_ctx=n_ctx, key=remote.key or "none")
 
 
 def asked(target: AgentTarget) -> RemoteEndpoint:
@@ -174,9 +174,9 @@ def _urls(config: Config) -> Iterator[str]:
     host = config.serve.host
     yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, str(config.serve.port))
     for launched in processes():
-        words = dict(zip(launched.arguments, launched.arguments[1:], strict=False))
-        if launched.verb == "serve" and "--port" in words:
-            yield _url("127.0.0.1", words["--port"])
+        flags = dict(zip(launched.arguments, launched.arguments[1:], strict=False))
+        if launched.verb == "serve" and "--port" in flags:
+            yield _url("127.0.0.1", flags["--port"])
 
 
 def _url(host: str, port: str) -> str:
@@ -222,10 +222,10 @@ def _refuse_small_model(agent: Agent, model: str) -> None:
     raise UsageError(f"{trained}, and {agent.title} needs {_needs(agent)}", hint=_larger_models(agent))
 
 
-def _too_small(agent: Agent, found: RemoteEndpoint, model: str, n_ctx: int) -> ServeError:
+def _too_small(agent: Agent, remote: RemoteEndpoint, model: str, n_ctx: int) -> ServeError:
     _refuse_small_model(agent, model)
     return ServeError(
-        f"the endpoint at {found.url} gives {model} {n_ctx:,} tokens, and {agent.title} needs "
+        f"the endpoint at {remote.url} gives {model} {n_ctx:,} tokens, and {agent.title} needs "
         f"{_needs(agent)}",
         hint=f"end it (`edgeinfer stop`) and start it with more: `edgeinfer serve {model} --ctx "
         f"{_rounded(agent.needs_tokens)}`",
@@ -240,9 +240,10 @@ def _larger_models(agent: Agent) -> str:
     from edgeinfer.models.catalog import load_catalog
     from edgeinfer.models.store import list_pulled
 
-    here = [m.name for m in list_pulled() if m.n_ctx_train >= agent.needs_tokens]
-    if here:
-        return f"take one that was trained on more: `edgeinfer launch --model {here[0]} {agent.name}`"
+    large_enough = [m.name for m in list_pulled() if m.n_ctx_train >= agent.needs_tokens]
+    if large_enough:
+        command = f"edgeinfer launch --model {large_enough[0]} {agent.name}"
+        return f"take a model trained on more tokens: `{command}`"
     known = [
         m
         for m in load_catalog().models.values()

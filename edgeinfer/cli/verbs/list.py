@@ -139,8 +139,8 @@ def _fit_row(model: ListedModel, fit: Fit) -> tuple[str, ...]:
 
 
 def _size(model: ListedModel) -> str:
-    about = "~" if model.size_is_estimate else ""
-    return about + format_bytes(model.size_bytes) if model.size_bytes else "?"
+    prefix = "~" if model.size_is_estimate else ""
+    return prefix + format_bytes(model.size_bytes) if model.size_bytes else "?"
 
 
 def _here(model: ListedModel) -> str:
@@ -175,24 +175,26 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     catalog = load_catalog()
     counts = Counter(model_part(name) for name in generations())
     pulled = list_pulled()
-    here = [_pulled(model, catalog, counts) for model in pulled]
-    names = {model.name for model in here}
-    others = [_found(m, counts) for m in stores.search() if m.name not in {p.source for p in pulled}]
-    here += [model for model in others if isinstance(model, ListedModel)]
-    broken = [model for model in others if isinstance(model, UnusableModel)]
+    local = [_pulled(model, catalog, counts) for model in pulled]
+    names = {model.name for model in local}
+    external = [
+        _external(m, counts) for m in stores.search() if m.name not in {p.source for p in pulled}
+    ]
+    local += [model for model in external if isinstance(model, ListedModel)]
+    broken = [model for model in external if isinstance(model, UnusableModel)]
     rest = (
         []
         if options.pulled
         else [_available(m) for m in catalog.models.values() if m.name not in names]
     )
     wanted = [word.lower() for word in options.words]
-    models = tuple(m for m in (*here, *rest) if _matches(m, wanted))
+    models = tuple(m for m in (*local, *rest) if _matches(m, wanted))
     rate = read_memory_rate() if options.fits else None
     return ListResult(
         models=_grouped(models, catalog, rate) if rate else models,
         fits=options.fits,
         busy=bool(rate and rate.busy),
-        nothing_pulled=options.pulled and not here,
+        nothing_pulled=options.pulled and not local,
         unfinished=unfinished(),
         adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
         unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
@@ -204,7 +206,7 @@ def _matches(model: ListedModel, wanted: list[str]) -> bool:
     return all(word in text for word in wanted)
 
 
-def _found(model: ExternalModel, counts: dict[str, int]) -> ListedModel | UnusableModel:
+def _external(model: ExternalModel, counts: dict[str, int]) -> ListedModel | UnusableModel:
     try:
         parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
     except CatalogError as error:
@@ -269,13 +271,13 @@ def _grouped(
     models: Sequence[ListedModel], catalog: Catalog, rate: MemoryRate
 ) -> tuple[ListedModel, ...]:
     available = read_memory().available_bytes
-    found = []
+    fitting = []
     for model in models:
         if model.size_bytes:
             share = fits.active_share(catalog.get(model.name), model.name, model.parameters)
             figures = fits.fit(model.size_bytes, model.purpose, share, rate, available)
-            found.append(msgspec.structs.replace(model, fit=figures))
-    return tuple(sorted(found, key=_rank))
+            fitting.append(msgspec.structs.replace(model, fit=figures))
+    return tuple(sorted(fitting, key=_rank))
 
 
 def _rank(model: ListedModel) -> tuple[int, float]:

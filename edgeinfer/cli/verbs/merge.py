@@ -55,16 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _host: Host) -> MergeResult:
     """Merge adapters into a model. Raises what `merge_model` raises, and InterruptedByUser."""
-    began = time.monotonic()
+    start_s = time.monotonic()
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
         adapters = ",".join(options.adapters)
-        made = merge_model(options.model, adapters, options.name, options.quantize, report)
+        merged = merge_model(options.model, adapters, options.name, options.quantize, report)
     return MergeResult(
-        name=made.name,
-        source=made.source,
-        type=made.quantization,
-        size_bytes=made.size_bytes,
-        sha256=made.sha256,
-        path=str(made.paths[0]),
-        wall_s=round(time.monotonic() - began, 3),
+        name=merged.name,
+        source=merged.source,
+        type=merged.quantization,
+        size_bytes=merged.size_bytes,
+        sha256=merged.sha256,
+        path=str(merged.paths[0]),
+        wall_s=round(time.monotonic() - start_s, 3),
     )

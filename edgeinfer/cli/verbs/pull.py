@@ -71,11 +71,11 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
     adapter: PulledAdapter
 
     def human(self) -> str:
-        one = self.adapter
+        adapter = self.adapter
         return (
-            f"{one.name} is here: an adapter of {one.n_tensors} tensors for {one.base}, "
-            f"{format_bytes(one.size_bytes)}\n"
-            f'try it: edgeinfer run {one.base} "Name three colours." --lora {one.name}'
+            f"{adapter.name} is here: an adapter of {adapter.n_tensors} tensors for {adapter.base}, "
+            f"{format_bytes(adapter.size_bytes)}\n"
+            f'try it: edgeinfer run {adapter.base} "Name three colours." --lora {adapter.name}'
         )
 
 
@@ -85,9 +85,9 @@ def _pull_adapter(wanted: str, options: argparse.Namespace) -> PullAdapterResult
             f"{wanted} is an adapter, which is made for one model",
             hint=f"say which it is here: `edgeinfer pull {wanted} --base MODEL`",
         )
-    wish = PullOptions(name=options.name)
+    pull_options = PullOptions(name=options.name)
     with progress_on(quiet=options.quiet) as report:
-        return PullAdapterResult(adapter=pull_adapter(wanted, options.base, report, wish))
+        return PullAdapterResult(adapter=pull_adapter(wanted, options.base, report, pull_options))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,22 +132,22 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     Ctrl-C keeps fetched parts. A model in an external store is checked instead of fetched; `--name`
     adds it to our store. `--again` or `--name` fetches one from Hugging Face nevertheless.
     """
-    began = time.monotonic()
+    start_s = time.monotonic()
     wanted: str = options.model or host.config.default_model
     if options.base or is_adapter(wanted):
         return _pull_adapter(wanted, options)
     anew = options.again or options.name or options.sha256
     if stores.is_name(wanted) or not (anew or names.is_path(wanted)):
-        found = _found(wanted, began)
-        if found is not None and not options.name:
-            if options.sha256 and names.digest(options.sha256) != found.sha256:
-                raise ChecksumError(f"{wanted} has SHA-256 {found.sha256}, not {options.sha256}")
-            return found
-        if found is not None:
-            wanted = f"file:{quote(found.files[0])}"
+        external = _check_external(wanted, start_s)
+        if external is not None and not options.name:
+            if options.sha256 and names.digest(options.sha256) != external.sha256:
+                raise ChecksumError(f"{wanted} has SHA-256 {external.sha256}, not {options.sha256}")
+            return external
+        if external is not None:
+            wanted = f"file:{quote(external.files[0])}"
     if options.connections < 1:
         raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
-    wish = PullOptions(
+    pull_options = PullOptions(
         name=options.name,
         quantize=options.quantize,
         sha256=options.sha256,
@@ -157,14 +157,14 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     )
     fetched = False
 
-    def heard(now: PullProgress) -> None:
+    def on_progress(now: PullProgress) -> None:
         nonlocal fetched
         fetched |= now.stage == "done"
         report(now)
 
     hint = "type the same command again: it goes on where it stopped"
     with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
-        record = catalog_pull.pull(wanted, heard, options=wish)
+        record = catalog_pull.pull(wanted, on_progress, options=pull_options)
     entry = load_catalog().get(record.base)
     if record.in_place and any(map(fetch.writable_by_others, record.paths)):
         sys.stderr.write(
@@ -182,15 +182,15 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         licence=entry.licence if entry else "",
         source=record.source,
         was_here=not fetched,
-        wall_s=round(time.monotonic() - began, 3),
+        wall_s=round(time.monotonic() - start_s, 3),
     )
 
 
-def _found(wanted: str, began: float) -> PullResult | None:
+def _check_external(wanted: str, start_s: float) -> PullResult | None:
     """Check a model of another program as using it does; None if none has it, or it is ours."""
     ref = resolve(wanted)
-    here = ref.external
-    if not stores.is_name(wanted) and (here is None or here.problem):
+    stored = ref.external
+    if not stores.is_name(wanted) and (stored is None or stored.problem):
         return None
     files = ref.files()
     header = gguf.check(files.paths[0])
@@ -203,7 +203,7 @@ def _found(wanted: str, began: float) -> PullResult | None:
         quantization=header.quantization,
         purpose=header.purpose,
         licence=header.text("general.license"),
-        source=here.store if here else "",
+        source=stored.store if stored else "",
         was_here=True,
-        wall_s=round(time.monotonic() - began, 3),
+        wall_s=round(time.monotonic() - start_s, 3),
     )

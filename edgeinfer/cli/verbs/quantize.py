@@ -110,8 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
     """Quantize a model. Raises what `quantize` raises, and InterruptedByUser."""
-    began = time.monotonic()
-    wish = QuantizeOptions(
+    start_s = time.monotonic()
+    quantize_options = QuantizeOptions(
         name=options.name,
         pure=options.pure,
         keep_output=options.keep_output,
@@ -121,22 +121,22 @@ def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         text=options.text,
     )
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
-        done = quantize(options.model, options.type, report, options=wish)
+        quantized = quantize(options.model, options.type, report, options=quantize_options)
     return QuantizeResult(
         source=options.model,
-        source_type=done.before_type,
-        source_bytes=done.before_bytes,
-        name=done.model.name,
-        type=done.model.quantization,
-        size_bytes=done.model.size_bytes,
-        sha256=done.model.sha256,
-        path=str(done.model.paths[0]),
-        source_perplexity=done.before_perplexity,
-        perplexity=done.after_perplexity,
-        divergence=done.divergence,
-        same_top=done.same_top,
-        n_scored_tokens=done.n_scored_tokens,
+        source_type=quantized.before_type,
+        source_bytes=quantized.before_bytes,
+        name=quantized.model.name,
+        type=quantized.model.quantization,
+        size_bytes=quantized.model.size_bytes,
+        sha256=quantized.model.sha256,
+        path=str(quantized.model.paths[0]),
+        source_perplexity=quantized.before_perplexity,
+        perplexity=quantized.after_perplexity,
+        divergence=quantized.divergence,
+        same_top=quantized.same_top,
+        n_scored_tokens=quantized.n_scored_tokens,
         text=options.text,
-        quantized_twice=done.twice,
-        wall_s=round(time.monotonic() - began, 3),
+        quantized_twice=quantized.twice,
+        wall_s=round(time.monotonic() - start_s, 3),
     )

@@ -71,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped"
     )
-    told = parser.add_mutually_exclusive_group()
-    told.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
-    told.add_argument(
+    prompt_form = parser.add_mutually_exclusive_group()
+    prompt_form.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
+    prompt_form.add_argument(
         "--raw", action="store_true", help="send the prompt unchanged, without a chat template"
     )
     parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens")
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     if options.image:
         raise UsageError("edgeinfer cannot read images yet", hint="text goes in with `--file FILE`")
     prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
-    asked = requesting.answer_fields(options)
+    answer_fields = requesting.answer_fields(options)
     system = options.system and requesting.system_prompt(options.system, host.config)
     try:
         engine = host.engine(model, requesting.load_options(options, host.config.load))
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         messages=() if options.raw else _turns(system, prompt),
         sampling=requesting.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
-        **asked,
+        **answer_fields,
     )
     with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
         result = _consume(generation, model, host.start, None if options.json else sys.stdout)

@@ -248,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ctx", dest="n_ctx", type=int, metavar="TOKENS", help="estimate memory for this context"
     )
-    parser.add_argument("--kv-type", choices=KV_TYPE.words, help=KV_TYPE.help)
+    parser.add_argument("--kv-type", choices=KV_TYPE.choices, help=KV_TYPE.help)
     add_load_option(parser, GPU_LAYERS)
     parser.add_argument("--template", action="store_true", help="print the chat template alone")
 
@@ -257,37 +257,39 @@ def run(options: argparse.Namespace, host: Host) -> ShowResult:
     """Describe a model. Raises UnknownModelError, InvalidGgufError, CatalogError for a bad record."""
     ref = host.resolve(options.model or host.config.default_model)
     if ref.external is not None:
-        return _shown_found(ref.external, options, host)
+        return _show_external(ref.external, options, host)
     if ref.kind == "absent" and ref.entry is None:
         raise ref.absence()
     name = Path(ref.name).stem if ref.kind == "file" else ref.name
-    return _shown(name, ref, ref.entry, ref.parts, options, host)
+    return _describe(name, ref, ref.entry, ref.parts, options, host)
 
 
-def _shown_found(found: ExternalModel, options: argparse.Namespace, host: Host) -> ShowResult:
-    said = stores.settings(found, stores.headers(found)[0])
+def _show_external(external: ExternalModel, options: argparse.Namespace, host: Host) -> ShowResult:
+    settings = stores.settings(external, stores.headers(external)[0])
     entry = Model(
         title="",
         sources=(),
-        chat_template=said.chat_template or "",
-        stop=said.stop,
-        system_prompt=said.system_prompt,
-        sampling=SamplingDefaults(**said.sampling),
+        chat_template=settings.chat_template or "",
+        stop=settings.stop,
+        system_prompt=settings.system_prompt,
+        sampling=SamplingDefaults(**settings.sampling),
     )
-    shown = _shown(found.name, None, entry, [Path(path) for path in found.paths], options, host)
-    notes = [f"used where it is, from {found.store}; nothing there is ever written"]
-    notes += [f"from {found.store}: {', '.join(said.used)}"] * bool(said.used)
-    notes += [f"not used: {what}" for what in said.unused]
+    shown = _describe(
+        external.name, None, entry, [Path(path) for path in external.paths], options, host
+    )
+    notes = [f"used where it is, from {external.store}; nothing there is ever written"]
+    notes += [f"from {external.store}: {', '.join(settings.used)}"] * bool(settings.used)
+    notes += [f"not used: {setting}" for setting in settings.unused]
     return msgspec.structs.replace(
         shown,
-        title=shown.header.name if shown.header and shown.header.name else found.name,
-        pulled_from=found.store,
-        files=found.files,
+        title=shown.header.name if shown.header and shown.header.name else external.name,
+        pulled_from=external.store,
+        files=external.files,
         notes=(*shown.notes, *notes),
     )
 
 
-def _shown(
+def _describe(
     name: str,
     ref: ModelRef | None,
     entry: Model | None,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from edgeinfer.cli.options import add_quiet, add_yes
 from edgeinfer.cli.parser import add_action
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.terminal import StageTalk, confirm, stoppable, table
+from edgeinfer.cli.terminal import StageProgress, confirm, stoppable, table
 from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import SnapshotCorruptError, SnapshotError, SnapshotMissingError, UsageError
 from edgeinfer.host import Host
@@ -139,8 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="action", metavar="list|show|take|verify|rm|prune|export|import|trust"
     )
 
-    def add(name: str, about: str, *words: str) -> argparse.ArgumentParser:
-        return add_action(actions, name, about, " ".join(("snapshots", name, *words)))
+    def add(name: str, summary: str, *arguments: str) -> argparse.ArgumentParser:
+        return add_action(actions, name, summary, " ".join(("snapshots", name, *arguments)))
 
     add("list", "list all of them, as `edgeinfer snapshots` does")
     _add_name(add("show", "show one", "my-snapshot"))
@@ -215,10 +215,10 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     if action == "verify":
         return _verify(options.name)
     if action == "rm":
-        found = [registry.find(name) for name in options.name]
-        names = ", ".join(format.name_of(folder.name) for folder in found)
+        matches = [registry.find(name) for name in options.name]
+        names = ", ".join(format.name_of(folder.name) for folder in matches)
         confirm(f"remove {names}?", yes=options.yes)
-        return _remove(found)
+        return _remove(matches)
     if action == "prune":
         return _prune(options, host)
     return _list(host)
@@ -230,16 +230,16 @@ def _transfer(action: str, options: argparse.Namespace, host: Host) -> Result:
     verbs = {
         "export": snapshots_transfer.export,
         "import": snapshots_transfer.import_,
-        "trust": snapshots_transfer.trusted,
+        "trust": snapshots_transfer.trust,
     }
     return verbs[action](options, host)
 
 
 def _list(host: Host) -> SnapshotsResult:
-    found = registry.listed()
+    listed = registry.listed()
     return SnapshotsResult(
-        snapshots=tuple(found),
-        disk_bytes=sum(s.disk_bytes for s in found),
+        snapshots=tuple(listed),
+        disk_bytes=sum(s.disk_bytes for s in listed),
         limit_bytes=int(host.config.snapshots.max_total_gib * (1 << 30)),
         building=tuple(jobs.being_built()),
         failures=tuple(registry.list_failures()),
@@ -310,10 +310,10 @@ class TakeResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         d = self.snapshot
         size = f"{format_bytes(d.disk_bytes)} on disk"
-        said = f"was taken of process {self.pid}"
+        outcome = f"was taken of process {self.pid}"
         if not self.was_built:
-            said = f"is what process {self.pid} has loaded, nothing has changed since it was built"
-        lines = [f"{d.name} {said}; {size}, {self.wall_s:.1f} s"]
+            outcome = f"is what process {self.pid} has loaded, nothing has changed since it was built"
+        lines = [f"{d.name} {outcome}; {size}, {self.wall_s:.1f} s"]
         if format.is_given(d.name, d.model, d.requested):
             lines.append(f"to start from it: edgeinfer serve --snapshot {d.name}")
         return "\n".join(lines)
@@ -321,41 +321,41 @@ class TakeResult(Result, frozen=True, kw_only=True):
 
 def _take(options: argparse.Namespace, host: Host) -> TakeResult:
     format.refuse_bad_name(options.name)
-    pid = _chosen(options.which)
-    found = _of(pid, options.model or _named_model(pid, options.which))
-    began = time.monotonic()
+    pid = _resolve_pid(options.which)
+    loaded = _loaded_model(pid, options.model or _named_model(pid, options.which))
+    start_s = time.monotonic()
     criu.available()
-    talk = StageTalk(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
-    with stoppable("stopped; nothing of the snapshot is kept"), talk:
-        taken = build(found, options.name, host.config.snapshots, talk.say)
+    progress = StageProgress(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
+    with stoppable("stopped; nothing of the snapshot is kept"), progress:
+        taken = build(loaded, options.name, host.config.snapshots, progress.report)
     return TakeResult(
         pid=pid,
         snapshot=taken.snapshot,
         was_built=taken.was_built,
-        wall_s=round(time.monotonic() - began, 2),
+        wall_s=round(time.monotonic() - start_s, 2),
     )
 
 
-def _chosen(which: str | None) -> int:
+def _resolve_pid(which: str | None) -> int:
     if which is not None and which.isdecimal():
-        return _refuse_strangers(int(which))
+        return _require_own_process(int(which))
     launches = running.processes()
     if which is None:
-        found = [launch for launch in launches if launch.verb == "serve"]
-        missing, several = "no endpoint runs", "several endpoints run"
+        matches = [launch for launch in launches if launch.verb == "serve"]
+        no_match, ambiguous = "no endpoint runs", "several endpoints run"
     else:
-        found = [one for one in launches if which in one.arguments or _has_loaded(one.pid, which)]
-        missing, several = f"nothing that runs has {which}", f"several processes have {which}"
-    if len(found) == 1:
-        return _refuse_strangers(found[0].pid)
-    if not found:
-        raise UsageError(missing, hint=_PS)
-    pids = ", ".join(str(one.pid) for one in found)
-    raise UsageError(f"{several}: {pids}", hint="name one by its PID")
+        matches = [one for one in launches if which in one.arguments or _has_loaded(one.pid, which)]
+        no_match, ambiguous = f"nothing that runs has {which}", f"several processes have {which}"
+    if len(matches) == 1:
+        return _require_own_process(matches[0].pid)
+    if not matches:
+        raise UsageError(no_match, hint=_PS)
+    pids = ", ".join(str(one.pid) for one in matches)
+    raise UsageError(f"{ambiguous}: {pids}", hint="name one by its PID")
 
 
 def _has_loaded(pid: int, model: str) -> bool:
-    return any(_is_of(found, model) for found in running.loaded_below(pid))
+    return any(_names_model(loaded, model) for loaded in running.loaded_below(pid))
 
 
 def _named_model(pid: int, which: str | None) -> str | None:
@@ -363,11 +363,11 @@ def _named_model(pid: int, which: str | None) -> str | None:
     return which if which is not None and _has_loaded(pid, which) else None
 
 
-def _is_of(found: Description, model: str) -> bool:
-    return model in (found.model, found.files.name)
+def _names_model(loaded: Description, model: str) -> bool:
+    return model in (loaded.model, loaded.files.name)
 
 
-def _refuse_strangers(pid: int) -> int:
+def _require_own_process(pid: int) -> int:
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -385,12 +385,12 @@ def _refuse_strangers(pid: int) -> int:
     return pid
 
 
-def _of(pid: int, model: str | None) -> Description:
-    everything = running.loaded_below(pid)
-    found = [one for one in everything if model is None or _is_of(one, model)]
-    own = [one for one in found if not one.is_worker] or found
+def _loaded_model(pid: int, model: str | None) -> Description:
+    loaded = running.loaded_below(pid)
+    matches = [one for one in loaded if model is None or _names_model(one, model)]
+    own = [one for one in matches if not one.is_worker] or matches
     if not own:
-        what = f"has not loaded {model}" if model and everything else "has loaded no model"
+        what = f"has not loaded {model}" if model and loaded else "has loaded no model"
         raise UsageError(
             f"process {pid} {what}", hint=f"{_PS}; a model is loaded when it is first asked"
         )

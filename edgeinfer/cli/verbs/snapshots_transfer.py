@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.terminal import StageTalk
+from edgeinfer.cli.terminal import StageProgress
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
 from edgeinfer.host import Host
@@ -46,15 +46,15 @@ class ExportResult(Result, frozen=True, kw_only=True):
     wall_s: float
 
     def human(self) -> str:
-        there = self.layers_bytes - self.written_bytes
-        kept = f"; {format_bytes(there)} were there already" if there else ""
-        words = ["edgeinfer", "snapshots", "import", self.destination]
-        words += [] if self.destination.startswith("oci:") else ["--name", self.tag]
+        reused_bytes = self.layers_bytes - self.written_bytes
+        reused = f"; {format_bytes(reused_bytes)} were there already" if reused_bytes else ""
+        command = ["edgeinfer", "snapshots", "import", self.destination]
+        command += [] if self.destination.startswith("oci:") else ["--name", self.tag]
         return (
-            f"{self.name} is in {self.destination}: {format_bytes(self.written_bytes)} written{kept}; "
-            f"{self.wall_s:.1f} s\n"
+            f"{self.name} is in {self.destination}: {format_bytes(self.written_bytes)} written{reused}"
+            f"; {self.wall_s:.1f} s\n"
             f"signed by {self.signer}: tell it to who imports\n"
-            f"to import it: {shlex.join([*words, '--trust', self.signer])}"
+            f"to import it: {shlex.join([*command, '--trust', self.signer])}"
         )
 
 
@@ -70,13 +70,13 @@ class ImportResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         d = self.snapshot
-        how = (
+        origin = (
             "was built here from its description"
             if self.rebuilt
             else "computes here what it computed there"
         )
         return (
-            f"{d.name} {how}: {format_bytes(d.disk_bytes)} on disk; {self.wall_s:.1f} s\n"
+            f"{d.name} {origin}: {format_bytes(d.disk_bytes)} on disk; {self.wall_s:.1f} s\n"
             f"signed by {self.signer}\n"
             f"try it: {_launch(d.name, d.model, d.requested)}"
         )
@@ -109,12 +109,14 @@ class TrustResult(Result, frozen=True, kw_only=True):
 
 def export(options: argparse.Namespace, _host: Host) -> ExportResult:
     """Export a snapshot. Raises what `exporting.export` raises, UsageError for a bad destination."""
-    began = time.monotonic()
+    start_s = time.monotonic()
     folder = registry.find(options.name)
-    talk = StageTalk(sys.stderr, quiet=options.quiet)
+    progress = StageProgress(sys.stderr, quiet=options.quiet)
     name = registry.read_details(folder).name
     with _destination(options.destination) as (where, tag):
-        done = exporting.export(folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), talk.say)
+        done = exporting.export(
+            folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), progress.report
+        )
     return ExportResult(
         name=name,
         tag=done.name,
@@ -123,7 +125,7 @@ def export(options: argparse.Namespace, _host: Host) -> ExportResult:
         signer=done.signer,
         layers_bytes=done.layers_bytes,
         written_bytes=done.written_bytes,
-        wall_s=round(time.monotonic() - began, 2),
+        wall_s=round(time.monotonic() - start_s, 2),
     )
 
 
@@ -157,21 +159,21 @@ def _may_fill(folder: Path) -> bool:
 
 def import_(options: argparse.Namespace, host: Host) -> ImportResult:
     """Import a snapshot. Raises what `importing` raises, UsageError for a bad source or fingerprint."""
-    began = time.monotonic()
+    start_s = time.monotonic()
     if options.trust:
         signing.trust(options.trust)
-    talk = StageTalk(sys.stderr, quiet=options.quiet)
+    progress = StageProgress(sys.stderr, quiet=options.quiet)
     config = host.config.snapshots
     try:
-        with _source(options.source, talk) as source:
+        with _source(options.source, progress) as source:
             offer = offered(source, options.name)
-            work = importing.Importing(source, offer, config, talk.say)
+            work = importing.Importing(source, offer, config, progress.report)
             if options.rebuild:
-                details = jobs.build(work.order(host), config, talk.say)
+                details = jobs.build(work.order(host), config, progress.report)
             else:
                 details = work.run()
     except SnapshotStaleError as error:
-        hint = error.hint or f"build the same here: `{_again(options)} --rebuild`"
+        hint = error.hint or f"build the same here: `{_import_command(options)} --rebuild`"
         raise SnapshotStaleError(error.message, key=error.key, hint=hint) from error
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
@@ -179,17 +181,17 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult:
         snapshot=details,
         signer=offer.signer,
         rebuilt=options.rebuild,
-        wall_s=round(time.monotonic() - began, 2),
+        wall_s=round(time.monotonic() - start_s, 2),
     )
 
 
-def _again(options: argparse.Namespace) -> str:
-    words = ["edgeinfer", "snapshots", "import", options.source]
-    return shlex.join([*words, "--name", options.name] if options.name else words)
+def _import_command(options: argparse.Namespace) -> str:
+    command = ["edgeinfer", "snapshots", "import", options.source]
+    return shlex.join([*command, "--name", options.name] if options.name else command)
 
 
 @contextmanager
-def _source(text: str, talk: StageTalk) -> Iterator[Source]:
+def _source(text: str, progress: StageProgress) -> Iterator[Source]:
     artifact = _artifact(text)
     if artifact is None:
         yield Layout(Path(text).expanduser())
@@ -202,17 +204,19 @@ def _source(text: str, talk: StageTalk) -> Iterator[Source]:
         remote.opened(artifact) as store,
     ):
         job = Job(
-            lambda at: talk.say("download", at.done_bytes / at.total_bytes if at.total_bytes else None)
+            lambda at: progress.report(
+                "download", at.done_bytes / at.total_bytes if at.total_bytes else None
+            )
         )
         yield remote.FetchedSnapshot(store, artifact.reference, Path(folder), job)
 
 
 def _artifact(text: str) -> sources.OciArtifact | None:
-    found = sources.parse(text) if text.startswith("oci:") else None
-    return found if isinstance(found, sources.OciArtifact) else None
+    artifact = sources.parse(text) if text.startswith("oci:") else None
+    return artifact if isinstance(artifact, sources.OciArtifact) else None
 
 
-def trusted(options: argparse.Namespace, _host: Host) -> TrustResult:
+def trust(options: argparse.Namespace, _host: Host) -> TrustResult:
     """List, add or remove trusted keys. Raises UsageError for a missing or unknown fingerprint."""
     if options.remove and not options.fingerprint:
         raise UsageError(

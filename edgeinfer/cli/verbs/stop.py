@@ -28,9 +28,9 @@ class StopResult(Result, frozen=True, kw_only=True):
     killed: tuple[int, ...]
 
     def human(self) -> str:
-        words = [f"stopped {', '.join(map(str, self.stopped))}"] if self.stopped else []
-        words += [f"killed {', '.join(map(str, self.killed))}"] if self.killed else []
-        return "; ".join(words) or "nothing was running"
+        parts = [f"stopped {', '.join(map(str, self.stopped))}"] if self.stopped else []
+        parts += [f"killed {', '.join(map(str, self.killed))}"] if self.killed else []
+        return "; ".join(parts) or "nothing was running"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,10 +58,10 @@ def run(options: argparse.Namespace, _host: Host) -> UninstallResult:
 
     Raises UsageError without a terminal, InterruptedByUser on a no, EdgeInferError while it is in use.
     """
-    every = parts()
-    kept = tuple(part for part in every if options.keep_data and part.mine)
-    doomed = tuple(part for part in every if part not in kept)
-    if not doomed:
+    all_parts = parts()
+    kept = tuple(part for part in all_parts if options.keep_data and part.mine)
+    to_remove = tuple(part for part in all_parts if part not in kept)
+    if not to_remove:
         return UninstallResult(removed=(), kept=kept)
     _refuse_while_running()
     if not options.yes and (sys.stdin is None or not sys.stdin.isatty()):
@@ -69,10 +69,10 @@ def run(options: argparse.Namespace, _host: Host) -> UninstallResult:
             "not a terminal, so nobody can be asked",
             hint="`edgeinfer uninstall --yes` removes without asking",
         )
-    confirm(f"{_listing(doomed, kept)}\n\nRemove it?", yes=options.yes)
-    for part in doomed:
+    confirm(f"{_listing(to_remove, kept)}\n\nRemove it?", yes=options.yes)
+    for part in to_remove:
         _remove(Path(part.path))
-    return UninstallResult(removed=doomed, kept=kept)
+    return UninstallResult(removed=to_remove, kept=kept)
 
 
 def parts() -> list[Part]:
@@ -88,21 +88,21 @@ def parts() -> list[Part]:
         *((f"{p.name}, a file of yours", p, True) for p in _data_files()),
         ("unpacked application", unpack.app_root(), False),
     ]
-    found = [
+    present = [
         Part(what=what, path=str(p), size_bytes=_size(p), mine=mine)
         for what, p, mine in wanted
         if os.path.lexists(p)
     ]
     program = shipped.program_file()
     if program and os.access(program.parent, os.W_OK):
-        found.append(Part(what="the program", path=str(program), size_bytes=program.stat().st_size))
-    return found
+        present.append(Part(what="the program", path=str(program), size_bytes=program.stat().st_size))
+    return present
 
 
 def _data_files() -> list[Path]:
     data = paths.data_dir()
-    ours = {paths.models_dir(), unpack.app_root(), added_dir()}
-    return sorted(p for p in data.iterdir() if p not in ours) if data.is_dir() else []
+    known = {paths.models_dir(), unpack.app_root(), added_dir()}
+    return sorted(p for p in data.iterdir() if p not in known) if data.is_dir() else []
 
 
 def _size(path: Path) -> int:
@@ -133,8 +133,8 @@ def _refuse_while_running() -> None:
         )
 
 
-def _listing(doomed: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
-    lines = [f"  {format_bytes(part.size_bytes):>9}  {part.what}: {part.path}" for part in doomed]
+def _listing(to_remove: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
+    lines = [f"  {format_bytes(part.size_bytes):>9}  {part.what}: {part.path}" for part in to_remove]
     lines += [f"       kept  {part.what}: {part.path}" for part in kept]
     return "\n".join(["This is everything edgeinfer has here, and it would be removed:", *lines])
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 from edgeinfer import requesting
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_model, add_quiet
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.terminal import StageTalk, stoppable
+from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.host import Host
@@ -40,8 +40,8 @@ class WarmResult(Result, frozen=True, kw_only=True):
         d = self.snapshot
         stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
         prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
-        given = format.is_given(d.name, d.model, d.requested)
-        start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if given else ""
+        is_named = format.is_given(d.name, d.model, d.requested)
+        start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if is_named else ""
         return (
             f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "
             f"{format_bytes(d.memory_bytes)} of memory{prefilled}\n"
@@ -78,32 +78,34 @@ def run(options: argparse.Namespace, host: Host) -> Result:
             hint=f"edgeinfer launch {options.agent}",
         )
     format.refuse_bad_name(options.name)
-    began = time.monotonic()
+    start_s = time.monotonic()
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
-    asked = requesting.load_options(options, host.config.load)
-    files = host.files(ref, asked.draft)
-    for path in asked.adapter_paths(files):
+    load_options = requesting.load_options(options, host.config.load)
+    files = host.files(ref, load_options.draft)
+    for path in load_options.adapter_paths(files):
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
-    wanted, reason = jobs.repack_choice(asked, files, config)
+    chosen, reason = jobs.repack_choice(load_options, files, config)
     order = jobs.Order(
         model=ref.name,
         files=files,
-        options=wanted,
+        options=chosen,
         system=requesting.system_prompt(options.system, host.config) or files.system_prompt,
-        given_name=options.name or _own_name(options.system, wanted),
+        given_name=options.name or _own_name(options.system, chosen),
     )
-    talk = StageTalk(sys.stderr, quiet=options.quiet)
-    with stoppable("stopped; nothing of the snapshot is kept"), talk:
-        details = jobs.build(order, config, talk.say)
-    return WarmResult(snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - began, 2))
+    progress = StageProgress(sys.stderr, quiet=options.quiet)
+    with stoppable("stopped; nothing of the snapshot is kept"), progress:
+        details = jobs.build(order, config, progress.report)
+    return WarmResult(
+        snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - start_s, 2)
+    )
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
     """Name a snapshot with a system prompt, so that it does not replace the plain one."""
-    what = f"{system}{snapshot_options(options)}"
-    return f"system-{format.short_hash(what)}" if system else ""
+    text = f"{system}{snapshot_options(options)}"
+    return f"system-{format.short_hash(text)}" if system else ""
 
 
 class PreloadResult(Result, frozen=True, kw_only=True):
@@ -134,7 +136,7 @@ class PreloadResult(Result, frozen=True, kw_only=True):
 
 
 def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
-    began = time.monotonic()
+    start_s = time.monotonic()
     model = host.files(options.model or host.config.default_model)
     files = _in_load_order(model.name, [Path(path) for path in (*model.paths, *model.draft_paths)])
     size = sum(path.stat().st_size for path in files)
@@ -151,7 +153,7 @@ def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
         size_bytes=size,
         was_resident_bytes=resident,
         available_bytes=available,
-        wall_s=round(time.monotonic() - began, 3),
+        wall_s=round(time.monotonic() - start_s, 3),
     )
 
 
