@@ -20,9 +20,9 @@ from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
 from edgeinfer.models.gguf import parse_file_type
 from edgeinfer.models.names import Reference
-from edgeinfer.models.plan import Fetched, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, fetch_first_working
+from edgeinfer.models.pull_plan import Fetched, plan_pull
 from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.models.quantizing.quantize import publish
 from edgeinfer.models.reference import resolve
@@ -78,7 +78,7 @@ def pull_adapter(
     """
     options = options or PullOptions()
     header = _header(base)
-    todo = plan(text, load_catalog(), options.name)
+    todo = plan_pull(text, load_catalog(), options.name)
     ref = Reference(names.model_name(options.name or _name_of(text, todo.ref.name)))
     job = Job(progress, None, options.retry_policy)
     paths.private_dir(paths.adapters_dir())

@@ -19,8 +19,8 @@ from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import DIRECT, convert_fetched
 from edgeinfer.models.fetching.fetch import fetch
 from edgeinfer.models.gguf import parse_file_type
-from edgeinfer.models.plan import Fetched, Plan, plan
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPolicy
+from edgeinfer.models.pull_plan import Fetched, PullPlan, plan_pull
 from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.platform.disk import sha256_of
 
@@ -53,7 +53,7 @@ def pull(
     """
     options = options or PullOptions()
     job = Job(progress, cancel, options.retry_policy)
-    todo = _in_type(plan(text, load_catalog(), options.name), options.quantize)
+    todo = _in_type(plan_pull(text, load_catalog(), options.name), options.quantize)
     if options.sha256:
         todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
     with changing(todo.ref, FETCHED_IS_KEPT) as work:
@@ -74,14 +74,14 @@ def _refuse_other_type(here: PulledModel, wanted: str) -> None:
         )
 
 
-def _in_type(todo: Plan, type_name: str) -> Plan:
+def _in_type(todo: PullPlan, type_name: str) -> PullPlan:
     if not type_name:
         return todo
     parse_file_type(type_name)
     return msgspec.structs.replace(todo, quantize=type_name.upper())
 
 
-def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
+def _named_type(todo: PullPlan, fetched: list[Fetched]) -> str:
     """Return the type in `OWNER/REPO:TYPE` for a checkpoint without another one."""
     named = (part for parts in todo.candidates for part in parts if isinstance(part, sources.HubQuant))
     return (
@@ -89,7 +89,7 @@ def _named_type(todo: Plan, fetched: list[Fetched]) -> str:
     )
 
 
-def _already_here(todo: Plan, job: Job) -> PulledModel | None:
+def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
     """Return the record if every file still matches it; touched files are hashed again."""
     record = store.read_record(names.folder(todo.ref))
     if record is None:
@@ -114,7 +114,7 @@ def _already_here(todo: Plan, job: Job) -> PulledModel | None:
 
 
 def fetch_first_working(
-    todo: Plan, work: Path, job: Job, options: PullOptions
+    todo: PullPlan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[Fetched], str]:
     """Fetch from the first good candidate. Raises the last error, with the others' messages."""
     failures: list[CatalogError] = []
@@ -140,7 +140,7 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 
 
-def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job, wanted: str) -> None:
+def _verify(one: Fetched, todo: PullPlan, source: str, work: Path, job: Job, wanted: str) -> None:
     """Compare with every known digest, check the header; set a wrong file aside as `.bad`."""
     if wanted and (one.checkpoint or one.n_files > 1):
         raise UsageError(f"--sha256 is of one file, and {source} has several")
@@ -176,7 +176,7 @@ def _verify(one: Fetched, todo: Plan, source: str, work: Path, job: Job, wanted:
         raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
 
 
-def _pin(todo: Plan, source: str, one: Fetched) -> str:
+def _pin(todo: PullPlan, source: str, one: Fetched) -> str:
     return store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else ""
 
 
@@ -191,7 +191,7 @@ def _set_aside(one: Fetched, work: Path) -> str:
     return f"it is kept as {bad}"
 
 
-def _publish(todo: Plan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
+def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
     store.pin_files(todo.ref, source, fetched)
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""

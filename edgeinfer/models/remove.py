@@ -14,7 +14,7 @@ from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
 
-class Removed(msgspec.Struct, frozen=True, kw_only=True):
+class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
     """One removed model; files that were used in place stay."""
 
     name: str
@@ -23,7 +23,7 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True):
     forgot_pins: bool = False
 
 
-def remove(text: str, *, forget: bool = False) -> Removed:
+def remove(text: str, *, forget: bool = False) -> RemovedModel:
     """Remove the model or the adapter `text`, and what an unfinished pull of it left.
 
     Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for an external store's.
@@ -40,7 +40,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
             if adapter.is_file():
                 freed = adapter.stat().st_size
                 adapter.unlink()
-                return Removed(name=str(ref), freed_bytes=freed)
+                return RemovedModel(name=str(ref), freed_bytes=freed)
             raise resolve(text).absence()
         left = _files_in_place(folder)
         freed = _bytes_under(folder) + _bytes_under(partial)
@@ -49,7 +49,7 @@ def remove(text: str, *, forget: bool = False) -> Removed:
             shutil.rmtree(place, ignore_errors=True)
         if forget:
             store.forget_pins(ref)
-    return Removed(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
+    return RemovedModel(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
 
 
 def _removable(text: str) -> ModelRef | None:

@@ -24,7 +24,7 @@ import msgspec
 from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError, UsageError
 from edgeinfer.models import gguf, names
 from edgeinfer.models.names import Reference
-from edgeinfer.models.plan import Fetched
+from edgeinfer.models.pull_plan import Fetched
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import is_locked, locked, room_errors, sync, write_whole
 

@@ -11,7 +11,7 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import CatalogError
 from edgeinfer.host import Host
-from edgeinfer.models.remove import Removed, remove
+from edgeinfer.models.remove import RemovedModel, remove
 from edgeinfer.platform import paths
 from edgeinfer.snapshots.format import generations, model_part, part_of
 from edgeinfer.snapshots.registry import forget_failures_of, remove_snapshot
@@ -23,7 +23,7 @@ class RmResult(Result, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "rm"
 
-    removed: tuple[Removed, ...]
+    removed: tuple[RemovedModel, ...]
     snapshots: tuple[str, ...] = ()
 
     def human(self) -> str:
@@ -32,7 +32,7 @@ class RmResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def _line(one: Removed) -> str:
+def _line(one: RemovedModel) -> str:
     if one.left_in_place:
         return (
             f"{one.name} is removed; {', '.join(one.left_in_place)} was used in place and is left alone"
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, host: Host) -> RmResult:
     return RmResult(removed=tuple(removed), snapshots=tuple(snapshots))
 
 
-def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[Removed, list[str]]:
+def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[RemovedModel, list[str]]:
     """Remove a model with its cached prefixes and its snapshots, whose names are returned.
 
     Raises UnknownModelError, ModelNotPulledError, ModelBusyError.

@@ -165,7 +165,7 @@ def conversion_errors(folder: Path) -> Iterator[None]:
         raise ConversionError(f"{folder} cannot be converted: {error!r}") from error
 
 
-class Checkpoint:
+class ModelCheckpoint:
     """An open checkpoint. `config` is the text model's; `whole_config` is as the file has it.
 
     Raises ConversionError when a shard is missing, torn, or not what the index says.

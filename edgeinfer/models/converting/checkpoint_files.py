@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from edgeinfer.errors import SourceNotFoundError, UsageError
-from edgeinfer.models.plan import Fetched
 from edgeinfer.models.progress import Job
+from edgeinfer.models.pull_plan import Fetched
 from edgeinfer.platform.disk import sha256_of
 
 CONFIG = "config.json"

@@ -19,7 +19,7 @@ from edgeinfer.errors import ConversionError
 from edgeinfer.models.converting import families, hyperparameters, tokenizer
 from edgeinfer.models.converting.checkpoint import (
     Array,
-    Checkpoint,
+    ModelCheckpoint,
     conversion_errors,
     read_json,
     to_float32,
@@ -53,7 +53,7 @@ class Planned(msgspec.Struct, frozen=True):
     exact: bool
 
 
-def _plan(checkpoint: Checkpoint, family: Family, config: Values) -> list[Planned]:
+def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[Planned]:
     """Plan every tensor. Raises ConversionError for one that has no place in llama.cpp."""
     import gguf  # 80 ms: the table of names
 
@@ -86,7 +86,7 @@ def plain_name(name: str) -> str:
 
 
 def _grouped(
-    checkpoint: Checkpoint, family: Family, config: Values
+    checkpoint: ModelCheckpoint, family: Family, config: Values
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each tensor with its sources; the experts of one layer together, in order."""
     experts: dict[str, dict[int, str]] = {}
@@ -113,7 +113,9 @@ def _dropped(name: str, family: Family) -> bool:
     return any(name.endswith(word) or word in name for word in family.dropped)
 
 
-def _planned(checkpoint: Checkpoint, family: Family, name: str, sources: tuple[str, ...]) -> Planned:
+def _planned(
+    checkpoint: ModelCheckpoint, family: Family, name: str, sources: tuple[str, ...]
+) -> Planned:
     first = checkpoint.tensor(sources[0])
     if any(checkpoint.tensor(source).shape != first.shape for source in sources):
         raise ConversionError(f"{first.name} and its fellow experts differ in shape")
@@ -154,7 +156,7 @@ _STORED_AS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 
 
-def own_type(checkpoint: Checkpoint) -> str:
+def own_type(checkpoint: ModelCheckpoint) -> str:
     """Return the type that loses least of the checkpoint's: BF16 or F16."""
     return "BF16" if checkpoint.commonest_dtype == "BF16" else "F16"
 
@@ -166,7 +168,7 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
     """
     try:
         with conversion_errors(folder):
-            checkpoint = Checkpoint(folder)
+            checkpoint = ModelCheckpoint(folder)
             family = families.find_family(checkpoint.architectures)
             checkpoint.config = family.defaults | checkpoint.config
             families.check(family, checkpoint.config)
@@ -178,7 +180,7 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
 
 
 class _Conversion:
-    def __init__(self, checkpoint: Checkpoint, family: families.Family, type_name: str) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint, family: families.Family, type_name: str) -> None:
         import gguf  # 80 ms, only for conversions
 
         self.gguf = gguf

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 
 
-class Key(msgspec.Struct, frozen=True):
+class MetadataKey(msgspec.Struct, frozen=True):
     """A key of a GGUF under the architecture's name, and what config.json may call it."""
 
     name: str
@@ -30,8 +30,8 @@ class Key(msgspec.Struct, frozen=True):
     spellings: tuple[str, ...]
 
 
-def _key(name: str, kind: type, spellings: str) -> Key:
-    return Key(name, kind, tuple(spellings.split()))
+def _key(name: str, kind: type, spellings: str) -> MetadataKey:
+    return MetadataKey(name, kind, tuple(spellings.split()))
 
 
 #: A key that config.json lacks, or has as null, is left out.

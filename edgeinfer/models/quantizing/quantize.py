@@ -16,8 +16,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.models import gguf, names, store
 from edgeinfer.models.gguf import FILE_TYPES, FULL_PRECISION, parse_file_type
 from edgeinfer.models.names import Reference
-from edgeinfer.models.plan import Fetched
 from edgeinfer.models.progress import Job, OnProgress
+from edgeinfer.models.pull_plan import Fetched
 from edgeinfer.models.quantizing import helpers
 from edgeinfer.models.quantizing.helpers import (
     MAKE_IMATRIX,

@@ -1,4 +1,4 @@
-"""Plan a pull: the model that a reference names, its sources, and what its files must be."""
+"""PullPlan a pull: the model that a reference names, its sources, and what its files must be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.models.catalog import Catalog, Model, nearest
 from edgeinfer.models.names import Reference
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A planned pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted."""
 
     ref: Reference
@@ -47,18 +47,18 @@ class Fetched(msgspec.Struct, kw_only=True):
         return self.path.stat().st_size
 
 
-def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
-    """Plan for a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
+def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
+    """PullPlan for a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
     wanted = names.parse_reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
-        return Plan(
+        return PullPlan(
             ref=wanted or _named_after(path.name if path.is_dir() else path.stem, catalog),
             candidates=((sources.LocalFile(str(path)),),),
         )
     if sources.looks_like_source(text):
         source = sources.parse(text)
-        return Plan(ref=wanted or _named_after(_stem(source), catalog), candidates=((source,),))
+        return PullPlan(ref=wanted or _named_after(_stem(source), catalog), candidates=((source,),))
     ref = names.parse_reference(text)
     entry = catalog.get(ref.name)
     if entry is None:
@@ -66,10 +66,10 @@ def plan(text: str, catalog: Catalog, name: str | None = None) -> Plan:
     return _of_entry(entry, ref, wanted)
 
 
-def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> Plan:
+def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> PullPlan:
     if ref.quant and ref.quant != entry.final_quantization:
-        return Plan(ref=wanted or ref, candidates=_in_quant(entry, ref))
-    return Plan(
+        return PullPlan(ref=wanted or ref, candidates=_in_quant(entry, ref))
+    return PullPlan(
         ref=wanted or Reference(ref.name),
         candidates=tuple(entry.parsed_sources()),
         quantize=entry.quantize.upper(),
