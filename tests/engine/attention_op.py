@@ -54,9 +54,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case came out. `error` is the largest difference from float64, in standard deviations of that.
+    """The result of a case. `error` is the largest difference from float64, in standard deviations of that.
 
-    `digest` is of the result's bytes. `same` says whether rows have the same bits in smaller batches, with
+    `digest` is of the result's bytes. `same`: rows are bit-identical in smaller batches, with
     other numbers of threads, and where the cells that they see lie elsewhere, among others.
     """
 
@@ -212,7 +212,7 @@ def moved(inputs: Inputs) -> Inputs:
 
 
 def attended(ggml: Ggml, inputs: Inputs, rows: slice, n_threads: int) -> Floats:
-    """What ggml computes for some of the rows: (streams, rows, heads, head_v)."""
+    """Compute some of the rows with ggml: (streams, rows, heads, head_v)."""
     case = inputs.case
     q = np.ascontiguousarray(inputs.q[:, rows])
     head_v = case.head_v or case.head

@@ -63,7 +63,7 @@ def text_of(said: list[TextDelta]) -> str:
     return "".join(e.text for e in said)
 
 
-def test_what_was_unloaded_leaves_nothing(engine: LlamaEngine, red: Adapter) -> None:
+def test_unloaded_adapter_leaves_no_cache(engine: LlamaEngine, red: Adapter) -> None:
     """Neither in what is said, nor in the cache, nor in memory; also where another has its name."""
     plain, _ = ask(engine)
     used = engine.metrics().kv_used_tokens
@@ -116,7 +116,7 @@ def test_memory_comes_back(engine: LlamaEngine, tmp_path: Path) -> None:
 def test_blocks_of_an_adapter_are_never_the_models_own(
     engine: LlamaEngine, red: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Computed blocks on the disk are found by who has the same adapter, and by nobody else."""
+    """KV blocks on disk are found with the same adapter alone."""
     monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
     engine.use_blocks(BlockStore(tmp_path / "blocks", Limits(max_bytes=1 << 30, margin_bytes=0)))
     engine.use_adapters([red])
@@ -130,9 +130,7 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
     assert end.usage.cached_disk_tokens == first.usage.prompt_tokens - 1
 
 
-def test_an_adapter_goes_when_the_last_request_with_it_has_ended(
-    engine: LlamaEngine, red: Adapter
-) -> None:
+def test_adapter_is_unloaded_after_its_last_request(engine: LlamaEngine, red: Adapter) -> None:
     engine.use_adapters([red])
     request = GenerateRequest(
         prompt=PROMPT, sampling=Sampling(temperature=0), max_tokens=200, ignore_eos=True
@@ -152,7 +150,7 @@ def test_an_adapter_goes_when_the_last_request_with_it_has_ended(
     assert not going.is_alive()
 
 
-def test_what_cannot_be_changes_nothing(engine: LlamaEngine, red: Adapter, gemma3: Path) -> None:
+def test_refused_adapter_change_has_no_effect(engine: LlamaEngine, red: Adapter, gemma3: Path) -> None:
     engine.use_adapters([red])
     coloured, _ = ask(engine, cached=False)
     missing = Adapter("none", red.path + ".none")

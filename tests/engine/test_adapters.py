@@ -16,7 +16,7 @@ from edgeinfer.runtime.events import Event, Finished, TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
-#: With a rank of 4, a token in company is rounded otherwise than one alone (decision 022).
+#: With a rank of 4, a batched token is rounded otherwise than an unbatched one (decision 022).
 RANK = 3
 OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
 
@@ -63,7 +63,7 @@ def test_adapters_are_never_mixed_up_between_sequences(engine: LlamaEngine) -> N
     assert alone[4] == alone[0]
 
 
-def test_who_names_none_gets_all_that_are_loaded_at_scale_1(engine: LlamaEngine) -> None:
+def test_request_without_adapters_gets_all_at_scale_1(engine: LlamaEngine) -> None:
     by_default = text_of(list(engine.submit(ask(None, cache_prompt=False))))
     both = text_of(list(engine.submit(ask((("red", 1.0), ("blue", 1.0)), cache_prompt=False))))
     assert by_default == both != text_of(list(engine.submit(ask((), cache_prompt=False))))
@@ -72,7 +72,7 @@ def test_who_names_none_gets_all_that_are_loaded_at_scale_1(engine: LlamaEngine)
 def test_an_adapter_is_loaded_with_a_scale_of_its_own(
     engine: LlamaEngine, smollm2: Path, tmp_path: Path
 ) -> None:
-    """As a model's own adapter is, where nobody asks for another."""
+    """As a model's own adapter is by default."""
     red = make_adapter(tmp_path / "red.gguf", 0, rank=RANK)
     files = ModelFiles(name="smol", paths=(str(smollm2),), lora=f"{red}:0.5")
     half = text_of(list(engine.submit(ask((("red", 0.5),), cache_prompt=False))))
@@ -80,7 +80,7 @@ def test_an_adapter_is_loaded_with_a_scale_of_its_own(
         assert text_of(list(opened.submit(ask(None, cache_prompt=False)))) == half
 
 
-def test_what_was_cached_with_one_adapter_is_not_used_with_another(engine: LlamaEngine) -> None:
+def test_cached_prefix_is_separate_per_adapter(engine: LlamaEngine) -> None:
     long = {"prompt": "one two three four five six seven eight nine ten eleven twelve", "max_tokens": 1}
 
     def cached(lora: tuple[tuple[str, float], ...]) -> int:
@@ -97,9 +97,7 @@ def test_what_was_cached_with_one_adapter_is_not_used_with_another(engine: Llama
     "lora",
     [(("green", 1.0),), (("red", 1.0), ("red", 1.0)), (("red", float("nan")),), (("red", 1000.0),)],
 )
-def test_adapters_that_cannot_be_are_refused(
-    engine: LlamaEngine, lora: tuple[tuple[str, float], ...]
-) -> None:
+def test_invalid_adapters_are_refused(engine: LlamaEngine, lora: tuple[tuple[str, float], ...]) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         engine.submit(ask(lora))
     assert refused.value.param == "lora"

@@ -50,7 +50,7 @@ print(libllama.build_info().attention)
 
 
 def can_run(level: str) -> bool:
-    """Whether this processor has the instructions of an x86-64 level."""
+    """Tell if this processor has the instructions of an x86-64 level."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
     except (OSError, IndexError):
@@ -88,7 +88,7 @@ def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", OURS, ids=str)
-def test_it_attends_as_float64_does(case: Case, ours: dict[str, Any], llamas: dict[str, Any]) -> None:
+def test_attention_matches_float64(case: Case, ours: dict[str, Any], llamas: dict[str, Any]) -> None:
     found = ours[str(case)]
     assert found["error"] < TOLERANCE
     assert found["same"], "a row's bits depend on its company, or on the threads"
@@ -97,13 +97,13 @@ def test_it_attends_as_float64_does(case: Case, ours: dict[str, Any], llamas: di
 
 
 @pytest.mark.parametrize("case", LEFT, ids=str)
-def test_the_rest_is_left_to_llama_cpp(
+def test_attention_leaves_other_shapes_to_llama_cpp(
     case: Case, ours: dict[str, Any], llamas: dict[str, Any]
 ) -> None:
     assert ours[str(case)]["digest"] == llamas[str(case)]["digest"]
 
 
-def test_a_models_logits_are_close_to_those_of_llama_cpps(smollm2: Path, tmp_path: Path) -> None:
+def test_logits_are_close_to_those_of_llama_cpp(smollm2: Path, tmp_path: Path) -> None:
     level = run("-c", STEP, smollm2, tmp_path / "ours.npy", "").strip()
     if not level:
         pytest.skip("this processor's variant has no attention of ours")
@@ -113,7 +113,7 @@ def test_a_models_logits_are_close_to_those_of_llama_cpps(smollm2: Path, tmp_pat
     assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.99
 
 
-def test_it_is_what_this_processors_variant_can_run() -> None:
+def test_attention_level_fits_the_cpu_variant() -> None:
     build = libllama.build_info()
     assert build.attention == libedgeinfer.LEVELS.get(build.cpu_variant, "")
     assert bool(build.attention_version) == bool(build.attention)
@@ -124,7 +124,7 @@ def test_it_is_what_this_processors_variant_can_run() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"no library"])
-def test_without_its_library_llama_cpps_own_serves(content: bytes | None, tmp_path: Path) -> None:
+def test_llama_cpp_attention_serves_without_the_library(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         for level in ("v3", "v4"):
             (tmp_path / f"libedgeinfer-attention-{level}.so.1").write_bytes(content)
@@ -162,7 +162,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
     assert line.endswith(f"type: pip install {pin}")
 
 
-def test_what_was_computed_with_another_attention_is_another_block(
+def test_block_identity_depends_on_the_attention(
     smol: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = libllama.build_info()

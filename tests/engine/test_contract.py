@@ -180,7 +180,7 @@ def test_metrics_only_grow(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fake", "real"])
-def test_close_cancels_what_runs_and_refuses_what_comes(kind: str, smollm2: Path) -> None:
+def test_close_cancels_running_and_refuses_new_requests(kind: str, smollm2: Path) -> None:
     engine = _open(kind, smollm2)
     generation = engine.submit(GenerateRequest(messages=QUESTION, max_tokens=900, ignore_eos=True))
     engine.close()

@@ -27,7 +27,7 @@ def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LlamaEng
     engine.close()
 
 
-def test_an_encoder_embeds_alone_and_in_batches_alike(encoder: LlamaEngine) -> None:
+def test_encoder_embeds_batched_as_unbatched(encoder: LlamaEngine) -> None:
     texts = ["the cat sleeps", "a dog runs", "red", "the blue mat", *(["cat dog"] * 40)]
     together = encoder.embed(texts)
     assert all(math.isclose(sum(x * x for x in v), 1.0, abs_tol=1e-5) for v in together)

@@ -107,7 +107,7 @@ def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
         assert "Paris" in text_of(ask(engine))
 
 
-def test_the_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "edgeinfer.runtime.memory_plan.plan.choose_cells", lambda n_ctx, *_: _cells(256)
     )
@@ -151,7 +151,7 @@ def test_run_warns_of_weights_read_from_the_disk(
     assert err.startswith("warning: weights of 96.6 MB do not fit into the 83.9 MB of memory")
 
 
-def test_a_model_whose_cache_cannot_shift_refuses_to_go_on(tmp_path: Path, smollm2: Path) -> None:
+def test_model_without_shift_refuses_overflow(tmp_path: Path, smollm2: Path) -> None:
     """llama.cpp asserts where M-RoPE positions are moved, which ends the process."""
     with closing(load_engine(files(make_qwen2vl(tmp_path / "m.gguf", smollm2)), SMALL)) as engine:
         with pytest.raises(InvalidRequestError, match="full context") as refused:
@@ -183,7 +183,7 @@ def test_options_out_of_range_are_refused(smollm2: Path, options: LoadOptions) -
         load_engine(files(smollm2), options)
 
 
-def test_what_cannot_be_loaded_says_why(tmp_path: Path, smollm2: Path) -> None:
+def test_load_errors_name_the_cause(tmp_path: Path, smollm2: Path) -> None:
     with pytest.raises(ModelLoadError, match="not there"):
         load_engine(files(tmp_path / "none.gguf"), SMALL)
     broken = tmp_path / "broken.gguf"
@@ -235,7 +235,7 @@ def test_stop_strings_across_token_borders(smol: LlamaEngine) -> None:
     assert (end.reason, end.stop_sequence) == ("stop", stop)
 
 
-def test_the_models_own_stop_strings_count(smollm2: Path) -> None:
+def test_stop_strings_of_the_model_apply(smollm2: Path) -> None:
     with closing(
         load_engine(ModelFiles(name="m", paths=(str(smollm2),), stop=("Paris",)), SMALL)
     ) as engine:
@@ -269,7 +269,7 @@ def test_constraints_hold_at_any_temperature(smol: LlamaEngine) -> None:
     )
 
 
-def test_a_constraint_in_a_batch_is_its_own_requests(smol: LlamaEngine) -> None:
+def test_constraints_in_a_batch_stay_separate(smol: LlamaEngine) -> None:
     wanted = [Choice(("alpha", "beta")), None, Choice(("gamma", "delta")), None]
     streams = [
         smol.submit(
@@ -292,7 +292,7 @@ def test_messages_go_through_the_models_template(smol: LlamaEngine) -> None:
     assert isinstance(events[-1], Finished)
 
 
-def test_embeddings_are_closer_where_meaning_is(smol: LlamaEngine) -> None:
+def test_embeddings_of_similar_texts_are_closer(smol: LlamaEngine) -> None:
     a, b, c = (
         np.array(v)
         for v in smol.embed(["The cat sleeps.", "A cat is sleeping.", "Quarterly revenue rose by 4%."])
@@ -300,7 +300,7 @@ def test_embeddings_are_closer_where_meaning_is(smol: LlamaEngine) -> None:
     assert a @ b > a @ c
 
 
-def test_embeddings_in_one_batch_equal_those_alone(smol: LlamaEngine) -> None:
+def test_embeddings_batched_equal_unbatched(smol: LlamaEngine) -> None:
     texts = [f"sentence number {i} " * (1 + i % 3) for i in range(40)]
     together = smol.embed(texts)
     for i in (0, 20, 39):
@@ -308,7 +308,7 @@ def test_embeddings_in_one_batch_equal_those_alone(smol: LlamaEngine) -> None:
         assert float(np.dot(alone, together[i])) > 0.999
 
 
-def test_what_cannot_be_embedded_is_refused(smol: LlamaEngine) -> None:
+def test_embedding_refuses_invalid_input(smol: LlamaEngine) -> None:
     with pytest.raises(InvalidRequestError):
         smol.embed([""])
     with pytest.raises(InvalidRequestError):
@@ -351,7 +351,7 @@ def test_pooling_is_the_models_own(smollm2: Path, tmp_path: Path, smol: LlamaEng
     assert vectors["mean"] != pytest.approx(vectors["last"], abs=1e-3)
 
 
-def test_a_batch_refuses_what_llama_cpp_would_abort_on() -> None:
+def test_batch_refuses_input_that_aborts_llama_cpp() -> None:
     batch = Batch(capacity=4, max_outputs=2, n_vocab=10, n_seq_max=2, n_cells=8)
     for bad in (
         {"tokens": [], "pos": 0, "seq_id": 0, "outputs": 0},

@@ -37,7 +37,7 @@ def test_events_pass_as_they_are() -> None:
     assert isinstance(events[-1], Finished)
 
 
-def test_an_error_is_raised_after_what_came_before() -> None:
+def test_error_is_raised_after_earlier_events() -> None:
     generation = iter(FakeEngine([["a", DecodeError("broken"), "never"]]).submit(ASK))
     seen: list[object] = []
     with pytest.raises(DecodeError):
@@ -78,6 +78,6 @@ def test_a_full_queue_refuses() -> None:
     list(engine.submit(ASK))
 
 
-def test_rerank_prefers_what_shares_words() -> None:
+def test_rerank_prefers_shared_words() -> None:
     low, high = FakeEngine().rerank("red cat", ["a dog", "the red cat"])
     assert high > low

@@ -70,7 +70,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[[int], str]]:
 def answer(
     group: str, model: Path, n_ctx: int = 512, repack: str = "auto", prompt: str = "The river"
 ) -> dict[str, Any]:
-    """What a process says that begins with nothing of the model in the page cache."""
+    """Answer in a process that starts with nothing of the model in the page cache."""
     fd = os.open(model, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

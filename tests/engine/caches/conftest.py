@@ -1,4 +1,4 @@
-"""Engines that keep what they compute in a store of their own, and what is asked of them."""
+"""Engines with a prefix cache of their own, and requests to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that nobody asks gives its cells' memory back, and remembers what it has read."""
+"""An idle engine returns its cells' memory, and restores its prefixes from disk."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def touched_pages(engine: LlamaEngine) -> int:
 
 
 def rest(engine: LlamaEngine) -> None:
-    """Have the engine do everything that is due while nobody asks."""
+    """Run the engine's idle work."""
     assert engine.flush_blocks()
     engine.between_steps(lambda: None)
     engine._loop.stop()
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_what_is_populated_is_where_cells_lie(smollm2: Path, kv_type: str) -> None:
+def test_populated_pages_are_those_of_the_cells(smollm2: Path, kv_type: str) -> None:
     """Of 30 layers with K and V each; computing into those cells touches no page besides."""
     engine = load(smollm2, None, kv_type=kv_type, n_ctx=7680)
     cells = engine._loaded.cells
@@ -85,7 +85,7 @@ def test_what_is_populated_is_where_cells_lie(smollm2: Path, kv_type: str) -> No
     engine.close()
 
 
-def test_cells_whose_layout_is_not_known_are_left_alone() -> None:
+def test_cells_of_unknown_layout_are_left_alone() -> None:
     memory = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     cells = cell_memory([Buffer(0, Range(address, address + (1 << 20)))], [100, 100], 1024)
@@ -96,7 +96,9 @@ def test_cells_whose_layout_is_not_known_are_left_alone() -> None:
     untouched.close()
 
 
-def test_memory_goes_back_and_the_conversation_comes_back(engine: LlamaEngine, tmp_path: Path) -> None:
+def test_idle_memory_is_returned_and_the_conversation_restored(
+    engine: LlamaEngine, tmp_path: Path
+) -> None:
     assert engine._loaded.cells
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
     tokens = tuple(engine.tokenize(text(600)))
@@ -109,7 +111,7 @@ def test_memory_goes_back_and_the_conversation_comes_back(engine: LlamaEngine, t
     assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in wanted]  # type: ignore[attr-defined]
 
 
-def test_what_would_not_come_back_stays(engine: LlamaEngine, tmp_path: Path) -> None:
+def test_unrestorable_sequence_stays(engine: LlamaEngine, tmp_path: Path) -> None:
     """Without a store, and what was only read ahead."""
     tokens = tuple(engine.tokenize(text(700)))
     heard(engine, ask(tokens, max_tokens=1))
@@ -123,7 +125,7 @@ def test_what_would_not_come_back_stays(engine: LlamaEngine, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path, resumed: bool) -> None:
+def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resumed: bool) -> None:
     """In a resumed process the cells are mapped from the snapshot's file, whose content comes back."""
     n_pinned = engine.prefill_system("You are a poet. " * 20)
     assert n_pinned > 60
@@ -152,9 +154,7 @@ def test_a_pinned_prompt_is_put_back(engine: LlamaEngine, tmp_path: Path, resume
     assert again == wanted
 
 
-def test_a_pinned_prompt_of_a_state_that_cannot_be_cut_is_put_back(
-    smollm2: Path, tmp_path: Path
-) -> None:
+def test_pinned_prompt_of_a_recurrent_model_is_written_back(smollm2: Path, tmp_path: Path) -> None:
     with closing(load(make_lfm2(tmp_path / "lfm2.gguf", smollm2), None, kv_type="q8_0")) as engine:
         pinned = tuple(engine.tokenize(text(200)))
         engine._loop.call(lambda: engine._scheduler.pin(list(pinned)))

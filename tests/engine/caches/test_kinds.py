@@ -58,7 +58,7 @@ class Talk:
         self.second_answer = said(engine, self.second, max_tokens=8)
 
     def prompts(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        """What is done, what is asked then, and how much of that is new."""
+        """Yield each case: its name, the prompt, and its new tokens."""
         new = self.new
         yield "another answer", self.second, 1
         yield "the next turn", self.second + self.second_answer + new[1], len(new[1]) + 1
@@ -71,7 +71,7 @@ def said(engine: LlamaEngine, tokens: tuple[int, ...], **fields: object) -> tupl
     return tuple(token.chosen.token_id for token in found)  # type: ignore[attr-defined]
 
 
-def test_nothing_is_read_twice(model: Path, smollm2: Path, tmp_path: Path) -> None:
+def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path) -> None:
     """In the process that read it, and after another model took its place and it came back."""
     store = BlockStore(tmp_path / "blocks", ROOMY)
     engine = load(model, store, kv_type="q8_0")
@@ -104,8 +104,8 @@ def test_nothing_is_read_twice(model: Path, smollm2: Path, tmp_path: Path) -> No
 
 
 def is_the_same(found: list[object], wanted: list[object]) -> bool:
-    """Whether two greedy answers are equal, up to where the two best tokens are as good as equal: of
-    Gemma's weights a kernel rounds otherwise in batches of other sizes (decision 022).
+    """Compare two greedy answers up to a near tie of the two best tokens: for Gemma's weights a kernel
+    rounds otherwise in batches of other sizes (decision 022).
     """
     for one, other in zip(found, wanted, strict=True):
         if one.chosen.token_id != other.chosen.token_id:  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def tokens_of(found: list[object]) -> tuple[int, ...]:
     return tuple(token.chosen.token_id for token in found)  # type: ignore[attr-defined]
 
 
-def test_blocks_of_an_adapter_are_its_own(smollm2: Path, tmp_path: Path) -> None:
+def test_blocks_are_separate_per_adapter(smollm2: Path, tmp_path: Path) -> None:
     """Found again with the very adapter at the same strength, and with nothing else."""
     store = BlockStore(tmp_path / "blocks", ROOMY)
     adapter = make_adapter(tmp_path / "style.gguf", seed=3)

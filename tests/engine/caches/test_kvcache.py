@@ -1,4 +1,4 @@
-"""The books of the KV cache, against a memory that counts cells by itself."""
+"""The KV cache's accounting, against a memory that counts cells by itself."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_common_prefix(n: int) -> None:
     assert common_prefix(b, a, n // 2) == n
 
 
-def test_next_turn_goes_on_in_place() -> None:
+def test_next_turn_continues_in_place() -> None:
     kv, memory = make()
     first = claim(kv, memory, [1, 2, 3])
     kv.release(first, keep=True)
@@ -105,7 +105,7 @@ def test_a_running_sequence_shares_its_prefix_for_free() -> None:
     assert kv.used_cells == memory.cells == 10
 
 
-def test_what_is_not_kept_waits_until_nobody_runs_and_serves_nobody() -> None:
+def test_pending_free_cells_are_released_once_idle_and_never_reused() -> None:
     kv, memory = make(n_cells=200)
     ended, running = claim(kv, memory, list(range(10))), claim(kv, memory, list(range(50, 60)))
     kv.release(ended, keep=False)
@@ -118,7 +118,7 @@ def test_what_is_not_kept_waits_until_nobody_runs_and_serves_nobody() -> None:
 
 
 @pytest.mark.parametrize(("n_running", "left"), [(2, 9), (3, 6)])
-def test_beside_many_only_the_newest_short_ones_are_kept(n_running: int, left: int) -> None:
+def test_short_idle_sequences_are_limited_beside_many(n_running: int, left: int) -> None:
     kv, memory = make(n_cells=20_000, n_seq_max=32)
     running = [claim(kv, memory, [base]) for base in range(n_running)]
     long = claim(kv, memory, list(range(5000, 5300)))
@@ -146,7 +146,7 @@ def test_other_adapters_share_nothing() -> None:
     assert other.tokens == []
 
 
-def test_least_recently_used_goes_first_and_pinned_last() -> None:
+def test_eviction_is_lru_with_pinned_last() -> None:
     kv, memory = make(n_cells=30, n_seq_max=8)
     pinned, old, new = (claim(kv, memory, [base + i for i in range(10)]) for base in (100, 200, 300))
     for cached_seq in (pinned, old, new):
@@ -175,7 +175,7 @@ def test_every_id_active_means_no_claim() -> None:
     assert kv.claim([5, 6], ()) is None
 
 
-def test_a_shift_moves_what_is_ours_alone() -> None:
+def test_shift_moves_unshared_cells() -> None:
     kv, memory = make()
     alone = claim(kv, memory, list(range(20)))
     assert kv.shift(alone, 4, 8)
@@ -192,7 +192,7 @@ def test_a_shift_of_shared_cells_is_refused() -> None:
     assert ours.tokens == list(range(20))
 
 
-def test_state_that_cannot_be_cut_is_reused_whole_or_not() -> None:
+def test_sequence_without_truncation_is_reused_whole_or_not() -> None:
     kv, memory = make(supports_truncation=False)
     kv.release(claim(kv, memory, [1, 2, 3]), keep=True)
     assert kv.match([1, 2, 9, 9], ()) == (None, 0)
@@ -206,7 +206,7 @@ def test_state_that_cannot_be_cut_is_reused_whole_or_not() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_histories_keep_the_books_right(seed: int) -> None:
+def test_random_histories_keep_the_accounting_right(seed: int) -> None:
     rng = random.Random(seed)
     kv, memory = make(n_cells=120, n_seq_max=6)
     active: list[CachedSequence] = []

@@ -1,4 +1,4 @@
-"""Pages of blocks' files become cells: the same bits as copied ones, and nothing of it shows outside."""
+"""Pages of blocks' files become cells: bit-identical to copied ones, without a visible effect."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_cells_become_pages_of_the_files(
     assert {path: digests(store)[path] for path in before} == before
 
 
-def test_behind_a_pinned_prompt_too(store: BlockStore, smollm2: Path) -> None:
+def test_cells_behind_a_pinned_prompt_become_pages_too(store: BlockStore, smollm2: Path) -> None:
     """It keeps the first cells, and what has it in front comes back behind them."""
     answers = []
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_behind_a_pinned_prompt_too(store: BlockStore, smollm2: Path) -> None:
     assert n_mapped >= N_BLOCKS * N_TENSORS
 
 
-def test_what_is_computed_over_mapped_cells_stays_out_of_the_files(
+def test_writes_to_mapped_cells_stay_out_of_the_files(
     engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
 ) -> None:
     """Cut in the middle of a block, and go on: the next to ask for the old text finds it unchanged."""
@@ -126,7 +126,7 @@ def test_files_may_go_while_their_pages_are_cells(
     assert (found, usage.cached_tokens, usage.cached_disk_tokens) == (answer, N_TOKENS - 1, 0)
 
 
-def test_memory_given_back_lets_the_files_go(
+def test_returned_memory_releases_the_files(
     engine: LlamaEngine, read: tuple[tuple[int, ...], list[object]]
 ) -> None:
     tokens, answer = read
@@ -144,7 +144,7 @@ def test_memory_given_back_lets_the_files_go(
 
 
 @pytest.mark.parametrize("without", ["the library", "mappings", "room in a page"])
-def test_what_cannot_be_mapped_is_copied(
+def test_unmappable_pieces_are_copied(
     store: BlockStore,
     smollm2: Path,
     read: tuple[tuple[int, ...], list[object]],
@@ -173,7 +173,7 @@ def test_what_cannot_be_mapped_is_copied(
     engine.close()
 
 
-def test_a_state_passes_between_contexts_that_copy_otherwise(
+def test_state_moves_between_mapping_and_copying_contexts(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces out of one, and into one that knows of none: as after `attach`."""

@@ -1,4 +1,4 @@
-"""Computed blocks with real models: what comes back from the store is what was computed."""
+"""The prefix cache with real models: restored prefixes are bit-identical to computed ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_a_fresh_engine_goes_on_bit_for_bit(store: BlockStore, model: Path, kv_type: str) -> None:
+def test_fresh_engine_continues_bit_identically(store: BlockStore, model: Path, kv_type: str) -> None:
     """Against an engine that has never stopped: straight on, cut behind a block, and cut within a tail."""
     engine = load(model, store, kv_type=kv_type)
     tokens = tuple(engine.tokenize(text(900)))[:900]
@@ -56,7 +56,7 @@ def test_a_fresh_engine_goes_on_bit_for_bit(store: BlockStore, model: Path, kv_t
         engine.close()
 
 
-def test_memory_first_then_the_store(engine: LlamaEngine, store: BlockStore) -> None:
+def test_prefix_comes_from_memory_then_from_disk(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(700)))
     heard(engine, ask(tokens))
     _, usage = heard(engine, ask(tokens))
@@ -71,9 +71,7 @@ def test_memory_first_then_the_store(engine: LlamaEngine, store: BlockStore) -> 
     assert metrics.kv_used_tokens == len(engine._scheduler.kv.cached_sequences[0].tokens)
 
 
-def test_the_few_tokens_behind_the_last_whole_block_are_kept(
-    engine: LlamaEngine, store: BlockStore
-) -> None:
+def test_tokens_behind_the_last_whole_block_are_stored(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(700)))
     for n in (2 * BLOCK_TOKENS + 2, 2 * BLOCK_TOKENS + 5, 2 * BLOCK_TOKENS + 80):
         heard(engine, ask(tokens[:n], max_tokens=0, logprobs=None))
@@ -86,9 +84,7 @@ def test_the_few_tokens_behind_the_last_whole_block_are_kept(
         assert (whole, tails) == (1, 1)  # the longer one has taken the shorter one's place
 
 
-def test_a_large_model_waits_longer_for_the_disk_from_the_first_prompt_on(
-    smollm2: Path, gemma3: Path
-) -> None:
+def test_disk_patience_scales_with_the_model(smollm2: Path, gemma3: Path) -> None:
     """Before anything was computed, by what its weights weigh; else a cold disk would lose to it."""
     waits = []
     for model in (smollm2, gemma3):
@@ -98,7 +94,7 @@ def test_a_large_model_waits_longer_for_the_disk_from_the_first_prompt_on(
     assert waits == pytest.approx([1e-11, 1e-11], rel=0.1)
 
 
-def test_who_was_held_up_itself_does_not_give_up_what_is_ready() -> None:
+def test_ready_block_is_never_too_slow() -> None:
     ready, missing = Future[Block | None](), Future[Block | None]()
     ready.set_result(None)
     for future, is_too_slow in ((ready, False), (missing, True)):
@@ -106,9 +102,7 @@ def test_who_was_held_up_itself_does_not_give_up_what_is_ready() -> None:
         assert one.is_too_slow(1.0) is is_too_slow
 
 
-def test_a_new_session_of_an_agent_finds_all_that_its_sessions_share(
-    engine: LlamaEngine, store: BlockStore
-) -> None:
+def test_new_session_finds_the_shared_prefix(engine: LlamaEngine, store: BlockStore) -> None:
     shared = engine.tokenize(text(600))  # ends in the middle of a block
     people = [engine.tokenize(text(400, start)) for start in (3000, 5000, 7000)]
     sessions = [tuple(shared + said) for said in people]
@@ -123,9 +117,7 @@ def test_a_new_session_of_an_agent_finds_all_that_its_sessions_share(
     assert usage.cached_disk_tokens == usage.cached_tokens == together
 
 
-def test_what_the_last_session_of_an_agent_began_with_is_known(
-    engine: LlamaEngine, store: BlockStore
-) -> None:
+def test_begun_with_returns_the_last_session(engine: LlamaEngine, store: BlockStore) -> None:
     shared = engine.tokenize(text(600))
     sessions = [tuple(shared + engine.tokenize(text(400, start))) for start in (3000, 5000)]
     for tokens in sessions:
@@ -145,7 +137,7 @@ class _Running(NamedTuple):
     cached_seq: object = True
 
 
-def test_what_nobody_waits_for_stands_back_from_the_disk() -> None:
+def test_prefill_only_restores_yield_the_disk() -> None:
     early = _Running(restore=True, is_prefill_only=True)
     asked = _Running(restore=True)
     for beside, wanted in (
@@ -159,9 +151,7 @@ def test_what_nobody_waits_for_stands_back_from_the_disk() -> None:
         assert restoring(running) == wanted
 
 
-def test_whose_blocks_are_is_noted_when_they_are_written(
-    engine: LlamaEngine, store: BlockStore
-) -> None:
+def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: BlockStore) -> None:
     """However late the disk is: all of a conversation goes with it, and its beginning was used last."""
     blocks = engine._scheduler.prefixes.blocks
     assert blocks is not None
@@ -183,7 +173,7 @@ def test_whose_blocks_are_is_noted_when_they_are_written(
     assert {block.path for block in list_blocks(store.root)} == others
 
 
-def test_a_prompt_of_no_answer_is_kept_for_the_next(engine: LlamaEngine) -> None:
+def test_prefill_only_prompt_is_cached(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(300)))
     events = list(engine.submit(ask(tokens, max_tokens=0)))
     assert isinstance(events[-1], Finished)
@@ -193,9 +183,7 @@ def test_a_prompt_of_no_answer_is_kept_for_the_next(engine: LlamaEngine) -> None
     assert usage.cached_tokens == len(tokens)
 
 
-def test_what_is_read_ahead_in_memory_is_on_disk_when_it_was_sent(
-    engine: LlamaEngine, store: BlockStore
-) -> None:
+def test_prefetched_prompt_is_stored_once_sent(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(600)))
     list(engine.submit(ask(tokens, max_tokens=0, cache_on_disk=False)))
     assert engine.flush_blocks()
@@ -208,7 +196,7 @@ def test_what_is_read_ahead_in_memory_is_on_disk_when_it_was_sent(
     assert usage.cached_disk_tokens == len(tokens) - 1
 
 
-def test_cache_prompt_false_neither_takes_nor_leaves(engine: LlamaEngine, store: BlockStore) -> None:
+def test_cache_prompt_false_neither_reads_nor_writes(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(600)))
     heard(engine, ask(tokens, cache_prompt=False))
     assert engine.flush_blocks()
@@ -220,7 +208,7 @@ def test_cache_prompt_false_neither_takes_nor_leaves(engine: LlamaEngine, store:
     assert usage.cached_tokens == 0
 
 
-def test_another_salt_finds_nothing_in_memory_or_store(engine: LlamaEngine) -> None:
+def test_other_salt_finds_nothing_in_memory_or_on_disk(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(600)))
     heard(engine, ask(tokens, cache_salt="mine"))
     assert engine.flush_blocks()
@@ -232,22 +220,20 @@ def test_another_salt_finds_nothing_in_memory_or_store(engine: LlamaEngine) -> N
     assert usage.cached_disk_tokens == len(tokens) - 1
 
 
-def test_what_is_soon_computed_again_is_not_written(engine: LlamaEngine, store: BlockStore) -> None:
+def test_short_prompt_is_not_stored(engine: LlamaEngine, store: BlockStore) -> None:
     heard(engine, ask(tuple(engine.tokenize("A short question."))))
     assert engine.flush_blocks()
     assert list_blocks(store.root) == []
 
 
-def test_a_parked_engine_has_no_store_and_nobody_s_words(engine: LlamaEngine) -> None:
+def test_parked_engine_has_no_store_and_no_text(engine: LlamaEngine) -> None:
     heard(engine, ask(tuple(engine.tokenize(text(600)))))
     engine.park()
     assert engine._scheduler.prefixes.blocks is None
     assert engine.metrics().kv_used_tokens == 0
 
 
-def test_an_engine_remembers_what_it_reads_after_all_was_forgotten(
-    engine: LlamaEngine, store: BlockStore
-) -> None:
+def test_engine_stores_again_after_forget_all(engine: LlamaEngine, store: BlockStore) -> None:
     heard(engine, ask(tuple(engine.tokenize(text(600)))))
     assert engine.flush_blocks()
     assert forget_all(store.root) > 0
@@ -259,7 +245,7 @@ def test_an_engine_remembers_what_it_reads_after_all_was_forgotten(
     assert usage.cached_disk_tokens == len(tokens) - 1
 
 
-def test_damaged_blocks_are_computed_again(engine: LlamaEngine, store: BlockStore) -> None:
+def test_damaged_blocks_are_prefilled_again(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(900)))
     wanted, _ = heard(engine, ask(tokens))
     assert engine.flush_blocks()
@@ -274,7 +260,7 @@ def test_damaged_blocks_are_computed_again(engine: LlamaEngine, store: BlockStor
     assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in wanted]  # type: ignore[attr-defined]
 
 
-def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
+def test_evicted_prefix_is_restored(store: BlockStore, smollm2: Path) -> None:
     with closing(load(smollm2, store, n_ctx=1024, n_parallel=1)) as engine:
         prompts = [tuple(engine.tokenize(text(600, start))) for start in (0, 1000, 2000)]
         for prompt in prompts:
@@ -286,9 +272,7 @@ def test_what_was_evicted_comes_back(store: BlockStore, smollm2: Path) -> None:
 
 
 @pytest.mark.parametrize("is_prefetched", [False, True])
-def test_a_long_prompt_passes_over_no_cells_of_who_can_come_back(
-    engine: LlamaEngine, is_prefetched: bool
-) -> None:
+def test_long_prefill_evicts_idle_sequences(engine: LlamaEngine, is_prefetched: bool) -> None:
     """Only of what was read ahead, for a request that is yet to come."""
     first = tuple(engine.tokenize(text(1200)))[:1100]
     other = tuple(engine.tokenize(text(600, 4000)))[:600]
@@ -307,7 +291,7 @@ def test_a_long_prompt_passes_over_no_cells_of_who_can_come_back(
 
 
 @pytest.mark.parametrize("max_bytes", [4096, 8 << 20])
-def test_a_small_limit_ends_the_writing(tmp_path: Path, smollm2: Path, max_bytes: int) -> None:
+def test_small_limit_stops_writing(tmp_path: Path, smollm2: Path, max_bytes: int) -> None:
     """No room for one block, and room for one of two."""
     small = BlockStore(tmp_path / "blocks", Limits(max_bytes=max_bytes, margin_bytes=0))
     engine = load(smollm2, small)
@@ -317,7 +301,7 @@ def test_a_small_limit_ends_the_writing(tmp_path: Path, smollm2: Path, max_bytes
     engine.close()
 
 
-def test_a_process_that_never_rests_checks_when_it_pays(store: BlockStore, smollm2: Path) -> None:
+def test_busy_process_checks_when_it_pays(store: BlockStore, smollm2: Path) -> None:
     """As `run` does: write, and end."""
     for cached in (0, 499):
         engine = load(smollm2, store)
@@ -346,7 +330,7 @@ def test_fifty_conversations_with_edits_answer_like_an_oracle_that_forgets(
     store: BlockStore, smollm2: Path
 ) -> None:
     """Three engines' lives over one store, and one engine that computes every prompt whole. A q8_0 cache
-    gives the same bits in any batch, so texts must be equal.
+    gives bit-identical results in any batch, so texts must be equal.
     """
     rng = random.Random(11)
     oracle = load(smollm2, None, kv_type="q8_0", n_ctx=1024)

@@ -1,4 +1,4 @@
-"""A hybrid model goes back to points of its state: edits, other answers and dropped reasoning reuse."""
+"""A hybrid model restores checkpoints: edits, other answers and dropped reasoning reuse a prefix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(hybrid: Path) -> Iterator[LlamaEngine]:
     opened.close()
 
 
-def test_the_same_question_again_computes_one_token(engine: LlamaEngine) -> None:
+def test_repeated_prompt_computes_one_token(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(600)))
     first, _ = heard(engine, ask(tokens))
     again, usage = heard(engine, ask(tokens))
@@ -36,7 +36,7 @@ def test_the_same_question_again_computes_one_token(engine: LlamaEngine) -> None
     assert again == first
 
 
-def test_dropped_reasoning_and_edits_go_back_to_a_point(engine: LlamaEngine) -> None:
+def test_edits_and_dropped_reasoning_restore_a_checkpoint(engine: LlamaEngine) -> None:
     question = tuple(engine.tokenize(text(600)))
     heard(engine, ask(question, max_tokens=40))
     without = question + tuple(engine.tokenize("the answer alone, and another question"))
@@ -46,7 +46,7 @@ def test_dropped_reasoning_and_edits_go_back_to_a_point(engine: LlamaEngine) -> 
     assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]
 
 
-def test_points_are_taken_on_the_way_through_a_long_prompt(engine: LlamaEngine) -> None:
+def test_checkpoints_are_saved_during_a_long_prefill(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(2600)))
     assert len(tokens) > 2300
     heard(engine, ask(tokens, max_tokens=1))
@@ -55,7 +55,7 @@ def test_points_are_taken_on_the_way_through_a_long_prompt(engine: LlamaEngine) 
     assert usage.cached_tokens == 2048
 
 
-def test_a_running_conversation_shares_its_points(engine: LlamaEngine) -> None:
+def test_running_conversation_shares_its_checkpoints(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(500)))
     heard(engine, ask(tokens))
     streams = [engine.submit(ask(tokens, max_tokens=30)) for _ in range(3)]
@@ -64,7 +64,7 @@ def test_a_running_conversation_shares_its_points(engine: LlamaEngine) -> None:
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_a_fresh_engine_goes_on_from_a_point_of_the_store(
+def test_fresh_engine_restores_a_checkpoint_from_disk(
     hybrid: Path, tmp_path: Path, kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
@@ -97,7 +97,7 @@ class _States:
         return True
 
 
-def test_points_are_bounded_and_the_oldest_go() -> None:
+def test_checkpoints_are_bounded_and_the_oldest_evicted() -> None:
     checkpoints = Checkpoints(_States(), most_bytes=25)
     one, two = [], []  # type: ignore[var-annotated]
     checkpoints.save(one, 0, 5)
@@ -116,5 +116,5 @@ def test_points_are_bounded_and_the_oldest_go() -> None:
     ("n_past", "n_tokens", "expected"),
     [(0, 10, 10), (0, 100, 99), (99, 100, 1), (0, 5000, 2048), (2000, 5000, 48), (90, 100, 10)],
 )
-def test_steps_end_where_points_are_taken(n_past: int, n_tokens: int, expected: int) -> None:
+def test_steps_end_at_checkpoints(n_past: int, n_tokens: int, expected: int) -> None:
     assert tokens_to_next_checkpoint(n_past, n_tokens) == expected

@@ -1,4 +1,4 @@
-"""What is handed to the store, and at what cost: real books and a real folder, states of zeros."""
+"""The writer's blocks and their cost: real accounting and a real folder, states of zeros."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Check:
 
 
 class Side:
-    """The parts between books and store."""
+    """The parts between accounting and store."""
 
     def __init__(self, folder: Path) -> None:
         self.store = BlockStore(folder, Limits(max_bytes=1 << 30, margin_bytes=0))
@@ -68,7 +68,7 @@ def side(tmp_path: Path) -> Side:
     return Side(tmp_path / "blocks")
 
 
-def test_each_block_is_named_and_looked_for_once(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing n blocks takes n hashes, or a long conversation would spend its time with its names."""
     counts = {"full": 0, "has": 0}
     full, has = Names.full, ModelBlocks.has
@@ -92,7 +92,7 @@ def test_each_block_is_named_and_looked_for_once(side: Side, monkeypatch: pytest
     assert len(list_blocks(side.store.root)) == n_blocks + 1
 
 
-def test_a_cut_on_the_way_to_the_store_is_noticed(side: Side) -> None:
+def test_writer_notices_a_truncation(side: Side) -> None:
     first = list(range(10 * SIZE))
     cached_seq = claim(side.kv, side.memory, first)
     side.kv.release(cached_seq, keep=True)
@@ -111,7 +111,7 @@ def test_a_cut_on_the_way_to_the_store_is_noticed(side: Side) -> None:
     assert all(side.blocks.read(name) is not None for name in _names(side))
 
 
-def test_a_shift_on_the_way_to_the_store_ends_it(side: Side) -> None:
+def test_writer_stops_at_a_context_shift(side: Side) -> None:
     """Keys that were turned are not what was computed."""
     cached_seq = claim(side.kv, side.memory, list(range(10 * SIZE)))
     side.kv.release(cached_seq, keep=True)
@@ -123,7 +123,7 @@ def test_a_shift_on_the_way_to_the_store_ends_it(side: Side) -> None:
     assert side.there(cached_seq.tokens) <= SIZE
 
 
-def test_two_conversations_that_share_a_sequence_both_own_it(side: Side) -> None:
+def test_conversations_sharing_a_sequence_both_own_it(side: Side) -> None:
     cached_seq = claim(side.kv, side.memory, list(range(4 * SIZE)))
     for conversation in ("one", "two"):
         cached_seq.conversation = conversation
@@ -134,7 +134,7 @@ def test_two_conversations_that_share_a_sequence_both_own_it(side: Side) -> None
     assert len(list((side.store.root / "owners").iterdir())) == 2
 
 
-def test_what_is_only_read_ahead_is_written_once_it_is_sent(side: Side) -> None:
+def test_prefetched_tokens_are_stored_once_sent(side: Side) -> None:
     """Typed behind a conversation that is still on its way to the store."""
     said = list(range(3 * SIZE + 100))
     typed = said + list(range(50_000, 50_000 + 2 * SIZE))
@@ -156,7 +156,7 @@ def test_what_is_only_read_ahead_is_written_once_it_is_sent(side: Side) -> None:
     assert side.there(typed) == 5 * SIZE
 
 
-def test_who_shares_what_was_read_ahead_keeps_it_in_memory_too(side: Side) -> None:
+def test_sequence_sharing_prefetched_tokens_stays_in_memory(side: Side) -> None:
     early = side.kv.claim(list(range(50)), ())
     assert early is not None
     side.kv.keep_in_memory(early)
@@ -174,7 +174,7 @@ def _names(side: Side) -> list[bytes]:
     return [bytes.fromhex(block.path.stem) for block in list_blocks(side.store.root)]
 
 
-def test_a_killed_process_leaves_no_block_without_owner(side: Side) -> None:
+def test_killed_process_leaves_no_block_without_owner(side: Side) -> None:
     said = list(range(4 * SIZE))
     cached_seq = claim(side.kv, side.memory, said)
     cached_seq.conversation = "talk"
@@ -188,7 +188,7 @@ def test_a_killed_process_leaves_no_block_without_owner(side: Side) -> None:
     assert list_blocks(side.store.root) == []
 
 
-def test_a_forgotten_conversation_that_goes_on_can_be_forgotten_again(side: Side) -> None:
+def test_continued_conversation_can_be_forgotten_again(side: Side) -> None:
     cached_seq = claim(side.kv, side.memory, list(range(2 * SIZE)))
     for n in (2, 3):
         said = list(range(n * SIZE))

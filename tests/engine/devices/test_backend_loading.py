@@ -40,7 +40,7 @@ print(msgspec.json.encode({"answer": first, "before": before, "after": mapped(),
 
 
 def load(name: str, *args: str, **more: str):
-    """What `loading.load` gives in a fresh process with more in its environment."""
+    """Run `loading.load` in a fresh process with more in its environment."""
     done = subprocess.run(
         [sys.executable, "-c", LOAD, name, *args],
         env={**os.environ, **more},
@@ -53,7 +53,7 @@ def load(name: str, *args: str, **more: str):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_device_is_described_and_nothing_of_it_is_here_before(lavapipe: dict[str, str]) -> None:
+def test_device_is_described_and_not_opened_before(lavapipe: dict[str, str]) -> None:
     found = load("vulkan", **lavapipe, GGML_VK_VISIBLE_DEVICES="0")
     assert found["before"] == []
     assert found["after"] == ["libggml-", "libvulkan"]
@@ -67,7 +67,7 @@ def test_a_device_is_described_and_nothing_of_it_is_here_before(lavapipe: dict[s
     assert found["same"]
 
 
-def test_why_there_is_no_device_is_said_in_words(lavapipe: dict[str, str]) -> None:
+def test_missing_device_is_explained(lavapipe: dict[str, str]) -> None:
     software = load("vulkan", **lavapipe)["answer"]
     assert "software one (llvmpipe" in software["reason"]
     none = load("vulkan", **lavapipe | dict.fromkeys(("VK_DRIVER_FILES", "VK_ICD_FILENAMES"), "/none"))
@@ -97,7 +97,7 @@ def library(folder: Path, name: str, needs: str, code: str) -> Path:
     return out
 
 
-def test_a_machine_without_the_driver_skips_cuda_without_a_word() -> None:
+def test_cuda_is_absent_without_the_driver() -> None:
     library(files.added_dir(), "cuda", "libcuda.so.1", "void *ggml_backend_init(void) { return 0; }")
     answer = load("cuda")["answer"]
     assert answer["reason"] == "there is no NVIDIA driver (libcuda.so.1)"

@@ -69,7 +69,7 @@ def answers(process: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the CPU says."""
+    """Answer on the CPU alone."""
     place = tmp_path_factory.mktemp("alone")
     found = answers(start(model, {"PYTHONPATH": str(ROOT)}, place, "cpu", "long"))
     assert found["cpu"]["place"] == found["long"]["place"] == "none"
@@ -100,7 +100,7 @@ def test_all_some_and_no_layers_give_the_cpus_text(
     assert found["while"]["texts"] == alone["long"]["texts"]
 
 
-def test_a_device_that_fails_costs_one_line_and_no_answer(
+def test_failing_device_costs_one_line_and_no_answer(
     model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
 ) -> None:
     names = ("no device", "no memory", "less memory", "lost")
@@ -146,7 +146,7 @@ def test_two_processes_share_a_device(
         assert found["place"] == "1 of 3 (1 on Vulkan0)"
 
 
-def test_show_says_what_would_lie_where(model: Path, environment: dict[str, str]) -> None:
+def test_show_describes_the_offload(model: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "edgeinfer", "show", str(model), "--gpu-layers", "2"]
     env = {**os.environ, **environment, "FAILING_VULKAN": "/nowhere"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)

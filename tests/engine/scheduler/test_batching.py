@@ -97,7 +97,7 @@ def assert_nothing_left(engine: LlamaEngine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_batch_gives_what_each_request_gives_alone(engine: LlamaEngine, temperature: float) -> None:
+def test_batched_answers_equal_unbatched(engine: LlamaEngine, temperature: float) -> None:
     requests = [
         written(s, sampling=Sampling(temperature=temperature, seed=i))
         for i, s in enumerate(SUBJECTS[:8])
@@ -109,7 +109,7 @@ def test_a_batch_gives_what_each_request_gives_alone(engine: LlamaEngine, temper
     assert_nothing_left(engine)
 
 
-def test_long_prompts_in_a_batch_give_what_they_give_alone(smollm2: Path) -> None:
+def test_long_batched_prompts_equal_unbatched(smollm2: Path) -> None:
     """All of them together are too few for cells to be freed while others run: out of order, they are
     summed otherwise.
     """
@@ -157,7 +157,7 @@ def test_speculation_changes_nothing_but_the_time(engine: LlamaEngine) -> None:
     assert engine.metrics().draft_accepted_total > 0
 
 
-def test_the_attention_that_serves_decides_what_is_exact(
+def test_attention_in_use_decides_batch_invariance(
     engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, build = engine._loaded, libllama.build_info()
@@ -176,7 +176,7 @@ def test_the_attention_that_serves_decides_what_is_exact(
         assert _batch_invariance(model) == expected
 
 
-def test_a_prefix_shared_by_many_is_computed_once(plain: LlamaEngine) -> None:
+def test_shared_prefix_is_prefilled_once(plain: LlamaEngine) -> None:
     plain.park()
     prefix = "You are a careful clerk who answers in few words. " * 30
     requests = [
@@ -189,7 +189,7 @@ def test_a_prefix_shared_by_many_is_computed_once(plain: LlamaEngine) -> None:
     assert sorted(computed)[-2] < 12
 
 
-def test_a_conversation_computes_only_what_is_new(plain: LlamaEngine) -> None:
+def test_conversation_prefills_only_new_tokens(plain: LlamaEngine) -> None:
     turns: list[Message] = [Message(role="system", content="Answer briefly. " * 20)]
     shares = []
     for turn in range(6):
@@ -227,7 +227,7 @@ def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
     generation.close()  # type: ignore[attr-defined]
 
 
-def test_seeds_differ_when_none_is_given(plain: LlamaEngine) -> None:
+def test_seeds_differ_by_default(plain: LlamaEngine) -> None:
     free = Sampling(temperature=1.5)
     assert len({text_of(list(plain.submit(written("wool", sampling=free)))) for _ in range(3)}) == 3
 
@@ -256,7 +256,7 @@ def test_the_queue_is_bounded_and_served_in_order(plain: LlamaEngine) -> None:
     assert_nothing_left(plain)
 
 
-def test_a_slow_consumer_stops_nobody(plain: LlamaEngine) -> None:
+def test_slow_consumer_does_not_block_others(plain: LlamaEngine) -> None:
     slow = plain.submit(written("ink", max_tokens=40))
     assert end_of(list(plain.submit(written("tea", max_tokens=40)))).reason == "length"
     assert end_of(list(slow)).usage.completion_tokens == 40
@@ -338,7 +338,7 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
         assert b"marmalade" in engine.detokenize(kept)
 
 
-def test_too_little_cache_for_all_preempts_and_finishes_everyone(
+def test_short_cache_preempts_and_finishes_every_request(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
@@ -351,7 +351,7 @@ def test_too_little_cache_for_all_preempts_and_finishes_everyone(
         assert_nothing_left(engine)
 
 
-def test_a_large_prompt_that_waits_for_room_is_not_passed_by(
+def test_large_prompt_waiting_for_cells_is_not_overtaken(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
@@ -420,7 +420,7 @@ class _Chaos:
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_random_interleavings_leave_nothing_behind(plain: LlamaEngine, block: int) -> None:
+def test_random_interleavings_free_all_cells(plain: LlamaEngine, block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):
         _Chaos(plain, seed).run()
     list(

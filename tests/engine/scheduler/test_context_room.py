@@ -80,7 +80,7 @@ def test_kv_type_is_chosen_with_its_reason() -> None:
     assert plan_for(odd, 8).kv_type.value == "f16"
 
 
-def test_a_context_that_is_asked_for_decides_the_type() -> None:
+def test_requested_context_decides_the_kv_type() -> None:
     assert plan_for(EIGHT, 8, n_ctx=8192).kv_type.value == "f16"
     long = plan_for(EIGHT, 8, n_ctx=28_672)
     assert (long.kv_type.value, long.refusal) == ("q8_0", "")

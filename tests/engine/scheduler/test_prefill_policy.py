@@ -14,20 +14,20 @@ def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
     return made
 
 
-def test_alone_short_prompts_fill_the_batch_and_long_ones_leave_room_for_newcomers() -> None:
+def test_short_prompts_fill_an_idle_batch_and_long_ones_are_chunked() -> None:
     assert chunks().budget(512, 0, [61, 5]) == 512
     assert chunks().budget(512, 0, [256, 256]) == 512
     for ms_per_token in (0.1, 1.0, 60.0):
         assert chunks(ms_per_token=ms_per_token).budget(512, 0, [2000]) == 128
 
 
-def test_short_prompts_stay_where_each_keeps_its_bits() -> None:
+def test_short_prompts_stay_bit_identical() -> None:
     assert chunks().budget(512, 0, [20] * 8) == 60
     assert chunks().budget(512, 7, [20] * 8) == 53
     assert chunks(rows=512).budget(512, 0, [20] * 8) == 512
 
 
-def test_a_prompt_is_never_kept_from_the_batch() -> None:
+def test_budget_is_never_zero() -> None:
     for rows in (3, 60):
         for decoding in (0, 1, 3, 60, 100):
             assert chunks(rows).budget(512, decoding, [1]) >= 1
@@ -37,24 +37,24 @@ def test_a_prompt_is_never_kept_from_the_batch() -> None:
 @pytest.mark.parametrize(
     ("ms_per_token", "expected"), [(0.1, 512), (0.5, 200), (1.25, 80), (3.0, 33), (60.0, 32)]
 )
-def test_beside_streams_a_chunk_takes_a_tenth_of_a_second(ms_per_token: float, expected: int) -> None:
+def test_chunk_beside_streams_takes_a_tenth_of_a_second(ms_per_token: float, expected: int) -> None:
     assert chunks(ms_per_token=ms_per_token).budget(512, 2, [2000]) == pytest.approx(expected, abs=2)
 
 
-def test_beside_streams_a_chunk_is_as_long_as_those_of_long_prompts_allow() -> None:
+def test_chunk_beside_streams_follows_the_cost_of_long_prompts() -> None:
     made = chunks(ms_per_token=1.25)
     for _ in range(50):
         made.note(100, 0.01, is_long=False)
     assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
 
 
-def test_few_tokens_say_nothing_about_many() -> None:
+def test_cost_ignores_short_chunks() -> None:
     made = chunks(ms_per_token=1.25)
     made.note(3, 10.0, is_long=True)
     assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
 
 
-def test_a_long_prompt_lends_a_tenth_of_its_time_and_a_second_ahead() -> None:
+def test_decode_budget_is_a_tenth_and_a_second_ahead() -> None:
     assert decode_budget_s(0.0, 4.0) == pytest.approx(0.4)
     assert decode_budget_s(0.0, 600.0) == pytest.approx(1.0)
     assert decode_budget_s(500.0, 100.0) == pytest.approx(51.0)

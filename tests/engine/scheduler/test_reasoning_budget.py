@@ -113,7 +113,7 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
 
 
 def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
-    """Whether the budget is spent, behind each token of what was `said`."""
+    """Tell after each token of `said` if the budget is spent."""
     vocab = engine._loaded.vocab
     output = Output(vocab, (), ReasoningParser(THINK, None, opened=opened))
     budget = ReasoningBudget(n_tokens, (), opened=opened)
@@ -140,7 +140,7 @@ def test_a_span_is_not_closed_within_a_character_or_a_marker(engine: LlamaEngine
     assert not any(spent(engine, 1, "</think>", opened=True))
 
 
-def test_the_scripted_engine_keeps_to_it_too() -> None:
+def test_fake_engine_keeps_the_reasoning_budget() -> None:
     script = [ReasoningDelta("one "), ReasoningDelta("two "), ReasoningDelta("three"), "answer"]
     events = list(FakeEngine([script]).submit(ask(reasoning_budget=2)))
     assert (reasoning(events), text(events)) == ("one two ", "answer")
@@ -150,7 +150,7 @@ def test_the_scripted_engine_keeps_to_it_too() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_budget": -1}, {"messages": (), "prompt": "a"}])
-def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+def test_invalid_reasoning_budget_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         FakeEngine().submit(ask(**{"reasoning_budget": 1, **fields}))
     assert caught.value.param == "reasoning_budget"

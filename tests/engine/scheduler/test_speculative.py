@@ -45,7 +45,7 @@ def decode(drafting: Drafting, answer: Sequence[int], price: Price | None) -> li
     return drafted
 
 
-def test_what_followed_before_is_drafted_again() -> None:
+def test_ngram_drafter_repeats_earlier_continuation() -> None:
     drafter = NgramDrafter()
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     assert drafter.draft(text, 3) == [4, 5, 6]
@@ -63,7 +63,7 @@ def test_short_and_new_texts_give_no_drafts() -> None:
     assert NgramDrafter().draft([1, 2, 3, 4, 1, 2, 3], 0) == []
 
 
-def test_a_shifted_text_is_indexed_anew() -> None:
+def test_shifted_text_is_indexed_again() -> None:
     drafter = NgramDrafter()
     drafter.draft([1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
     assert drafter.draft([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
@@ -108,7 +108,7 @@ def test_a_rejected_draft_model_is_tried_now_and_then() -> None:
     assert sum(map(bool, drafted)) < 50
 
 
-def test_a_drafter_that_costs_more_than_a_token_is_never_asked() -> None:
+def test_drafter_costlier_than_a_token_never_drafts() -> None:
     drafter = Always(s_per_token=0.011)
     decode(Drafting(drafter, limit=7), [1] * 50, FREE)
     assert drafter.calls == 0
@@ -119,7 +119,7 @@ def test_a_named_drafter_drafts_at_any_price() -> None:
     assert decode(drafting, [2] * 20, FULL)[:10] == [4] * 10
 
 
-def test_a_row_costs_what_steps_with_drafts_have_taken() -> None:
+def test_row_cost_follows_steps_with_drafts() -> None:
     costs = StepCosts()
     costs.note(1, 0, 0.010)
     assumed = costs.price(1, 0.001)
@@ -137,7 +137,7 @@ def test_a_row_costs_what_steps_with_drafts_have_taken() -> None:
     assert faded.row_s < 0.003
 
 
-def test_a_row_of_a_full_batch_costs_what_a_sequence_does() -> None:
+def test_row_of_a_full_batch_costs_as_a_sequence() -> None:
     costs = StepCosts()
     costs.note(1, 0, 0.008)
     costs.note(32, 0, 0.163)

@@ -1,4 +1,4 @@
-"""Who comes while a long prompt is computed: served soon, with the long one's answer unchanged."""
+"""Requests that arrive during a long prefill are served soon, and the long one's answer is unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def begun(stream: EventStream, tokens: int) -> Iterator[Event]:
     return events
 
 
-def test_short_prompts_overtake_a_long_one_and_change_nothing(engine: LlamaEngine) -> None:
+def test_short_prompts_overtake_a_long_one_bit_identically(engine: LlamaEngine) -> None:
     long = tuple(engine.tokenize(text(1500)))
     alone, _ = heard(engine, ask(long, cache_prompt=False))
     stream = engine.submit(ask(long, cache_prompt=False))
@@ -50,9 +50,7 @@ def test_short_prompts_overtake_a_long_one_and_change_nothing(engine: LlamaEngin
     assert found == alone
 
 
-def test_a_prompt_without_an_answer_gives_way_at_once_and_keeps_what_it_has(
-    engine: LlamaEngine,
-) -> None:
+def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(1500, 3000)))
     early = engine.submit(ask(tokens, max_tokens=0))
     rest = begun(early, 128)
@@ -68,7 +66,7 @@ def test_a_prompt_without_an_answer_gives_way_at_once_and_keeps_what_it_has(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread")
-def test_what_is_computed_in_the_background_gives_way_to_all_others(
+def test_background_prefill_yields_to_other_processes(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nice: list[int] = []
@@ -94,7 +92,7 @@ def test_what_is_computed_in_the_background_gives_way_to_all_others(
         list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
 
 
-def test_prompts_without_answers_leave_their_places_to_others(smollm2: Path) -> None:
+def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
     with closing(load(smollm2, None, n_parallel=1)) as engine:
         early = engine.submit(ask(tuple(engine.tokenize(text(1200))), max_tokens=0))
         rest = begun(early, 128)
@@ -105,7 +103,7 @@ def test_prompts_without_answers_leave_their_places_to_others(smollm2: Path) -> 
         assert last.reason == "length"
 
 
-def test_little_work_is_lost_for_newcomers() -> None:
+def test_step_cancellation_loses_little_work() -> None:
     asked = threading.Event()
     cancellation = StepCancellation(asked.set)
     cancellation.for_incoming_request(10)

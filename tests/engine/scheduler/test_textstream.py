@@ -48,7 +48,7 @@ def test_a_false_beginning_is_given_back() -> None:
     assert not stream.is_holding
 
 
-def test_what_was_held_is_shown_at_the_end() -> None:
+def test_held_text_is_emitted_at_the_end() -> None:
     stream = TextStream(["###"])
     assert stream.feed(b"a ##") + stream.finish() == "a ##"
 
@@ -60,7 +60,7 @@ def test_an_unfinished_character_is_dropped_at_the_end() -> None:
     assert stream.finish() == ""
 
 
-def test_bytes_that_are_no_text_become_replacement_characters() -> None:
+def test_invalid_bytes_become_replacement_characters() -> None:
     assert TextStream().feed(b"a\xffb") == "a\ufffdb"
 
 

@@ -1,4 +1,4 @@
-"""What sessions of an agent begin with: noted by name, narrowed by every session, pruned last."""
+"""Shared prefixes of an agent's sessions: recorded, narrowed by every session, evicted last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path):
     return path
 
 
-def test_one_session_keeps_nothing_and_two_keep_what_they_share(tmp_path, folder):
+def test_shared_prefix_is_retained_from_two_sessions_on(tmp_path, folder):
     retention.note_session(folder, "codex", _names("a", "b", "c", "person"))
     assert retention.retained_names(tmp_path) == set()
     retention.note_session(folder, "codex", _names("a", "b", "c", "another", "more"))
@@ -31,14 +31,14 @@ def test_one_session_keeps_nothing_and_two_keep_what_they_share(tmp_path, folder
     assert retention.retained_names(tmp_path) == set(_names("a", "b"))
 
 
-def test_where_sessions_part_is_known_by_the_block_before(folder):
+def test_boundary_blocks_follow_the_shared_prefix(folder):
     retention.note_session(folder, "codex", _names("a", "b", "person"))
     retention.note_session(folder, "codex", _names("a", "b", "another"))
     assert retention.boundary_blocks(folder, *_names("b")) == tuple(_names("person"))
     assert retention.boundary_blocks(folder, *_names("a")) == ()
 
 
-def test_the_latest_blocks_in_which_sessions_part_are_known(folder):
+def test_boundary_blocks_are_the_latest_eight(folder):
     for names in (_names("a", "b"), _names("a", "b")):
         retention.note_session(folder, "codex", names)
     for number in range(10):
@@ -52,7 +52,7 @@ def test_the_latest_blocks_in_which_sessions_part_are_known(folder):
     assert len(retention.boundary_blocks(folder, *_names("b"))) == 8
 
 
-def test_a_tail_behind_the_last_block_in_which_sessions_part_is_known_too(folder):
+def test_partial_block_behind_a_boundary_block_is_recorded(folder):
     for names in (_names("a", "b"), _names("a", "b")):
         retention.note_session(folder, "codex", names)
     retention.note_fork(folder, *_names("b", "folder"))
@@ -62,7 +62,7 @@ def test_a_tail_behind_the_last_block_in_which_sessions_part_is_known_too(folder
     assert retention.begun_with(folder, "../codex") == ()
 
 
-def test_an_agent_that_was_changed_begins_anew(tmp_path, folder):
+def test_changed_agent_starts_anew(tmp_path, folder):
     for names in (_names("a", "b", "c"), _names("a", "b", "c"), _names("new", "b", "c")):
         retention.note_session(folder, "codex", names)
     assert retention.retained_names(tmp_path) == set()
@@ -70,7 +70,7 @@ def test_an_agent_that_was_changed_begins_anew(tmp_path, folder):
     assert retention.retained_names(tmp_path) == set(_names("new", "b", "c"))
 
 
-def test_a_name_that_is_no_agents_and_a_file_that_is_not_ours_count_for_nothing(tmp_path, folder):
+def test_invalid_agent_names_and_files_are_ignored(tmp_path, folder):
     retention.note_session(folder, "../outside", _names("a"))
     assert list(tmp_path.rglob("outside")) == []
     retention.note_session(folder, "codex", _names("a"))
@@ -89,7 +89,7 @@ def test_sessions_of_two_keys_do_not_disturb_each_other(tmp_path, folder):
     assert retention.begun_with(folder, "codex", "another") == ()
 
 
-def test_what_agents_begin_with_is_pruned_last(tmp_path, folder):
+def test_shared_prefixes_are_evicted_last(tmp_path, folder):
     names = _names("first", "second", "third")
     for age, name in enumerate(names):  # the agent's is the oldest
         path = folder / f"{name}{retention.SUFFIX}"

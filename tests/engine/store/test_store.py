@@ -1,4 +1,4 @@
-"""The store on real folders: what is written comes back, and nothing else does."""
+"""The store on real folders: blocks are read as written, and nothing else is."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def blocks(store: BlockStore) -> ModelBlocks:
     return store.model("sha", {"kv": "f16"})
 
 
-def test_what_is_written_comes_back(blocks: ModelBlocks) -> None:
+def test_block_round_trip(blocks: ModelBlocks) -> None:
     block = make_block(blocks, TOKENS)
     name = put(blocks, block)
     back = blocks.read(name)
@@ -64,7 +64,7 @@ def test_what_is_written_comes_back(blocks: ModelBlocks) -> None:
     assert blocks.traffic.blocks_written == blocks.traffic.blocks_read == 1
 
 
-def test_a_piece_lies_where_it_asked_to_in_a_page(blocks: ModelBlocks) -> None:
+def test_piece_lies_at_its_place_in_a_page(blocks: ModelBlocks) -> None:
     made = [b"head", b"c" * 9000, b"", b"d" * 5000, b"end"]
     places = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
     state = State(tuple(memoryview(piece) for piece in made), places)
@@ -82,7 +82,9 @@ def test_a_piece_lies_where_it_asked_to_in_a_page(blocks: ModelBlocks) -> None:
     assert back.file is None
 
 
-def test_another_process_finds_it_without_an_index(store: BlockStore, blocks: ModelBlocks) -> None:
+def test_block_is_found_by_another_process_without_an_index(
+    store: BlockStore, blocks: ModelBlocks
+) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     other = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
     assert other.names.full(other.names.root(), TOKENS) == name
@@ -119,7 +121,7 @@ def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: Mo
 
 
 @pytest.mark.parametrize("at", [0, 5, 9, 13, 17, 30, 200, 5000, -1])
-def test_a_flipped_bit_is_seen_and_the_file_goes(blocks: ModelBlocks, at: int) -> None:
+def test_flipped_bit_is_detected_and_the_file_deleted(blocks: ModelBlocks, at: int) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     path = blocks.path(name)
     data = bytearray(path.read_bytes())
@@ -131,7 +133,7 @@ def test_a_flipped_bit_is_seen_and_the_file_goes(blocks: ModelBlocks, at: int) -
 
 
 @pytest.mark.parametrize("size", [0, 1, 23, 24, 100, 5000])
-def test_a_truncated_file_is_seen(blocks: ModelBlocks, size: int) -> None:
+def test_truncated_file_is_detected(blocks: ModelBlocks, size: int) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     os.truncate(blocks.path(name), size)
     assert blocks.header(name) is None or size >= 1000
@@ -139,7 +141,7 @@ def test_a_truncated_file_is_seen(blocks: ModelBlocks, size: int) -> None:
     assert not blocks.has(name)
 
 
-def test_swapped_blocks_are_seen(blocks: ModelBlocks) -> None:
+def test_swapped_blocks_are_detected(blocks: ModelBlocks) -> None:
     one, two = (put(blocks, make_block(blocks, [n] * 256)) for n in (1, 2))
     spare = blocks.path(one).with_name("spare")
     blocks.path(one).rename(spare)
@@ -149,7 +151,7 @@ def test_swapped_blocks_are_seen(blocks: ModelBlocks) -> None:
     assert blocks.read(two) is None
 
 
-def test_sizes_that_lie_are_refused(blocks: ModelBlocks) -> None:
+def test_wrong_sizes_are_refused(blocks: ModelBlocks) -> None:
     data = b"".join(encode(make_block(blocks, TOKENS)))
     size, lie = (msgspec.msgpack.encode(n) for n in (5000, 65_000))
     assert data.count(size) == 1
@@ -171,7 +173,7 @@ def test_folders_and_files_are_the_user_s_alone(store: BlockStore, blocks: Model
     assert blocks.read(name) is None
 
 
-def test_a_folder_that_others_may_enter_or_own_is_refused(tmp_path: Path) -> None:
+def test_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("open", "link"):
@@ -195,7 +197,7 @@ def test_a_symlink_in_a_file_s_place_is_not_followed(tmp_path: Path, blocks: Mod
     assert blocks.read(name) is None
 
 
-def test_least_recently_used_goes_first_and_children_before_parents(tmp_path: Path) -> None:
+def test_eviction_is_lru_and_children_before_parents(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
     blocks = store.model("sha", {})
     chain = [put(blocks, make_block(blocks, [n] * 256, n_bytes=16_000)) for n in range(5)]
@@ -212,7 +214,7 @@ def test_least_recently_used_goes_first_and_children_before_parents(tmp_path: Pa
     assert blocks.traffic.pruned > 2
 
 
-def test_a_clock_that_was_set_back_keeps_nothing_for_ever(tmp_path: Path) -> None:
+def test_future_timestamps_do_not_prevent_eviction(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
     blocks = store.model("sha", {})
     name = put(blocks, make_block(blocks, TOKENS, n_bytes=40_000))
@@ -303,7 +305,7 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     assert whole_and_unfinished(root) == (n_whole, 0)
 
 
-def test_the_writer_goes_on_after_any_failure(blocks: ModelBlocks) -> None:
+def test_writer_survives_any_failure(blocks: ModelBlocks) -> None:
     def fail() -> None:
         raise ValueError("not foreseen")
 
@@ -321,7 +323,7 @@ def test_two_processes_that_write_the_same_do_no_harm(tmp_path: Path) -> None:
     assert whole_and_unfinished(tmp_path / "blocks") == (40, 0)
 
 
-def test_forget_a_conversation_leaves_what_others_share(store: BlockStore, blocks: ModelBlocks) -> None:
+def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: ModelBlocks) -> None:
     shared, mine, theirs = (put(blocks, make_block(blocks, [n] * 256)) for n in range(3))
     blocks.own("mine", [shared, mine])
     blocks.own("theirs", [shared, theirs])
@@ -374,9 +376,7 @@ def test_forget_a_model_and_all(store: BlockStore, blocks: ModelBlocks) -> None:
 @pytest.mark.parametrize(
     "delete", [stores.forget_all, lambda root: stores.forget_model(root, "sha"), shutil.rmtree]
 )
-def test_a_process_goes_on_when_its_folder_was_deleted(
-    tmp_path: Path, delete: Callable[[Path], object]
-) -> None:
+def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Path], object]) -> None:
     """Forgotten under it, and so its next block, its owner and what is known of the model are there."""
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
@@ -400,7 +400,7 @@ def test_a_process_goes_on_when_its_folder_was_deleted(
     assert not blocks.has(second)
 
 
-def test_a_process_whose_folder_is_another_s_now_writes_nothing(tmp_path: Path) -> None:
+def test_process_writes_nothing_under_another_secret(tmp_path: Path) -> None:
     """Its names would be found by nobody, `forget` included."""
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
@@ -412,7 +412,7 @@ def test_a_process_whose_folder_is_another_s_now_writes_nothing(tmp_path: Path) 
     assert "another process" in said[0]
 
 
-def test_the_check_of_an_identity_is_remembered(store: BlockStore, blocks: ModelBlocks) -> None:
+def test_roundtrip_result_is_saved_per_identity(store: BlockStore, blocks: ModelBlocks) -> None:
     assert blocks.read_check() == ""
     blocks.note_check("exact")
     assert store.model("sha", {"kv": "f16"}).read_check() == "exact"
