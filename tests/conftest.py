@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -73,9 +73,27 @@ class _LargePackages(importlib.abc.MetaPathFinder):
             raise pytest.skip.Exception(f"--fast: imports {name}", allow_module_level=True)
 
 
+_in_a_test = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Note that a test runs: pytest-xdist itself starts programs before and after."""
+    global _in_a_test
+    _in_a_test = True
+    try:
+        return (yield)
+    finally:
+        _in_a_test = False
+
+
 def _refuse_programs(event: str, args: tuple[object, ...]) -> None:
     """Skip the test whose thread starts a program."""
-    if event in _STARTS_A_PROGRAM and threading.current_thread() is threading.main_thread():
+    if (
+        _in_a_test
+        and event in _STARTS_A_PROGRAM
+        and threading.current_thread() is threading.main_thread()
+    ):
         raise pytest.skip.Exception("--fast: starts a program")
 
 

@@ -23,7 +23,7 @@ from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("edgeinfer", "build", "benchmarks", "tools", "tests")
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", ".github")
+DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", ".github")
 #: The page that explains the refused words, and the table of them.
 _EXEMPT = ("docs/glossary.md", "tools/words.toml")
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
