@@ -117,9 +117,13 @@ def _from_server(
     for index, remote in enumerate(remotes):
         name, n = remote.file_name, len(remotes)
         job.begin("downloading", name, index=index, n_files=n, total=remote.size_bytes or None)
+        if is_url:  # nothing can be renewed
+            path = download.fetch(remote, work, job)
+        else:
+            path = _fetch_renewing(resolve, remotes, index, work, job)
         fetched.append(
             Fetched(
-                path=_fetch_renewing(resolve, remotes, index, work, job),
+                path=path,
                 file_name=name,
                 sha256="" if is_url else remote.sha256,  # of an address: the catalogue's own
                 index=index,
