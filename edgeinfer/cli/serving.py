@@ -25,16 +25,16 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan.plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.server.answer_journal import KeptAnswers
+from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.app import build_app
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
-from edgeinfer.server.lifecycle import Ended, EndpointServer, RunOptions
+from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
 from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
@@ -53,7 +53,7 @@ _OWN_DESCRIPTORS = 128
 _PURGE_EVERY_S = 24 * 3600
 
 
-def serve(options: argparse.Namespace, host: Host) -> Ended:
+def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     """Serve until a signal or idleness.
 
     Raises ServeError if the address cannot be bound or a key file is not safe, and what naming a model
@@ -75,12 +75,12 @@ def _name(options: argparse.Namespace, host: Host) -> str:
 
 async def _serve(
     options: argparse.Namespace, host: Host, name: str, listeners: list[socket.socket], gate: Gate
-) -> Ended:
+) -> ServeOutcome:
     load_options = requesting.load_options(options, host.config.load)
-    models: Models
+    models: ModelPool
     endpoint: Endpoint
 
-    def loaded(model: str, how: Loaded, seconds: float) -> None:
+    def loaded(model: str, how: LoadedEngine, seconds: float) -> None:
         endpoint.metrics.model_loaded(model, how.how, seconds, how.stages_ms)
         endpoint.log.info(
             "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)
@@ -94,12 +94,12 @@ async def _serve(
 
     loader = Loader(options.model, name, host, load_options)
     bounds = replica_bounds(options, host.config.serve)
-    sources = Sources(
+    sources = ModelSources(
         load=ReplicaLoader(loader, bounds, replicas_changed) if bounds.most > 1 else loader,
         pulled=pulled_models(),
         loaded_hook=loaded,
     )
-    models = Models(
+    models = ModelPool(
         sources,
         default=name,
         keep_alive_s=pick(options.keep_alive, host.config.serve.keep_alive_s),
@@ -119,9 +119,9 @@ async def _serve(
         payloads=payloads,
         refuse_unknown=pick(options.unknown_fields, config.unknown_fields) == "refuse",
         normalizer=PromptNormalizer(config.normalize_prompts),
-        stored=KeptAnswers(most) if config.store_responses else None,
+        journal=AnswerJournal(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
-        shelf=ModelAdmin(host) if _speaks_ollama(options, host) else None,
+        model_admin=ModelAdmin(host) if _speaks_ollama(options, host) else None,
     )
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
@@ -137,8 +137,8 @@ def offline_endpoint(options: argparse.Namespace, host: Host) -> tuple[Endpoint,
     """Assemble an endpoint without a socket or limits, and its application, for `edgeinfer batch`."""
     load_options = requesting.load_options(options, host.config.load)
     name = host.files(options.model or host.config.default_model).name
-    sources = Sources(load=Loader(options.model, name, host, load_options), pulled=pulled_models())
-    models = Models(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
+    sources = ModelSources(load=Loader(options.model, name, host, load_options), pulled=pulled_models())
+    models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     refuse_unknown = host.config.serve.unknown_fields == "refuse"
     endpoint = Endpoint(models, limits, Log("off"), host, refuse_unknown=refuse_unknown)
@@ -161,12 +161,12 @@ class Loader:
         self._options = options
         self._own = True
 
-    def __call__(self, name: str, progress: LoadProgress) -> Loaded:
+    def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
         """Load a model, in a worker thread. Raises what loading raises."""
         if name == self.name and self._own:
             self._own = False
             engine = self.host.engine(self._typed, self._options, progress)
-            return Loaded(
+            return LoadedEngine(
                 engine=engine,
                 where="process",
                 how=self.host.start.how,
@@ -176,7 +176,7 @@ class Loader:
             return self.worker(progress)
         return self._worker(name, self._options.for_another_model(), progress)
 
-    def worker(self, progress: LoadProgress | None = None, **changed: Any) -> Loaded:
+    def worker(self, progress: LoadProgress | None = None, **changed: Any) -> LoadedEngine:
         """Load the default model into a worker, with the load options `changed`."""
         return self._worker(self._typed, msgspec.structs.replace(self._options, **changed), progress)
 
@@ -184,12 +184,12 @@ class Loader:
         """Return the decode threads of the default model."""
         return int(choose_threads(self._options.n_threads, read_processors()).value)
 
-    def _worker(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Loaded:
+    def _worker(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> LoadedEngine:
         engine = self.host.worker(model, options, progress)
         start = self.host.worker_start(engine)
         if start is None:
-            return Loaded(engine=engine)
-        return Loaded(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
+            return LoadedEngine(engine=engine)
+        return LoadedEngine(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
 
 
 class ReplicaLoader:
@@ -202,11 +202,11 @@ class ReplicaLoader:
         self._bounds = bounds
         self._on_change = on_change
 
-    def __call__(self, name: str, progress: LoadProgress) -> Loaded:
+    def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
         """Load a model, in a worker thread. Raises what loading raises."""
         if name != self._loader.name:
             return self._loader(name, progress)
-        loaded: list[Loaded] = []
+        loaded: list[LoadedEngine] = []
 
         def start(first: EngineInfo | None, n_threads: int) -> Replica:
             one = self._loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
@@ -233,11 +233,11 @@ def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
     return Bounds(least=least, most=most, wait_s=config.replicas_wait_s, idle_s=config.replicas_idle_s)
 
 
-def pulled_models() -> Callable[[], Sequence[Pulled]]:
+def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
     """Return a function that lists every model here, those of external stores last."""
     watched: list[StoreCache] = []
 
-    def listed() -> Sequence[Pulled]:
+    def listed() -> Sequence[AvailableModel]:
         # the catalogue is not needed until a second model is named
         from edgeinfer.models.external_stores import stores
 
@@ -247,11 +247,11 @@ def pulled_models() -> Callable[[], Sequence[Pulled]]:
     return listed
 
 
-def _stored_models() -> list[Pulled]:
+def _stored_models() -> list[AvailableModel]:
     from edgeinfer.models.store import list_pulled
 
     return [
-        Pulled(
+        AvailableModel(
             name=m.name,
             size_bytes=m.size_bytes,
             sha256=m.sha256,
@@ -265,11 +265,13 @@ def _stored_models() -> list[Pulled]:
     ]
 
 
-def _external_models(external: Sequence[ExternalModel]) -> list[Pulled]:
+def _external_models(external: Sequence[ExternalModel]) -> list[AvailableModel]:
     from edgeinfer.models.external_stores.stores import digest
 
     return [
-        Pulled(name=m.name, size_bytes=m.size_bytes, sha256=digest(m), created=int(m.modified_s))
+        AvailableModel(
+            name=m.name, size_bytes=m.size_bytes, sha256=digest(m), created=int(m.modified_s)
+        )
         for m in external
     ]
 

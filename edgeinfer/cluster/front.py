@@ -48,14 +48,14 @@ class Front:
     async def answer(self, request: HttpRequest) -> Response:
         """Answer by a replica; health and the list of models are answered here and wake none."""
         path = request.scope["path"]  # a foreign Host may make no URL
-        place = app.find(path)
+        place = app.match_route(path)
         try:
             self._gate.check_host(request.headers)  # an endpoint sees a Host that is made anew
         except Problem as problem:
             return _refusal(place.dialect, problem)
         if path in _OWN:
             return json_reply({"status": "ok"})
-        if request.method == "GET" and place is app.find("/v1/models"):
+        if request.method == "GET" and place is app.match_route("/v1/models"):
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
         body = await request.body()
         fields = decoded(body)

@@ -1,7 +1,7 @@
-"""Answers that are made once and may be read again, by several at once, or from where one left off.
+"""The answer journal: answers that outlive their connection and can be read again, also in part.
 
-A kept answer is made by a task of its own, so that it outlives the connection that asked for it.
-Whoever asks reads what is there and waits for the rest. Without a reader it is given up after a while.
+A task of its own generates a journaled answer. A reader gets what is there and waits for the rest;
+without a reader the answer is abandoned after `unread_s`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import shutting_down
 
 #: Change a body before a reader gets it, e.g. to leave out what it has.
-Cut = Callable[[bytes], bytes]
-_WHOLE = frozenset(get_args(FinishReason)) - {"cancelled"} | {""}
+BodyFilter = Callable[[bytes], bytes]
+_COMPLETE = frozenset(get_args(FinishReason)) - {"cancelled"} | {""}
 
 
-class Kept:
-    """One answer, as the ASGI messages that tell it. Lives on the event loop."""
+class JournaledAnswer:
+    """One answer as its ASGI messages. Not thread-safe: use it on the event loop."""
 
     def __init__(self, limit_bytes: int, outcome: Callable[[], str]) -> None:
-        #: What a dialect keeps beside the answer.
-        self.about: object = None
-        #: Seconds for which it goes on with nobody reading; 0 ends it when its reader leaves.
+        #: A dialect's data beside the answer.
+        self.attachment: object = None
+        #: How long (s) generation continues without a reader; 0 ends it with its reader.
         self.unread_s = 0.0
         self.size_bytes = 0
         self.is_done = False
@@ -42,31 +42,31 @@ class Kept:
         self._error: BaseException | None = None
         self._readers: dict[object, int] = {}
         self._waiting: set[asyncio.Future[None]] = set()
-        self._given_up = asyncio.Event()
+        self._abandoned = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        #: Told when it has ended, however that was.
-        self.when_ended: list[Callable[[Kept], None]] = []
+        #: Called when the answer has ended, complete or not.
+        self.done_callbacks: list[Callable[[JournaledAnswer], None]] = []
 
-    # --- making
+    # --- writing
 
     def start(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
-        """Have `app` answer the request, whose body was read."""
-        # the way past the event loop writes to one connection, and this answer has none of its own
+        """Run `app` in a task of its own, with the request's whole body."""
+        # no `connection`: tokens must not be written past the event loop to one reader's socket
         inner = {key: value for key, value in scope.items() if key != "connection"}
-        self._task = asyncio.get_running_loop().create_task(self._make(app, inner, body))
+        self._task = asyncio.get_running_loop().create_task(self._run(app, inner, body))
 
-    async def _make(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
+    async def _run(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
         unread = [body]
 
         async def receive() -> Message:
             if unread:
                 return {"type": "http.request", "body": unread.pop(), "more_body": False}
-            await self._given_up.wait()
+            await self._abandoned.wait()
             return {"type": "http.disconnect"}
 
         try:
-            await app(scope, receive, self._take)
+            await app(scope, receive, self._append)
         except asyncio.CancelledError:
             self._error = shutting_down()
             raise
@@ -75,20 +75,20 @@ class Kept:
         finally:
             self.is_done = True
             self.ended_at = time.monotonic()
-            for told in self.when_ended:
-                told(self)
+            for callback in self.done_callbacks:
+                callback(self)
             self._wake()
 
-    async def _take(self, message: Message) -> None:
+    async def _append(self, message: Message) -> None:
         self._messages.append(message)
         self.size_bytes += len(message.get("body", b""))
         self._wake()
         if self.size_bytes > self._limit_bytes:
             self.is_too_long = True
-            await self._keep_no_more()
+            await self._discard_body()
 
-    async def _keep_no_more(self) -> None:
-        """An answer beyond the limit goes as fast as its readers, and what they have is dropped."""
+    async def _discard_body(self) -> None:
+        """Beyond the limit, wait for the readers and drop what they have read."""
         while any(at < len(self._messages) for at in self._readers.values()):
             await self._change()
         for message in self._messages[:-1]:
@@ -109,39 +109,39 @@ class Kept:
 
     @property
     def status(self) -> int:
-        """Its HTTP status; 0 before it is known."""
+        """The HTTP status; 0 before it is known."""
         return int(self._messages[0]["status"]) if self._messages else 0
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it ended as it should: another try would get no better answer."""
+    def is_complete(self) -> bool:
+        """Whether the answer ended normally: a retry would not improve it."""
         return (
             self.is_done
             and self._error is None
             and self.status == 200
             and not self.is_too_long
-            and self._outcome() in _WHOLE
+            and self._outcome() in _COMPLETE
         )
 
     @property
     def body(self) -> bytes:
-        """What is there of its body."""
+        """The body so far."""
         return b"".join(message.get("body", b"") for message in self._messages)
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is a stream of events."""
+        """Whether the answer is a stream of events."""
         headers = dict(self._messages[0]["headers"]) if self._messages else {}
         return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
 
-    def give_up(self) -> None:
-        """End it at its next step, as if its client had left."""
-        self._given_up.set()
+    def abandon(self) -> None:
+        """End generation at its next step, as if the client had left."""
+        self._abandoned.set()
 
-    async def read(self, receive: Receive, send: Send, cut: Cut = bytes) -> None:
-        """Send it from its beginning, until it or the reader's connection ends.
+    async def read(self, receive: Receive, send: Send, transform: BodyFilter = bytes) -> None:
+        """Send the answer from its beginning, until it or the reader's connection ends.
 
-        Raises what making it raised.
+        Raises what generating it raised.
         """
         reader = object()
         self._readers[reader] = 0
@@ -149,22 +149,24 @@ class Kept:
             self._timer.cancel()
         gone = asyncio.ensure_future(disconnected(receive))
         try:
-            await self._read(reader, gone, send, cut)
+            await self._read(reader, gone, send, transform)
         finally:
             gone.cancel()
             del self._readers[reader]
             self._wake()
             if not self._readers and not self.is_done:
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(self.unread_s, self._given_up.set)
+                self._timer = loop.call_later(self.unread_s, self._abandoned.set)
 
-    async def _read(self, reader: object, gone: asyncio.Future[None], send: Send, cut: Cut) -> None:
+    async def _read(
+        self, reader: object, gone: asyncio.Future[None], send: Send, transform: BodyFilter
+    ) -> None:
         while not gone.done():
             at = self._readers[reader]
             if at < len(self._messages):
-                message = dict(self._messages[at])  # whoever passes it on adds headers of its own
+                message = dict(self._messages[at])  # middlewares add headers to their copy
                 if message["type"] == "http.response.body":
-                    message["body"] = cut(message.get("body", b""))
+                    message["body"] = transform(message.get("body", b""))
                 await send(message)
                 self._readers[reader] = at + 1
                 self._wake()
@@ -178,49 +180,49 @@ class Kept:
                 changed.cancel()
 
 
-class KeptAnswers:
-    """Answers by API key and the name it gave them, bounded in number, bytes and time."""
+class AnswerJournal:
+    """Journaled answers by API key and id, bounded in number, bytes and time."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._kept: dict[tuple[str, str], Kept] = {}
+        self._answers: dict[tuple[str, str], JournaledAnswer] = {}
 
     def __len__(self) -> int:
-        self._drop()
-        return len(self._kept)
+        self._evict()
+        return len(self._answers)
 
-    def find(self, key: str, name: str) -> Kept | None:
-        """The answer that this key has called so, unless it was dropped."""
-        self._drop()
-        return self._kept.get((key, name))
+    def find(self, key: str, name: str) -> JournaledAnswer | None:
+        """Return the answer with this id, unless it was evicted."""
+        self._evict()
+        return self._answers.get((key, name))
 
-    def add(self, key: str, name: str, kept: Kept) -> None:
-        """Keep an answer until it is dropped; one that fails is dropped when it ends."""
-        self._kept[key, name] = kept
+    def add(self, key: str, name: str, answer: JournaledAnswer) -> None:
+        """Add an answer; it is removed when it fails, or is evicted later."""
+        self._answers[key, name] = answer
 
-        def ended(done: Kept) -> None:
-            if not done.is_whole and self._kept.get((key, name)) is done:
-                del self._kept[key, name]
+        def ended(done: JournaledAnswer) -> None:
+            if not done.is_complete and self._answers.get((key, name)) is done:
+                del self._answers[key, name]
 
-        kept.when_ended.append(ended)
+        answer.done_callbacks.append(ended)
 
     def remove(self, key: str, name: str) -> None:
-        """Drop an answer now. Raises KeyError."""
-        del self._kept[key, name]
+        """Remove an answer. Raises KeyError."""
+        del self._answers[key, name]
 
-    def _drop(self) -> None:
-        """Drop what ended too long ago, and the oldest beyond a key's number and the bytes of all."""
+    def _evict(self) -> None:
+        """Drop expired answers, and the oldest beyond a key's number or the bytes of all keys."""
         oldest = time.monotonic() - self._limits.kept_s
         number: Counter[str] = Counter()
         size_bytes = 0
-        for (key, name), kept in reversed(list(self._kept.items())):
-            if not kept.is_done:
+        for (key, name), answer in reversed(list(self._answers.items())):
+            if not answer.is_done:
                 continue
             number[key] += 1
-            size_bytes += kept.size_bytes
+            size_bytes += answer.size_bytes
             if (
-                kept.ended_at < oldest
+                answer.ended_at < oldest
                 or number[key] > self._limits.kept_answers
                 or size_bytes > self._limits.kept_bytes
             ):
-                del self._kept[key, name]
+                del self._answers[key, name]

@@ -1,6 +1,6 @@
 """What every request passes on its way to a route, one concern a class, in this order.
 
-Each is an ASGI application around the next. The request's `Exchange` lies in its scope.
+Each is an ASGI application around the next. The request's `RequestContext` lies in its scope.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.server.answer_journal import Kept
+from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.anthropic.routes import ANTHROPIC
 from edgeinfer.server.connection import Connection
-from edgeinfer.server.context import Exchange, json_reply
+from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.security import OPEN_ROUTES, Gate, cors_headers
@@ -43,31 +43,31 @@ class _EndpointMiddleware:
         self._endpoint = endpoint
 
 
-class ExchangeMiddleware(_EndpointMiddleware):
+class ContextMiddleware(_EndpointMiddleware):
     """Give a request its id, its operation and its dialect, and put the id onto the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        place = find(scope["path"])
-        scope["path_params"] = place.params
-        operation = place.methods.get(scope["method"])
-        exchange = Exchange(self._endpoint, request_id, operation, place.dialect, headers)
-        exchange.reply_headers = {
+        match = match_route(scope["path"])
+        scope["path_params"] = match.params
+        operation = match.methods.get(scope["method"])
+        context = RequestContext(self._endpoint, request_id, operation, match.dialect, headers)
+        context.reply_headers = {
             "x-request-id": request_id,
             "request-id": request_id,
             "x-content-type-options": "nosniff",
         }
-        scope["edgeinfer"] = exchange
+        scope["edgeinfer"] = context
         scope["app"] = self
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
+                context.status = message["status"]
                 if self._endpoint.is_leaving:
-                    exchange.reply_headers["connection"] = "close"
-                added = ((k.encode(), v.encode()) for k, v in exchange.reply_headers.items())
+                    context.reply_headers["connection"] = "close"
+                added = ((k.encode(), v.encode()) for k, v in context.reply_headers.items())
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
@@ -83,31 +83,31 @@ class RecordMiddleware(_EndpointMiddleware):
         finally:
             self._record(scope["edgeinfer"], scope["method"])
 
-    def _record(self, exchange: Exchange, method: str) -> None:
+    def _record(self, context: RequestContext, method: str) -> None:
         metrics = self._endpoint.metrics
-        model = (exchange.model, exchange.version)
-        metrics.request_ended(exchange.route, exchange.status, exchange.key, *model)
-        if exchange.completion_tokens:
-            metrics.e2e.labels(*model).observe(exchange.seconds)
-        if exchange.route in OPEN_ROUTES or exchange.route == "/metrics":
+        model = (context.model, context.version)
+        metrics.request_ended(context.route, context.status, context.key, *model)
+        if context.completion_tokens:
+            metrics.e2e.labels(*model).observe(context.seconds)
+        if context.route in OPEN_ROUTES or context.route == "/metrics":
             return
-        ttft_ms = None if exchange.ttft_s is None else round(exchange.ttft_s * 1000, 1)
+        ttft_ms = None if context.ttft_s is None else round(context.ttft_s * 1000, 1)
         self._endpoint.log.info(
             "request",
-            request_id=exchange.id,
+            request_id=context.id,
             method=method,
-            route=exchange.route,
-            status=exchange.status,
-            model=exchange.model,
-            key=exchange.key,
-            ms=round(exchange.seconds * 1000, 1),
+            route=context.route,
+            status=context.status,
+            model=context.model,
+            key=context.key,
+            ms=round(context.seconds * 1000, 1),
             ttft_ms=ttft_ms,
-            prompt_tokens=exchange.prompt_tokens,
-            cached_tokens=exchange.cached_tokens,
-            completion_tokens=exchange.completion_tokens,
-            finish=exchange.how,
-            normalized=", ".join(exchange.normalized),
-            ignored=", ".join(exchange.ignored),
+            prompt_tokens=context.prompt_tokens,
+            cached_tokens=context.cached_tokens,
+            completion_tokens=context.completion_tokens,
+            finish=context.outcome,
+            normalized=", ".join(context.normalized),
+            ignored=", ".join(context.ignored),
         )
 
 
@@ -120,44 +120,44 @@ class PayloadMiddleware:
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["edgeinfer"]
+        context: RequestContext = scope["edgeinfer"]
         try:
             await self._app(scope, receive, send)
         finally:
-            if exchange.body is not None:
-                self._write(exchange)
+            if context.body is not None:
+                self._write(context)
 
-    def _write(self, exchange: Exchange) -> None:
+    def _write(self, context: RequestContext) -> None:
         facts = {
-            "request_id": exchange.id,
-            "route": exchange.route,
-            "status": exchange.status,
-            "model": exchange.model,
-            "outcome": exchange.how,
+            "request_id": context.id,
+            "route": context.route,
+            "status": context.status,
+            "model": context.model,
+            "outcome": context.outcome,
         }
         try:
-            self._payloads.write(facts, exchange.body, _typed_answer(exchange))
+            self._payloads.write(facts, context.body, _typed_answer(context))
         except OSError as error:
             self._log.error("payload-log", error)
 
 
-def _typed_answer(exchange: Exchange) -> Content:
-    kind = exchange.operation.reply if exchange.operation else None
-    if exchange.status >= 400:
-        kind = exchange.dialect.error_type
-    if kind is None or not isinstance(exchange.answer, bytes):
-        return exchange.answer
+def _typed_answer(context: RequestContext) -> Content:
+    kind = context.operation.reply if context.operation else None
+    if context.status >= 400:
+        kind = context.dialect.error_type
+    if kind is None or not isinstance(context.answer, bytes):
+        return context.answer
     try:
-        return msgspec.json.decode(exchange.answer, type=kind)
+        return msgspec.json.decode(context.answer, type=kind)
     except msgspec.DecodeError:
-        return exchange.answer
+        return context.answer
 
 
 class ErrorMiddleware(_EndpointMiddleware):
     """Turn whatever is raised into the error envelope of the request's dialect."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["edgeinfer"]
+        context: RequestContext = scope["edgeinfer"]
         try:
             await self._app(scope, receive, send)
             return
@@ -166,13 +166,13 @@ class ErrorMiddleware(_EndpointMiddleware):
         except EdgeInferError as error:
             problem = from_error(error)
         except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
-            self._endpoint.log.error("internal", error, request_id=exchange.id)
-            problem = internal(exchange.id)
-        exchange.how = problem.code or ""
-        if exchange.status:
+            self._endpoint.log.error("internal", error, request_id=context.id)
+            problem = internal(context.id)
+        context.outcome = problem.code or ""
+        if context.status:
             return  # the answer had begun: the connection is closed instead
-        exchange.answer = exchange.dialect.error_body(problem, exchange.id)
-        answer = Response(exchange.answer, problem.status, problem.headers, "application/json")
+        context.answer = context.dialect.error_body(problem, context.id)
+        answer = Response(context.answer, problem.status, problem.headers, "application/json")
         await answer(scope, receive, send)
 
 
@@ -188,90 +188,92 @@ class GateMiddleware:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["edgeinfer"]
-        self._gate.check_host(exchange.headers)
-        origin = self._gate.check_origin(exchange.headers, scope["scheme"])
+        context: RequestContext = scope["edgeinfer"]
+        self._gate.check_host(context.headers)
+        origin = self._gate.check_origin(context.headers, scope["scheme"])
         if origin is not None:
             is_preflight = scope["method"] == "OPTIONS"
-            asked = exchange.headers.get("access-control-request-headers", "") if is_preflight else None
-            exchange.reply_headers |= cors_headers(origin, asked)
+            asked = context.headers.get("access-control-request-headers", "") if is_preflight else None
+            context.reply_headers |= cors_headers(origin, asked)
             if is_preflight:
                 await Response(status_code=204)(scope, receive, send)
                 return
-        self._admit(exchange, scope.get("connection"))
+        self._admit(context, scope.get("connection"))
         await self._app(scope, receive, send)
 
-    def _admit(self, exchange: Exchange, connection: Connection | None) -> None:
-        exchange.key = self._gate.check_key(exchange.headers, exchange.route)
-        if exchange.route not in OPEN_ROUTES:
+    def _admit(self, context: RequestContext, connection: Connection | None) -> None:
+        context.key = self._gate.check_key(context.headers, context.route)
+        if context.route not in OPEN_ROUTES:
             self._gate.check_user(connection)
-            exchange.is_admin = self._gate.is_admin(exchange.key, connection)
-        if exchange.operation is not None and exchange.operation.is_admin and not exchange.is_admin:
+            context.is_admin = self._gate.is_admin(context.key, connection)
+        if context.operation is not None and context.operation.is_admin and not context.is_admin:
             raise Problem(
                 403,
                 "This needs the endpoint's first API key or, without keys, the user who started it.",
                 kind="permission_error",
                 code="admin_only",
             )
-        if exchange.key:
-            exchange.cache_salt = self._gate.keys.cache_salt(exchange.key)
+        if context.key:
+            context.cache_salt = self._gate.keys.cache_salt(context.key)
 
 
 class LimitMiddleware(_EndpointMiddleware):
     """Count requests that use a model while they run, and refuse those beyond the limits."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["edgeinfer"]
-        if not exchange.uses_model:
+        context: RequestContext = scope["edgeinfer"]
+        if not context.uses_model:
             await self._app(scope, receive, send)
             return
-        self._endpoint.enter(exchange.key)
+        self._endpoint.enter(context.key)
         try:
             await self._app(scope, receive, send)
         finally:
-            if exchange.kept is not None and not exchange.kept.is_done:  # it goes on without its reader
-                exchange.kept.when_ended.append(lambda kept: self._endpoint.leave(exchange.key))
+            if (
+                context.journaled is not None and not context.journaled.is_done
+            ):  # it goes on without its reader
+                context.journaled.done_callbacks.append(lambda kept: self._endpoint.leave(context.key))
             else:
-                self._endpoint.leave(exchange.key)
+                self._endpoint.leave(context.key)
 
 
-class StoreMiddleware(_EndpointMiddleware):
+class JournalMiddleware(_EndpointMiddleware):
     """Let an answer that may be stored outlive the connection that asked for it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["edgeinfer"]
-        operation = exchange.operation
-        if operation is None or not operation.may_store or self._endpoint.stored is None:
+        context: RequestContext = scope["edgeinfer"]
+        operation = context.operation
+        if operation is None or not operation.may_store or self._endpoint.journal is None:
             await self._app(scope, receive, send)
             return
         body = await read_body(Request(scope, receive))
-        exchange.kept = Kept(self._endpoint.limits.kept_bytes, lambda: exchange.how)
-        exchange.kept.start(self._app, scope, body)
-        await exchange.kept.read(receive, send)
+        context.journaled = JournaledAnswer(self._endpoint.limits.kept_bytes, lambda: context.outcome)
+        context.journaled.start(self._app, scope, body)
+        await context.journaled.read(receive, send)
 
 
 def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
     """Build the application of `endpoint`, guarded by `gate`. It knows requests alone, no lifespan."""
-    app: ASGIApp = StoreMiddleware(_route, endpoint)
+    app: ASGIApp = JournalMiddleware(_route, endpoint)
     app = LimitMiddleware(app, endpoint)
     app = GateMiddleware(app, gate)
     app = ErrorMiddleware(app, endpoint)
     if endpoint.payloads:
         app = PayloadMiddleware(app, endpoint.payloads, endpoint.log)
     app = RecordMiddleware(app, endpoint)
-    return ExchangeMiddleware(app, endpoint)
+    return ContextMiddleware(app, endpoint)
 
 
 async def _route(scope: Scope, receive: Receive, send: Send) -> None:
-    exchange: Exchange = scope["edgeinfer"]
-    if exchange.operation is None:
+    context: RequestContext = scope["edgeinfer"]
+    if context.operation is None:
         raise _nothing_here(scope["path"])
-    answer = await exchange.operation.handler(Request(scope, receive, send))
+    answer = await context.operation.handler(Request(scope, receive, send))
     await answer(scope, receive, send)
 
 
 def _nothing_here(path: str) -> Problem:
-    methods = sorted(method for method in find(path).methods if method != "HEAD")
+    methods = sorted(method for method in match_route(path).methods if method != "HEAD")
     if not methods:
         return Problem(404, "No such route.", code="not_found")
     allow = {"allow": ", ".join(methods)}
@@ -287,7 +289,7 @@ async def _openapi(request: Request) -> Response:
     return json_reply(document(DIALECTS))
 
 
-class Place(NamedTuple):
+class RouteMatch(NamedTuple):
     """What is at a path: operations by method, whose they are, and what stands in the path."""
 
     methods: Mapping[str, Operation]
@@ -295,38 +297,38 @@ class Place(NamedTuple):
     params: Mapping[str, str] = {}
 
 
-def _places() -> dict[str, Place]:
+def _routes() -> dict[str, RouteMatch]:
     description = Operation(
         method="GET", path="/openapi.json", handler=_openapi, summary="This document.", uses_model=False
     )
-    places = {description.path: Place({"GET": description, "HEAD": description}, OPENAI)}
+    places = {description.path: RouteMatch({"GET": description, "HEAD": description}, OPENAI)}
     for dialect in DIALECTS:
         for operation in dialect.operations:
-            here = places.get(operation.path, Place({}, dialect))
+            here = places.get(operation.path, RouteMatch({}, dialect))
             methods = {**here.methods, operation.method: operation}
             if operation.method == "GET":
                 methods["HEAD"] = operation
-            places[operation.path] = Place(methods, dialect)
+            places[operation.path] = RouteMatch(methods, dialect)
     return places
 
 
-_EXACT = _places()
+_EXACT = _routes()
 #: A model's name may hold slashes (`ollama/someone/model:tag`): a path with more behind it goes first.
 _PATTERNS = [
-    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), place)
-    for path, place in sorted(_EXACT.items(), key=lambda item: -len(item[0]))
+    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
+    for path, match in sorted(_EXACT.items(), key=lambda item: -len(item[0]))
     if "{" in path
 ]
 
 
-def _known(path: str) -> Place | None:
+def _known(path: str) -> RouteMatch | None:
     exact = _EXACT.get(path)
     if exact is not None:
         return exact
-    for pattern, place in _PATTERNS:
+    for pattern, match in _PATTERNS:
         found = pattern.fullmatch(path)
         if found is not None:
-            return place._replace(params=found.groupdict())
+            return match._replace(params=found.groupdict())
     return None
 
 
@@ -336,7 +338,7 @@ def _spellings(path: str) -> tuple[str, ...]:
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 
 
-def find(path: str) -> Place:
+def match_route(path: str) -> RouteMatch:
     """The operations at `path`. Without any, the dialect is that of the nearest path above it.
 
     A base URL is written with `/v1` or without, and with a slash at its end or without: all are found.
@@ -348,6 +350,6 @@ def find(path: str) -> Place:
         found = _known(spelled)
         if found is not None:
             return found
-    above = [place.dialect for known, place in _EXACT.items() if path.startswith(f"{known}/")]
+    above = [match.dialect for known, match in _EXACT.items() if path.startswith(f"{known}/")]
     above += [d for d in DIALECTS if d.prefix and path.startswith(d.prefix)]
-    return Place({}, above[0] if above else DIALECTS[0])
+    return RouteMatch({}, above[0] if above else DIALECTS[0])

@@ -16,7 +16,7 @@ from edgeinfer.errors import EngineClosedError, UnknownModelError
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
-from edgeinfer.server.answer_journal import Kept
+from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
@@ -27,8 +27,8 @@ from edgeinfer.server.wire_types import Slot
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Exchange:
-    """One request on its way: who asked, when, and what became of it. Kept in the ASGI scope."""
+class RequestContext:
+    """The state of one request: its client, its model, its outcome. It lies in the ASGI scope."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Exchange:
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.ttft_s: float | None = None
-        self.how = ""
+        self.outcome = ""
         #: For the payload log: the wire value or, where it fits none, the bytes that came.
         self.body: Content = None
         #: The JSON of the answer, or its wire value.
         self.answer: Content = None
-        #: What makes the answer, where it may be read again.
-        self.kept: Kept | None = None
+        #: The answer in the journal, if it may be read again.
+        self.journaled: JournaledAnswer | None = None
         #: Headers that go onto the answer, whoever makes it.
         self.reply_headers: dict[str, str] = {}
         #: The prompt normalization rules that changed the prompt.
@@ -151,18 +151,18 @@ class Exchange:
         self.prompt_tokens += end.usage.prompt_tokens
         self.cached_tokens += end.usage.cached_tokens
         self.completion_tokens += end.usage.completion_tokens
-        self.how = end.reason
+        self.outcome = end.reason
         if end.divergence.cause != "off":  # `cache_prompt: false` leaves nothing
             self.endpoint.slots.appendleft((self.key, _slot(self, end)))
             self.endpoint.host.note_prompt(CacheReport.of(self.model, end))
         self.endpoint.metrics.generation_ended(self.model, self.version, end)
 
 
-def _slot(exchange: Exchange, end: Finished) -> Slot:
+def _slot(context: RequestContext, end: Finished) -> Slot:
     usage, where = end.usage, end.divergence
     return Slot(
-        id_task=exchange.id,
-        model=exchange.model,
+        id_task=context.id,
+        model=context.model,
         n_prompt_tokens=usage.prompt_tokens,
         cache_n=usage.cached_tokens,
         cache_disk_n=usage.cached_disk_tokens,
@@ -174,9 +174,9 @@ def _slot(exchange: Exchange, end: Finished) -> Slot:
     )
 
 
-def exchange_of(request: Request) -> Exchange:
-    exchange: Exchange = request.scope["edgeinfer"]
-    return exchange
+def context_of(request: Request) -> RequestContext:
+    context: RequestContext = request.scope["edgeinfer"]
+    return context
 
 
 def json_reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -185,16 +185,19 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
 
 
 async def with_engine(
-    exchange: Exchange, model: str | None, keep_alive: float | str | None, work: Callable[[Engine], R]
+    context: RequestContext,
+    model: str | None,
+    keep_alive: float | str | None,
+    work: Callable[[Engine], R],
 ) -> R:
     """Hold the request's model while `work(engine)` runs in a thread; raises as both do."""
-    models = exchange.endpoint.models
-    exchange.name_model(model)
-    lease = await models.acquire(exchange.model, exchange.stay_s(keep_alive))
+    models = context.endpoint.models
+    context.name_model(model)
+    lease = await models.acquire(context.model, context.stay_s(keep_alive))
     try:
-        exchange.version = version_of(lease.engine.info.sha256)
-        reply: R = await exchange.endpoint.in_thread(work, lease.engine)
-        exchange.answer = reply
+        context.version = version_of(lease.engine.info.sha256)
+        reply: R = await context.endpoint.in_thread(work, lease.engine)
+        context.answer = reply
         return reply
     except EngineClosedError:
         lease.failed()

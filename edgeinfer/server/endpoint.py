@@ -14,17 +14,17 @@ from edgeinfer.errors import QueueFullError
 from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.answer_journal import KeptAnswers
+from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import Metrics
-from edgeinfer.server.model_pool import Models, Shelf
+from edgeinfer.server.model_pool import ModelAdministrator, ModelPool
 from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.problems import Problem, shutting_down, unavailable
 from edgeinfer.server.wire_types import Slot
 
-#: Ended generations that /slots tells of.
+#: Finished generations that /slots lists.
 _SLOTS = 64
 
 
@@ -33,7 +33,7 @@ class Endpoint:
 
     def __init__(
         self,
-        models: Models,
+        models: ModelPool,
         limits: Limits,
         log: Log,
         host: Host,
@@ -41,9 +41,9 @@ class Endpoint:
         payloads: PayloadLog | None = None,
         refuse_unknown: bool = False,
         normalizer: PromptNormalizer | None = None,
-        stored: KeptAnswers | None = None,
+        journal: AnswerJournal | None = None,
         batches: Batches | None = None,
-        shelf: Shelf | None = None,
+        model_admin: ModelAdministrator | None = None,
     ) -> None:
         self.models = models
         self.limits = limits
@@ -54,11 +54,11 @@ class Endpoint:
         self.refuse_unknown = refuse_unknown
         self.normalizer = normalizer or PromptNormalizer()
         #: Stored responses; None where they are switched off.
-        self.stored = stored
+        self.journal = journal
         #: Files and batches; None where none are kept.
         self.batches = batches
         #: Adds and removes models; None where no client may.
-        self.shelf = shelf
+        self.model_admin = model_admin
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
         self.preparation = Preparation(limits.prepare_s)
@@ -81,7 +81,7 @@ class Endpoint:
     @property
     def keeps_answers(self) -> bool:
         """Whether there are answers in memory that a client may come back for."""
-        return bool(self.stored)
+        return bool(self.journal)
 
     def enter(self, key: str) -> None:
         """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""

@@ -1,4 +1,10 @@
-"""From a job to running generations: hold the model, submit, and read what comes of it."""
+"""From a request's body to its answer: acquire the model, submit, and send events, streamed or whole.
+
+A request costs a task that watches for its disconnect and, when streamed, one for keep-alive comments.
+A token costs no task and, where possible, does not wake the event loop
+(docs/decisions/055-past-the-event-loop.md). A client that leaves cancels its generations at their next
+step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import Connection, ShortCut, disconnected
-from edgeinfer.server.context import Exchange
+from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.metrics import TokenClock, version_of
 from edgeinfer.server.model_pool import Lease
@@ -32,7 +38,7 @@ _INLINE_CHARACTERS = 1024
 
 
 class GenerationBody(Protocol):
-    """A request's body, as far as the model and its stay are concerned."""
+    """The fields of a request's body that choose the model."""
 
     @property
     def model(self) -> str | None: ...
@@ -41,16 +47,16 @@ class GenerationBody(Protocol):
     def keep_alive(self) -> float | str | None: ...
 
 
-class Job(msgspec.Struct, frozen=True):
-    """What a route makes of its body. Both functions are called once the model is here."""
+class GenerationSpec(msgspec.Struct, frozen=True):
+    """What to generate and how to render it. Both functions are called once the model is loaded."""
 
     keep_alive: float | str | None
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
     renderer: Callable[[str, EngineInfo], Renderer]
 
 
-class Begun:
-    """A submitted job: its model, its generations, its renderer."""
+class GenerationTask:
+    """Submitted generations with their model and renderer."""
 
     def __init__(self, lease: Lease, generations: list[Generation], renderer: Renderer) -> None:
         self.lease = lease
@@ -58,25 +64,25 @@ class Begun:
         self.renderer = renderer
 
 
-async def begin(exchange: Exchange, job: Job) -> Begun:
-    """Hold the model and submit. An engine that turns out to be dead is replaced once.
+async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
+    """Acquire the model and submit. A dead engine is replaced once.
 
-    Raises EngineClosedError when the second one is dead too, and as holding a model and `submit` do.
+    Raises EngineClosedError if the second engine is dead too, and what acquiring and `submit` raise.
     """
     try:
-        return await _begin_once(exchange, job)
+        return await _start_once(context, spec)
     except EngineClosedError:
-        return await _begin_once(exchange, job)
+        return await _start_once(context, spec)
 
 
-async def _begin_once(exchange: Exchange, job: Job) -> Begun:
-    lease = await exchange.endpoint.models.acquire(exchange.model, exchange.stay_s(job.keep_alive))
+async def _start_once(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
+    lease = await context.endpoint.models.acquire(context.model, context.stay_s(spec.keep_alive))
     try:
         info = lease.engine.info
-        exchange.version = version_of(info.sha256)
-        requests = [_shared(exchange, request) for request in job.requests(info)]
-        generations = await submit_all(exchange, lease, requests)
-        return Begun(lease, generations, job.renderer(exchange.model, info))
+        context.version = version_of(info.sha256)
+        requests = [_prepared(context, request) for request in spec.requests(info)]
+        generations = await submit_all(context, lease, requests)
+        return GenerationTask(lease, generations, spec.renderer(context.model, info))
     except BaseException as error:
         if isinstance(error, EngineClosedError):
             lease.failed()
@@ -84,51 +90,51 @@ async def _begin_once(exchange: Exchange, job: Job) -> Begun:
         raise
 
 
-def _shared(exchange: Exchange, request: GenerateRequest) -> GenerateRequest:
+def _prepared(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
     """Normalize the prompt; share cached prefixes within one API key and one `cache_salt` only."""
     lora = request.lora
-    if lora is None and exchange.adapter:
-        lora = ((exchange.adapter, 1.0),)
+    if lora is None and context.adapter:
+        lora = ((context.adapter, 1.0),)
     return msgspec.structs.replace(
         request,
-        messages=exchange.normalize(request.messages, stores_prefix=request.cache_prompt),
-        cache_salt=exchange.salted(request.cache_salt),
-        preamble=_preamble(exchange, request),
+        messages=context.normalize(request.messages, stores_prefix=request.cache_prompt),
+        cache_salt=context.salted(request.cache_salt),
+        preamble=_preamble(context, request),
         lora=lora,
     )
 
 
-def _preamble(exchange: Exchange, request: GenerateRequest) -> str:
+def _preamble(context: RequestContext, request: GenerateRequest) -> str:
     is_first = all(turn.role != "assistant" for turn in request.messages)
-    user_agent = exchange.headers.get("user-agent", "")
+    user_agent = context.headers.get("user-agent", "")
     return agent_of(user_agent) if request.tools and is_first else ""
 
 
 async def submit_all(
-    exchange: Exchange, lease: Lease, requests: Sequence[GenerateRequest]
+    context: RequestContext, lease: Lease, requests: Sequence[GenerateRequest]
 ) -> list[Generation]:
     """Submit all or none: when one is refused, those before it are cancelled.
 
-    They count in the model's queue until `_leave`.
+    They count in the model's queue until `_release`.
     """
-    endpoint, engine = exchange.endpoint, lease.engine
-    endpoint.queue(exchange.model, engine.info.n_parallel, len(requests))
+    endpoint, engine = context.endpoint, lease.engine
+    endpoint.queue(context.model, engine.info.n_parallel, len(requests))
     generations: list[Generation] = []
     try:
         for request in requests:
-            if lease.in_worker or _heavy(request):
+            if lease.in_worker or _is_slow_to_prepare(request):
                 generations.append(await endpoint.preparation.submit(engine, request))
             else:
                 generations.append(engine.submit(request))
     except BaseException:
         for generation in generations:
             generation.cancel()
-        endpoint.unqueue(exchange.model, len(requests))
+        endpoint.unqueue(context.model, len(requests))
         raise
     return generations
 
 
-def _heavy(request: GenerateRequest) -> bool:
+def _is_slow_to_prepare(request: GenerateRequest) -> bool:
     """Whether validating it takes longer than a hop to a thread (about 0.1 ms)."""
     if request.constraint is not None or request.tools or request.infill is not None:
         return True
@@ -179,7 +185,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def answer(
-    exchange: Exchange,
+    context: RequestContext,
     body: GenerationBody,
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]],
     renderer: Callable[[str, EngineInfo], Renderer],
@@ -190,90 +196,90 @@ async def answer(
 
     Raises Problem and EdgeInferError before the status is sent, then fails in the stream.
     """
-    endpoint = exchange.endpoint
-    exchange.name_model(body.model)
-    job = Job(body.keep_alive, requests, renderer)
+    endpoint = context.endpoint
+    context.name_model(body.model)
+    spec = GenerationSpec(body.keep_alive, requests, renderer)
     if not stream:
-        return _WholeResponse(exchange, job)
-    opening: asyncio.Future[Begun]
-    if endpoint.models.is_loaded(exchange.model):
-        opening = asyncio.get_running_loop().create_future()
-        opening.set_result(await begin(exchange, job))
-        return _StreamResponse(exchange, opening, job)
-    opening = asyncio.ensure_future(begin(exchange, job))
+        return _WholeResponse(context, spec)
+    starting: asyncio.Future[GenerationTask]
+    if endpoint.models.is_loaded(context.model):
+        starting = asyncio.get_running_loop().create_future()
+        starting.set_result(await start(context, spec))
+        return _StreamResponse(context, starting, spec)
+    starting = asyncio.ensure_future(start(context, spec))
     try:
-        await asyncio.wait({opening}, timeout=endpoint.limits.patience_s)
+        await asyncio.wait({starting}, timeout=endpoint.limits.patience_s)
     except asyncio.CancelledError:
-        opening.cancel()
+        starting.cancel()
         raise
-    if opening.done():
-        opening.result()
-    return _StreamResponse(exchange, opening, job)
+    if starting.done():
+        starting.result()
+    return _StreamResponse(context, starting, spec)
 
 
-class _Answering:
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.endpoint = exchange.endpoint
-        self.begun: Begun | None = None
-        self.gone = False
+class _GenerationResponse:
+    def __init__(self, context: RequestContext) -> None:
+        self.context = context
+        self.endpoint = context.endpoint
+        self.task: GenerationTask | None = None
+        self.client_left = False
         self._last_token = 0.0
         self._clock: TokenClock | None = None
 
-    def _take(self, begun: Begun) -> None:
-        self.begun = begun
-        self.endpoint.running.update(begun.generations)
-        self._clock = self.endpoint.metrics.clock(self.exchange.model, self.exchange.version)
-        if self.gone:
+    def _attach(self, task: GenerationTask) -> None:
+        self.task = task
+        self.endpoint.running.update(task.generations)
+        self._clock = self.endpoint.metrics.clock(self.context.model, self.context.version)
+        if self.client_left:
             self._cancel()
 
     def _count(self, event: Event) -> None:
         if isinstance(event, Finished):
-            self.exchange.ended(event)
+            self.context.ended(event)
         elif not isinstance(event, Progress):
             now = time.perf_counter()
             if self._last_token:
                 assert self._clock is not None
                 self._clock.observe(now - self._last_token)
             else:
-                self.exchange.first_token()
+                self.context.first_token()
             self._last_token = now
 
     def _cancel(self) -> None:
-        if self.begun is not None:
-            for generation in self.begun.generations:
+        if self.task is not None:
+            for generation in self.task.generations:
                 generation.cancel()
 
-    def _leave(self) -> None:
-        if self.begun is not None:
-            self.endpoint.running.difference_update(self.begun.generations)
-            self.endpoint.unqueue(self.exchange.model, len(self.begun.generations))
+    def _release(self) -> None:
+        if self.task is not None:
+            self.endpoint.running.difference_update(self.task.generations)
+            self.endpoint.unqueue(self.context.model, len(self.task.generations))
             self._cancel()
-            self.begun.lease.release()
+            self.task.lease.release()
 
     def _check_cancelled(self, event: Event) -> None:
         """A generation that we cancelled ourselves is a failure to its client, not an answer."""
-        if isinstance(event, Finished) and event.reason == "cancelled" and not self.gone:
+        if isinstance(event, Finished) and event.reason == "cancelled" and not self.client_left:
             raise shutting_down()
 
     def _problem(self, error: Exception) -> Problem:
         if isinstance(error, Problem):
             return error
-        if isinstance(error, EngineClosedError) and self.begun is not None:
-            self.begun.lease.failed()
+        if isinstance(error, EngineClosedError) and self.task is not None:
+            self.task.lease.failed()
         if isinstance(error, EdgeInferError):
             self.endpoint.log.warning(
-                "generation-failed", request_id=self.exchange.id, code=error.code, message=error.message
+                "generation-failed", request_id=self.context.id, code=error.code, message=error.message
             )
             return from_error(error)
-        self.endpoint.log.error("internal", error, request_id=self.exchange.id)
-        return internal(self.exchange.id)
+        self.endpoint.log.error("internal", error, request_id=self.context.id)
+        return internal(self.context.id)
 
 
-class _WholeResponse(_Answering, Response):
-    def __init__(self, exchange: Exchange, job: Job) -> None:
-        _Answering.__init__(self, exchange)
-        self._job = job
+class _WholeResponse(_GenerationResponse, Response):
+    def __init__(self, context: RequestContext, spec: GenerationSpec) -> None:
+        _GenerationResponse.__init__(self, context)
+        self._spec = spec
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,38 +288,38 @@ class _WholeResponse(_Answering, Response):
         try:
             await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self.gone = True
+                self.client_left = True
                 self._cancel()
-                if self.begun is None:
+                if self.task is None:
                     work.cancel()
             body = await work
         except asyncio.CancelledError:
             work.cancel()
-            if self.gone:
+            if self.client_left:
                 return
             raise
         finally:
             watcher.cancel()
-            self._leave()
+            self._release()
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _work(self) -> bytes:
-        self._take(await begin(self.exchange, self._job))
-        assert self.begun is not None
-        answers = [Collected() for _ in self.begun.generations]
+        self._attach(await start(self.context, self._spec))
+        assert self.task is not None
+        answers = [Collected() for _ in self.task.generations]
         if len(answers) == 1:
-            self.begun.generations[0].tap(functools.partial(self._collect, answers[0]))
+            self.task.generations[0].tap(functools.partial(self._collect, answers[0]))
         try:
-            async with contextlib.aclosing(events_of(self.begun.generations)) as events:
+            async with contextlib.aclosing(events_of(self.task.generations)) as events:
                 async for index, event in events:
                     self._count(event)
                     self._check_cancelled(event)
                     answers[index].add(event)
         except EngineClosedError:
-            self.begun.lease.failed()
+            self.task.lease.failed()
             raise
-        body = self.begun.renderer.whole(answers)
-        self.exchange.answer = body
+        body = self.task.renderer.whole(answers)
+        self.context.answer = body
         return body
 
     def _collect(self, collected: Collected, event: Event) -> bool:
@@ -323,11 +329,13 @@ class _WholeResponse(_Answering, Response):
         return True
 
 
-class _StreamResponse(_Answering, Response):
-    def __init__(self, exchange: Exchange, opening: asyncio.Future[Begun], job: Job) -> None:
-        _Answering.__init__(self, exchange)
-        self._opening = opening
-        self._job = job
+class _StreamResponse(_GenerationResponse, Response):
+    def __init__(
+        self, context: RequestContext, starting: asyncio.Future[GenerationTask], spec: GenerationSpec
+    ) -> None:
+        _GenerationResponse.__init__(self, context)
+        self._starting = starting
+        self._spec = spec
         self._last_write = 0.0
         self._progress: Progress | None = None
         self._texts: list[Collected] | None = None
@@ -336,7 +344,7 @@ class _StreamResponse(_Answering, Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection: Connection | None = scope.get("connection")
-        kind = self.exchange.dialect.stream_type
+        kind = self.context.dialect.stream_type
         start = Response(None, media_type=kind, headers=_STREAM_HEADERS)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         watcher = asyncio.create_task(self._watch(receive))
@@ -349,25 +357,25 @@ class _StreamResponse(_Answering, Response):
         finally:
             ticker.cancel()
             watcher.cancel()
-            if not self._opening.done():
-                self._opening.cancel()
+            if not self._starting.done():
+                self._starting.cancel()
             elif (
-                self.begun is None
-                and not self._opening.cancelled()
-                and self._opening.exception() is None
+                self.task is None
+                and not self._starting.cancelled()
+                and self._starting.exception() is None
             ):
-                self.begun = self._opening.result()
-            self._leave()
+                self.task = self._starting.result()
+            self._release()
 
     async def _stream(self, send: Send) -> bytes:
         try:
-            begun = await self._opening
-            self._take(begun)
-            renderer = begun.renderer
+            task = await self._starting
+            self._attach(task)
+            renderer = task.renderer
             if self.endpoint.payloads is not None:
-                self._texts = [Collected() for _ in begun.generations]
+                self._texts = [Collected() for _ in task.generations]
             held = renderer.opening()
-            async with contextlib.aclosing(events_of(begun.generations)) as events:
+            async with contextlib.aclosing(events_of(task.generations)) as events:
                 async for index, event in events:
                     self._count(event)
                     self._check_cancelled(event)
@@ -380,45 +388,45 @@ class _StreamResponse(_Answering, Response):
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
-                        self._pass_by(begun)
+                        self._use_short_cut(task)
                     if self._texts is not None:
                         self._texts[index].add(event)
             return held + renderer.closing()
         except asyncio.CancelledError:
-            if self.gone:
+            if self.client_left:
                 return b""
             raise
         except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
             problem = self._problem(error)
-            self.exchange.how = problem.code or "error"
+            self.context.outcome = problem.code or "error"
             renderer = (
-                self.begun.renderer
-                if self.begun
-                else self._job.renderer(self.exchange.model, EngineInfo(model=""))
+                self.task.renderer
+                if self.task
+                else self._spec.renderer(self.context.model, EngineInfo(model=""))
             )
-            return renderer.failure(problem, self.exchange.id)
+            return renderer.failure(problem, self.context.id)
         finally:
-            self._keep_answer()
+            self._record_answer()
             if self._short_cut is not None:
                 self._short_cut.close()
 
-    def _pass_by(self, begun: Begun) -> None:
+    def _use_short_cut(self, task: GenerationTask) -> None:
         """Have tokens sent by the thread that makes them, after the first, where possible."""
-        alone = len(begun.generations) == 1 and self._texts is None
+        alone = len(task.generations) == 1 and self._texts is None
         if self._short_cut is None and self._last_token and alone and self._connection is not None:
-            self._short_cut = self._connection.short_cut(self._passing)
-            begun.generations[0].tap(self._short_cut)
+            self._short_cut = self._connection.short_cut(self._render_on_engine_thread)
+            task.generations[0].tap(self._short_cut)
 
-    def _passing(self, event: Event) -> bytes:
-        assert self.begun is not None
+    def _render_on_engine_thread(self, event: Event) -> bytes:
+        assert self.task is not None
         self._count(event)
         self._last_write = time.monotonic()
-        return self.begun.renderer.event(0, event)
+        return self.task.renderer.event(0, event)
 
     async def _watch(self, receive: Receive) -> None:
         await disconnected(receive)
-        self.gone = True
-        self._opening.cancel()
+        self.client_left = True
+        self._starting.cancel()
         self._cancel()
 
     async def _tick(self, send: Send) -> None:
@@ -428,25 +436,25 @@ class _StreamResponse(_Answering, Response):
             if time.monotonic() - self._last_write >= pause_s * 0.9:
                 if self._short_cut is not None:
                     self._short_cut.close()
-                said = self._said()
+                said = self._wait_text()
                 await send({"type": "http.response.body", "body": said, "more_body": True})
 
-    def _said(self) -> bytes:
-        if self.begun is None:
-            stage, fraction = self.endpoint.models.stage(self.exchange.model)
+    def _wait_text(self) -> bytes:
+        if self.task is None:
+            stage, fraction = self.endpoint.models.stage(self.context.model)
             said = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
-            return self.exchange.dialect.comment(said)
+            return self.context.dialect.comment(said)
         seen = self._progress
         if seen is None or seen.queued:
-            return self.begun.renderer.waiting("queued")
-        return self.begun.renderer.waiting(f"prefill {seen.done_tokens}/{seen.total_tokens}")
+            return self.task.renderer.waiting("queued")
+        return self.task.renderer.waiting(f"prefill {seen.done_tokens}/{seen.total_tokens}")
 
-    def _keep_answer(self) -> None:
+    def _record_answer(self) -> None:
         """What was said, as the same request would have been answered whole; for the payload log."""
-        if self._texts is None or self.begun is None:
+        if self._texts is None or self.task is None:
             return
         cut_short = Finished(reason="cancelled", usage=Usage(), timings=Timings())
         for said in self._texts:
             said.end = said.end or cut_short
-        renderer = self._job.renderer(self.exchange.model, self.begun.lease.engine.info)
-        self.exchange.answer = renderer.whole(self._texts)
+        renderer = self._spec.renderer(self.context.model, self.task.lease.engine.info)
+        self.context.answer = renderer.whole(self._texts)

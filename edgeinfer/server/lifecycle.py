@@ -44,7 +44,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     preload: bool = True
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ServeOutcome(msgspec.Struct, frozen=True):
     """How serving ended: "signal", "idle" or "handed-off"; whether a drain had to be cut short."""
 
     reason: str
@@ -86,7 +86,7 @@ class EndpointServer(uvicorn.Server):
         self._cut_short = False
         self._drain_timer: asyncio.TimerHandle | None = None
 
-    async def run(self) -> Ended:  # type: ignore[override]  # uvicorn's own makes an event loop
+    async def run(self) -> ServeOutcome:  # type: ignore[override]  # uvicorn's own makes an event loop
         """Serve until a signal, idleness or a handoff, then close the endpoint's models.
 
         A handoff's target accepts no client before it can answer: raises what loading the model raises.
@@ -110,7 +110,7 @@ class EndpointServer(uvicorn.Server):
                 await endpoint.models.close()
                 endpoint.threads.shutdown(wait=False, cancel_futures=True)
                 endpoint.preparation.close()
-        return Ended(self._reason, self._cut_short)
+        return ServeOutcome(self._reason, self._cut_short)
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

@@ -27,14 +27,14 @@ from edgeinfer.server.wire_types import Reply
 
 #: Left free for the page cache, the endpoint itself and everybody else.
 _RESERVE_BYTES = 512 << 20
-#: Models that are being unloaded when the endpoint ends have this long.
+#: How long (s) unloads may take when the endpoint ends.
 _CLOSE_S = 5.0
 
 
 class Lease:
     """A request's hold on a loaded model. While it is held the model is not unloaded."""
 
-    def __init__(self, models: Models, entry: Entry, keep_alive_s: float) -> None:
+    def __init__(self, models: ModelPool, entry: ModelEntry, keep_alive_s: float) -> None:
         self._models = models
         self._entry = entry
         self._keep_alive_s = keep_alive_s
@@ -66,12 +66,12 @@ class Lease:
             self._models.released(self._entry, self._keep_alive_s)
 
 
-class Models:
+class ModelPool:
     """The loaded models, and the one way to get at them."""
 
     def __init__(
         self,
-        sources: Sources,
+        sources: ModelSources,
         *,
         default: str,
         keep_alive_s: float,
@@ -83,7 +83,7 @@ class Models:
         self._sources = sources
         self._keep_alive_s = keep_alive_s
         self._room_s = room_s
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ModelEntry] = {}
         self._sizes: dict[str, int] = {}
         self._closing: dict[str, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
@@ -157,18 +157,18 @@ class Models:
         entry = self._entries.get(name)
         return None if entry is None or entry.loaded is None else entry.loaded.engine.info
 
-    def pulled(self) -> list[Pulled]:
+    def pulled(self) -> list[AvailableModel]:
         """Every model a request may name, the default first, with the aliases and adapters of each."""
         listed = list(self._sources.pulled())
         if all(pulled.name != self.default for pulled in listed):
-            listed.append(Pulled(name=self.default))
+            listed.append(AvailableModel(name=self.default))
         own = {pulled.name: pulled for pulled in listed}
         for alias, target in self._aliases.exact.items():
             model = own.get(self._named(target))
             if model is not None and alias not in own:
                 listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
         listed += [
-            Pulled(name=adapter.name, alias_of=model)
+            AvailableModel(name=adapter.name, alias_of=model)
             for model, engine in self.engines()
             for adapter in engine.info.lora
             if adapter.name not in own
@@ -232,7 +232,7 @@ class Models:
         await self._unload(entry)
         return "unloaded"
 
-    def released(self, entry: Entry, keep_alive_s: float) -> None:
+    def released(self, entry: ModelEntry, keep_alive_s: float) -> None:
         entry.users -= 1
         entry.last_used = time.monotonic()
         self._changed.set()
@@ -245,7 +245,7 @@ class Models:
         elif keep_alive_s > 0:
             entry.expiry = asyncio.get_running_loop().call_later(keep_alive_s, self._expire, entry)
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: ModelEntry) -> None:
         """Forget a model whose engine died."""
         if self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
@@ -263,8 +263,8 @@ class Models:
 
     # --- loading
 
-    def _start(self, name: str) -> Entry:
-        entry = Entry(name, self._need_bytes(name))
+    def _start(self, name: str) -> ModelEntry:
+        entry = ModelEntry(name, self._need_bytes(name))
         entry.ready.add_done_callback(
             lambda ready: ready.cancelled() or ready.exception()
         )  # a load nobody waits for any more
@@ -272,7 +272,7 @@ class Models:
         self._spawn(self._load(entry))
         return entry
 
-    async def _load(self, entry: Entry) -> None:
+    async def _load(self, entry: ModelEntry) -> None:
         try:
             await self._until_closed(entry)
             await self._make_room(entry)
@@ -306,7 +306,7 @@ class Models:
             entry.users = 1
             self.released(entry, self._keep_alive_s)
 
-    def _load_engine(self, entry: Entry) -> Loaded:
+    def _load_engine(self, entry: ModelEntry) -> LoadedEngine:
         loaded = self._sources.load(entry.name, entry.report)
         wanted = self._adapters.get(entry.name)
         if wanted is not None:
@@ -318,7 +318,7 @@ class Models:
                 raise
         return loaded
 
-    async def _until_closed(self, entry: Entry) -> None:
+    async def _until_closed(self, entry: ModelEntry) -> None:
         """Wait for the model's last engine to write what it has read: the new one finds it then."""
         closing = self._closing.get(entry.name)
         if closing is not None:
@@ -333,7 +333,7 @@ class Models:
         files = next((pulled.size_bytes for pulled in self._sources.pulled() if pulled.name == name), 0)
         return files + files // 4 + (256 << 20)
 
-    async def _make_room(self, entry: Entry) -> None:
+    async def _make_room(self, entry: ModelEntry) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._room_s
         while not self._fits(entry):
@@ -354,7 +354,7 @@ class Models:
                     f"in use"
                 ) from None
 
-    def _fits(self, entry: Entry) -> bool:
+    def _fits(self, entry: ModelEntry) -> bool:
         promised = sum(
             s.need_bytes
             for s in self._entries.values()
@@ -364,12 +364,12 @@ class Models:
 
     # --- unloading
 
-    def _expire(self, entry: Entry) -> None:
+    def _expire(self, entry: ModelEntry) -> None:
         entry.expiry = None
         if entry.users == 0 and entry.loaded is not None:
             self._spawn(self._unload(entry))
 
-    async def _unload(self, entry: Entry) -> None:
+    async def _unload(self, entry: ModelEntry) -> None:
         if entry.loaded is None:
             return
         loaded, entry.loaded = entry.loaded, None
@@ -404,7 +404,7 @@ Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]
 
 
-class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model whose files are here, or another name for one. `created` is Unix time."""
 
     name: str
@@ -418,7 +418,7 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     n_params: int = 0
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """What a loader gives back. Stages are in milliseconds.
 
     `how` is "resumed", "cold" or "held" (it was in this process already).
@@ -430,13 +430,13 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     stages_ms: dict[str, float] = {}
 
 
-class Sources(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     """What the manager is built from. `load` runs in a thread and reports progress from it."""
 
-    load: Callable[[str, Progress], Loaded]
-    pulled: Callable[[], Sequence[Pulled]]
+    load: Callable[[str, Progress], LoadedEngine]
+    pulled: Callable[[], Sequence[AvailableModel]]
     available_bytes: Callable[[], int] = lambda: read_memory().available_bytes
-    loaded_hook: Callable[[str, Loaded, float], None] = lambda name, loaded, seconds: None
+    loaded_hook: Callable[[str, LoadedEngine, float], None] = lambda name, loaded, seconds: None
 
 
 class LoadingModel(Reply, frozen=True, kw_only=True):
@@ -464,7 +464,7 @@ class LoadedModel(Reply, frozen=True, kw_only=True):
     replicas: ReplicasInfo | None = None
 
 
-class Shelf(Protocol):
+class ModelAdministrator(Protocol):
     """Changes which models are here. Every call blocks, and raises what its command raises."""
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
@@ -517,13 +517,13 @@ def listed_name(name: str, others: Container[str] = ()) -> str:
     return plain if ":" in plain else plain + LATEST
 
 
-class Entry:
+class ModelEntry:
     """One model that is loading or loaded."""
 
     def __init__(self, name: str, need_bytes: int) -> None:
         self.name = name
         self.need_bytes = need_bytes
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedEngine | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.users = 0
         self.last_used = time.monotonic()

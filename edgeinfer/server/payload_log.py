@@ -44,7 +44,7 @@ class PayloadLog:
         self.redact = redact
 
     def write(self, facts: dict[str, Any], request: Content, answer: Content) -> None:
-        """Append one exchange; `facts` are written as they are, but for a client's own id where text
+        """Append one request; `facts` are written as they are, but for a client's own id where text
         is redacted. Raises OSError.
         """
         if self.redact:

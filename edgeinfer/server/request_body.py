@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_ori
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from edgeinfer.server.context import Exchange, exchange_of
+from edgeinfer.server.context import RequestContext, context_of
 from edgeinfer.server.problems import Problem, from_validation, load_time_place, merged
 from edgeinfer.server.wire_types import Wire
 
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 async def read_body(request: Request) -> bytes:
     """Read the body. Raises Problem 413 once too long, 400 when the client leaves."""
-    limit = exchange_of(request).endpoint.limits.max_body_bytes
+    limit = context_of(request).endpoint.limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     too_long = Problem(
         413,
@@ -53,12 +53,12 @@ _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 async def _checked(request: Request) -> bytes:
-    if exchange_of(request).dialect.checks_body_type:
+    if context_of(request).dialect.checks_body_type:
         _check_type(request)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
     raw = await read_body(request)
-    exchange_of(request).body = raw
+    context_of(request).body = raw
     return raw
 
 
@@ -75,14 +75,14 @@ async def decode_list(request: Request, kind: type[T]) -> list[T]:
 async def decode(request: Request, kind: type[T]) -> T:
     """The body as `kind`. Raises Problem 400 naming the field, 413, 415."""
     raw = await _checked(request)
-    exchange = exchange_of(request)
-    exchange.ignore([name for name in _BETA_HEADERS if name in request.headers])
-    value = _as_it_stands(raw, kind)
+    context = context_of(request)
+    context.ignore([name for name in _BETA_HEADERS if name in request.headers])
+    value = _decode_strictly(raw, kind)
     if value is None and len(raw) > _INLINE_BYTES:
-        value = await exchange.endpoint.in_thread(_read, exchange, raw, kind)
+        value = await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
     elif value is None:
-        value = _read(exchange, raw, kind)
-    exchange.body = value
+        value = _decode_leniently(context, raw, kind)
+    context.body = value
     return value
 
 
@@ -94,7 +94,7 @@ def _check_type(request: Request) -> None:
         raise Problem(415, said, code="unsupported_media_type")
 
 
-def _as_it_stands(raw: bytes, kind: type[T]) -> T | None:
+def _decode_strictly(raw: bytes, kind: type[T]) -> T | None:
     decoder = _decoders.get(kind)
     if decoder is None:  # 0.1 ms each, at first use
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
@@ -106,18 +106,18 @@ def _as_it_stands(raw: bytes, kind: type[T]) -> T | None:
     return value
 
 
-def _read(exchange: Exchange, raw: bytes, kind: type[T]) -> T:
-    reading = Reading(refuse_unknown=exchange.endpoint.refuse_unknown)
+def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
+    decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown)
     try:
         with _json_only():
-            value = reading.read(msgspec.json.decode(raw), kind)
+            value = decoder.read(msgspec.json.decode(raw), kind)
     except msgspec.ValidationError as error:
-        raise from_validation(*_located(error, raw)) from None
-    exchange.ignore(reading.ignored)
+        raise from_validation(*_locate(error, raw)) from None
+    context.ignore(decoder.ignored)
     return value
 
 
-def _located(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
+def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
     """Name the field whose number is out of range; "" if the body is no object."""
     with contextlib.suppress(msgspec.ValidationError):
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
@@ -145,18 +145,18 @@ def _json_only() -> Iterator[None]:
 
 def decode_query(request: Request, kind: type[T]) -> T:
     """The query string as `kind`; numbers are read from their text. Raises Problem 400."""
-    exchange = exchange_of(request)
-    exchange.body = request.url.query.encode()
+    context = context_of(request)
+    context.body = request.url.query.encode()
     pairs = request.query_params.multi_items()
     fields: dict[str, str] = {}
     for name, text in pairs:
         if name in fields:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
         fields[name] = text
-    reading = Reading(refuse_unknown=exchange.endpoint.refuse_unknown, strict=False)
-    value = reading.read(fields, kind)
-    exchange.ignore(reading.ignored)
-    exchange.body = value
+    decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown, strict=False)
+    value = decoder.read(fields, kind)
+    context.ignore(decoder.ignored)
+    context.body = value
     return value
 
 
@@ -168,7 +168,7 @@ _INDEX = re.compile(r"\[\d+\]")
 _NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
 
 
-class Reading:
+class LenientDecoder:
     """One walk through one value. `ignored` keeps the order in which the names were met."""
 
     def __init__(self, *, refuse_unknown: bool, strict: bool = True) -> None:

@@ -48,7 +48,7 @@ def test_containers_are_started_and_asked_as_this_program_is(name: str) -> None:
         build_parser().parse_args([str(word) for word in container["args"]])
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = container.get(probe, {}).get("httpGet")
-            assert asked is None or "GET" in app.find(asked["path"]).methods
+            assert asked is None or "GET" in app.match_route(asked["path"]).methods
         assert container["securityContext"]["readOnlyRootFilesystem"]
 
 

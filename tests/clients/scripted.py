@@ -27,7 +27,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoice
 from edgeinfer.server import request_body
-from edgeinfer.server.context import exchange_of
+from edgeinfer.server.context import context_of
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
@@ -35,7 +35,7 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import Loaded, Models, Pulled, Sources
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
 
 #: What the first answer has done, whatever the client calls its tool for it.
 COMMAND = "echo hello > hello.txt"
@@ -163,10 +163,7 @@ def keep_bodies(folder: Path) -> None:
         nonlocal count
         raw = await plain(request)
         count += 1
-        facts = {
-            "path": exchange_of(request).route,
-            "user_agent": request.headers.get("user-agent", ""),
-        }
+        facts = {"path": context_of(request).route, "user_agent": request.headers.get("user-agent", "")}
         kept = {**facts, "body": json.loads(raw)}
         (folder / f"request-{count:03}.json").write_text(json.dumps(kept), "utf-8")
         return raw
@@ -177,11 +174,11 @@ def keep_bodies(folder: Path) -> None:
 async def serve(engine: Engine) -> None:
     """Serve it on a free port until a signal."""
     listeners = sockets.bind("127.0.0.1", 0)[:1]
-    sources = Sources(
-        load=lambda name, progress: Loaded(engine=engine),
-        pulled=lambda: [Pulled(name="reader", size_bytes=1)],
+    sources = ModelSources(
+        load=lambda name, progress: LoadedEngine(engine=engine),
+        pulled=lambda: [AvailableModel(name="reader", size_bytes=1)],
     )
-    models = Models(sources, default="reader", keep_alive_s=-1)
+    models = ModelPool(sources, default="reader", keep_alive_s=-1)
     endpoint = Endpoint(models, Limits(), Log("json"), Host())
     await EndpointServer(endpoint, Gate(keys=Keys([])), listeners, RunOptions()).run()
 

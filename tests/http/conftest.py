@@ -25,16 +25,23 @@ from other_processes import wait_until
 from edgeinfer.host import Handoff, Host
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.answer_journal import KeptAnswers
+from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.lifecycle import Ended, EndpointServer, RunOptions
+from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import Loaded, Models, Progress, Pulled, Shelf, Sources
+from edgeinfer.server.model_pool import (
+    AvailableModel,
+    LoadedEngine,
+    ModelAdministrator,
+    ModelPool,
+    ModelSources,
+    Progress,
+)
 from edgeinfer.server.payload_log import PayloadLog
 
 
@@ -45,7 +52,7 @@ class Setup:
     """
 
     engine: Engine | None = None
-    load: Callable[[str, Progress], Loaded] | None = None
+    load: Callable[[str, Progress], LoadedEngine] | None = None
     names: Sequence[str] = ("fake",)
     gate: Gate = field(default_factory=lambda: Gate(keys=Keys([])))
     limits: Limits = field(default_factory=Limits)
@@ -56,8 +63,8 @@ class Setup:
     payloads: PayloadLog | None = None
     host: str = "127.0.0.1"
     handoff: Handoff | None = None
-    pulled: Callable[[], Sequence[Pulled]] | None = None
-    shelf: Shelf | None = None
+    pulled: Callable[[], Sequence[AvailableModel]] | None = None
+    shelf: ModelAdministrator | None = None
     wait_ready: bool = True
     refuse_unknown: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
@@ -76,17 +83,17 @@ class Served:
     loop: asyncio.AbstractEventLoop
     log: io.StringIO
     thread: threading.Thread
-    ended: list[Ended | BaseException]
+    ended: list[ServeOutcome | BaseException]
     client: httpx2.Client
 
     def drain(self, why: str = "SIGTERM") -> None:
         self.loop.call_soon_threadsafe(self.server.drain, why)
 
-    def wait_ended(self) -> Ended:
+    def wait_ended(self) -> ServeOutcome:
         self.thread.join(30)
         assert not self.thread.is_alive(), "the endpoint did not end"
         (ended,) = self.ended
-        assert isinstance(ended, Ended), ended
+        assert isinstance(ended, ServeOutcome), ended
         return ended
 
     def chat(self, **body: Any) -> httpx2.Response:
@@ -100,20 +107,20 @@ def served(setup: Setup) -> Iterator[Served]:
     """Serve until the block ends."""
     engine = setup.engine or FakeEngine()
     names = list(setup.names)
-    load = setup.load or (lambda name, progress: Loaded(engine=engine))
+    load = setup.load or (lambda name, progress: LoadedEngine(engine=engine))
     log = io.StringIO()
     (listener,) = sockets.bind(setup.host, 0)[:1]
     started = threading.Event()
     box: dict[str, Any] = {}
-    ended: list[Ended | BaseException] = []
+    ended: list[ServeOutcome | BaseException] = []
 
-    async def main() -> Ended:
-        sources = Sources(
+    async def main() -> ServeOutcome:
+        sources = ModelSources(
             load=load,
-            pulled=setup.pulled or (lambda: [Pulled(name=n, size_bytes=1) for n in names]),
+            pulled=setup.pulled or (lambda: [AvailableModel(name=n, size_bytes=1) for n in names]),
             available_bytes=setup.available_bytes,
         )
-        models = Models(
+        models = ModelPool(
             sources,
             default=names[0],
             keep_alive_s=setup.keep_alive_s,
@@ -127,9 +134,9 @@ def served(setup: Setup) -> Iterator[Served]:
             Host(),
             payloads=setup.payloads,
             refuse_unknown=setup.refuse_unknown,
-            stored=KeptAnswers(setup.limits) if setup.store_responses else None,
+            journal=AnswerJournal(setup.limits) if setup.store_responses else None,
             batches=Batches(setup.batches) if setup.batches else None,
-            shelf=setup.shelf,
+            model_admin=setup.shelf,
         )
         server = EndpointServer(endpoint, setup.gate, [listener], setup.options, setup.handoff)
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop(), server=server)
@@ -164,7 +171,7 @@ def served(setup: Setup) -> Iterator[Served]:
                 here.drain()
             thread.join(30)
             assert not thread.is_alive(), "the endpoint did not end"
-            assert all(isinstance(e, Ended) for e in ended), ended
+            assert all(isinstance(e, ServeOutcome) for e in ended), ended
 
 
 def _starter() -> Iterator[Callable[..., Served]]:

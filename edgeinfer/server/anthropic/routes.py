@@ -8,7 +8,7 @@ from starlette.responses import Response
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error_events
-from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.context import context_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.request_body import decode
@@ -20,14 +20,14 @@ ROUTES = RouteTable()
 @ROUTES.post("/v1/messages", body=wire.MessagesRequest, reply=wire.MessageReply, streams=True)
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.MessagesRequest)
     return await answer(
-        exchange,
+        context,
         body,
         lambda info: [translate.messages_request(body, info)],
         lambda model, info: MessageRenderer(
-            f"msg_{exchange.plain_id}", model, stop_strings(body.stop_sequences)
+            f"msg_{context.plain_id}", model, stop_strings(body.stop_sequences)
         ),
         stream=body.stream,
     )
@@ -37,13 +37,13 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count a conversation's tokens."""
     body = await decode(request, wire.CountRequest)
-    exchange = exchange_of(request)
-    turns, tools = exchange.normalize(translate.conversation(body)), translate.tools_of(body)
+    context = context_of(request)
+    turns, tools = context.normalize(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> wire.TokenCountReply:
         return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
 
-    return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
+    return json_reply(await with_engine(context, body.model, body.keep_alive, work))
 
 
 ANTHROPIC = Dialect(

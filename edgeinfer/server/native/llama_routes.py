@@ -24,7 +24,7 @@ from edgeinfer.runtime.requests import (
     JsonSchema,
     Sampling,
 )
-from edgeinfer.server.context import Exchange, exchange_of, json_reply
+from edgeinfer.server.context import RequestContext, context_of, json_reply
 from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.native import wire
@@ -50,7 +50,7 @@ async def completion(request: Request) -> Response:
     given = body.prompt.prompt_string if isinstance(body.prompt, wire.PromptText) else body.prompt
     found = prompts(given, "prompt")
     return await answer(
-        exchange_of(request),
+        context_of(request),
         body,
         lambda info: [
             GenerateRequest(prompt=prompt, constraint=_constraint(body), **_shared(body, info))
@@ -100,7 +100,7 @@ async def infill(request: Request) -> Response:
     """Write what stands between a prefix and a suffix, in llama.cpp's shape."""
     body = await decode(request, wire.LlamaInfill)
     return await answer(
-        exchange_of(request),
+        context_of(request),
         body,
         lambda info: [_gap(body, info)],
         lambda model, info: LlamaRenderer(model, [""], body, _sampling(body, info)),
@@ -131,9 +131,9 @@ Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 @ROUTES.get("/lora-adapters", query=wire.AdaptersQuery, reply=wire.LoadedAdapter, is_list=True)
 async def listed(request: Request) -> Response:
     """Adapters of the default model or of `?model=`, in llama.cpp's shape."""
-    exchange = exchange_of(request)
-    exchange.name_model(decode_query(request, wire.AdaptersQuery).model)
-    info = exchange.endpoint.models.info(exchange.model)
+    context = context_of(request)
+    context.name_model(decode_query(request, wire.AdaptersQuery).model)
+    info = context.endpoint.models.info(context.model)
     return json_reply(_described(info.lora if info else ()))
 
 
@@ -152,15 +152,15 @@ def _described(adapters: Sequence[Adapter]) -> list[wire.LoadedAdapter]:
 )
 async def scaled(request: Request) -> Response:
     """Scales of adapters for requests that name none, in llama.cpp's shape; one left out gets 0."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode_list(request, wire.LoraById)
-    exchange.name_model(decode_query(request, wire.AdaptersQuery).model)
+    context.name_model(decode_query(request, wire.AdaptersQuery).model)
 
     def change(loaded: tuple[Adapter, ...]) -> Sequence[Adapter]:
         scales = dict(chosen(body, loaded, param=""))
         return [Adapter(a.name, a.path, scales.get(a.name, 0.0)) for a in loaded]
 
-    return json_reply(_described(await _change(exchange, change)))
+    return json_reply(_described(await _change(context, change)))
 
 
 def chosen(
@@ -184,19 +184,19 @@ def chosen_of_request(
 @ROUTES.post("/v1/load_lora_adapter", body=wire.LoadAdapter, reply_type="text/plain", is_admin=True)
 async def loaded(request: Request) -> Response:
     """Load an adapter while the model runs, in vLLM's shape."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.LoadAdapter)
-    path = _file(exchange, body.lora_path or body.lora_name)
+    path = _file(context, body.lora_path or body.lora_name)
     new = Adapter(body.lora_name, path, body.scale)
-    exchange.name_model(body.model)
-    await _change(exchange, lambda now: [*(a for a in now if a.name != new.name), new])
+    context.name_model(body.model)
+    await _change(context, lambda now: [*(a for a in now if a.name != new.name), new])
     return PlainTextResponse(f"Success: LoRA adapter '{new.name}' added successfully.")
 
 
-def _file(exchange: Exchange, text: str) -> str:
+def _file(context: RequestContext, text: str) -> str:
     """The file of a pulled adapter. Files elsewhere are for endpoints that let clients name files."""
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
-    if is_path and exchange.endpoint.shelf is None:
+    if is_path and context.endpoint.model_admin is None:
         raise InvalidRequestError(
             "lora_path: the name of an adapter that was pulled; a file's path only where the endpoint "
             "was started with `edgeinfer serve --ollama`",
@@ -218,9 +218,9 @@ def _file(exchange: Exchange, text: str) -> str:
 @ROUTES.post("/v1/unload_lora_adapter", body=wire.UnloadAdapter, reply_type="text/plain", is_admin=True)
 async def unloaded(request: Request) -> Response:
     """Unload an adapter while the model runs, in vLLM's shape."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.UnloadAdapter)
-    exchange.name_model(body.model)
+    context.name_model(body.model)
 
     def change(now: tuple[Adapter, ...]) -> Sequence[Adapter]:
         left = [a for a in now if a.name != body.lora_name]
@@ -230,13 +230,13 @@ async def unloaded(request: Request) -> Response:
             )
         return left
 
-    await _change(exchange, change)
+    await _change(context, change)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-async def _change(exchange: Exchange, change: Change) -> tuple[Adapter, ...]:
-    models = exchange.endpoint.models
-    lease = await models.acquire(exchange.model)
+async def _change(context: RequestContext, change: Change) -> tuple[Adapter, ...]:
+    models = context.endpoint.models
+    lease = await models.acquire(context.model)
     try:
         return await models.use_adapters(lease, change)
     finally:

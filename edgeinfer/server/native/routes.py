@@ -19,7 +19,7 @@ from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.context import context_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation import answer
@@ -57,7 +57,7 @@ async def tokenize(request: Request) -> Response:
             tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens]
         )
 
-    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
 
 
 def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
@@ -88,7 +88,7 @@ async def detokenize(request: Request) -> Response:
         text = engine.detokenize(body.tokens).decode("utf-8", "replace")
         return wire.DetokenizeReply(content=text, prompt=text)
 
-    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
 
 
 @ROUTES.get("/tokenizer_info", query=AdaptersQuery, reply=wire.TokenizerInfo, uses_model=True)
@@ -105,7 +105,7 @@ async def tokenizer_info(request: Request) -> Response:
             model_max_length=info.n_ctx,
         )
 
-    return json_reply(await with_engine(exchange_of(request), query.model, None, work))
+    return json_reply(await with_engine(context_of(request), query.model, None, work))
 
 
 @ROUTES.post("/apply-template", body=wire.ApplyTemplateRequest, reply=wire.ApplyTemplateReply)
@@ -118,7 +118,7 @@ async def apply_template(request: Request) -> Response:
     def work(engine: Engine) -> wire.ApplyTemplateReply:
         return wire.ApplyTemplateReply(prompt=engine.apply_template(turns, tools, options))
 
-    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
 
 
 @ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply)
@@ -133,7 +133,7 @@ async def rerank(request: Request) -> Response:
             raise InvalidRequestError(f"{engine.info.model} is no reranker", param="model")
         return _ranked(engine, body, texts)
 
-    return json_reply(await with_engine(exchange_of(request), body.model, body.keep_alive, work))
+    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
 
 
 def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
@@ -205,14 +205,14 @@ async def infer_post(request: Request) -> Response:
 
 
 async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) -> Response:
-    exchange = exchange_of(request)
+    context = context_of(request)
 
     chat = ChatRequest(messages=[])
     return await answer(
-        exchange,
+        context,
         body,
         lambda info: [_infer_request(body, info)],
-        lambda model, info: _InferRenderer(exchange.id, model, info, chat),
+        lambda model, info: _InferRenderer(context.id, model, info, chat),
         stream=False,
     )
 
@@ -220,7 +220,7 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
 @ROUTES.post("/v1/models/{id}/unload", reply=wire.UnloadReply, uses_model=False, is_admin=True)
 async def unload(request: Request) -> Response:
     """Give a model's memory back."""
-    endpoint = exchange_of(request).endpoint
+    endpoint = context_of(request).endpoint
     meant = _resolved(endpoint, request.path_params["id"])
     return json_reply(wire.UnloadReply(id=meant, state=await endpoint.models.unload(meant)))
 
@@ -236,7 +236,7 @@ async def unload(request: Request) -> Response:
 async def take_snapshot(request: Request) -> Response:
     """Take a snapshot of a loaded model, which goes on; later launches resume it."""
     body = await decode(request, wire.SnapshotRequest)
-    endpoint = exchange_of(request).endpoint
+    endpoint = context_of(request).endpoint
     meant = _resolved(endpoint, request.path_params["id"])
     async with endpoint.taking:
         taken = await asyncio.to_thread(endpoint.host.take_snapshot, meant, body.name)
@@ -263,13 +263,13 @@ def _resolved(endpoint: Endpoint, name: str) -> str:
 async def recall(request: Request) -> Response:
     """Bring what an agent's sessions begin with from the disk into memory."""
     body = await decode(request, wire.RecallRequest)
-    exchange = exchange_of(request)
+    context = context_of(request)
 
     def work(engine: Engine) -> wire.RecallReply:
-        n_tokens = _recalled(engine, body, exchange.salted(""))
-        return wire.RecallReply(id=exchange.model, n_tokens=n_tokens)
+        n_tokens = _recalled(engine, body, context.salted(""))
+        return wire.RecallReply(id=context.model, n_tokens=n_tokens)
 
-    return json_reply(await with_engine(exchange, request.path_params["id"], None, work))
+    return json_reply(await with_engine(context, request.path_params["id"], None, work))
 
 
 def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
@@ -291,7 +291,7 @@ def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
 @ROUTES.get("/health", reply=wire.Health, also={"503": wire.Health})
 async def health(request: Request) -> Response:
     """Whether the default model is ready; 503 while it loads (with progress), fails or drains."""
-    endpoint = exchange_of(request).endpoint
+    endpoint = context_of(request).endpoint
     models = endpoint.models
     state = models.state(models.default)
     endpoint.was_ready = endpoint.was_ready or state == "loaded"
@@ -313,7 +313,7 @@ async def health(request: Request) -> Response:
 @ROUTES.get("/metrics", reply_type="text/plain", is_admin=True)
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
-    endpoint = exchange_of(request).endpoint
+    endpoint = context_of(request).endpoint
     return Response(
         await endpoint.in_thread(endpoint.metrics.exposition), headers={"content-type": METRICS_TYPE}
     )
@@ -322,15 +322,15 @@ async def metrics(request: Request) -> Response:
 @ROUTES.get("/", reply_type="text/plain")
 async def root(request: Request) -> Response:
     """Whether an endpoint is here. Ollama's clients look for "Ollama is running" at its port."""
-    who = "edgeinfer" if exchange_of(request).endpoint.shelf is None else "Ollama"
+    who = "edgeinfer" if context_of(request).endpoint.model_admin is None else "Ollama"
     return Response(f"{who} is running", media_type="text/plain")
 
 
 @ROUTES.get("/slots", reply=wire.Slots)
 async def slots(request: Request) -> Response:
     """What was remembered of the latest prompts, and where each went a way of its own."""
-    exchange = exchange_of(request)
-    own = [slot for key, slot in exchange.endpoint.slots if key == exchange.key]
+    context = context_of(request)
+    own = [slot for key, slot in context.endpoint.slots if key == context.key]
     return json_reply(wire.Slots(slots=own))
 
 
@@ -341,7 +341,7 @@ def _replicas(engines: Sequence[tuple[str, Engine]]) -> dict[str, ReplicasInfo]:
 @ROUTES.get("/props", reply=wire.Props)
 async def props(request: Request) -> Response:
     """What this endpoint is and holds."""
-    endpoint = exchange_of(request).endpoint
+    endpoint = context_of(request).endpoint
     info = endpoint.models.info(endpoint.models.default)
     replicas = await endpoint.in_thread(_replicas, endpoint.models.engines())
     models = endpoint.models.report()

@@ -18,9 +18,9 @@ from edgeinfer.models import names, sources
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.server.connection import disconnected
-from edgeinfer.server.context import Exchange, exchange_of
+from edgeinfer.server.context import RequestContext, context_of
 from edgeinfer.server.dialect import RouteTable
-from edgeinfer.server.model_pool import LATEST, Shelf, spellings
+from edgeinfer.server.model_pool import LATEST, ModelAdministrator, spellings
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama.model_view import find, named
 from edgeinfer.server.ollama.render import error_line
@@ -34,8 +34,8 @@ _HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/
 Work = Callable[[OnProgress, threading.Event], None]
 
 
-def _shelf(exchange: Exchange) -> Shelf:
-    shelf = exchange.endpoint.shelf
+def _shelf(context: RequestContext) -> ModelAdministrator:
+    shelf = context.endpoint.model_admin
     if shelf is None:
         raise Problem(
             403,
@@ -52,10 +52,10 @@ def _shelf(exchange: Exchange) -> Shelf:
 )
 async def pull(request: Request) -> Response:
     """Fetch a model; a line a report."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaPullRequest)
-    shelf, text = _shelf(exchange), source_of(named(body.model, body.name))
-    work = _Working(exchange, lambda report, cancel: shelf.pull(text, report, cancel))
+    shelf, text = _shelf(context), source_of(named(body.model, body.name))
+    work = _Working(context, lambda report, cancel: shelf.pull(text, report, cancel))
     return await work.begun(stream=body.stream is not False)
 
 
@@ -97,17 +97,17 @@ def _refuse_sizes(name: str) -> None:
 )
 async def create(request: Request) -> Response:
     """Name a GGUF file of this machine, which stays where it is, or a model once more."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaCreateRequest)
-    shelf, name = _shelf(exchange), named(body.model, body.name).removesuffix(LATEST)
+    shelf, name = _shelf(context), named(body.model, body.name).removesuffix(LATEST)
     source = body.from_ or ""
     if not source.endswith(".gguf"):
-        model = await find(exchange, source)
-        await exchange.endpoint.in_thread(shelf.copy, model.name, name)
-        return _done(exchange, stream=body.stream is not False)
+        model = await find(context, source)
+        await context.endpoint.in_thread(shelf.copy, model.name, name)
+        return _done(context, stream=body.stream is not False)
     if not os.path.isabs(source):
         raise InvalidRequestError("from: a file's whole path", param="from")
-    work = _Working(exchange, lambda report, cancel: shelf.create(name, source, report, cancel))
+    work = _Working(context, lambda report, cancel: shelf.create(name, source, report, cancel))
     return await work.begun(stream=body.stream is not False)
 
 
@@ -116,27 +116,27 @@ async def create(request: Request) -> Response:
 )
 async def copy(request: Request) -> Response:
     """Give a model another name beside its own."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaCopyRequest)
-    shelf = _shelf(exchange)
-    model = await find(exchange, body.source)
+    shelf = _shelf(context)
+    model = await find(context, body.source)
     name = body.destination.removesuffix(LATEST)
-    await exchange.endpoint.in_thread(shelf.copy, model.name, name)
-    return _done(exchange, stream=False)
+    await context.endpoint.in_thread(shelf.copy, model.name, name)
+    return _done(context, stream=False)
 
 
 @ROUTES.delete("/api/delete", body=wire.OllamaDeleteRequest, reply=wire.OllamaStatus, is_admin=True)
 async def delete(request: Request) -> Response:
     """Remove a model."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaDeleteRequest)
-    shelf, name = _shelf(exchange), named(body.model, body.name)
-    model = await find(exchange, name)
+    shelf, name = _shelf(context), named(body.model, body.name)
+    model = await find(context, name)
     if model.name not in spellings(name):
         raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
-    await exchange.endpoint.models.unload(model.name)
-    await exchange.endpoint.in_thread(shelf.remove, model.name)
-    return _done(exchange, stream=False)
+    await context.endpoint.models.unload(model.name)
+    await context.endpoint.in_thread(shelf.remove, model.name)
+    return _done(context, stream=False)
 
 
 @ROUTES.post("/api/push", reply=wire.OllamaStatus, uses_model=False)
@@ -155,9 +155,9 @@ async def blob(request: Request) -> Response:
     )
 
 
-def _done(exchange: Exchange, *, stream: bool) -> Response:
-    exchange.answer = wire.OllamaStatus(status="success")
-    line = msgspec.json.encode(exchange.answer)
+def _done(context: RequestContext, *, stream: bool) -> Response:
+    context.answer = wire.OllamaStatus(status="success")
+    line = msgspec.json.encode(context.answer)
     if stream:
         return Response(line + b"\n", media_type="application/x-ndjson")
     return Response(line, media_type="application/json")
@@ -189,8 +189,8 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
 class _Working(Response):
     """Work in a thread. A client that leaves ends it; what was fetched is kept."""
 
-    def __init__(self, exchange: Exchange, work: Work) -> None:
-        self._exchange = exchange
+    def __init__(self, context: RequestContext, work: Work) -> None:
+        self._context = context
         self._work = work
         self._loop = asyncio.get_running_loop()
         self._reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
@@ -211,7 +211,7 @@ class _Working(Response):
         if isinstance(first, Exception):
             raise first
         self._first = first
-        return self if first is not None else _done(self._exchange, stream=stream)
+        return self if first is not None else _done(self._context, stream=stream)
 
     def _run(self) -> None:
         outcome: Exception | None = None
@@ -251,12 +251,12 @@ class _Working(Response):
 
     def _last_line(self, error: Exception | None) -> bytes:
         if error is None:
-            self._exchange.answer = wire.OllamaStatus(status="success")
-            return msgspec.json.encode(self._exchange.answer) + b"\n"
+            self._context.answer = wire.OllamaStatus(status="success")
+            return msgspec.json.encode(self._context.answer) + b"\n"
         problem = self._problem(error)
-        self._exchange.how = problem.code or "error"
-        self._exchange.answer = wire.OllamaError(error=problem.message)
-        return error_line(problem, self._exchange.id)
+        self._context.outcome = problem.code or "error"
+        self._context.answer = wire.OllamaError(error=problem.message)
+        return error_line(problem, self._context.id)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         said: PullProgress | Exception | None = self._first
@@ -264,13 +264,13 @@ class _Working(Response):
             said = await self._reports.get()
         if said is not None:
             raise said
-        await _done(self._exchange, stream=False)(scope, receive, send)
+        await _done(self._context, stream=False)(scope, receive, send)
 
     def _problem(self, error: Exception) -> Problem:
         if isinstance(error, EdgeInferError):
             return from_error(error)
-        self._exchange.endpoint.log.error("internal", error, request_id=self._exchange.id)
-        return internal(self._exchange.id)
+        self._context.endpoint.log.error("internal", error, request_id=self._context.id)
+        return internal(self._context.id)
 
 
 def _body(data: bytes, *, more: bool) -> Message:

@@ -11,8 +11,8 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.chat_format import reasoning
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.server.context import Exchange
-from edgeinfer.server.model_pool import Pulled, listed_name
+from edgeinfer.server.context import RequestContext
+from edgeinfer.server.model_pool import AvailableModel, listed_name
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama.render import stamp
 from edgeinfer.server.problems import Problem
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FIM_KEY = "tokenizer.ggml.fim_pre_token_id"
 
 
-def details(model: Pulled, info: EngineInfo | None = None) -> wire.ModelDetails:
+def details(model: AvailableModel, info: EngineInfo | None = None) -> wire.ModelDetails:
     family = model.architecture or (info.architecture if info else "")
     return wire.ModelDetails(
         family=family,
@@ -39,12 +39,12 @@ def _size(n_params: int) -> str:
     return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
 
 
-def listed(models: Sequence[Pulled]) -> wire.OllamaTags:
+def listed(models: Sequence[AvailableModel]) -> wire.OllamaTags:
     own = {model.name for model in models}
     return wire.OllamaTags(models=[_listed(model, listed_name(model.name, own)) for model in models])
 
 
-def _listed(model: Pulled, name: str) -> wire.ListedModel:
+def _listed(model: AvailableModel, name: str) -> wire.ListedModel:
     return wire.ListedModel(
         name=name,
         model=name,
@@ -55,7 +55,7 @@ def _listed(model: Pulled, name: str) -> wire.ListedModel:
     )
 
 
-def describe(model: Pulled, info: EngineInfo | None) -> wire.OllamaShowReply:
+def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowReply:
     """All that /api/show says; what only the engine knows is missing while the model is cold."""
     files, licence = _files(model.name)
     header = _header(files)
@@ -178,9 +178,9 @@ def named(model: str, name: str) -> str:
     return model or name
 
 
-async def find(exchange: Exchange, name: str) -> Pulled:
+async def find(context: RequestContext, name: str) -> AvailableModel:
     """A model that is here. Raises UnknownModelError."""
-    models = exchange.endpoint.models
+    models = context.endpoint.models
     wanted = models.resolve(name)
-    pulled = await exchange.endpoint.in_thread(models.pulled)
-    return next((model for model in pulled if model.name == wanted), Pulled(name=wanted))
+    pulled = await context.endpoint.in_thread(models.pulled)
+    return next((model for model in pulled if model.name == wanted), AvailableModel(name=wanted))

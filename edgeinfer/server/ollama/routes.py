@@ -13,10 +13,10 @@ from edgeinfer import __version__
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
+from edgeinfer.server.context import RequestContext, context_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
-from edgeinfer.server.model_pool import LoadedModel, Pulled, listed_name
+from edgeinfer.server.model_pool import AvailableModel, LoadedModel, listed_name
 from edgeinfer.server.ollama import model_admin, model_view, translate, wire
 from edgeinfer.server.ollama.render import (
     ChatRenderer,
@@ -41,11 +41,11 @@ _FOR_EVER_S = 100 * 365 * 86_400.0
 @ROUTES.post("/api/chat", body=wire.OllamaChatRequest, reply=wire.OllamaChatReply, streams=True)
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaChatRequest)
     if not body.messages:
-        return await _load_or_unload(exchange, body, ChatRenderer)
-    return await _answer(exchange, body, lambda info: translate.chat(body, info), ChatRenderer)
+        return await _load_or_unload(context, body, ChatRenderer)
+    return await _answer(context, body, lambda info: translate.chat(body, info), ChatRenderer)
 
 
 @ROUTES.post(
@@ -53,56 +53,58 @@ async def chat(request: Request) -> Response:
 )
 async def generate(request: Request) -> Response:
     """Answer a prompt, go on with it, or fill the gap before a suffix."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaGenerateRequest)
     if not (body.prompt or body.suffix):
-        return await _load_or_unload(exchange, body, GenerateRenderer)
-    return await _answer(exchange, body, lambda info: translate.generate(body, info), GenerateRenderer)
+        return await _load_or_unload(context, body, GenerateRenderer)
+    return await _answer(context, body, lambda info: translate.generate(body, info), GenerateRenderer)
 
 
 async def _answer(
-    exchange: Exchange,
+    context: RequestContext,
     body: wire.GenerationFields,
     request: Callable[[EngineInfo], GenerateRequest],
     shape: Shape,
 ) -> Response:
     def requests(info: EngineInfo) -> list[GenerateRequest]:
-        exchange.ignore(translate.too_much(body.options, info))
+        context.ignore(translate.too_much(body.options, info))
         return [request(info)]
 
     return await answer(
-        exchange,
+        context,
         body,
         requests,
-        lambda model, info: shape(body.model, Clock(exchange.started)),
+        lambda model, info: shape(body.model, Clock(context.started)),
         stream=body.stream is not False,
     )
 
 
-async def _load_or_unload(exchange: Exchange, body: wire.GenerationFields, shape: Shape) -> Response:
-    models = exchange.endpoint.models
-    exchange.model = models.resolve(body.model)
-    stay_s = exchange.stay_s(body.keep_alive)
+async def _load_or_unload(
+    context: RequestContext, body: wire.GenerationFields, shape: Shape
+) -> Response:
+    models = context.endpoint.models
+    context.model = models.resolve(body.model)
+    stay_s = context.stay_s(body.keep_alive)
     if stay_s == 0:
-        await models.unload(exchange.model)
+        await models.unload(context.model)
     else:
-        (await models.acquire(exchange.model, stay_s)).release()
-    clock = Clock(exchange.started)
+        (await models.acquire(context.model, stay_s)).release()
+    clock = Clock(context.started)
     reason = "unload" if stay_s == 0 else "load"
     reply = shape(body.model, clock).piece(done=True, done_reason=reason, load_duration=clock.load_ns)
-    exchange.answer = reply
+    context.answer = reply
     return json_reply(reply)
 
 
 @ROUTES.post("/api/embed", body=wire.OllamaEmbedRequest, reply=wire.OllamaEmbedReply)
 async def embed(request: Request) -> Response:
     """Embed texts."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaEmbedRequest)
     texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
 
     def work(engine: Engine) -> wire.OllamaEmbedReply:
-        clock = Clock(exchange.started)
+        clock = Clock(context.started)
         inputs = _tokens(engine, texts, cut=body.truncate is not False)
         vectors = engine.embed(inputs) if inputs else []
         return wire.OllamaEmbedReply(
@@ -113,8 +115,8 @@ async def embed(request: Request) -> Response:
             prompt_eval_count=sum(map(len, inputs)),
         )
 
-    reply = await with_engine(exchange, body.model, body.keep_alive, work)
-    exchange.prompt_tokens = reply.prompt_eval_count
+    reply = await with_engine(context, body.model, body.keep_alive, work)
+    context.prompt_tokens = reply.prompt_eval_count
     return json_reply(reply)
 
 
@@ -128,8 +130,8 @@ async def embeddings(request: Request) -> Response:
         vectors = engine.embed(inputs) if inputs else [[]]
         return wire.OllamaEmbeddingsReply(embedding=vectors[0])
 
-    exchange = exchange_of(request)
-    return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
+    context = context_of(request)
+    return json_reply(await with_engine(context, body.model, body.keep_alive, work))
 
 
 def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int]]:
@@ -149,38 +151,38 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
 @ROUTES.get("/api/tags", reply=wire.OllamaTags)
 async def tags(request: Request) -> Response:
     """The pulled models."""
-    models = exchange_of(request).endpoint.models
-    pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
+    models = context_of(request).endpoint.models
+    pulled = await context_of(request).endpoint.in_thread(models.pulled)
     return json_reply(model_view.listed(pulled))
 
 
 @ROUTES.post("/api/show", body=wire.OllamaShowRequest, reply=wire.OllamaShowReply, uses_model=False)
 async def show(request: Request) -> Response:
     """What a model is and can do."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.OllamaShowRequest)
-    models = exchange.endpoint.models
-    model = await model_view.find(exchange, model_view.named(body.model, body.name))
-    reply = await exchange.endpoint.in_thread(model_view.describe, model, models.info(model.name))
-    exchange.answer = reply
+    models = context.endpoint.models
+    model = await model_view.find(context, model_view.named(body.model, body.name))
+    reply = await context.endpoint.in_thread(model_view.describe, model, models.info(model.name))
+    context.answer = reply
     return json_reply(reply)
 
 
 @ROUTES.get("/api/ps", reply=wire.OllamaProcesses)
 async def running(request: Request) -> Response:
     """The loaded models."""
-    models = exchange_of(request).endpoint.models
-    pulled = await exchange_of(request).endpoint.in_thread(models.pulled)
+    models = context_of(request).endpoint.models
+    pulled = await context_of(request).endpoint.in_thread(models.pulled)
     here = {model.name: model for model in pulled}
     found = [
-        _running(loaded, info, here.get(loaded.id, Pulled(name=loaded.id)))
+        _running(loaded, info, here.get(loaded.id, AvailableModel(name=loaded.id)))
         for loaded in models.report()
         if (info := models.info(loaded.id)) is not None
     ]
     return json_reply(wire.OllamaProcesses(models=found))
 
 
-def _running(loaded: LoadedModel, info: EngineInfo, pulled: Pulled) -> wire.RunningModel:
+def _running(loaded: LoadedModel, info: EngineInfo, pulled: AvailableModel) -> wire.RunningModel:
     name = listed_name(loaded.id)
     left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
     return wire.RunningModel(

@@ -27,7 +27,7 @@ from edgeinfer.server.batches import (
     read_record,
     write_record,
 )
-from edgeinfer.server.context import Exchange, exchange_of, json_reply
+from edgeinfer.server.context import RequestContext, context_of, json_reply
 from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.problems import Problem, shutting_down
 from edgeinfer.server.request_body import decode, read_body
@@ -55,12 +55,12 @@ class BatchRequest(Wire, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-def _place(request: Request) -> tuple[Exchange, Batches, Path]:
-    exchange = exchange_of(request)
-    batches = exchange.endpoint.batches
+def _place(request: Request) -> tuple[RequestContext, Batches, Path]:
+    context = context_of(request)
+    batches = context.endpoint.batches
     if batches is None:
         raise Problem(400, "No files are kept here.", code="files_not_kept")
-    return exchange, batches, batches.folder(exchange.key)
+    return context, batches, batches.folder(context.key)
 
 
 @ROUTES.post("/v1/files", reply=FileObject, uses_model=False)
@@ -125,8 +125,8 @@ async def delete_file(request: Request) -> Response:
 async def create(request: Request) -> Response:
     """Answer a file of requests in the background."""
     body = await decode(request, BatchRequest)
-    exchange, batches, folder = _place(request)
-    if exchange.endpoint.draining:
+    context, batches, folder = _place(request)
+    if context.endpoint.draining:
         raise shutting_down()
     source = read_record(folder, body.input_file_id, FileObject)
     raw = await asyncio.to_thread((folder / f"{source.id}.jsonl").read_bytes)
@@ -142,7 +142,7 @@ async def create(request: Request) -> Response:
         request_counts=BatchCounts(total=len(lines)),
         metadata=body.metadata,
     )
-    ask = functools.partial(ask_again, request.scope["app"], exchange.headers)
+    ask = functools.partial(ask_again, request.scope["app"], context.headers)
     batches.begin(ask, folder, batch, lines)
     return json_reply(batch)
 

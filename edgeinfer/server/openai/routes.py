@@ -14,10 +14,10 @@ from starlette.responses import Response
 from edgeinfer.errors import InvalidRequestError, UnknownModelError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.server.context import Exchange, exchange_of, json_reply, with_engine
+from edgeinfer.server.context import RequestContext, context_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
-from edgeinfer.server.model_pool import Pulled
+from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai import batch_routes, translate, wire
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events
 from edgeinfer.server.problems import no_such_model
@@ -32,13 +32,13 @@ _MAX_EMBEDDED = 2048
 @ROUTES.post("/v1/chat/completions", body=wire.ChatRequest, reply=wire.ChatCompletion, streams=True)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.ChatRequest)
     return await answer(
-        exchange,
+        context,
         body,
         lambda info: translate.chat(body, info),
-        lambda model, info: ChatRenderer(f"chatcmpl-{exchange.plain_id}", model, info, body),
+        lambda model, info: ChatRenderer(f"chatcmpl-{context.plain_id}", model, info, body),
         stream=bool(body.stream),
     )
 
@@ -46,14 +46,14 @@ async def chat_completions(request: Request) -> Response:
 @ROUTES.post("/v1/completions", body=wire.CompletionRequest, reply=wire.Completion, streams=True)
 async def completions(request: Request) -> Response:
     """Continue a text."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.CompletionRequest)
     prompts = translate.prompts(body.prompt, "prompt")
     return await answer(
-        exchange,
+        context,
         body,
         lambda info: translate.completion(body, info),
-        lambda model, info: CompletionRenderer(f"cmpl-{exchange.plain_id}", model, info, body, prompts),
+        lambda model, info: CompletionRenderer(f"cmpl-{context.plain_id}", model, info, body, prompts),
         stream=bool(body.stream),
     )
 
@@ -61,18 +61,18 @@ async def completions(request: Request) -> Response:
 @ROUTES.post("/v1/embeddings", body=wire.EmbeddingRequest, reply=wire.EmbeddingReply)
 async def embeddings(request: Request) -> Response:
     """Embed texts."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     body = await decode(request, wire.EmbeddingRequest)
     texts = translate.prompts(body.input, "input", _MAX_EMBEDDED)
 
     reply = await embed(
-        exchange, body.model, body.keep_alive, texts, body.encoding_format, body.dimensions
+        context, body.model, body.keep_alive, texts, body.encoding_format, body.dimensions
     )
     return json_reply(reply)
 
 
 async def embed(
-    exchange: Exchange,
+    context: RequestContext,
     model: str | None,
     keep_alive: float | str | None,
     texts: Sequence[str | tuple[int, ...]],
@@ -84,10 +84,10 @@ async def embed(
     def work(engine: Engine) -> wire.EmbeddingReply:
         _check_embeds(engine.info, dimensions)
         vectors = engine.embed(texts)
-        return _embedded(vectors, _count(engine, texts), exchange.model, encoding)
+        return _embedded(vectors, _count(engine, texts), context.model, encoding)
 
-    reply = await with_engine(exchange, model, keep_alive, work)
-    exchange.prompt_tokens = reply.usage.prompt_tokens
+    reply = await with_engine(context, model, keep_alive, work)
+    context.prompt_tokens = reply.usage.prompt_tokens
     return reply
 
 
@@ -126,10 +126,10 @@ def _base64(vector: Sequence[float]) -> str:
 @ROUTES.get("/v1/models", reply=wire.ModelList)
 async def list_models(request: Request) -> Response:
     """The pulled models."""
-    exchange = exchange_of(request)
-    models = exchange.endpoint.models
-    pulled = await exchange.endpoint.in_thread(models.pulled)
-    cards = [_card(exchange, model) for model in pulled]
+    context = context_of(request)
+    models = context.endpoint.models
+    pulled = await context.endpoint.in_thread(models.pulled)
+    cards = [_card(context, model) for model in pulled]
     first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
     return json_reply(wire.ModelList(data=cards, first_id=first, last_id=last))
 
@@ -137,21 +137,21 @@ async def list_models(request: Request) -> Response:
 @ROUTES.get("/v1/models/{id}", reply=wire.ModelCard)
 async def one_model(request: Request) -> Response:
     """One pulled model."""
-    exchange = exchange_of(request)
+    context = context_of(request)
     name = request.path_params["id"]
-    models = exchange.endpoint.models
-    pulled = {model.name: model for model in await exchange.endpoint.in_thread(models.pulled)}
+    models = context.endpoint.models
+    pulled = {model.name: model for model in await context.endpoint.in_thread(models.pulled)}
     if name not in pulled:
         try:
             meant = models.resolve(name)
         except UnknownModelError:
             raise no_such_model(name) from None
         pulled[name] = msgspec.structs.replace(pulled[meant], name=name, alias_of=meant)
-    return json_reply(_card(exchange, pulled[name]))
+    return json_reply(_card(context, pulled[name]))
 
 
-def _card(exchange: Exchange, pulled: Pulled) -> wire.ModelCard:
-    models = exchange.endpoint.models
+def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
+    models = context.endpoint.models
     meant = pulled.alias_of or pulled.name
     info = models.info(meant)
     n_ctx = info.n_ctx if info else pulled.n_ctx_train

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.answer_journal import Cut, Kept
-from edgeinfer.server.context import exchange_of, json_reply, with_engine
+from edgeinfer.server.answer_journal import BodyFilter, JournaledAnswer
+from edgeinfer.server.context import context_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.openai.render import error_body, sentence
@@ -32,12 +32,12 @@ ROUTES = RouteTable()
 @ROUTES.post("/v1/responses", body=ResponsesRequest, reply=ResponseReply, streams=True, may_store=True)
 async def responses(request: Request) -> Response:
     """Answer a conversation."""
-    exchange = exchange_of(request)
-    body = stored.go_on(exchange, await decode(request, ResponsesRequest))
-    name = stored.store(exchange, body)
-    is_stored = exchange.kept is not None and exchange.kept.about is not None
+    context = context_of(request)
+    body = stored.with_previous(context, await decode(request, ResponsesRequest))
+    name = stored.journal_answer(context, body)
+    is_stored = context.journaled is not None and context.journaled.attachment is not None
     return await answer(
-        exchange,
+        context,
         body,
         lambda info: [translate.response_request(body, info)],
         lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
@@ -48,46 +48,48 @@ async def responses(request: Request) -> Response:
 @ROUTES.post("/v1/responses/input_tokens", body=ResponsesRequest, reply=InputTokensReply)
 async def input_tokens(request: Request) -> Response:
     """Count a conversation's tokens."""
-    exchange = exchange_of(request)
-    body = stored.go_on(exchange, await decode(request, ResponsesRequest))
-    turns, tools = exchange.normalize(translate.conversation(body)), translate.tools_of(body)
+    context = context_of(request)
+    body = stored.with_previous(context, await decode(request, ResponsesRequest))
+    turns, tools = context.normalize(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> InputTokensReply:
         return InputTokensReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
 
-    return json_reply(await with_engine(exchange, body.model, body.keep_alive, work))
+    return json_reply(await with_engine(context, body.model, body.keep_alive, work))
 
 
 @ROUTES.get("/v1/responses/{id}", query=StoredQuery, reply=ResponseReply, streams=True)
 async def stored_response(request: Request) -> Response:
     """A stored response, or its stream from behind an event."""
     query = decode_query(request, StoredQuery)
-    _, kept = stored.find(exchange_of(request), request.path_params["id"])
+    _, answer_ = stored.find(context_of(request), request.path_params["id"])
     if query.stream:
-        if not kept.is_stream:
+        if not answer_.is_stream:
             raise Problem(400, "This response is not a stream.", param="stream", code="invalid_value")
-        return _Again(kept, stored.after(-1 if query.starting_after is None else query.starting_after))
-    return Response(stored.reply_of(kept), media_type="application/json")
+        return _ReplayResponse(
+            answer_, stored.skip_events(-1 if query.starting_after is None else query.starting_after)
+        )
+    return Response(stored.reply_of(answer_), media_type="application/json")
 
 
 @ROUTES.delete("/v1/responses/{id}", reply=DeletedResponse)
 async def delete_response(request: Request) -> Response:
     """Forget a stored response, and end it if it is being made."""
-    exchange, name = exchange_of(request), request.path_params["id"]
-    answers, kept = stored.find(exchange, name)
-    answers.remove(exchange.key, name)
-    kept.give_up()
+    context, name = context_of(request), request.path_params["id"]
+    answers, answer_ = stored.find(context, name)
+    answers.remove(context.key, name)
+    answer_.abandon()
     return json_reply(DeletedResponse(id=name))
 
 
-class _Again(Response):
-    def __init__(self, kept: Kept, cut: Cut) -> None:
+class _ReplayResponse(Response):
+    def __init__(self, answer_: JournaledAnswer, cut: BodyFilter) -> None:
         super().__init__()
-        self._kept = kept
+        self._answer = answer_
         self._cut = cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._kept.read(receive, send, self._cut)
+        await self._answer.read(receive, send, self._cut)
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:

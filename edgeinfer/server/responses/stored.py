@@ -1,7 +1,7 @@
-"""Responses that are kept: to go on from, to be read again, and to be read on from where one left off.
+"""Stored responses: continued by id, retrieved, and streamed again from any event.
 
-What is kept is the answer's own messages (`core.kept`) and the conversation that it ends. It is in
-memory alone, belongs to the API key that asked, and is bounded by `Limits`.
+The answer journal holds their messages, in memory, per API key, bounded by `Limits`; with each lies the
+conversation before it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.server.answer_journal import Cut, Kept, KeptAnswers
-from edgeinfer.server.context import Exchange
+from edgeinfer.server.answer_journal import AnswerJournal, BodyFilter, JournaledAnswer
+from edgeinfer.server.context import RequestContext
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.request_body import Reading
+from edgeinfer.server.request_body import LenientDecoder
 from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.render import ResponseRenderer
 
@@ -23,14 +23,14 @@ _OFF = "responses are not stored, send the conversation; `store-responses` under
 _SEQUENCE = re.compile(rb'^data: \{"type":"[\w.]+","sequence_number":(\d+)', re.MULTILINE)
 
 
-class Stored(msgspec.Struct):
-    """What is stored with an answer: the conversation before it, and the response while it is made."""
+class StoredResponse(msgspec.Struct):
+    """The conversation before an answer, and the response object while it is generated."""
 
     items: tuple[wire.Item, ...]
     in_progress: wire.ResponseReply
 
 
-class _Told(msgspec.Struct):
+class _Event(msgspec.Struct):
     response: msgspec.Raw = msgspec.Raw(b"")
 
 
@@ -38,76 +38,77 @@ class _Output(msgspec.Struct):
     output: list[dict[str, Any]]
 
 
-def go_on(exchange: Exchange, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
-    """Put the conversation before the request's own items.
+def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
+    """Prepend the conversation of `previous_response_id`.
 
-    Raises Problem 400 where nothing is stored or not that response, 409 while it is being made.
+    Raises Problem 400 if that response is not stored, 409 while it is generated.
     """
     name, param = body.previous_response_id, "previous_response_id"
     if name is None:
         return body
-    kept_answers = exchange.endpoint.stored
-    if kept_answers is None:
+    journal = context.endpoint.journal
+    if journal is None:
         said = f"'{param}' is not supported here: {_OFF}."
         raise Problem(400, said, param=param, code="unsupported_parameter")
-    kept = kept_answers.find(exchange.key, name)
-    if kept is None:
+    answer = journal.find(context.key, name)
+    if answer is None:
         said = f"Previous response with id '{name}' not found."
         raise Problem(400, said, param=param, code="previous_response_not_found")
-    if not kept.is_done:
+    if not answer.is_done:
         said = f"Previous response with id '{name}' is still being made."
         raise Problem(409, said, param=param, code="previous_response_in_progress")
-    stored = _about(kept)
-    return msgspec.structs.replace(body, input=[*stored.items, *_output(kept), *_own(body)])
+    stored = _stored(answer)
+    return msgspec.structs.replace(
+        body, input=[*stored.items, *_output_items(answer), *_own_items(body)]
+    )
 
 
-def store(exchange: Exchange, body: wire.ResponsesRequest) -> str:
-    """Store the answer that is being made, if that is wanted and switched on; return its id.
+def journal_answer(context: RequestContext, body: wire.ResponsesRequest) -> str:
+    """Store the answer under a new id if the request and the configuration allow; return its id.
 
     Raises UnknownModelError.
     """
-    kept, answers = exchange.kept, exchange.endpoint.stored
-    if body.store is True and answers is None:
-        exchange.ignore(["store"])
-    if kept is None or answers is None or body.store not in (None, True):
-        return f"resp_{exchange.plain_id}"
+    answer, journal = context.journaled, context.endpoint.journal
+    if body.store is True and journal is None:
+        context.ignore(["store"])
+    if answer is None or journal is None or body.store not in (None, True):
+        return f"resp_{context.plain_id}"
     name = f"resp_{secrets.token_hex(24)}"
-    items = tuple(_own(body))
-    model = exchange.endpoint.models.resolve(body.model)
+    items = tuple(_own_items(body))
+    model = context.endpoint.models.resolve(body.model)
     in_progress = ResponseRenderer(name, model, body, stored=True).reply("in_progress")
-    kept.about = Stored(items, in_progress)
-    kept.size_bytes += len(msgspec.json.encode(items))
-    kept.unread_s = max(kept.unread_s, exchange.endpoint.limits.unread_s)
-    answers.add(exchange.key, name, kept)
+    answer.attachment = StoredResponse(items, in_progress)
+    answer.size_bytes += len(msgspec.json.encode(items))
+    answer.unread_s = max(answer.unread_s, context.endpoint.limits.unread_s)
+    journal.add(context.key, name, answer)
     return name
 
 
-def find(exchange: Exchange, name: str) -> tuple[KeptAnswers, Kept]:
-    """The stored response called so. Raises Problem 404."""
-    answers = exchange.endpoint.stored
-    kept = answers.find(exchange.key, name) if answers is not None else None
-    if answers is None or kept is None:
+def find(context: RequestContext, name: str) -> tuple[AnswerJournal, JournaledAnswer]:
+    """Find a stored response by id. Raises Problem 404."""
+    journal = context.endpoint.journal
+    answer = journal.find(context.key, name) if journal is not None else None
+    if journal is None or answer is None:
         said = f"Response with id '{name[:200]}' not found."
-        raise Problem(404, said if answers is not None else f"{said[:-1]}: {_OFF}.", code="not_found")
-    return answers, kept
+        raise Problem(404, said if journal is not None else f"{said[:-1]}: {_OFF}.", code="not_found")
+    return journal, answer
 
 
-def reply_of(kept: Kept) -> bytes:
-    """The response as it is now."""
-    about = _about(kept)
-    if not kept.is_done:
-        return msgspec.json.encode(about.in_progress)
-    return bytes(_told(kept.body)) if kept.is_stream else kept.body
+def reply_of(answer: JournaledAnswer) -> bytes:
+    """Return the response object, in progress or complete, as JSON."""
+    if not answer.is_done:
+        return msgspec.json.encode(_stored(answer).in_progress)
+    return bytes(_last_response(answer.body)) if answer.is_stream else answer.body
 
 
-def after(sequence: int) -> Cut:
-    """Leave out the events of a stream up to this number; a message holds whole events."""
+def skip_events(sequence: int) -> BodyFilter:
+    """Make a filter that drops events up to this number; a message holds whole events."""
 
-    def cut(body: bytes) -> bytes:
+    def drop(body: bytes) -> bytes:
         events = [event for event in body.split(b"\n\n") if event]
         return b"".join(event + b"\n\n" for event in events if _number(event) > sequence)
 
-    return cut
+    return drop
 
 
 def _number(event: bytes) -> int:
@@ -115,29 +116,31 @@ def _number(event: bytes) -> int:
     return int(found[1]) if found else -1
 
 
-def _about(kept: Kept) -> Stored:
-    assert isinstance(kept.about, Stored)
-    return kept.about
+def _stored(answer: JournaledAnswer) -> StoredResponse:
+    assert isinstance(answer.attachment, StoredResponse)
+    return answer.attachment
 
 
-def _told(stream: bytes) -> msgspec.Raw:
+def _last_response(stream: bytes) -> msgspec.Raw:
     for event in reversed(stream.split(b"\n\n")):
         data = event.rpartition(b"\ndata: ")[2]
         if data.startswith(b"{"):
-            response = msgspec.json.decode(data, type=_Told).response
+            response = msgspec.json.decode(data, type=_Event).response
             if bytes(response):
                 return response
     return msgspec.Raw(b"{}")
 
 
-def _own(body: wire.ResponsesRequest) -> list[wire.Item]:
+def _own_items(body: wire.ResponsesRequest) -> list[wire.Item]:
     if isinstance(body.input, str):
         return [wire.MessageItem(role="user", content=body.input)]
     return body.input
 
 
-def _output(kept: Kept) -> list[wire.Item]:
-    output = msgspec.json.decode(reply_of(kept), type=_Output).output
+def _output_items(answer: JournaledAnswer) -> list[wire.Item]:
+    output = msgspec.json.decode(reply_of(answer), type=_Output).output
     if not output:
         return []
-    return _own(Reading(refuse_unknown=False).read({"input": output}, wire.ResponsesRequest))
+    return _own_items(
+        LenientDecoder(refuse_unknown=False).read({"input": output}, wire.ResponsesRequest)
+    )

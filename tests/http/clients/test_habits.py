@@ -10,10 +10,10 @@ import pytest
 
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.app import find
+from edgeinfer.server.app import match_route
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.model_pool import LoadedEngine
 
 HI = [{"role": "user", "content": "hi"}]
 PAGE = "http://page.test"
@@ -48,13 +48,13 @@ def here(serve_module, engine):
     ],
 )
 def test_a_path_is_found_however_its_base_url_was_written(path, known):
-    (operation, *_) = find(path).methods.values()
+    (operation, *_) = match_route(path).methods.values()
     assert operation.path == known
 
 
 def test_other_paths_are_nobodys(here):
     for path in ("/v1", "/v1/v1/v1/models", "/v2/models", "/v1chat/completions"):
-        assert not find(path).methods, path
+        assert not match_route(path).methods, path
     assert here.client.post("/chat/completions/", json={"messages": HI}).status_code == 200
 
 
@@ -201,7 +201,7 @@ def test_llama_cpps_other_routes(here):
 
 
 def test_a_cold_model_tells_nothing_of_a_context_it_has_not(serve):
-    here = serve(load=lambda name, progress: Loaded(engine=FakeEngine()), names=("a", "b"))
+    here = serve(load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("a", "b"))
     cold = here.client.get("/v1/models/b").json()
     assert (cold["state"], cold["n_ctx"], cold["max_model_len"]) == ("cold", 0, 0)
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.app import DIALECTS, OPERATIONS, find
+from edgeinfer.server.app import DIALECTS, OPERATIONS, match_route
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.openapi import document
 
@@ -42,7 +42,7 @@ def test_another_dialect_is_described():
 
 def test_every_operation_is_found_under_its_path_and_method():
     for operation in OPERATIONS:
-        place = find(operation.path.replace("{id}", "some-model"))
+        place = match_route(operation.path.replace("{id}", "some-model"))
         assert place.methods[operation.method] is operation
         assert ("id" in place.params) == ("{id}" in operation.path)
         assert operation in place.dialect.operations
@@ -60,7 +60,7 @@ def test_every_operation_is_found_under_its_path_and_method():
     ],
 )
 def test_a_path_that_is_nobodys_is_refused_in_its_neighbours_dialect(path, dialect):
-    assert find(path).dialect.name == dialect
+    assert match_route(path).dialect.name == dialect
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/batches"])

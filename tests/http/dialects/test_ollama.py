@@ -11,7 +11,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Infill, JsonSchema
-from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.model_pool import LoadedEngine
 from edgeinfer.server.request_fields import keep_alive_s
 
 HI = [{"role": "user", "content": "hi"}]
@@ -324,7 +324,7 @@ def test_keep_alive_refuses_other_words(given):
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_asking_nothing_loads_and_unloads(serve, path):
-    here = serve(load=lambda name, progress: Loaded(engine=FakeEngine()), names=("fake", "other"))
+    here = serve(load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("fake", "other"))
     ask = {"model": "other:latest"}
     loaded = here.client.post(path, json=ask | {"keep_alive": "10m"}).json()
     assert (loaded["done"], loaded["done_reason"]) == (True, "load")

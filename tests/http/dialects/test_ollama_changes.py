@@ -19,7 +19,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.model_pool import LoadedEngine
 
 REPO = "someone/Tiny-GGUF"
 
@@ -31,15 +31,15 @@ def gguf(tmp_path_factory):
 
 def _load(name, progress):
     if name == "fake":
-        return Loaded(engine=FakeEngine())
+        return LoadedEngine(engine=FakeEngine())
     options = LoadOptions(n_ctx=256, n_parallel=1, n_threads=1)
-    return Loaded(engine=load_engine(resolve(name).files(), options, None))
+    return LoadedEngine(engine=load_engine(resolve(name).files(), options, None))
 
 
 @pytest.fixture
 def here(serve):
     shelf = ModelAdmin(Host(config=Config()))
-    return serve(load=_load, names=("fake",), pulled=pulled_models(), shelf=shelf)
+    return serve(load=_load, names=("fake",), pulled=pulled_models(), model_admin=shelf)
 
 
 @pytest.fixture

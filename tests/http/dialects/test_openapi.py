@@ -13,7 +13,7 @@ import pytest
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.app import DIALECTS, OPERATIONS
 from edgeinfer.server.limits import Limits
-from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.model_pool import LoadedEngine
 from edgeinfer.server.openapi import document
 
 #: Fuzzed examples an operation, beside those that cover each schema's edges. `make fuzz-http` asks for
@@ -97,7 +97,7 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
 ):
     make = chatterer if engine == "real" else lambda: FakeEngine([["a", "b"]])
     here = serve(
-        load=lambda name, progress: Loaded(engine=make()),
+        load=lambda name, progress: LoadedEngine(engine=make()),
         limits=Limits(max_requests=1000),
         refuse_unknown=True,
     )

@@ -9,7 +9,7 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.model_pool import LoadedEngine
 
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -22,7 +22,7 @@ def here(serve, smollm2, tmp_path):
 
     def load(name, progress):
         files = ModelFiles(name=name, paths=(str(smollm2),))
-        return Loaded(engine=load_engine(files, LoadOptions(n_ctx=512, n_parallel=2)))
+        return LoadedEngine(engine=load_engine(files, LoadOptions(n_ctx=512, n_parallel=2)))
 
     return serve(None, load=load, names=("smol",), aliases={"*": ""})
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.model_pool import LoadedEngine
 
 SLASHED = "ollama/someone/tiny:1b"
 ALIASES = {
@@ -23,7 +23,7 @@ ALIASES = {
 @pytest.fixture(scope="module")
 def here(serve_module):
     return serve_module(
-        load=lambda name, _progress: Loaded(engine=FakeEngine()),
+        load=lambda name, _progress: LoadedEngine(engine=FakeEngine()),
         names=("main", SLASHED),
         aliases=ALIASES,
     )

@@ -13,7 +13,7 @@ from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits
-from edgeinfer.server.model_pool import Loaded
+from edgeinfer.server.model_pool import LoadedEngine
 
 GIB = 1 << 30
 
@@ -62,7 +62,7 @@ class Shelf:
             DEFAULT_INFO, model=name, weights_bytes=self.size, sha256=name * 16
         )
         self.live[name] = Engine(self.scripts.get(name, [[f"I am {name}"]]), info=info)
-        return Loaded(
+        return LoadedEngine(
             engine=self.live[name], where="worker", how="resumed", stages_ms={"restore": 80.0}
         )
 
