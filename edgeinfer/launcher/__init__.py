@@ -1,12 +1,12 @@
 """Resume a warmed process or start a cold one for a verb, and stand in for it.
 
 A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request, sent
-over a socket that only this launch knows to a process resumed from a snapshot, or to a fresh
+over a socket of this launch to a process resumed from a snapshot, or to a fresh
 interpreter when there is none that fits. This process then passes signals on, stops and continues with
 its app, starts workers for other models when the app asks, keeps `serve`'s listening socket across
 crashes, and ends as the app ended. Every other verb runs here.
 
-Nothing of ours that imports more than the standard library, and of that only what is cheap: each import
+Nothing here imports more than the standard library, and of that only what is cheap: each import
 is paid at every launch (docs/decisions/042-what-the-launcher-imports.md).
 """
 
@@ -23,7 +23,7 @@ _HELP = ("-h", "--help", "--help-all")
 
 
 def main() -> int:
-    """The console command."""
+    """Run the console command; return its exit code."""
     main_ns = time.monotonic_ns()
     # what this process has computed since exec: it has hardly waited
     exec_ns = main_ns - time.process_time_ns()

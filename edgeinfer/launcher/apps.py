@@ -71,7 +71,7 @@ class Apps:
         self._main_ns = main_ns
 
     def reset_clock(self) -> None:
-        """The launch of the next app begins now."""
+        """Count the next app's launch from now."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
     def start(self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]) -> App:
@@ -181,7 +181,7 @@ class Apps:
 
 
 def hint_at(error: EdgeInferError) -> str:
-    """What to type so that the next start is no cold one."""
+    """Return the command that makes the next start a resumed one."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
         return _WARM
     from edgeinfer import error_text  # 1 ms, and only before a cold start

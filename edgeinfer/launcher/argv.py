@@ -66,7 +66,7 @@ class CommandLine:
                 values += islice(rest, 1)
 
     def has(self, option: str) -> bool:
-        """Whether an option was typed."""
+        """Return whether an option was typed."""
         return option in self._values
 
     def values(self, option: str) -> list[str]:
@@ -79,11 +79,11 @@ class CommandLine:
 
     @property
     def first_word(self) -> str:
-        """The word that may name a model: the first one, `batch`'s option; "" if there is none."""
+        """Return the word that may name a model: the first one, or `batch`'s option; "" for none."""
         first = self.value("--model") if self.verb == "batch" else "".join(self._words[:1])
         return first if len(first) < _LONGEST_NAME else ""
 
     @property
     def named_model(self) -> str:
-        """The first word if it can only be a model, "" if it may be a prompt."""
+        """Return the first word if it can only be a model, "" if it may be a prompt."""
         return self.first_word if len(self._words) > LAUNCH_VERBS[self.verb] else ""

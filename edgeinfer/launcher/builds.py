@@ -36,7 +36,7 @@ class Builds:
             self.start_wanted()
 
     def start_wanted(self) -> None:
-        """Build what was noted, each in a process that nobody waits for; `poll` reports their ends."""
+        """Build what was noted, each in a process of its own; `poll` reports their ends."""
         while self._wanted:
             model, options = self._wanted.popitem()
             module = "edgeinfer.snapshots.build.jobs"
@@ -52,7 +52,7 @@ class Builds:
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self, fd: int) -> bool:
-        """Whether `fd` reported the end of a build, which is then forgotten."""
+        """Return whether `fd` reported the end of a build, which is then forgotten."""
         pid = self._builds.pop(fd, 0)
         if not pid:
             return False
@@ -96,7 +96,7 @@ def _start(words: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
 
 
 def detach(module: str, *arguments: str) -> int:
-    """Start a module of ours that outlives us, with none of our descriptors; return its pid."""
+    """Start a module that outlives this process, without its descriptors; return its pid."""
 
     def prepare() -> None:
         os.setsid()
@@ -109,7 +109,7 @@ def detach(module: str, *arguments: str) -> int:
 
 
 def was_logged(text: str) -> bool:
-    """Whether the log has this text since it was last started over."""
+    """Return whether the log has this text since it was last started over."""
     try:
         with open(_log_file(), encoding="utf-8", errors="replace") as file:
             return text in file.read()

@@ -27,7 +27,7 @@ UNEXPECTED = 70
 
 
 def is_ordinary(number: int) -> bool:
-    """Whether a signal that ended an app needs no words."""
+    """Return whether a signal that ended an app needs no message."""
     return number in (*ASKED_TO_END, _signal.SIGPIPE)
 
 
@@ -60,7 +60,7 @@ RESTORE = (
     b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
     b"\x1b[<u\x1b[0m\r\n"
 )
-#: For the app's last words to be written before ours: it dies in the same moment as the launcher.
+#: Seconds for the app's exit message: it dies in the same moment as the launcher.
 _DYING_S = 0.1
 _SIGNALS = (
     _signal.SIGHUP,
@@ -97,14 +97,14 @@ class Terminal:
         os.close(read_fd)
 
     def is_ours(self) -> bool:
-        """Whether this process is in the terminal's foreground."""
+        """Return whether this process is in the terminal's foreground."""
         try:
             return self._fd is not None and os.tcgetpgrp(self._fd) == os.getpgrp()
         except OSError:
             return False
 
     def dismiss_guard(self) -> None:
-        """All is well: the child ends and leaves the terminal alone."""
+        """End the child, which leaves the terminal alone."""
         if self._guard is None:
             return
         try:  # noqa: SIM105  contextlib costs 3 ms
@@ -113,7 +113,7 @@ class Terminal:
             pass
 
     def put_back(self) -> None:
-        """The modes and the screen as they were, for an app that died without doing so."""
+        """Restore the modes and the screen after an app that died without doing so."""
         if self._fd is not None and self._modes is not None:
             _put_back(self._fd, self._modes)
 

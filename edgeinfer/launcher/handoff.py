@@ -68,7 +68,7 @@ class HandoffCoordinator:
             self.abort(str(error))
 
     def wait_ms(self) -> int | None:
-        """Milliseconds until `check_time` is due; None while there is no target."""
+        """Return milliseconds until `check_time` is due; None while there is no target."""
         if self.target is None:
             return None
         return max(0, int(1000 * (self.target.started_s + LIMIT_S - time.monotonic()))) + 1

@@ -48,7 +48,7 @@ class Launcher:
         self._handoff = handoff.HandoffCoordinator(self._verb, self._apps)
 
     def run(self) -> NoReturn:
-        """Never returns."""
+        """Start the app and serve it until it ends. Never returns."""
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
@@ -65,7 +65,7 @@ class Launcher:
 
     @property
     def _serves(self) -> bool:
-        """Whether clients may wait on listening sockets, which outlive an app that crashed."""
+        """Return whether clients may wait on listening sockets, which outlive a crashed app."""
         return len(self._verb.fds) > 3
 
     # --- running
@@ -125,7 +125,7 @@ class Launcher:
             os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
 
     def _failed(self, app: App, why: str) -> None:
-        """A restore failed, which the manifest did not foresee: start cold, with the same request."""
+        """Start cold, with the same request, after a restore that failed in spite of its manifest."""
         self._apps.forget(app)
         if app is self._handoff.target:
             self._abort_handoff(why)
@@ -189,7 +189,7 @@ class Launcher:
             self._builds.want(message)
 
     def _source_has_clients(self) -> bool:
-        """Whether the source of a handoff still has clients; a chat has none."""
+        """Return whether the source of a handoff still has clients; a chat has none."""
         ours = (self._main, self._handoff.target)
         others = any(app.role == "verb" and app not in ours for app in self._apps.running)
         return others and self._serves
@@ -197,7 +197,7 @@ class Launcher:
     # --- ending
 
     def _finish(self, app: App, how: str, why: str = "") -> None:
-        """The app of the verb has ended: again for a `serve` that crashed, else end like it."""
+        """Start a `serve` that crashed again; end as any other app of the verb ended."""
         what, _, text = how.partition(" ")
         number = int(text)
         crashed = what == "signal" or number == exit.UNEXPECTED

@@ -154,7 +154,7 @@ class Failed(Message):
 
 
 class Payload(Message):
-    """A request or an answer in JSON (a canary's in msgpack); who sends it says of what type."""
+    """A request or an answer in JSON (a canary's in msgpack); the link tells of what type."""
 
     content: bytes
 
@@ -206,7 +206,7 @@ _READERS: dict[str, Callable[[bytes], object]] = {
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message, without its length."""
+    """Return the bytes of a message, without its length."""
     kind = type(message)
     parts = [kind.__name__.encode()]
     for name in kind.__annotations__:
@@ -215,7 +215,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message of these bytes. Raises ValueError if they are none."""
+    """Return the message of these bytes. Raises ValueError if they are none."""
     kind, *parts = _unpack(body) or [b""]
     cls = _kinds.get(kind.decode())
     if cls is None:

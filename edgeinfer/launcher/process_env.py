@@ -1,4 +1,4 @@
-"""A launch's surroundings: process state for the app, sockets, what it leaves behind.
+"""The process environment of a launch, and its listening sockets.
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """

@@ -35,14 +35,14 @@ class LaunchChoice:
         self.snapshot = snapshot
 
     def find(self) -> tuple[str, format.Manifest]:
-        """The folder and manifest to resume. Raises what `find` and `find_named` raise."""
+        """Return the folder and manifest to resume. Raises what `find` and `find_named` raise."""
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
         return find(self.model, self.options)
 
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
-    """Guess it from the words typed, then from config.toml."""
+    """Guess the choice from the words typed, then from config.toml."""
     line, config = CommandLine(argv), read_config()
     snapshots, snapshot = config.get("snapshots", {}), line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -74,7 +74,7 @@ def _warm(word: str, known: set[str]) -> str:
 
 
 def read_config() -> dict[str, Any]:
-    """config.toml as it is; empty when there is none or it cannot be read (the app will say so)."""
+    """Return config.toml unchecked; empty if there is none or it is unreadable."""
     path = paths.config_file()
     if not os.path.exists(path):
         return {}

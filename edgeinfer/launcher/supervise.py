@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-#: Passed on by the launcher; a stop as SIGTSTP, which the app's handler turns into a real one.
+#: Forwarded by the launcher; a stop as SIGTSTP, which the app's handler turns into a real one.
 FORWARDED = (
     _signal.SIGINT,
     _signal.SIGTERM,

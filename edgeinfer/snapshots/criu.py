@@ -37,7 +37,7 @@ NAMESPACES = {
 #: `setcap` words for the third tier.
 FILE_CAPABILITIES = "cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep"
 _TIMEOUT_S = 20
-_TMPFS = "/dev/shm"  # noqa: S108  what is put there is checked: a folder of ours alone
+_TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
@@ -81,7 +81,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def version_of(criu: str) -> tuple[int, ...]:
-    """The version of a criu binary; empty when it does not run."""
+    """Return the version of a criu binary; empty if it does not run."""
     try:
         done = _run(criu, "--version")
     except OSError:
@@ -202,7 +202,7 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """Like `probe`; raises SnapshotsUnavailableError with the fix as its hint, SnapshotUnsafeError."""
+    """Probe for CRIU. Raises SnapshotsUnavailableError (the fix is its hint), SnapshotUnsafeError."""
     found = probe()
     if found.tier is None:
         raise SnapshotsUnavailableError(

@@ -28,7 +28,7 @@ _CPU_LINES = (
 
 
 def stamp(path: str) -> str:
-    """A file's size in bytes, mtime in ns and inode, symlinks followed. Raises OSError.
+    """Return a file's size (bytes), mtime (ns) and inode, following symlinks. Raises OSError.
 
     A text: hundreds are read from a manifest and compared at every launch.
     """
@@ -37,7 +37,7 @@ def stamp(path: str) -> str:
 
 
 def program_places() -> tuple[str, str]:
-    """Where this program lies, and its virtual environment ("" for the shipped file).
+    """Return the paths of this program and its virtual environment ("" for the shipped file).
 
     A user may have several programs; each has its own snapshots.
     """
@@ -45,12 +45,12 @@ def program_places() -> tuple[str, str]:
 
 
 def program_tag() -> str:
-    """This program's part of the names of its snapshots' folders."""
+    """Return this program's part of its snapshots' folder names."""
     return short_hash("\n".join(program_places()))
 
 
 def machine_keys() -> dict[str, str]:
-    """What is compared by name: program, interpreter, kernel, processor, user."""
+    """Return the keys compared by name: program, interpreter, kernel, processor, user."""
     system = os.uname()
     program, environment = program_places()
     return {
@@ -67,7 +67,7 @@ def machine_keys() -> dict[str, str]:
 
 
 def _models_toml() -> str:
-    """When the user's catalogue was last written: its words on a model are in the model's snapshot."""
+    """Return the mtime of the user's catalogue: a model's entry is part of its snapshot."""
     try:
         return str(os.stat(f"{paths.base('config')}/models.toml").st_mtime_ns)
     except OSError:
@@ -93,7 +93,7 @@ def _cpu() -> str:
 
 
 def own_files() -> dict[str, str]:
-    """The stamps of our sources and of the packages' folder: a new version makes snapshots stale."""
+    """Return the stamps of our sources and package folder: a new version makes snapshots stale."""
     found = [
         p
         for p in sys.path
@@ -108,7 +108,7 @@ def own_files() -> dict[str, str]:
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
-    """Raises SnapshotStaleError naming the first key that differs, SnapshotCorruptError."""
+    """Raise SnapshotStaleError naming the first key that differs, or SnapshotCorruptError."""
     here = machine_keys()
     for key, value in here.items():
         before = manifest.keys.get(key, "")

@@ -115,7 +115,7 @@ def _plain(word: str) -> str:
 
 
 def manifest_text(m: Manifest) -> str:
-    """The manifest as it is written."""
+    """Return a manifest's text."""
     rows: list[tuple[object, ...]] = [
         (MAGIC, VERSION),
         ("name", m.name),
@@ -168,7 +168,7 @@ def _from_rows(rows: list[list[str]]) -> Manifest:
 
 
 def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
-    """The status of a file or folder of a snapshot, which must be this user's alone.
+    """Return the status of a snapshot's file or folder, which must be this user's alone.
 
     Raises SnapshotUnsafeError for a symlink, another owner, or a mode that lets others read or write;
     SnapshotMissingError when it is not there.
@@ -204,7 +204,7 @@ def refuse_unsafe_ancestors(path: str) -> None:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest in a snapshot's folder.
+    """Read the manifest in a snapshot's folder.
 
     Raises SnapshotMissingError when there is none, SnapshotUnsafeError, SnapshotCorruptError,
     SnapshotStaleError.
@@ -232,7 +232,7 @@ def safe_name(model: str) -> str:
 
 
 def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str:
-    """`MODEL`, `MODEL,ctx8192,…` after the options that are not default, or `MODEL,GIVEN`."""
+    """Return `MODEL`, `MODEL,ctx8192,…` by the non-default options, or `MODEL,GIVEN`."""
     words = [given] if given else [_option_part(*item) for item in sorted(requested.items())]
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
 
@@ -252,18 +252,18 @@ def refuse_bad_name(given: str) -> None:
 
 
 def is_given(name: str, model: str, requested: dict[str, str]) -> bool:
-    """Whether a person gave this name: such a snapshot is resumed only by its name."""
+    """Return whether a user chose this name: such a snapshot is resumed only by its name."""
     return name != snapshot_name(model, requested)
 
 
 def given_part(name: str, model: str, requested: dict[str, str]) -> str:
-    """The name that a person gave a snapshot called `name`, "" for none."""
+    """Return the name that a user gave a snapshot called `name`, "" for none."""
     is_named = name and is_given(name, model, requested)
     return name.partition(OPTION_SEPARATOR)[2] if is_named else ""
 
 
 def _option_part(name: str, value: str) -> str:
-    """An option in a snapshot's name: `ctx8192`; of paths the file names and a hash of it all."""
+    """Return an option's part of a name: `ctx8192`; of paths the file names and a hash."""
     if "/" in value:
         files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
         value = f"+{files}+{short_hash(value)}"
@@ -271,12 +271,12 @@ def _option_part(name: str, value: str) -> str:
 
 
 def part_of(model: str) -> str:
-    """What `model_part` says of this model's snapshots, in whatever letter case it is typed."""
+    """Return the `model_part` of this model's snapshots, whatever its letter case."""
     return safe_name(model).lower()
 
 
 def model_part(name: str) -> str:
-    """The part of a snapshot's name that says which model it is of, in lower case."""
+    """Return the part of a snapshot's name that names its model, in lower case."""
     return name.partition(OPTION_SEPARATOR)[0].lower()
 
 
@@ -289,22 +289,22 @@ def short_hash(text: str) -> str:
 
 
 def folder_name(name: str, generation: int, program: str) -> str:
-    """A new snapshot's folder. `generation` is a time in ns: later ones sort later."""
+    """Return a new snapshot's folder. `generation` is a time (ns): later ones sort later."""
     return f"{name}{SEPARATOR}{generation:016x}{PROGRAM_SEPARATOR}{program}"
 
 
 def name_of(folder: str) -> str:
-    """The snapshot's name in its folder's."""
+    """Return the snapshot's name in its folder's."""
     return os.path.basename(folder).rpartition(SEPARATOR)[0]
 
 
 def generation_of(folder: str) -> str:
-    """When the snapshot was built, in its folder's name: 16 hexadecimal digits."""
+    """Return the time of the build in a folder's name: 16 hexadecimal digits."""
     return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[0]
 
 
 def program_of(folder: str) -> str:
-    """The program that built the snapshot, in its folder's name; "" in those of older versions."""
+    """Return the program tag in a folder's name; "" in those of older versions."""
     return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[2]
 
 

@@ -76,12 +76,12 @@ def own_proc() -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, as they do of an init."""
+    """Become the parent of descendants whose parent ends, as an init is."""
     _checked(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def become_init(flags: int, uid: int, gid: int) -> None:
-    """What a process does first that `clone(flags)` has made: this user's ids, a /proc of its own.
+    """Set up the child of `clone(flags)`: map this user's ids, mount a /proc of its own.
 
     Without namespaces it adopts orphans, as the init of a pid namespace does anyway.
     """
@@ -94,7 +94,7 @@ def become_init(flags: int, uid: int, gid: int) -> None:
 
 
 def set_name(name: str) -> None:
-    """What ps and top show as the command (15 bytes)."""
+    """Set the command that ps and top show (15 bytes)."""
     _libc().prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
@@ -108,7 +108,7 @@ def set_title(title: str) -> None:
 
 
 def keep_capabilities(numbers: tuple[int, ...]) -> None:
-    """Only these capabilities, kept across exec by an ordinary user."""
+    """Keep only these capabilities, across exec by an ordinary user too."""
     word = sum(1 << n for n in numbers)
     low, high = word & 0xFFFFFFFF, word >> 32
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -121,7 +121,7 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
 
 
 def drop_privileges() -> None:
-    """No capability, now or after an exec; no setuid program works any more."""
+    """Drop every capability, now and after an exec; disable setuid programs."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     _checked(_libc().capset(header, (ctypes.c_uint32 * 6)()), "capset")
@@ -129,7 +129,7 @@ def drop_privileges() -> None:
 
 
 def forget_pages(start: int, length: int) -> None:
-    """madvise(MADV_DONTNEED): the pages read as when they were mapped."""
+    """Call madvise(MADV_DONTNEED): the pages read as when they were mapped."""
     _checked(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
@@ -149,7 +149,7 @@ def map_private(start: int, length: int, fd: int, offset: int) -> None:
 
 
 def own_pages(start: int, length: int, permissions: str) -> None:
-    """madvise(MADV_POPULATE_WRITE) private pages with these permissions ("r--p"). Raises OSError."""
+    """Privatise pages (MADV_POPULATE_WRITE) of these permissions ("r--p"). Raises OSError."""
     allowed = sum(bit for letter, bit in (("r", 1), ("w", 2), ("x", 4)) if letter in permissions)
     libc, where = _libc(), (ctypes.c_void_p(start), ctypes.c_size_t(length))
     _checked(libc.mprotect(*where, _PROT_READ_WRITE), "mprotect")
@@ -163,7 +163,7 @@ def begin_writing(fd: int, offset: int, length: int) -> None:
 
 
 def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:
-    """memcmp: whether the memory at `start` is the same as the first `length` bytes of `other`."""
+    """Return whether the memory at `start` equals the first `length` bytes of `other` (memcmp)."""
     return bool(_libc().memcmp(ctypes.c_void_p(start), other, ctypes.c_size_t(length)) == 0)
 
 

@@ -68,7 +68,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_details(folder: Path) -> Details:
-    """Raises SnapshotMissingError, SnapshotUnsafeError, SnapshotCorruptError."""
+    """Read snapshot.json. Raises SnapshotMissingError, SnapshotUnsafeError, SnapshotCorruptError."""
     path = folder / format.DETAILS
     format.refuse_unsafe(str(path), directory=False)
     try:
@@ -78,12 +78,12 @@ def read_details(folder: Path) -> Details:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether this program built the snapshot."""
+    """Return whether this program built the snapshot."""
     return format.program_of(folder.name) == fingerprint.program_tag()
 
 
 def is_named(folder: Path) -> bool:
-    """Whether a person gave the snapshot its name."""
+    """Return whether a user gave the snapshot its name."""
     try:
         manifest = format.read_manifest(str(folder))
     except EdgeInferError:
@@ -92,7 +92,7 @@ def is_named(folder: Path) -> bool:
 
 
 def is_orphan(folder: Path) -> bool:
-    """Whether the program that built the snapshot, or its environment, is not there any more.
+    """Return whether the program that built the snapshot, or its environment, is gone.
 
     A snapshot whose manifest cannot be read is no orphan, unless no program can own it.
     """
@@ -107,13 +107,13 @@ def is_orphan(folder: Path) -> bool:
 
 
 def _program_places(folder: Path) -> list[str]:
-    """Where the builder's program and environment lie. Raises what `read_manifest` raises."""
+    """Return the paths of the builder's program and environment. Raises as `read_manifest`."""
     keys = format.read_manifest(str(folder)).keys
     return [place for place in (keys.get("program"), keys.get("environment")) if place]
 
 
 def state_of(folder: Path) -> tuple[bool, str]:
-    """Whether this program may resume the snapshot now, and "ready" or the reason why not."""
+    """Return whether this program may resume the snapshot now, and "ready" or why not."""
     try:
         if is_orphan(folder):
             return False, "the program that built it is gone"
@@ -127,12 +127,12 @@ def state_of(folder: Path) -> tuple[bool, str]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the folder's files take on the disk."""
+    """Return the bytes that the folder's files take on the disk."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 def last_used_s(folder: Path) -> float:
-    """When it was last resumed, or built."""
+    """Return when it was last resumed or built (Unix time)."""
     try:
         return os.lstat(folder / format.LOCK).st_mtime
     except OSError:
@@ -140,7 +140,7 @@ def last_used_s(folder: Path) -> float:
 
 
 def listed() -> list[Listed]:
-    """Every snapshot by name: of each name and program the newest generation."""
+    """List every snapshot by name: the newest generation of each name and program."""
     found = []
     for folder in map(Path, _newest_of_each()):
         try:
@@ -292,12 +292,12 @@ def forget_failure(name: str) -> None:
 
 
 def find_failure(name: str) -> Failure | None:
-    """The failure of a snapshot's name."""
+    """Return the failure recorded for a snapshot's name."""
     return _read_failure(_failure_path(name))
 
 
 def list_failures() -> list[Failure]:
-    """This program's failures, by name."""
+    """List this program's failures by name."""
     found = paths.snapshots_dir().glob(f".*-{fingerprint.program_tag()}{_FAILURE_SUFFIX}")
     return [failure for path in sorted(found) if (failure := _read_failure(path)) is not None]
 

@@ -51,7 +51,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """What was typed after `edgeinfer`."""
+        """Return the command line after `edgeinfer`."""
         return " ".join((self.verb, *self.arguments))
 
 
@@ -94,12 +94,12 @@ def _apps(pids: list[int]) -> list[int]:
     return [pid for pid in pids if _comm(pid) in _APP_NAMES]
 
 
-def _loaded_by(apps: list[int]) -> tuple[Description, ...]:
-    return _notes(apps, process_metadata.DESCRIPTION, Description)
+def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
+    return _notes(apps, process_metadata.DESCRIPTION, ProcessDescription)
 
 
-def loaded_below(pid: int) -> tuple[Description, ...]:
-    """What the processes that this one has started have loaded, each."""
+def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
+    """List what each process below this one has loaded."""
     return _loaded_by(_apps(_below(pid, _parents())))
 
 
@@ -131,12 +131,12 @@ def _parents() -> dict[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command's name: state, parent, …"""
+    """Return the fields of /proc/PID/stat after the command's name: state, parent, …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _typed(pid: int) -> list[str] | None:
-    """The verb and arguments of a launcher, or None when this process is none."""
+    """Return the verb and arguments of a launcher, or None if the process is none."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -175,7 +175,7 @@ def _age_s(pid: int) -> float:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Anonymous and file-backed resident bytes."""
+    """Return anonymous and file-backed resident bytes."""
     sizes = {"RssAnon:": 0, "RssFile:": 0}
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -191,7 +191,7 @@ def _memory(pid: int) -> tuple[int, int]:
 _CHOICES = ("kv_type", "flash_attention", "repack")
 
 
-class Description(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model. `options` are as they were asked for, `became` with what the load chose.
 
     `adapters` are those that it has now. `stamps` are of the files that were read
@@ -213,18 +213,18 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     given_name: str = ""
     url: str = ""
 
-    def resumed_from(self, snapshot: str) -> Description:
-        """The same, of a process that was resumed from this snapshot, "" for none."""
+    def resumed_from(self, snapshot: str) -> ProcessDescription:
+        """Return the description of a process resumed from this snapshot, "" for none."""
         given = format.given_part(snapshot, self.model, snapshot_options(self.options))
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
 
-    def of_this_home(self) -> Description:
-        """The same, of a process that has come from another home and has its paths already."""
+    def of_this_home(self) -> ProcessDescription:
+        """Return the description of an imported process, whose paths are ours already."""
         stamps = stamps_of(self.files, self.options)
         return msgspec.structs.replace(self, program=fingerprint.program_tag(), stamps=stamps)
 
-    def with_adapters(self, adapters: tuple[Adapter, ...]) -> Description:
-        """The same with other adapters, read just now."""
+    def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
+        """Return the description with other adapters, read just now."""
         lora = "" if adapters == self.files_adapters() else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)
         paths = [adapter.path for adapter in self.adapters]
@@ -238,23 +238,23 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def files_adapters(self) -> tuple[Adapter, ...]:
-        """The adapters that the catalogue names for the model."""
+        """Return the adapters that the catalogue names for the model."""
         return LoadOptions().adapters(self.files)
 
 
 def adapters_text(adapters: Sequence[Adapter]) -> str:
-    """The adapters as `LoadOptions.lora` names them."""
+    """Return the adapters as `LoadOptions.lora` names them."""
     said = [a.path if a.scale == 1 else f"{a.path}:{a.scale:g}" for a in adapters]
     return ",".join(said) or NO_ADAPTERS
 
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
-    """The paths of all files that a load reads."""
+    """List the paths of all files that a load reads."""
     return (*files.paths, *files.draft_paths, *options.adapter_paths(files))
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """The stamps of those files, as far as they are there: what is missing, loading complains of."""
+    """Return the stamps of those files that exist; loading reports a missing one."""
     return {
         path: fingerprint.stamp(path) for path in read_files(files, options) if os.path.exists(path)
     }
@@ -268,9 +268,9 @@ def describe(
     *,
     system: str,
     stamps: dict[str, str],
-) -> Description:
+) -> ProcessDescription:
     """Describe what was loaded into this process."""
-    return Description(
+    return ProcessDescription(
         model=model,
         files=files,
         options=options,
@@ -283,7 +283,7 @@ def describe(
 
 
 def became(options: LoadOptions, engine: Engine) -> LoadOptions:
-    """The options with every choice made that another load might make otherwise."""
+    """Return the options with every choice made that another load might make otherwise."""
     info = engine.info
     if not info.can_generate:
         return options

@@ -14,7 +14,7 @@ from made_models import make_adapter
 from other_processes import descendants, has_ended, wait_until
 
 from edgeinfer.platform import process_metadata
-from edgeinfer.snapshots.running import Description
+from edgeinfer.snapshots.running import ProcessDescription
 
 from .conftest import Person
 from .test_by_itself import MODEL, Endpoint
@@ -120,7 +120,7 @@ def test_streams_go_on_and_nothing_of_them_is_in_the_image(somebody):
         assert taken.result["was_built"]
         assert taken.result["pid"] == endpoint.process.pid
         (app,) = endpoint.apps()
-        left = process_metadata.left_by(app, process_metadata.DESCRIPTION, Description)
+        left = process_metadata.left_by(app, process_metadata.DESCRIPTION, ProcessDescription)
         assert left is not None
         assert SECRET not in repr(left)
         for path in somebody.snapshot(f"{MODEL},live").rglob("*"):

@@ -22,7 +22,7 @@ from edgeinfer.snapshots import criu, fingerprint, format, registry, running
 from edgeinfer.snapshots.build import builder, jobs
 from edgeinfer.snapshots.build.jobs import take as build
 from edgeinfer.snapshots.registry import Details, Failure, Listed
-from edgeinfer.snapshots.running import Description
+from edgeinfer.snapshots.running import ProcessDescription
 from edgeinfer.units import format_bytes, format_duration
 
 
@@ -363,7 +363,7 @@ def _named_model(pid: int, which: str | None) -> str | None:
     return which if which is not None and _has_loaded(pid, which) else None
 
 
-def _names_model(loaded: Description, model: str) -> bool:
+def _names_model(loaded: ProcessDescription, model: str) -> bool:
     return model in (loaded.model, loaded.files.name)
 
 
@@ -385,7 +385,7 @@ def _require_own_process(pid: int) -> int:
     return pid
 
 
-def _loaded_model(pid: int, model: str | None) -> Description:
+def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
     loaded = running.loaded_below(pid)
     matches = [one for one in loaded if model is None or _names_model(one, model)]
     own = [one for one in matches if not one.is_worker] or matches

@@ -1,1 +1,1 @@
-"""Build a snapshot: order it, load and park the process, spill and bake its memory, verify it."""
+"""Build a snapshot: load and park a process, spill and bake its memory, verify a restore."""

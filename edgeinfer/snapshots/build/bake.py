@@ -48,7 +48,7 @@ class Run(NamedTuple):
         return self.start + self.length
 
     def cut(self, start: int, end: int) -> Run:
-        """The part between two addresses inside it."""
+        """Return the part between two addresses inside it."""
         return Run(start, end - start, self.offset + start - self.start, self.flags)
 
 
@@ -85,7 +85,7 @@ def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], No
 
 
 def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
-    """The pages CRIU wrote, in the order of the file, neighbours joined."""
+    """Return the pages CRIU wrote, in the order of the file, neighbours joined."""
     runs: list[Run] = []
     offset = 0
     for raw in criu_images.read(pagemap).messages[1:]:
@@ -132,7 +132,7 @@ def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[Range]:
 
 
 def _punch(fd: int, offset: int, length: int) -> None:
-    """fallocate(PUNCH_HOLE | KEEP_SIZE); a file system that cannot keeps its zeros."""
+    """Call fallocate(PUNCH_HOLE | KEEP_SIZE); a file system without it keeps the zeros."""
     import ctypes  # 2 ms, only while baking
 
     ctypes.CDLL(None).fallocate(fd, 3, ctypes.c_long(offset), ctypes.c_long(length))

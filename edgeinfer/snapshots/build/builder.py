@@ -81,7 +81,7 @@ class Builder:
         self._wake_read, self._wake_write = os.pipe()
 
     def build(self) -> Details:
-        """Raises what loading raises, DumpError, RestoreError, DiskFullError."""
+        """Build and publish. Raises what loading raises, DumpError, RestoreError, DiskFullError."""
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()
         self._stages.update(parked.stages_ms)
@@ -158,7 +158,7 @@ class Builder:
     def _init(
         self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
     ) -> NoReturn:
-        """Init of the namespaces: starts the process that parks, then CRIU when told to."""
+        """Run as init of the namespaces: start the process that parks, then CRIU when told to."""
         try:
             process.die_with_parent()
             linux.become_init(flags, user, group)
@@ -306,7 +306,7 @@ class Builder:
         )
 
     def _publish(self, manifest: format.Manifest, details: Details) -> None:
-        """Everything to the disk, then the manifest's rename: from there on the snapshot exists."""
+        """Write all to the disk, then rename the manifest: from there on the snapshot exists."""
         for name in (format.PARK_LOG, format.DUMP_LOG):
             (self._folder / name).unlink(missing_ok=True)
         for name in manifest.images:
@@ -322,7 +322,7 @@ def parked_environment() -> dict[str, str]:
 
     One malloc arena, because glibc gives pages of the others back and expects zeros, where a mapping of
     `memory.img` would show what was there before. One thread for numpy's linear algebra, which nothing
-    of ours needs: a restore makes every thread again.
+    here needs: a restore makes every thread again.
     """
     ours = {
         "PATH": "/usr/bin:/bin",
@@ -388,7 +388,7 @@ def main(kind: type[Builder] = Builder, request_type: type[SnapshotRequest] = Bu
 
 
 def wrong_files(folder: Path) -> list[str]:
-    """The files of a snapshot that are not what was built, by name.
+    """List the files of a snapshot that differ from what was built.
 
     Raises SnapshotStaleError, SnapshotUnsafeError, SnapshotCorruptError by the manifest alone.
     """

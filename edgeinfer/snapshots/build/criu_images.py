@@ -91,7 +91,7 @@ def _encoded(value: int) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The fields of a message. Raises SnapshotCorruptError when it is none."""
+    """Return the fields of a message. Raises SnapshotCorruptError if it is none."""
     fields: Message = []
     at = 0
     try:
@@ -111,7 +111,7 @@ def decode(data: bytes) -> Message:
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     out = []
     for number, kind, value in message:
         out.append(_encoded(number << 3 | kind))
@@ -123,26 +123,26 @@ def encode(message: Message) -> bytes:
 
 
 def number(message: Message, field: int, default: int = 0) -> int:
-    """The integer in a field."""
+    """Return the integer in a field."""
     return next((value for n, _, value in message if n == field and isinstance(value, int)), default)
 
 
 def part(message: Message, field: int) -> Message:
-    """The message in a field; empty when there is none."""
+    """Return the message in a field; empty if there is none."""
     return next(
         (decode(value) for n, _, value in message if n == field and isinstance(value, bytes)), []
     )
 
 
 def with_number(message: Message, field: int, value: int) -> Message:
-    """The message with an integer field set, in its place or, when it is not there, at the end."""
+    """Return the message with an integer field set, in its place or at the end."""
     if any(n == field for n, _, _ in message):
         return [(n, kind, value if n == field else old) for n, kind, old in message]
     return [*message, (field, VARINT, value)]
 
 
 def read(path: Path) -> Image:
-    """An image file made of messages only. Raises SnapshotCorruptError when it is truncated."""
+    """Read an image file made of messages only. Raises SnapshotCorruptError if it is truncated."""
     data = path.read_bytes()
     messages = []
     at = 8
@@ -156,7 +156,6 @@ def read(path: Path) -> Image:
 
 
 def write(path: Path, image: Image) -> None:
-    """Write an image file."""
     path.write_bytes(image.magic + b"".join(len(m).to_bytes(4, "little") + m for m in image.messages))
 
 
@@ -174,7 +173,7 @@ _UNLIMITED = (1 << 64) - 1
 
 
 def file_paths(folder: Path) -> list[str]:
-    """The files that a process maps or has open. Raises SnapshotCorruptError."""
+    """List the files that a process maps or has open. Raises SnapshotCorruptError."""
     return [path for _, path in _numbered(folder)]
 
 
@@ -247,7 +246,7 @@ def _limits(limits: Message) -> Message:
 
 
 def mapped_ranges(folder: Path, name: str) -> list[Range]:
-    """The parts of a file that the process maps; neighbours both in memory and in the file are one."""
+    """List the ranges of a file that the process maps, joined if adjacent in memory and file."""
     numbers = {number for number, path in _numbered(folder) if path == name}
     found: list[tuple[int, Range]] = []
     for area in _areas(folder):

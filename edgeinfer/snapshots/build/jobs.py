@@ -35,7 +35,7 @@ from edgeinfer.snapshots import criu, fingerprint, format, registry
 from edgeinfer.snapshots.build.builder import BuildRequest, SnapshotRequest, wait_for_payload
 from edgeinfer.snapshots.build.park import ParkRequest
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.snapshots.running import Description, read_files, stamps_of
+from edgeinfer.snapshots.running import ProcessDescription, read_files, stamps_of
 from edgeinfer.units import format_bytes
 
 #: (stage, fraction 0..1 or None when unknown)
@@ -71,14 +71,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depends_on(self) -> str:
-        """What a build depends on, as a digest. Raises OSError when a file of the model is gone."""
+        """Digest all inputs of the build. Raises OSError if a file of the model is gone."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
         what = (self.files, snapshot_options(self.options), self.system, adapters)
         return registry.input_digest(read_files(self.files, self.options), msgspec.json.encode(what))
 
     @property
     def as_loaded(self) -> LoadOptions:
-        """The options, with choices made where they are known."""
+        """Return the options with the load's choices, if known."""
         return self.became or self.options
 
 
@@ -142,7 +142,7 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
 def repack_choice(
     options: LoadOptions, files: ModelFiles, config: SnapshotsConfig
 ) -> tuple[LoadOptions, str]:
-    """Choose `--repack auto`, and why: on unless the disk has no room for repacked weights."""
+    """Resolve `--repack auto`, with the reason: on unless the disk has no room for repacked weights."""
     if options.repack != "auto":
         return options, "as asked"
     need, free = sum(os.path.getsize(path) for path in files.paths), free_bytes(paths.snapshots_dir())
@@ -171,19 +171,19 @@ def _need_bytes(order: Order) -> int:
 
 
 def is_building(name: str) -> bool:
-    """Whether somebody builds this snapshot now."""
+    """Return whether any process builds this snapshot now."""
     return is_locked(build_lock(paths.snapshots_dir(), name))
 
 
 def being_built() -> list[str]:
-    """The names of what this program builds now, in whatever process."""
+    """List the names of this program's builds in any process."""
     end = f"-{fingerprint.program_tag()}.lock"
     found = sorted(paths.snapshots_dir().glob(f".*{end}"))
     return [path.name[1 : -len(end)] for path in found if is_locked(path)]
 
 
 def build_lock(root: Path, name: str) -> Path:
-    """The file that this program locks while it builds a name."""
+    """Return the file that this program locks while it builds a name."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
 
 
@@ -261,7 +261,9 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     was_built: bool
 
 
-def take(found: Description, given_name: str, config: SnapshotsConfig, progress: Progress) -> Taken:
+def take(
+    found: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: Progress
+) -> Taken:
     """Build the snapshot of `found`, under the name it was resumed from unless one is given.
 
     It runs at the lowest niceness, one at a time. Raises SnapshotStaleError when a file is another than
@@ -287,7 +289,7 @@ def take(found: Description, given_name: str, config: SnapshotsConfig, progress:
         return Taken(snapshot=build(order, config, progress), was_built=True)
 
 
-def _refuse_changed(found: Description) -> None:
+def _refuse_changed(found: ProcessDescription) -> None:
     now = stamps_of(found.files, found.options)
     for path, before in found.stamps.items():
         if now.get(path) != before:
@@ -301,7 +303,7 @@ def _refuse_changed(found: Description) -> None:
 
 
 def _already_there(order: Order) -> Details | None:
-    """The snapshot of that name, where it is good and was built of the same with the same choices."""
+    """Return the valid snapshot of that name built from the same inputs and choices, if any."""
     root = str(paths.snapshots_dir())
     folders = format.generations(root, fingerprint.program_tag()).get(order.name)
     if not folders:
@@ -318,7 +320,7 @@ def _already_there(order: Order) -> Details | None:
 
 
 def reason_not_to(config: Config, order: Order, asked: LoadOptions) -> str:
-    """Why no snapshot should be built now for a launch that `asked` for these options, or ""."""
+    """Return why no snapshot should be built for a launch that `asked` for these options, or ""."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
     found = criu.probe()
@@ -337,7 +339,7 @@ def reason_not_to(config: Config, order: Order, asked: LoadOptions) -> str:
 
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
-    """Build it if it should be; a sentence about what happened. Raises nothing of ours."""
+    """Build the snapshot unless there is a reason not to; return a log line."""
     host = Host()
     try:
         ref = host.resolve(model)
@@ -357,7 +359,7 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
 
 
 def main() -> None:
-    """The background process; one at a time."""
+    """Run the background process; one at a time."""
     step_back()
     with locked(paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK):
         outcome = build_if_useful(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))

@@ -191,7 +191,7 @@ def prepare(link: socket.socket, request: ParkRequest) -> tuple[LoadedModel, Par
 def _with_choices(
     engine: Parkable, files: ModelFiles, options: LoadOptions, chosen: LoadOptions
 ) -> Parkable:
-    """The engine, loaded again if free memory has led to other choices than the `chosen` ones."""
+    """Return the engine, loaded again if free memory has led to other choices than `chosen`."""
     from edgeinfer.runtime.engine import load_engine  # as in `prepare`
 
     if became(options, engine) == chosen:
@@ -201,7 +201,7 @@ def _with_choices(
 
 
 def _rehearse() -> None:
-    """Do once what every launch begins with, so that it makes its tables here."""
+    """Run the first steps of every launch once, so that their tables are in the dump."""
     from edgeinfer import tui  # with everything else that is imported here
 
     for verb in LAUNCH_VERBS:
@@ -212,7 +212,7 @@ def _rehearse() -> None:
 
 
 def mapped_files() -> tuple[str, ...]:
-    """The files this process maps."""
+    """List the files this process maps."""
     paths = {area.path for area in areas()}
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 

@@ -37,14 +37,14 @@ class Places:
         return bool(self.pairs)
 
     def of(self, path: str) -> str:
-        """The path as it is here; any other text unchanged."""
+        """Return the path as it is here; any other text unchanged."""
         for old, new in self.pairs:
             if path.startswith(old) and path[len(old) : len(old) + 1] in ("", "/"):
                 return new + path[len(old) :]
         return path
 
     def value(self, value: Any) -> Any:
-        """The same value with paths of here; `value` itself where there is none in it."""
+        """Return the value with paths of here; `value` itself if there is none in it."""
         kind = type(value)
         if kind is str:
             return self.of(value) if value[:1] == "/" else value

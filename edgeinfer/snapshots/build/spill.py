@@ -66,7 +66,7 @@ def spill(buffers: list[Range], path: str, progress: Callable[[float], None]) ->
 
 
 def _stretches(buffers: list[Range], progress: Callable[[float], None]) -> Iterator[tuple[int, int]]:
-    """Address and length of what is not zeros; blocks of zeros are given back."""
+    """Yield address and length of what is not zeros; release blocks of zeros."""
     zeros = ctypes.create_string_buffer(BLOCK_BYTES)
     total, seen = sum(high - low for low, high in buffers), 0
     with contextlib.closing(Untouched()) as untouched:
@@ -118,12 +118,12 @@ class Hashing:
         self._pool.shutdown(cancel_futures=True)
 
     def written(self, size: int) -> None:
-        """The first `size` bytes will not change any more."""
+        """Hash up to `size` bytes, which will not change any more."""
         while (len(self._pieces) + 1) * PIECE_BYTES <= size:
             self._begin(PIECE_BYTES)
 
     def finish(self, size: int) -> str:
-        """The whole file is `size` bytes long; its digest."""
+        """Return the digest of the file, now `size` bytes long."""
         self.written(size)
         if size % PIECE_BYTES or not self._pieces:
             self._begin(size % PIECE_BYTES)
@@ -134,7 +134,7 @@ class Hashing:
 
 
 def digest(path: Path) -> str:
-    """A whole file's."""
+    """Digest a whole file."""
     with open(path, "rb") as file, Hashing(file.fileno()) as hashing:
         return hashing.finish(os.fstat(file.fileno()).st_size)
 

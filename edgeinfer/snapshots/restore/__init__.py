@@ -1,1 +1,1 @@
-"""The app's side: become a verb, refresh what a restore repeats, give idle memory back."""
+"""The restored process: run a verb, renew state that a restore repeats, release idle memory."""

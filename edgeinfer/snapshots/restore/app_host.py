@@ -37,7 +37,7 @@ from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable
 from edgeinfer.snapshots.restore.memory import IdleWatch
-from edgeinfer.snapshots.running import Description, describe, stamps_of
+from edgeinfer.snapshots.running import ProcessDescription, describe, stamps_of
 
 if TYPE_CHECKING:
     from edgeinfer.workers.remote_engine import RemoteEngine
@@ -73,7 +73,7 @@ class AppHost(Host):
         self._loaded = loaded
         self._listeners = listeners
         self._asking = threading.Lock()
-        self._description = OwnDescription()
+        self._description = OwnProcessDescription()
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
@@ -81,7 +81,7 @@ class AppHost(Host):
 
     @property
     def config(self) -> Config:
-        """The configuration; a named snapshot's model and load options are its defaults."""
+        """Return the configuration; a named snapshot's model and load options are its defaults."""
         config = super().config
         if self._named:
             config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
@@ -89,11 +89,11 @@ class AppHost(Host):
 
     @property
     def loaded_model(self) -> str:
-        """The model this process was resumed with, or ""."""
+        """Return the model this process was resumed with, or ""."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """The resumed engine when it fits, else a worker's; loaded here when cold.
+        """Return the resumed engine if it fits, otherwise a worker's; load it here when cold.
 
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
@@ -148,7 +148,7 @@ class AppHost(Host):
         if self._hint and self.start.how == "cold":
             sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
 
-    def _describe(self, engine: Parkable, found: Description | None) -> None:
+    def _describe(self, engine: Parkable, found: ProcessDescription | None) -> None:
         self._description.write(found, self.start.snapshot, is_worker=self._is_worker)
         engine.on_new_adapters = self._description.has_adapters
 
@@ -232,7 +232,7 @@ class AppHost(Host):
             watch.start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
-        """Whether options that are not the configured ones are used for the first time; note it."""
+        """Return whether unconfigured options are used for the first time; log it."""
         wanted = snapshot_options(options)
         usual = snapshot_options(requesting.load_options(argparse.Namespace(), self.config.load))
         name = format.snapshot_name(model, wanted)
@@ -311,15 +311,15 @@ class _Envelope(msgspec.Struct, frozen=True):
     error: dict[str, str] = {}
 
 
-class OwnDescription:
+class OwnProcessDescription:
     """This process's description, with what is known of its launch."""
 
     def __init__(self) -> None:
         self._note = process_metadata.Note(process_metadata.DESCRIPTION)
-        self._found: Description | None = None
+        self._found: ProcessDescription | None = None
         self._url = ""
 
-    def write(self, found: Description | None, snapshot: str, *, is_worker: bool) -> None:
+    def write(self, found: ProcessDescription | None, snapshot: str, *, is_worker: bool) -> None:
         """Leave what was loaded, resumed from `snapshot`; nothing where that is not known."""
         if found is not None:
             found = found.resumed_from(snapshot)
@@ -364,7 +364,7 @@ def take_through_launcher(tell: Tell, model: str, name: str) -> TakenSnapshot:
 
 
 def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
-    """The arguments after `edgeinfer warm`."""
+    """Return the arguments after `edgeinfer warm`."""
     return (model, "--json", "--load-options", msgspec.json.encode(options).decode())
 
 

@@ -69,7 +69,7 @@ def run_app(
 def _take_over(
     request: LaunchRequest, fds: list[int], loaded: LoadedModel | None
 ) -> list[socket.socket]:
-    """Entropy first, then descriptors, then everything else. Returns the sockets that came along."""
+    """Take over entropy first, then descriptors, then the rest; return the sockets that came along."""
     samplers = reinitialize.reseed(request.entropy, loaded.droppable if loaded else [])
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
@@ -91,18 +91,18 @@ def _take_over(
 
 
 def _title(request: LaunchRequest, loaded: LoadedModel | None) -> str:
-    """What `ps` shows instead of the command that was parked: `edgeinfer serve qwen3-4b`."""
+    """Return what `ps` shows instead of the parked command: `edgeinfer serve qwen3-4b`."""
     what = request.argv[0] if request.role == "verb" else request.role
     return " ".join(("edgeinfer", what, *([loaded.model] if loaded else [])))
 
 
 def _stop(_number: int, _frame: object) -> None:
-    """Ctrl-Z: the default action does nothing in a session without a terminal."""
+    """Stop on Ctrl-Z: the default action does nothing in a session without a terminal."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _start(request: LaunchRequest, resumed_ns: int) -> Start:
-    """How this launch went, in milliseconds from exec of the launcher."""
+    """Return the stages of this launch, in milliseconds from exec of the launcher."""
     stages = {
         "launcher": request.main_ns,
         "restore": request.spawn_ns,
@@ -167,7 +167,7 @@ def _trace_imports(before: set[str]) -> None:
 
 
 def main() -> NoReturn:
-    """A cold app: the link's descriptor is the only argument."""
+    """Run a cold app: the link's descriptor is the only argument."""
     resumed_ns = time.monotonic_ns()
     process.die_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))

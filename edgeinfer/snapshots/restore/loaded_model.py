@@ -16,7 +16,7 @@ from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.restore import memory
 from edgeinfer.snapshots.restore.memory import IdleWatch, release_idle
-from edgeinfer.snapshots.running import Description
+from edgeinfer.snapshots.running import ProcessDescription
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.backends.devices import OffloadRequest
@@ -67,11 +67,11 @@ class LoadedModel:
         self.droppable: list[Range] = []
         self.buffers: list[Range] = []
         self.needed: list[Area] = []
-        self.description: Description | None = None
+        self.description: ProcessDescription | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine still takes requests."""
+        """Return whether the engine still takes requests."""
         return self._engine.is_open
 
     @property
@@ -79,7 +79,7 @@ class LoadedModel:
         return self._engine
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
-        """Whether this engine is that model with those options.
+        """Return whether this engine is that model with those options.
 
         An option at its default may have any value here; so may all where the snapshot was `named`.
         """
@@ -89,7 +89,7 @@ class LoadedModel:
         return not (differing if named else unmet)(wanted, requested, actual(self._engine))
 
     def take(self, options: LoadOptions) -> Engine:
-        """The engine, decoding with the threads that were asked for."""
+        """Return the engine, decoding with the requested threads."""
         if not self.is_open:
             raise EngineClosedError("the resumed engine was closed")
         if options.n_threads:
@@ -97,7 +97,7 @@ class LoadedModel:
         return self._engine
 
     def resume(self, entropy: bytes) -> None:
-        """After a restore: as many threads as this launch has processors, and randomness of its own."""
+        """Resume the engine with a thread for each processor of this launch, and its entropy."""
         # imported already in a parked process
         from edgeinfer.platform.machine import read_processors
         from edgeinfer.runtime.memory_plan.plan import choose_threads
@@ -139,7 +139,7 @@ class LoadedModel:
 
 
 def actual(engine: Engine) -> dict[str, str]:
-    """What the load options that matter to a choice of snapshot became."""
+    """Return the load's value of each option that a choice of snapshot depends on."""
     info = engine.info
     chosen = {name: str(choice.value) for name, choice in info.choices.items()}
     return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}

@@ -76,7 +76,7 @@ def buffers() -> list[Range]:
 
 
 def _chunk_bytes(at: int, limit: int) -> int:
-    """The size of the allocation whose first page begins here, or 0."""
+    """Return the size of the allocation whose first page begins here, or 0."""
     lead, size = (ctypes.c_uint64 * 2).from_address(at + _LEAD)
     total = (size & ~_FLAGS) + _LEAD
     is_one = lead == _LEAD and size & _FLAGS == _IS_MMAPPED and total % PAGE == 0
@@ -123,7 +123,7 @@ def touched_shared() -> list[Area]:
 
 
 def _entries(pagemap: FileIO, low: int, high: int) -> memoryview[int]:
-    """A number for each page (admin-guide/mm/pagemap in the kernel's documentation)."""
+    """Return a number for each page (admin-guide/mm/pagemap in the kernel's documentation)."""
     return memoryview(os.pread(pagemap.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast("Q")
 
 
@@ -173,7 +173,7 @@ def _by_file(mapped: list[Area]) -> dict[str, list[Area]]:
 
 
 def missing_part(fd: int, stretches: list[Stretch]) -> float:
-    """How much of the stretches is not in the page cache, 0 to 1, by a sample."""
+    """Estimate the uncached part of the stretches, 0 to 1, by a sample."""
     missing = probes = 0
     total = sum(length for _, length in stretches)
     for offset, length in stretches:

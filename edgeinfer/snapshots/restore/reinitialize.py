@@ -39,7 +39,7 @@ def droppable_ranges(smaps: str) -> list[Range]:
 
 
 def read_droppable_ranges() -> list[Range]:
-    """Those of this process."""
+    """Find those of this process."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
         return droppable_ranges(file.read())
 
@@ -89,7 +89,7 @@ def adopt(request: LaunchRequest) -> None:
 
 
 def _take_processors(numbers: set[int]) -> None:
-    """Every thread: those of the engine were made under the affinity of whoever built the snapshot."""
+    """Set the affinity of every thread: the engine's have that of the builder."""
     if not numbers:
         return
     for thread in os.listdir("/proc/self/task"):

@@ -1,1 +1,1 @@
-"""Snapshots that travel: exported as OCI images that are signed, imported where they fit."""
+"""Export snapshots as signed OCI images, and import those that fit this machine."""

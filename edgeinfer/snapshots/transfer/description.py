@@ -45,12 +45,12 @@ MAX_BYTES = 8 << 20
 
 
 def sha256(content: bytes) -> str:
-    """The digest of some bytes as OCI writes it."""
+    """Return the digest of some bytes as OCI writes it."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def corrupt(message: str) -> SnapshotCorruptError:
-    """Make the error of what arrived wrong, for which there is no next step."""
+    """Return the error of corrupt input, for which there is no next step."""
     return SnapshotCorruptError(message, hint="")
 
 
@@ -89,7 +89,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def member(self) -> str:
-        """What it is called in its layer."""
+        """Return its name in its layer."""
         return f"models/{self.sha256}.gguf"
 
 
@@ -115,11 +115,11 @@ class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def member(self) -> str:
-        """What it is called in its layer."""
+        """Return its name in its layer."""
         return f"adapters/{self.sha256}.gguf"
 
 
-class Sleeper(msgspec.Struct, frozen=True, kw_only=True):
+class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The parked process's numbers: its pid, the inodes of its link and of the pipe that wakes it."""
 
     pid: int
@@ -153,7 +153,7 @@ class Requirements(msgspec.Struct, frozen=True, kw_only=True):
     libraries: dict[str, str]
 
 
-class Description(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot as its exporter describes it; `real_places` are its `places` without symlinks."""
 
     format: int
@@ -164,7 +164,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     system_tokens: int
     canary: bytes
-    sleeper: Sleeper
+    parked_process: ParkedProcess
     places: Folders
     real_places: Folders
     model_files: tuple[ModelFile, ...]
@@ -177,13 +177,13 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def models(self) -> dict[str, tuple[ModelFile, ...]]:
-        """The files of the model and of its draft model, by the models' names."""
+        """Return the files of the model and of its draft model, by model name."""
         found = {self.model: self.model_files}
         return found if self.draft is None else found | {self.draft.name: self.draft.files}
 
 
-def config_bytes(description: Description) -> bytes:
-    """The image config, the same bytes for the same snapshot."""
+def config_bytes(description: SnapshotDescription) -> bytes:
+    """Encode the image config; the same snapshot gives the same bytes."""
     machine = {"x86_64": "amd64", "aarch64": "arm64"}
     architecture = description.requirements.architecture
     config = {
@@ -196,11 +196,11 @@ def config_bytes(description: Description) -> bytes:
     return msgspec.json.encode(config)
 
 
-def read_config(config: bytes) -> Description:
-    """Raises SnapshotCorruptError for a config that describes no snapshot, or one of another format."""
+def read_config(config: bytes) -> SnapshotDescription:
+    """Read an image config. Raises SnapshotCorruptError if no snapshot or format fits."""
 
     class Config(msgspec.Struct):
-        edgeinfer: Description
+        edgeinfer: SnapshotDescription
 
     try:
         found = msgspec.json.decode(config, type=Config).edgeinfer
@@ -224,7 +224,7 @@ class Descriptor(msgspec.Struct, rename="camel"):
 
 
 def manifest_bytes(config: bytes, layers: list[Descriptor], annotations: dict[str, str]) -> bytes:
-    """The image manifest."""
+    """Encode the image manifest."""
     manifest = {
         "schemaVersion": 2,
         "mediaType": MANIFEST_TYPE,
@@ -237,7 +237,7 @@ def manifest_bytes(config: bytes, layers: list[Descriptor], annotations: dict[st
     return msgspec.json.encode(manifest)
 
 
-class Manifest(msgspec.Struct, rename="camel"):
+class ImageManifest(msgspec.Struct, rename="camel"):
     """An image manifest, as far as it matters here."""
 
     config: Descriptor
@@ -245,10 +245,10 @@ class Manifest(msgspec.Struct, rename="camel"):
     annotations: dict[str, str] = {}
 
 
-def read_manifest(content: bytes) -> Manifest:
-    """Raises SnapshotCorruptError for what is no image manifest."""
+def read_manifest(content: bytes) -> ImageManifest:
+    """Read an image manifest. Raises SnapshotCorruptError if it is none."""
     try:
-        return msgspec.json.decode(content, type=Manifest)
+        return msgspec.json.decode(content, type=ImageManifest)
     except msgspec.MsgspecError as error:
         raise corrupt(f"this is no manifest of an image: {error}") from error
 
@@ -257,8 +257,8 @@ def read_manifest(content: bytes) -> Manifest:
 LayerBlob = tuple[Layer, Descriptor]
 
 
-def paired(manifest: Manifest, description: Description) -> list[LayerBlob]:
-    """Every layer with the blob that holds it. Raises SnapshotCorruptError when they cannot be so."""
+def paired(manifest: ImageManifest, description: SnapshotDescription) -> list[LayerBlob]:
+    """Pair every layer with its blob. Raises SnapshotCorruptError if they do not match."""
     if len(manifest.layers) != len(description.layers):
         raise corrupt(
             f"the manifest lists {len(manifest.layers)} layers, {len(description.layers)} were signed"
@@ -285,13 +285,13 @@ class Source(Protocol):
 class Offered(msgspec.Struct, frozen=True):
     """A snapshot that is offered: described, its layers with their blobs, who signed it (trusted)."""
 
-    description: Description
+    description: SnapshotDescription
     layers: list[LayerBlob]
     signer: str
 
 
 def offered(source: Source, name: str = "") -> Offered:
-    """What a source offers under a name, signed by somebody whom this user trusts.
+    """Read the snapshot of a name whose signer this user trusts.
 
     Raises SnapshotCorruptError, SnapshotUntrustedError.
     """
@@ -322,7 +322,7 @@ _FEATURE_LINES = ("flags", "Features")
 
 
 def own_folders(snapshot: str) -> Folders:
-    """This program's folders, and a snapshot's."""
+    """Return this program's folders, and a snapshot's."""
     app = shipped.app_dir()
     if app is not None:
         return Folders(program=str(app), environment="", snapshot=snapshot)
@@ -331,19 +331,19 @@ def own_folders(snapshot: str) -> Folders:
 
 
 def without_symlinks(folders: Folders) -> Folders:
-    """The same folders without symlinks."""
+    """Resolve the folders' symlinks."""
     named = msgspec.to_builtins(folders)
     return Folders(**{name: os.path.realpath(path) if path else "" for name, path in named.items()})
 
 
 def folder_map(theirs: Folders, ours: Folders) -> dict[str, str]:
-    """The exporter's folders → ours."""
+    """Map the exporter's folders to ours."""
     pairs = zip(msgspec.structs.astuple(theirs), msgspec.structs.astuple(ours), strict=True)
     return {old: new for old, new in pairs if old and new}
 
 
 def own_requirements(libraries: Iterable[str], criu: str) -> Requirements:
-    """What this machine has. `libraries` are files that a process maps. Raises OSError."""
+    """Describe this machine. `libraries` are files that a process maps. Raises OSError."""
     keys = fingerprint.machine_keys()
     return Requirements(
         architecture=keys["architecture"],
@@ -384,7 +384,7 @@ def refuse_other_machine(theirs: Requirements, libraries: dict[str, str], criu: 
 
 
 def cpu_features() -> tuple[str, ...]:
-    """What the first processor can do, as the kernel names it."""
+    """List the first processor's features as the kernel names them."""
     try:
         lines = Path("/proc/cpuinfo").read_text("ascii", errors="replace").partition("\n\n")[0]
     except OSError:
@@ -395,7 +395,7 @@ def cpu_features() -> tuple[str, ...]:
 
 
 def glibc() -> str:
-    """The C library's version, "" for another one than glibc."""
+    """Return the C library's version, "" if it is not glibc."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (OSError, ValueError):
@@ -415,7 +415,7 @@ def _program() -> str:
 
 
 def _packages() -> dict[str, str]:
-    """What is installed beside us; nothing to compare where our build holds it all."""
+    """Return the installed packages; none if our build holds them all."""
     if shipped.is_shipped():
         return {}
     found = {

@@ -27,11 +27,11 @@ from edgeinfer.snapshots.transfer.description import (
     SIGNATURE,
     SIGNER,
     AdapterFile,
-    Description,
     DraftModel,
     ModelFile,
+    ParkedProcess,
     Piece,
-    Sleeper,
+    SnapshotDescription,
     config_bytes,
     manifest_bytes,
     own_folders,
@@ -114,7 +114,7 @@ def _put_layers(layers: list[Packed], where: Store) -> int:
     return written
 
 
-def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description, list[Packed]]:
+def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[SnapshotDescription, list[Packed]]:
     manifest, details = format.read_manifest(str(folder)), registry.read_details(folder)
     places = own_folders(str(folder))
     pieces = _pieces(folder)
@@ -131,7 +131,7 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description
     members += [_member(buffers, piece) for piece in pieces if piece.length < _WEIGHTS_BYTES]
     layers.append(oci.compressed("snapshot", members, scratch / "layer"))
     return (
-        Description(
+        SnapshotDescription(
             format=FORMAT,
             name=manifest.name,
             model=manifest.model,
@@ -140,7 +140,9 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[Description
             system=details.system,
             system_tokens=details.system_tokens,
             canary=checks.ask(manifest, str(folder), checks.nobodys_request("canary")),
-            sleeper=Sleeper(pid=manifest.pid, link=manifest.link_inode, wake=manifest.wake_inode),
+            parked_process=ParkedProcess(
+                pid=manifest.pid, link=manifest.link_inode, wake=manifest.wake_inode
+            ),
             places=places,
             real_places=without_symlinks(places),
             model_files=inputs.model,
@@ -165,7 +167,7 @@ def _libraries(folder: Path, inputs: Inputs) -> list[str]:
 
 
 def _pieces(folder: Path) -> tuple[Piece, ...]:
-    """The mapped stretches of `buffers.img`; the large ones are named by their content."""
+    """List the mapped stretches of `buffers.img`; the large ones are named by their content."""
     found = []
     for low, high in criu_images.mapped_ranges(folder / format.IMAGES, str(folder / format.BUFFERS)):
         piece = Piece(offset=low, length=high - low, file=f"snapshot/buffers/{low}")
@@ -193,11 +195,11 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def models(self) -> tuple[ModelFile, ...]:
-        """The files of the model and of its draft model."""
+        """Return the files of the model and of its draft model."""
         return self.model + (self.draft.files if self.draft else ())
 
     def layers(self) -> list[Packed]:
-        """A layer for each file; files that are alike have one."""
+        """Pack a layer for each file; equal files share one."""
         models = {one.member: one.path for one in self.models}
         adapters = {one.member: one.path for one in self.adapters}
         return [*_layers("model", models), *_layers("adapter", adapters)]
@@ -208,7 +210,7 @@ def _layers(role: str, files: dict[str, str]) -> list[Packed]:
 
 
 def gather_inputs(manifest: format.Manifest) -> Inputs:
-    """Raises SnapshotError for what another machine could not know by a name."""
+    """Find the inputs. Raises SnapshotError for one that no other machine could know by a name."""
     found = Inputs(
         model=_files(manifest.model, "edgeinfer warm NAME"),
         draft=_draft(manifest),

@@ -39,11 +39,11 @@ from edgeinfer.snapshots.running import adapters_text
 from edgeinfer.snapshots.transfer import description, oci
 from edgeinfer.snapshots.transfer.description import (
     AdapterFile,
-    Description,
     Layer,
     LayerBlob,
     ModelFile,
     Offered,
+    SnapshotDescription,
     Source,
     corrupt,
 )
@@ -63,7 +63,7 @@ class Importing:
         self._source = source
         self._offer = offer
         self._placing = Placing(source, offer, progress)
-        self._what = as_named_here(offer.description)
+        self._what = with_local_names(offer.description)
         self._config = config
         self._progress = progress
         self._criu = criu.available()
@@ -74,7 +74,7 @@ class Importing:
         what = self._what
         self._progress("compare", None)
         description.refuse_other_machine(what.requirements, self._libraries(), self._criu.version)
-        self._placing.refuse_other_wishes()
+        self._placing.refuse_other_options()
         self._check([*self._placing.missing(), *self._layers("weights", "snapshot")])
         placed = self._placing.place()
         root = paths.private_dir(paths.snapshots_dir())
@@ -198,7 +198,7 @@ class Importing:
             system=what.system,
             system_tokens=what.system_tokens,
             canary=what.canary,
-            sleeper=what.sleeper,
+            parked_process=what.parked_process,
             moved=moved,
             criu=found.criu,
             version=found.version,
@@ -217,8 +217,8 @@ def _plain(name: str) -> str:
 _ROLES = ("model", "adapter")
 
 
-def as_named_here(what: Description) -> Description:
-    """The same snapshot with its adapters where they are here, which are part of its name."""
+def with_local_names(what: SnapshotDescription) -> SnapshotDescription:
+    """Return the description with the adapters' paths here, which are part of its name."""
     if not what.adapters:
         return what
     ours = [Adapter(one.name, str(adapters.place(one.name)), one.scale) for one in what.adapters]
@@ -243,7 +243,7 @@ class Placing:
         }
 
     def missing(self) -> list[LayerBlob]:
-        """The layers of what is not here. Raises SnapshotStaleError when something else has a name."""
+        """List the layers of what is not here. Raises SnapshotStaleError if a name is taken."""
         wanted: list[ModelFile | AdapterFile] = []
         for name, files in self._what.models.items():
             wanted += () if self._known_model(name, files) else files
@@ -260,12 +260,12 @@ class Placing:
             path = self._adapter(adapter)
             moved |= {adapter.path: str(path), adapter.stamp: stamps([os.path.realpath(path)])}
         before, now = (
-            one.requested.get(LORA.field, "") for one in (self._what, as_named_here(self._what))
+            one.requested.get(LORA.field, "") for one in (self._what, with_local_names(self._what))
         )
         return moved | {before: now}
 
-    def refuse_other_wishes(self) -> None:
-        """Raises SnapshotStaleError where this user's models.toml names what the snapshot lacks."""
+    def refuse_other_options(self) -> None:
+        """Raise SnapshotStaleError if this user's models.toml names what the snapshot lacks."""
         what = self._what
         entry = load_catalog().get(parse_reference(what.model).name)
         for option in (LORA, DRAFT):

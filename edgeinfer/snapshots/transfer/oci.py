@@ -57,7 +57,7 @@ class Layout:
     # --- reading
 
     def manifest(self, name: str = "") -> bytes:
-        """The manifest of that name, or the only one.
+        """Return the manifest of that name, or the only one.
 
         Raises SnapshotMissingError for none or several, SnapshotCorruptError.
         """
@@ -90,13 +90,13 @@ class Layout:
             raise corrupt(f"{path} cannot be understood: {error}") from error
 
     def read(self, digest: str, size: int) -> bytes:
-        """A small blob, whole and checked. Raises SnapshotCorruptError."""
+        """Return a small blob, whole and checked. Raises SnapshotCorruptError."""
         if not 0 <= size <= MAX_BYTES:
             raise corrupt(f"{digest} is said to have {size} bytes")
         return b"".join(self.chunks(digest, size))
 
     def chunks(self, digest: str, size: int) -> Iterator[bytes]:
-        """A blob in pieces; its size and digest are checked at its end. Raises SnapshotCorruptError."""
+        """Yield a blob; check its size and digest at its end. Raises SnapshotCorruptError."""
         hashed, left = hashlib.sha256(), size
         with open(self._opened(digest), "rb", buffering=0) as file:
             while chunk := file.read(min(CHUNK_BYTES, left + 1)):
@@ -120,13 +120,13 @@ class Layout:
             raise corrupt(f"{self} has no {digest}: {error.strerror}") from error
 
     def blob(self, digest: str) -> Path:
-        """Where a blob lies."""
+        """Return the path of a blob."""
         return self.folder / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
     # --- writing
 
     def has(self, digest: str, size: int) -> bool:
-        """Whether a blob of that size is there already."""
+        """Return whether a blob of that size is there already."""
         path = self.blob(digest)
         return path.is_file() and path.stat().st_size == size
 
@@ -169,7 +169,7 @@ class Member:
 
 
 def stretch(path: Path, offset: int, length: int) -> Chunks:
-    """The bytes of a part of a file."""
+    """Return a reader of a part of a file."""
 
     def read() -> Iterator[bytes]:
         with open(path, "rb", buffering=0) as file:
@@ -184,13 +184,13 @@ def stretch(path: Path, offset: int, length: int) -> Chunks:
 
 
 def whole(path: Path, name: str) -> Member:
-    """A member that is all of a file."""
+    """Return a member that is all of a file."""
     size = path.stat().st_size
     return Member(name, size, stretch(path, 0, size))
 
 
 def tar(members: Iterable[Member]) -> Iterator[bytes]:
-    """An archive of these members."""
+    """Archive these members."""
     for member in members:
         info = tarfile.TarInfo(member.name)
         info.size = member.size
@@ -210,7 +210,7 @@ class Packed:
 
 
 def stored(role: str, members: list[Member]) -> Packed:
-    """A layer that is not compressed: weights do not shrink. Its bytes are read twice."""
+    """Pack an uncompressed layer: weights do not shrink. Its bytes are read twice."""
     hashed, size = hashlib.sha256(), 0
     for chunk in tar(members):
         hashed.update(chunk)
@@ -223,7 +223,7 @@ def stored(role: str, members: list[Member]) -> Packed:
 
 
 def compressed(role: str, members: list[Member], into: Path) -> Packed:
-    """A layer that is compressed with gzip into a file."""
+    """Pack a layer with gzip into a file."""
     inner, outer = hashlib.sha256(), hashlib.sha256()
     packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP)
     unpacked = 0
@@ -337,7 +337,7 @@ def _archive(layer: Layer, blob: Descriptor, chunks: Iterator[bytes]) -> Iterato
 
 
 def _gunzipped(blob: Iterator[bytes]) -> Iterator[bytes]:
-    """The whole blob is read, so that whoever checks its digest sees its end."""
+    """Decompress the whole blob, so that its digest is checked at its end."""
     unpacker = zlib.decompressobj(_GZIP)
     for chunk in blob:
         while chunk:

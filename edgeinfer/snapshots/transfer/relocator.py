@@ -20,7 +20,7 @@ from edgeinfer.snapshots import criu, format
 from edgeinfer.snapshots.build import builder, criu_images
 from edgeinfer.snapshots.build.park import Parked
 from edgeinfer.snapshots.build.spill import Spilled, digest
-from edgeinfer.snapshots.transfer.description import Sleeper
+from edgeinfer.snapshots.transfer.description import ParkedProcess
 
 #: Under the folder that is built: the exporter's images and memory, until they are dumped again.
 ARRIVED = "arrived"
@@ -31,7 +31,7 @@ class ImportRequest(builder.SnapshotRequest, frozen=True, kw_only=True):
 
     system_tokens: int
     canary: bytes
-    sleeper: Sleeper
+    parked_process: ParkedProcess
     moved: dict[str, str]
 
 
@@ -56,21 +56,21 @@ class Relocator(builder.Builder):
                 os.dup2(log, 2)
                 process.close_all_but(link, self._rouse_read)
                 images = str(self._arrived / format.IMAGES)
-                criu.exec_restore(self._sleeper(), images, link, self._rouse_read)
+                criu.exec_restore(self._parked_process(), images, link, self._rouse_read)
             finally:
                 os._exit(127)
         return pid
 
-    def _sleeper(self) -> format.Manifest:
-        sleeper = self._import.sleeper
+    def _parked_process(self) -> format.Manifest:
+        parked_process = self._import.parked_process
         return format.Manifest(
             name="",
             model="",
             criu=self._request.criu,
             tier=self._request.tier,
-            pid=sleeper.pid,
-            link_inode=sleeper.link,
-            wake_inode=sleeper.wake,
+            pid=parked_process.pid,
+            link_inode=parked_process.link,
+            wake_inode=parked_process.wake,
         )
 
     def _send_request(self, link: socket.socket) -> None:

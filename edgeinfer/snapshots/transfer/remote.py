@@ -26,7 +26,7 @@ _TIMEOUT_S = 60.0
 
 @contextmanager
 def opened(artifact: OciArtifact) -> Iterator[RegistryStore]:
-    """A registry to put a snapshot in. Raises OfflineError before any connection, DownloadError."""
+    """Open a registry. Raises OfflineError before any connection, DownloadError."""
     try:
         with http_client.client(str(artifact), _TIMEOUT_S) as client:
             yield RegistryStore(artifact, client)
@@ -38,7 +38,7 @@ class RegistryStore(Registry):
     """A repository that blobs are put in. Raises what `asked` raises."""
 
     def has(self, digest: str, size: int) -> bool:
-        """Whether the blob is there already."""
+        """Return whether the blob is there already."""
         answer = self.asked("HEAD", f"{self.base}/blobs/{digest}", {}, wanted=(200, 404))
         return answer.status_code == 200 and answer.headers.get("Content-Length") == str(size)
 
@@ -68,21 +68,21 @@ class FetchedSnapshot:
         self._job = job
 
     def manifest(self, _name: str = "") -> bytes:
-        """The manifest of the tag that was asked for. Raises SnapshotMissingError for none."""
+        """Return the manifest of the requested tag. Raises SnapshotMissingError for none."""
         try:
             return self._registry.manifest_content(self._reference)
         except SourceNotFoundError as error:
             raise SnapshotMissingError(error.message, hint="check the name and the tag") from error
 
     def read(self, digest: str, size: int) -> bytes:
-        """A small blob, fetched and checked. Raises SnapshotCorruptError."""
+        """Fetch and check a small blob. Raises SnapshotCorruptError."""
         if not 0 <= size <= MAX_BYTES:
             raise corrupt(f"{digest} is said to have {size} bytes")
         self._fetch(digest, size)
         return self._layout.read(digest, size)
 
     def chunks(self, digest: str, size: int) -> Iterator[bytes]:
-        """A blob in pieces, fetched first where it was not. Raises DownloadError and its kin."""
+        """Yield a blob, fetched first if needed. Raises DownloadError and its kin."""
         self._fetch(digest, size)
         return self._layout.chunks(digest, size)
 

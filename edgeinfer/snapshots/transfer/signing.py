@@ -58,7 +58,7 @@ def _libcrypto() -> ctypes.CDLL:
 
 
 def fingerprint(public: bytes) -> str:
-    """A public key's name: `SHA256:` and the digest of its DER form in base64."""
+    """Return a public key's name: `SHA256:` and the base64 digest of its DER form."""
     digest = hashlib.sha256(_SPKI + public).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
@@ -75,7 +75,7 @@ class Key:
         return fingerprint(self.public)
 
     def sign(self, message: bytes) -> bytes:
-        """The signature of a message, 64 bytes."""
+        """Sign a message; return 64 bytes."""
         crypto, key = _libcrypto(), self._key()
         context = ctypes.c_void_p(crypto.EVP_MD_CTX_new())
         signature = ctypes.create_string_buffer(SIGNATURE_BYTES)
@@ -111,7 +111,7 @@ class Key:
 
 
 def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
-    """Whether the signature of this message was made with this key."""
+    """Return whether this key signed this message."""
     if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     crypto = _libcrypto()
@@ -136,7 +136,7 @@ def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
 
 
 def own_key(*, make: bool) -> Key | None:
-    """This user's key, made now where there is none and `make`.
+    """Return this user's key; make it if there is none and `make`.
 
     Raises SnapshotUnsafeError when others can read it, SnapshotUntrustedError when it is no key.
     """
@@ -152,7 +152,7 @@ def own_key(*, make: bool) -> Key | None:
 
 
 def read_private(path: Path) -> str | None:
-    """A file of this user's alone, None where there is none. Raises SnapshotUnsafeError."""
+    """Read a file of this user's alone, None if there is none. Raises SnapshotUnsafeError."""
     if not os.path.lexists(path):
         return None
     try:
@@ -193,13 +193,13 @@ def _signers_file() -> Path:
 
 
 def trusted() -> dict[str, str]:
-    """Every trusted fingerprint and the day it was trusted. Raises SnapshotUnsafeError."""
+    """Return every trusted fingerprint with its day. Raises SnapshotUnsafeError."""
     rows = (line.split() for line in (read_private(_signers_file()) or "").splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def trust(fingerprint: str) -> None:
-    """Import what this key has signed from now on. Raises UsageError for no fingerprint."""
+    """Trust what this key signs. Raises UsageError for no fingerprint."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise UsageError(
             f"{fingerprint!r} is no fingerprint of a key",
@@ -210,7 +210,7 @@ def trust(fingerprint: str) -> None:
 
 
 def distrust(fingerprint: str) -> None:
-    """Refuse what this key has signed from now on. Raises UsageError when it was not trusted."""
+    """Stop trusting this key. Raises UsageError if it was not trusted."""
     known = trusted()
     if known.pop(fingerprint, None) is None:
         raise UsageError(
@@ -225,7 +225,7 @@ def _write_signers(signers: dict[str, str]) -> None:
 
 
 def refuse_unknown(public: bytes) -> str:
-    """The fingerprint of a trusted key or of one's own. Raises SnapshotUntrustedError for any other."""
+    """Return the fingerprint of a trusted or own key. Raises SnapshotUntrustedError for any other."""
     who = fingerprint(public)
     own = own_key(make=False)
     if who not in trusted() and (own is None or own.fingerprint != who):

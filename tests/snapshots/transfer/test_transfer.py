@@ -84,7 +84,7 @@ def resigned(
     exported: Path,
     folder: Path,
     key: signing.Key,
-    change: Callable[[description.Description], description.Description],
+    change: Callable[[description.SnapshotDescription], description.SnapshotDescription],
     blobs: dict[int, bytes] | None = None,
 ) -> None:
     """A copy of an export whose description is changed and signed by `key`, with other layers."""
@@ -106,17 +106,19 @@ def resigned(
     layout.put_manifest("small", description.manifest_bytes(changed, layers, annotations))
 
 
-def requiring(description: description.Description, **changes) -> description.Description:
+def requiring(
+    description: description.SnapshotDescription, **changes
+) -> description.SnapshotDescription:
     requirements = msgspec.structs.replace(description.requirements, **changes)
     return msgspec.structs.replace(description, requirements=requirements)
 
 
-def copied(exported: Path, folder: Path) -> description.Manifest:
+def copied(exported: Path, folder: Path) -> description.ImageManifest:
     shutil.copytree(exported, folder, copy_function=os.link)
     return description.read_manifest(Layout(folder).manifest())
 
 
-def rewritten(folder: Path, manifest: description.Manifest) -> None:
+def rewritten(folder: Path, manifest: description.ImageManifest) -> None:
     """Another manifest in a copy of an export, with its own digest right."""
     (folder / "index.json").unlink()
     content = Layout(folder).read(manifest.config.digest, manifest.config.size)

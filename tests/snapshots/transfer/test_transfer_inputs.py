@@ -26,7 +26,7 @@ from .test_transfer import copied, flipped, link, refused, replaced, requiring, 
 MODEL = "small"
 TWIN = "twin"
 #: What the models and adapters of `exported` are asked for by.
-WISHES = ("--lora", "red:0.5", "--lora", "blue", "--draft", TWIN)
+OPTIONS = ("--lora", "red:0.5", "--lora", "blue", "--draft", TWIN)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def signer(exporter, exported) -> str:
     return exporter.run("snapshots", "trust", "--json").result["own"]
 
 
-def description_of(folder: Path) -> description.Description:
+def description_of(folder: Path) -> description.SnapshotDescription:
     manifest = description.read_manifest(Layout(folder).manifest())
     return description.read_config(Layout(folder).read(manifest.config.digest, manifest.config.size))
 
@@ -83,11 +83,11 @@ def test_adapters_and_draft_travel_once_each(exporter, exported, signer, abroad)
     assert stamp.encode() in (Path(done["snapshot"]["folder"]) / format.MEMORY).read_bytes()
 
     blue = str(exporter.home / "blue.gguf")
-    there = exporter.ask(*(blue if word == "blue" else word for word in WISHES))
-    here = abroad.ask(*WISHES)
+    there = exporter.ask(*(blue if word == "blue" else word for word in OPTIONS))
+    here = abroad.ask(*OPTIONS)
     assert (here.start["how"], there.start["how"]) == ("resumed", "resumed")
     assert here.result["text"] == there.result["text"] != exporter.ask().result["text"]
-    with Endpoint(abroad, MODEL, *WISHES, "--resume=always") as endpoint:
+    with Endpoint(abroad, MODEL, *OPTIONS, "--resume=always") as endpoint:
         asked = [
             {"prompt": "Once", "max_tokens": 4, "temperature": 0, "lora": lora} for lora in ([], None)
         ]
@@ -98,7 +98,7 @@ def test_adapters_and_draft_travel_once_each(exporter, exported, signer, abroad)
     assert abroad.ask().start["how"] == "cold"  # nobody who did not ask for it gets an adapter
 
     make_adapter(place_of(abroad, "red"), 7)
-    assert "red.gguf was changed" in abroad.ask(*WISHES).err
+    assert "red.gguf was changed" in abroad.ask(*OPTIONS).err
     again = abroad.run("snapshots", "import", str(exported), "--json").error
     assert again["code"] == "snapshot-stale"
     assert "adapter: red is sha256" in again["message"]
@@ -119,7 +119,7 @@ def test_import_that_does_not_fit_is_rebuilt_with_its_inputs(exported, abroad):
     assert rebuilt["rebuilt"]
     listed = abroad.run("snapshots", "--json").result["snapshots"]
     assert [one["details"]["name"] for one in listed] == [rebuilt["snapshot"]["name"]]
-    assert abroad.ask(*WISHES).start["how"] == "resumed"
+    assert abroad.ask(*OPTIONS).start["how"] == "resumed"
     shutil.rmtree(folder)
 
 
