@@ -21,11 +21,10 @@ _SENT_ON = (signal.SIGTERM, signal.SIGHUP)
 
 def find_program(agent: Agent) -> str:
     """Return the agent's program on PATH. Raises UsageError with the install command."""
-    found = shutil.which(agent.program)
+    found = shutil.which(agent.name)
     if found is None:
         raise UsageError(
-            f"{agent.title} is not here: no `{agent.program}` on PATH",
-            hint=f"install it: {agent.install}",
+            f"{agent.title} is not here: no `{agent.name}` on PATH", hint=f"install it: {agent.install}"
         )
     return found
 

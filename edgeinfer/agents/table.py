@@ -1,6 +1,6 @@
 """The coding agents that `edgeinfer launch` knows, and how each is pointed at this endpoint.
 
-A new agent is a setup function and a row of AGENTS.
+A new agent is a setup function under `@_agent`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ PROVIDER = "edgeinfer"
 #: An answer's limit, as a share of the context, where an agent wants one.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
+#: Context (tokens) behind an agent's first request: answers, and what its tools find.
+_ROOM_TOKENS = 4096
 #: Claude Code takes a smaller window for a mistake.
 _CLAUDE_WINDOW = 100_000
 
@@ -42,6 +44,48 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
 
 
+_SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
+
+
+class Agent(NamedTuple):
+    """An agent: `name` is its program on PATH, `install` the command to show if that is missing.
+
+    `first_tokens`: length of its first request (SmolLM2's tokens; other models differ by a fifth).
+    `user_agent`: the prefix of that header if `launch` starts it, "" if it does not tell.
+    `room_tokens`: context needed beyond the first request, or it compacts at once.
+    """
+
+    name: str
+    title: str
+    install: str
+    setup: _SetupFunction
+    first_tokens: int
+    user_agent: str
+    room_tokens: int
+
+    @property
+    def needs_tokens(self) -> int:
+        """The smallest context (tokens) that this agent can work in."""
+        return self.first_tokens + self.room_tokens
+
+
+AGENTS: dict[str, Agent] = {}
+
+
+def _agent(
+    title: str, install: str, first_tokens: int, user_agent: str, room_tokens: int = _ROOM_TOKENS
+) -> Callable[[_SetupFunction], _SetupFunction]:
+    """Register the agent that the decorated function sets up, under the function's name."""
+
+    def register(setup: _SetupFunction) -> _SetupFunction:
+        name = setup.__name__
+        AGENTS[name] = Agent(name, title, install, setup, first_tokens, user_agent, room_tokens)
+        return setup
+
+    return register
+
+
+@_agent("Claude Code", "npm install -g @anthropic-ai/claude-code", 12_101, "claude-cli/", 20_000)
 def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
     """Set environment variables: every model size that Claude Code names is this one."""
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
@@ -65,6 +109,7 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
     )
 
 
+@_agent("Codex", "npm install -g @openai/codex", 6_248, "codex_")
 def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
     """Override Codex's configuration by arguments; the key is in a variable of its own."""
     provider = f"model_providers.{PROVIDER}"
@@ -85,6 +130,7 @@ def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
     return AgentSetup(arguments=tuple(typed), environment={"EDGEINFER_AGENT_KEY": target.key})
 
 
+@_agent("opencode", "npm install -g opencode-ai", 7_377, "opencode/")
 def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
     """Set a variable with a configuration that opencode reads over the user's."""
     limit = {"context": target.n_ctx, "output": target.answer_tokens}
@@ -106,6 +152,7 @@ def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
     return AgentSetup(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
 
 
+@_agent("aider", "python -m pip install aider-install && aider-install", 829, "")
 def aider(target: AgentTarget, folder: Path) -> AgentSetup:
     """Set variables, and write a file with the model's sizes."""
     name = f"openai/{target.model}"
@@ -132,6 +179,7 @@ def aider(target: AgentTarget, folder: Path) -> AgentSetup:
     )
 
 
+@_agent("pi", "npm install -g @mariozechner/pi-coding-agent", 1_326, "pi/", 22_000)
 def pi(target: AgentTarget, folder: Path) -> AgentSetup:
     """Write an extension that adds the provider and a user agent that the endpoint knows."""
     provider = {
@@ -162,6 +210,7 @@ def pi(target: AgentTarget, folder: Path) -> AgentSetup:
     )
 
 
+@_agent("qwen-code", "npm install -g @qwen-code/qwen-code", 17_900, "QwenCode/")
 def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
     """Set OpenAI's variables, which qwen-code reads itself."""
     return AgentSetup(
@@ -175,6 +224,7 @@ def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
     )
 
 
+@_agent("goose", "see https://github.com/aaif-goose/goose", 4_174, "goose/")
 def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
     """Set variables, which precede goose's configuration and keyring; one sets its user agent."""
     return AgentSetup(
@@ -191,91 +241,6 @@ def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
             "OPENAI_CUSTOM_HEADERS": "user-agent=goose/launched",
         }
     )
-
-
-#: What must fit behind an agent's first request: answers, and what its tools find.
-_ROOM_TOKENS = 4096
-
-
-class Agent(NamedTuple):
-    """An agent: `program` on PATH, and the `install` command to show if it is missing.
-
-    `first_tokens`: length of its first request (SmolLM2's tokens; other models differ by a fifth).
-    `user_agent`: the prefix of that header if `launch` starts it, "" if it does not tell.
-    `room_tokens`: context needed beyond the first request, or it compacts at once.
-    """
-
-    name: str
-    title: str
-    program: str
-    install: str
-    setup: Callable[[AgentTarget, Path], AgentSetup]
-    first_tokens: int
-    user_agent: str
-    room_tokens: int = _ROOM_TOKENS
-
-    @property
-    def needs_tokens(self) -> int:
-        """The smallest context (tokens) that this agent can work in."""
-        return self.first_tokens + self.room_tokens
-
-
-AGENTS = {
-    agent.name: agent
-    for agent in (
-        Agent(
-            "claude",
-            "Claude Code",
-            "claude",
-            "npm install -g @anthropic-ai/claude-code",
-            claude,
-            12_101,
-            "claude-cli/",
-            room_tokens=20_000,
-        ),
-        Agent("codex", "Codex", "codex", "npm install -g @openai/codex", codex, 6_248, "codex_"),
-        Agent(
-            "opencode",
-            "opencode",
-            "opencode",
-            "npm install -g opencode-ai",
-            opencode,
-            7_377,
-            "opencode/",
-        ),
-        Agent(
-            "aider",
-            "aider",
-            "aider",
-            "python -m pip install aider-install && aider-install",
-            aider,
-            829,
-            "",
-        ),
-        Agent(
-            "pi",
-            "pi",
-            "pi",
-            "npm install -g @mariozechner/pi-coding-agent",
-            pi,
-            1_326,
-            "pi/",
-            room_tokens=22_000,
-        ),
-        Agent(
-            "qwen",
-            "qwen-code",
-            "qwen",
-            "npm install -g @qwen-code/qwen-code",
-            qwen,
-            17_900,
-            "QwenCode/",
-        ),
-        Agent(
-            "goose", "goose", "goose", "see https://github.com/aaif-goose/goose", goose, 4_174, "goose/"
-        ),
-    )
-}
 
 
 def agent_of(user_agent: str) -> str:

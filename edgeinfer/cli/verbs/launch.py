@@ -121,7 +121,7 @@ def _recall(agent: Agent, target: AgentTarget) -> None:
 
 
 def _known(agent: Agent) -> KnownAgent:
-    path = shutil.which(agent.program) or ""
+    path = shutil.which(agent.name) or ""
     return KnownAgent(
         name=agent.name,
         title=agent.title,

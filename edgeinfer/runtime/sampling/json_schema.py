@@ -206,14 +206,19 @@ class _Normaliser:
             return self.list(part, place, depth)
         if key in _ONE:
             return self.schema(part, place, depth + 1)
+        if key in _PLAIN:
+            is_valid, rule = _PLAIN[key]
+            if not is_valid(part):
+                raise _refuse(place, f"it has to be {rule}")
+            return part
         if key in _NUMBERS:
             return self.number(part, place)
-        if key in _COUNTS:
-            if isinstance(part, bool) or not isinstance(part, int) or part < 0:
-                raise _refuse(place, "it has to be a whole number, 0 or more")
-            return part
-        check = _CHECKS.get(key)
-        return check(self, part, place) if check else None
+        if key == "type":
+            return self.type(part, place)
+        if key == "uniqueItems" and part:
+            raise _refuse(place, "`uniqueItems` cannot be enforced token by token")
+        is_kept = key == "const" or (key == "format" and part in FORMATS)
+        return part if is_kept or (key == "$schema" and self.draft_4) else None
 
     def map(self, part: Any, place: str, depth: int) -> dict[str, Any]:
         if not isinstance(part, dict):
@@ -243,41 +248,22 @@ class _Normaliser:
             raise _refuse(place, "no type is allowed")
         return part
 
-    def enum(self, part: Any, place: str) -> Any:
-        if not isinstance(part, list) or not part:
-            raise _refuse(place, "it has to be a list of at least one value")
-        return part
 
-    def required(self, part: Any, place: str) -> Any:
-        if not isinstance(part, list) or not all(isinstance(name, str) for name in part):
-            raise _refuse(place, "it has to be a list of names")
-        return part
-
-    def pattern(self, part: Any, place: str) -> Any:
-        if not isinstance(part, str):
-            raise _refuse(place, "it has to be a regular expression")
-        return part
-
-    def format(self, part: Any, place: str) -> Any:
-        return part if part in FORMATS else None
-
-    def unique(self, part: Any, place: str) -> Any:
-        if part:
-            raise _refuse(place, "`uniqueItems` cannot be enforced token by token")
-
-    def dialect(self, part: Any, place: str) -> Any:
-        return part if self.draft_4 else None
-
-
-_CHECKS: dict[str, Callable[[_Normaliser, Any, str], Any]] = {
-    "type": _Normaliser.type,
-    "enum": _Normaliser.enum,
-    "const": lambda _, part, __: part,
-    "required": _Normaliser.required,
-    "pattern": _Normaliser.pattern,
-    "format": _Normaliser.format,
-    "uniqueItems": _Normaliser.unique,
-    "$schema": _Normaliser.dialect,
+#: Keywords whose value is kept as it is: (test, what it has to be).
+_PLAIN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "enum": (lambda part: isinstance(part, list) and bool(part), "a list of at least one value"),
+    "required": (
+        lambda part: isinstance(part, list) and all(isinstance(name, str) for name in part),
+        "a list of names",
+    ),
+    "pattern": (lambda part: isinstance(part, str), "a regular expression"),
+    **dict.fromkeys(
+        _COUNTS,
+        (
+            lambda part: isinstance(part, int) and not isinstance(part, bool) and part >= 0,
+            "a whole number, 0 or more",
+        ),
+    ),
 }
 
 
@@ -340,7 +326,8 @@ def negated(schema: Any, depth: int = 0) -> Any:
     return None if None in made else False
 
 
-_RESTRICTING = {*_NUMBERS, *_COUNTS, *_MAPS, *_LISTS, *_ONE, *REFUSED, *_REWRITTEN, *_CHECKS, "$ref"}
+_RESTRICTING = {*_NUMBERS, *_MAPS, *_LISTS, *_ONE, *REFUSED, *_REWRITTEN, *_PLAIN}
+_RESTRICTING |= {"const", "format", "uniqueItems", "$schema", "$ref"}
 
 
 def _replace_one_of(schema: Any, place: str, overlaps: Overlaps) -> None:
