@@ -1,9 +1,7 @@
 """The real small model's vocabulary, and one engine over it for every test of the language side."""
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,27 +74,3 @@ def draw_text(
         if matcher.is_done:
             return text.decode()
     return None
-
-
-def _schemas() -> Any:
-    """generated_schemas.py, which importlib mode cannot import by name."""
-    spec = importlib.util.spec_from_file_location(
-        "generated_schemas", Path(__file__).with_name("generated_schemas.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def generated() -> Callable[[int], dict[str, Any]]:
-    """The schema of a seed, none of them impossible."""
-    return _schemas().schema  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="session")
-def wild() -> Callable[[int], dict[str, Any]]:
-    """The schema of a seed, thrown together."""
-    return _schemas().wild  # type: ignore[no-any-return]

@@ -5,11 +5,14 @@ its place.
 import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from generated_schemas import schema as generated
+from generated_schemas import wild
 
 from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
 from edgeinfer.runtime.events import Finished, TextDelta
@@ -33,82 +36,12 @@ DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(80):
     DEEP = {"type": "array", "items": DEEP}
 
-REFUSED = {
-    "not": ({"not": {"pattern": "a"}}, "#/not"),
-    "unique": (
-        {"properties": {"a": {"type": "array", "uniqueItems": True}}},
-        "#/properties/a/uniqueItems",
-    ),
-    "if": ({"anyOf": [{"if": {"const": 1}}]}, "#/anyOf/0/if"),
-    "escaped name": ({"properties": {"a/b~c": {"contains": {}}}}, "#/properties/a~1b~0c/contains"),
-    "look-around": (
-        {"properties": {"a": {"type": "string", "pattern": "(?=x)a"}}, "required": ["a"]},
-        "#/properties/a",
-    ),
-    "overlapping oneOf": (
-        {"items": {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "type": "array"},
-        "#/items/oneOf",
-    ),
-    "contradiction": (
-        {
-            "properties": {"a": {"$ref": "#/$defs/b"}},
-            "required": ["a"],
-            "$defs": {"b": {"type": "integer", "minimum": 5, "maximum": 1}},
-        },
-        "#/$defs/b",
-    ),
-    "endless": ({"$ref": "#"}, "#"),
-    "endless object": ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
-    "endless list": ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#"),
-    "nowhere": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "#/properties/a/$ref"),
-    "elsewhere": ({"properties": {"a": {"$ref": "https://example.org/schema"}}}, "#/properties/a/$ref"),
-    "no such type": ({"properties": {"a": {"type": "text"}}}, "#/properties/a/type"),
-    "empty enum": ({"enum": []}, "#/enum"),
-    "odd count": ({"type": "string", "minLength": -1}, "#/minLength"),
-    "odd number": ({"type": "integer", "minimum": "3"}, "#/minimum"),
-    "odd properties": ({"properties": [1]}, "#/properties"),
-    "odd schema": ({"items": 3}, "#/items"),
-    "false": ({"type": "object", "required": ["z"], "additionalProperties": False}, "#"),
-    "wrong const": ({"type": "string", "const": 3}, "#"),
-    "pointer below another name": (
-        {
-            "properties": {"a": {"$id": "https://example.org/a", "$ref": "#/$defs/b"}},
-            "$defs": {"b": {}},
-        },
-        "#/properties/a/$ref",
-    ),
-    "counted open": ({"type": "object", "minProperties": 2}, "#/minProperties"),
-    "counted by pattern": (
-        {
-            "type": "object",
-            "patternProperties": {"^[a-f]$": {}},
-            "additionalProperties": False,
-            "minProperties": 4,
-        },
-        "#/minProperties",
-    ),
-    "overlapping names": (
-        {
-            "type": "object",
-            "patternProperties": {"^a %": {"type": "string", "pattern": "\\bx"}},
-            "minProperties": 1,
-        },
-        "#/patternProperties/^a %",
-    ),
-    "counted optional": (
-        {
-            "type": "object",
-            "properties": {"a": {}, "b": {}},
-            "minProperties": 2,
-            "maxProperties": 2,
-            "additionalProperties": False,
-        },
-        "#",
-    ),
-}
+#: "refused": (place, schema); "rewritten": (schema, a document that it allows, one that it forbids).
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
+REFUSED, REWRITTEN = SCHEMAS["refused"], SCHEMAS["rewritten"]
 
 
-@pytest.mark.parametrize(("schema", "place"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("place", "schema"), REFUSED.values(), ids=REFUSED.keys())
 def test_unenforceable_schema_is_refused_by_place(constraints, vocab, schema, place):
     with pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(JsonSchema(schema), vocab)
@@ -173,126 +106,7 @@ def test_locate_names_the_root_at_its_deadline():
     assert locate(schema, lambda part: "wrong", seconds=-1) == ("#", "wrong")
 
 
-#: Schema, a document that it allows, one that it forbids.
-ACCEPTED = {
-    "below an unknown keyword": (
-        {"$ref": "#/components/schemas/C", "components": {"schemas": {"C": {"type": "integer"}}}},
-        1,
-        "a",
-    ),
-    "escaped pointer": (
-        {"$ref": "#/definitions/a%5B%7E1%5D%25", "definitions": {"a[/]%": {"type": "integer"}}},
-        1,
-        "a",
-    ),
-    "anchor": ({"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "integer"}}}, 1, "a"),
-    "name as an annotation": (
-        {"$id": "http://example.com/root.json", "$ref": "#/$defs/c", "$defs": {"c": {"$id": "#c"}}},
-        1,
-        None,
-    ),
-    "name that is referred to": (
-        {
-            "$id": "http://example.com/root.json",
-            "$ref": "item.json#/$defs/b",
-            "$defs": {"a": {"$id": "item.json", "$defs": {"b": {"type": "integer"}}}},
-        },
-        1,
-        "a",
-    ),
-    "unused definition": ({"type": "integer", "$defs": {"a": {"uniqueItems": True}}}, 1, "a"),
-    "not of a type": ({"not": {"type": ["string", "object"]}}, [], "a"),
-    "not of names": (
-        {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
-        {"c": 1},
-        {"b": 1},
-    ),
-    "dependencies": (
-        {
-            "type": "object",
-            "properties": {"a": {}, "b": {}},
-            "dependencies": {"a": ["b"]},
-            "additionalProperties": False,
-        },
-        {"a": 1, "b": 1},
-        {"a": 1},
-    ),
-    "if": (
-        {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "additionalProperties": False,
-            "if": {"required": ["a"]},
-            "then": {"required": ["b"]},
-        },
-        {"a": 1, "b": 1},
-        {"a": 1},
-    ),
-    "oneOf by required names": (
-        {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        {"a": 1},
-        {"a": 1, "b": 1},
-    ),
-    "oneOf by names of closed objects": (
-        {
-            "type": "object",
-            "oneOf": [
-                {"properties": {name: {"type": "integer"}}, "additionalProperties": False}
-                for name in "ab"
-            ],
-        },
-        {"a": 1},
-        {},
-    ),
-    "oneOf by constants": ({"type": "number", "oneOf": [{"const": 0}, {"const": 1}]}, 1, 2),
-    "oneOf by ranges": (
-        {"type": "integer", "oneOf": [{"maximum": -1, "minimum": -1}, {"minimum": 50}]},
-        -1,
-        3,
-    ),
-    "oneOf by references": (
-        {
-            "oneOf": [{"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/a"}}],
-            "$defs": {"a": {"type": "object"}},
-        },
-        [{}],
-        [1],
-    ),
-    "oneOf of a circle": (
-        {
-            "$ref": "#/$defs/a",
-            "$defs": {
-                "a": {
-                    "type": "object",
-                    "required": ["a"],
-                    "properties": {
-                        "a": {
-                            "oneOf": [
-                                {"$ref": "#/$defs/a"},
-                                {"type": "object", "required": ["b"]},
-                                {"type": "null"},
-                            ]
-                        }
-                    },
-                }
-            },
-        },
-        {"a": {"a": {"b": 1}}},
-        {"a": {"a": None, "b": 1}},
-    ),
-    "circle beside its type": (
-        {
-            "type": "object",
-            "oneOf": [{"$ref": "#/$defs/a"}],
-            "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}}},
-        },
-        {"a": {}},
-        1,
-    ),
-}
-
-
-@pytest.mark.parametrize(("schema", "good", "bad"), ACCEPTED.values(), ids=ACCEPTED.keys())
+@pytest.mark.parametrize(("schema", "good", "bad"), REWRITTEN.values(), ids=REWRITTEN.keys())
 def test_rewritten_schema_allows_and_forbids_as_the_original(constraints, vocab, schema, good, bad):
     compiled = constraints.compile(JsonSchema(schema), vocab)
     for document, allowed in ((good, True), (bad, False)):
@@ -404,14 +218,14 @@ def valid(schema: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_walks_validate(constraints, vocab, generated, seed):
+def test_random_walks_validate(constraints, vocab, seed):
     schema = generated(seed)
     text = draw_text(constraints, vocab, JsonSchema(schema), seed)
     assert text is not None
     valid(schema, text)
 
 
-def test_wild_schemas_are_refused_or_validate(constraints, vocab, wild):
+def test_wild_schemas_are_refused_or_validate(constraints, vocab):
     validated = refused = 0
     for seed in range(400):
         schema = wild(seed)
@@ -427,7 +241,7 @@ def test_wild_schemas_are_refused_or_validate(constraints, vocab, wild):
     assert refused > 20
 
 
-def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab, generated):
+def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab):
     constraints = Constraints()
     for seed in range(20):
         schema = generated(seed)
@@ -554,7 +368,7 @@ def _run(engine: Any, constraints: list[Constraint], temperature: float) -> list
 
 
 @pytest.mark.model
-def test_model_at_a_high_temperature_follows_100_schemas(engine, generated):
+def test_model_at_a_high_temperature_follows_100_schemas(engine):
     schemas = [generated(seed) for seed in range(100)]
     answers = []
     for start in range(0, 100, 25):
