@@ -27,6 +27,7 @@ MOVED = {
     "bundle": "build a file with a model inside from the source: `make binary MODEL=NAME`",
     "self-check": "type `edgeinfer doctor --verify`",
     "licenses": "type `edgeinfer version --licenses`",
+    "merge": "apply adapters when the model is loaded: `--lora NAME`",
     "preload": "type `edgeinfer warm --preload MODEL`",
     "backend add": "put the library and its JSON file where `edgeinfer backend` says",
     "backend remove": "delete the library and its JSON file where `edgeinfer backend` says",

@@ -84,10 +84,6 @@ VERBS = {
     "quantize": Verb(
         "make a smaller copy of a model, and measure what it costs", ("quantize qwen3-4b:F16 Q4_K_M",)
     ),
-    "merge": Verb(
-        "store a model with LoRA adapters merged into its weights",
-        ("merge qwen3-4b my-adapter --name mine",),
-    ),
     "warm": Verb(
         "build a snapshot of the loaded model: later launches take a tenth of a second",
         ("warm qwen3-4b", 'warm qwen3-4b --system "You are a pirate." --name pirate'),

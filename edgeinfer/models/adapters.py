@@ -1,4 +1,4 @@
-"""Pull LoRA adapters, convert them for a base model, and merge them into one.
+"""Pull LoRA adapters and convert them for a base model.
 
 adapters/NAME.gguf           the adapter, as `--lora NAME` finds it
 """
@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config import load_options
-from edgeinfer.errors import ConversionError, UsageError
+from edgeinfer.errors import ConversionError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
-from edgeinfer.models.gguf import parse_file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, fetch_first_working
 from edgeinfer.models.pull_plan import Fetched, plan_pull
-from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
-from edgeinfer.models.quantizing.quantize import publish
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.store import PulledModel, changing
+from edgeinfer.models.store import changing
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import sync
-
-_HOW = "`edgeinfer pull ADAPTER --base MODEL`"
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,54 +109,3 @@ def _converted(
     first = fetched[0]
     folder = first.path if first.path.is_dir() else linked(list(fetched), work / "adapter")
     convert_adapter(folder, header, base, target)
-
-
-def merge_model(
-    model: str, adapters: str, name: str, type_name: str = "", progress: OnProgress | None = None
-) -> PulledModel:
-    """Store `model` with `adapters` (as `--lora` takes them) merged into it as the model `name`.
-
-    `type_name` is a type to quantize the result to, "" for the types the model has. A folder of PEFT's
-    is an adapter too. Raises what `ModelRef.files` raises, UsageError, ConversionError, QuantizeError,
-    ModelBusyError, DiskFullError, InterruptedByUser.
-    """
-    from edgeinfer.models.converting.lora import merge  # 150 ms: numpy, gguf
-
-    kind = parse_file_type(type_name) if type_name else None
-    before = _header(model)
-    ref = names.parse_reference(name)
-    job = Job(progress)
-    with changing(ref) as work, tempfile.TemporaryDirectory() as scratch:
-        wanted = _opened(adapters, before, model, Path(scratch))
-        target = work / f"{ref.name}.gguf.part"
-        merge(Path(before.path), wanted, target, job)
-        if kind is not None:
-            merged = target.replace(work / f"{ref.name}-merged.gguf")
-            target = work / f"{ref.name}-{type_name.upper()}.gguf.part"
-            run_quantizer(merged, target, kind, job, QuantizeOptions())
-        job.begin("verifying", target.name, total=target.stat().st_size)
-        merged_names = " and ".join(path.stem for path, _ in wanted)
-        record = publish(target, ref, None, before, job, f"{model} merged with {merged_names}")
-        shutil.rmtree(work, ignore_errors=True)
-    return record
-
-
-def _opened(
-    adapters: str, base: gguf.GgufHeader, base_name: str, scratch: Path
-) -> list[tuple[Path, float]]:
-    from edgeinfer.models.converting.lora import convert_adapter
-
-    try:
-        wanted = load_options.adapters_of(str(load_options.LORA.parse(adapters)))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    opened = []
-    for path, scale in wanted.values():
-        place = Path(path)
-        if place.is_dir():
-            convert_adapter(place, base, base_name, scratch / f"{place.name}.gguf")
-            place = scratch / f"{place.name}.gguf"
-        if not place.is_file():
-            raise UsageError(f"there is no adapter {path}", hint=_HOW)
-        opened.append((place, scale))
-    return opened

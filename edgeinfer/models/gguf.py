@@ -152,7 +152,6 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     data_offset: int
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
-    infos_offset: int = 0
 
     def text(self, key: str, default: str = "") -> str:
         """Return the string at `key`, or `default` if it is absent or no string."""
@@ -310,7 +309,6 @@ class _Walker:
         version, n_tensors, n_metadata = self._preamble()
         metadata = dict(self._metadata(n_metadata))
         alignment = self._alignment(metadata)
-        infos_offset = self.at
         raw = [self._tensor(index) for index in range(n_tensors)]
         data_offset = _padded(self.at, alignment)
         return GgufHeader(
@@ -318,7 +316,6 @@ class _Walker:
             version=version,
             file_bytes=self.file_bytes,
             alignment=alignment,
-            infos_offset=infos_offset,
             data_offset=data_offset,
             metadata=metadata,
             tensors=self._placed(raw, data_offset, alignment),

@@ -129,7 +129,6 @@ def test_every_verb_is_completed():
         (["edgeinfer", "snapshots", "rm", "m"], "my-snapshots"),
         (["edgeinfer", "run", "--snapshot", "m"], "my-snapshots"),
         (["edgeinfer", "run", "--lora", "m"], "my-adapters"),
-        (["edgeinfer", "merge", "x", "m"], "my-models"),
     ],
 )
 def test_bash_completes(typed, wanted):

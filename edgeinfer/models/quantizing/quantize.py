@@ -77,7 +77,11 @@ def quantize(
         options = _with_imatrix(Path(source.paths[0]), work, job, options)
         run_quantizer(Path(source.paths[0]), target, kind, job, options)
         job.begin("verifying", target.name, total=target.stat().st_size)
-        record = publish(target, ref, origin, before, job, f"quantized from {source.name}")
+        name = target.name.removesuffix(".part")
+        made = Fetched(path=target, file_name=name, found_sha256=sha256_of(target, job.at))
+        base, origin_text = origin.base if origin else ref.name, f"quantized from {source.name}"
+        header = gguf.check(target)
+        record = store.publish(ref, [made], header, base, origin_text, before.quantization)
         shutil.rmtree(work, ignore_errors=True)
     before_bytes = sum(Path(path).stat().st_size for path in source.paths)
     result = Quantized(
@@ -138,21 +142,6 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
     job.begin("verifying", name, total=target.stat().st_size)
     digest = sha256_of(target, job.at)
     return [Fetched(path=target, file_name=name, pinned=False, found_sha256=digest)]
-
-
-def publish(
-    target: Path,
-    ref: Reference,
-    origin: PulledModel | None,
-    before: gguf.GgufHeader,
-    job: Job,
-    source: str,
-) -> PulledModel:
-    """Store the file at `target`, made from a model with the header `before`, as `ref`."""
-    name = target.name.removesuffix(".part")
-    made = Fetched(path=target, file_name=name, found_sha256=sha256_of(target, job.at))
-    base = origin.base if origin else ref.name
-    return store.publish(ref, [made], gguf.check(target), base, source, before.quantization)
 
 
 def _with_cost(result: Quantized, before: str, job: Job, options: QuantizeOptions) -> Quantized:
