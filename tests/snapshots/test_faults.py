@@ -71,7 +71,7 @@ def test_killed_build_is_no_lasting_failure(warm):
     process = warm.popen("warm", MODEL, "--ctx", "768")
     while not process.stderr.readline().startswith(STAGES[0]):
         pass
-    parked = next(pid for pid in descendants(process.pid) if b"building.park" in command_line(pid))
+    parked = next(pid for pid in descendants(process.pid) if b"build.park" in command_line(pid))
     os.kill(parked, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert "the process to be snapshot was killed" in err
