@@ -15,11 +15,11 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),
     e.WrongScopeError: (2, "give it to a verb that takes it"),
-    e.ConfigError: (2, "mend the file, or move it aside: every key has a default"),
+    e.ConfigError: (2, "fix the file or remove it: every key has a default"),
     e.CatalogError: (3, "run `edgeinfer list` to see the models"),
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
     e.ModelNotPulledError: (3, "pull it first: `edgeinfer pull MODEL`"),
-    e.DownloadError: (4, "type the same command again: it goes on where it stopped"),
+    e.DownloadError: (4, "run the same command again: it continues where it stopped"),
     e.AuthenticationError: (
         4,
         "accept the model's licence on its page, then set HF_TOKEN and pull again",
@@ -30,26 +30,23 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
         "unset EDGEINFER_OFFLINE (or HF_HUB_OFFLINE), or import a local file: `edgeinfer pull "
         "FILE.gguf`",
     ),
-    e.ChecksumError: (
-        5,
-        "pull again; if it differs again, the source has changed and is not to be trusted",
-    ),
+    e.ChecksumError: (5, "pull again; if it still differs, the source has changed: do not trust it"),
     e.ModelBusyError: (3, "wait for the other command to end"),
-    e.InvalidGgufError: (5, "fetch the file again from a source you trust"),
-    e.ConversionError: (5, "look for a repository with GGUF files of the same model"),
+    e.InvalidGgufError: (5, "download the file again from a source you trust"),
+    e.ConversionError: (5, "use a repository that has GGUF files of this model"),
     e.QuantizeError: (8, "try another type: `edgeinfer quantize --help` lists them"),
     e.DiskFullError: (
         6,
-        "free some room (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`), then type the command "
+        "free disk space (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`), then run the command "
         "again",
     ),
     e.EngineError: (8, "run `edgeinfer doctor`"),
     e.ModelLoadError: (8, "run `edgeinfer show MODEL`; pull it again if the file is damaged"),
-    e.OutOfMemoryError: (6, "give a smaller context (`--ctx 2048`) or pick a smaller model"),
+    e.OutOfMemoryError: (6, "use a smaller context (`--ctx 2048`) or a smaller model"),
     e.InvalidRequestError: (2, "change the named field"),
     e.ContextLengthError: (8, "shorten the prompt, or load with a larger context (`--ctx N`)"),
     e.QueueFullError: (8, "try again in a moment"),
-    e.EngineClosedError: (8, "type the command again: the model is loaded anew"),
+    e.EngineClosedError: (8, "run the command again: it loads the model anew"),
     e.SnapshotError: (7, "run `edgeinfer snapshots list`"),
     e.SnapshotsUnavailableError: (7, "run `edgeinfer doctor` to see what snapshots need"),
     e.SnapshotMissingError: (7, "build it: `edgeinfer warm MODEL`"),
@@ -60,7 +57,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.DumpError: (7, "run `edgeinfer doctor`; launches stay cold until then"),
     e.RestoreError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.ServeError: (1, "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"),
-    e.ShippingError: (1, "run `edgeinfer doctor --verify`, or fetch the file again"),
+    e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
     e.InterruptedByUser: (130, ""),
 }
 

@@ -25,10 +25,10 @@ def _kebab(name: str) -> str:
 
 
 class EdgeInferError(Exception):
-    """Something failed that has no code of its own.
+    """A failure without a code of its own.
 
-    `message` says what happened; `hint`, when set, replaces the table's next command to type. `details`
-    names what the constructor takes besides the message.
+    `message` tells what happened; `hint`, if set, replaces the table's next step. `details` names the
+    constructor's other arguments.
     """
 
     code = "edge-infer"
@@ -45,7 +45,7 @@ class EdgeInferError(Exception):
 
 
 class UsageError(EdgeInferError):
-    """The command line or a request names something that cannot be."""
+    """An invalid command line or request."""
 
 
 class WrongScopeError(UsageError):
@@ -57,23 +57,23 @@ class ConfigError(EdgeInferError):
 
 
 class CatalogError(EdgeInferError):
-    """A model cannot be found, fetched or stored."""
+    """A model cannot be resolved, fetched or stored."""
 
 
 class UnknownModelError(CatalogError):
-    """No such name in the catalogue."""
+    """The catalogue has no such model."""
 
 
 class ModelNotPulledError(CatalogError):
-    """The catalogue knows this model, but its files are not here."""
+    """The catalogue has this model, but its files are not pulled."""
 
 
 class DownloadError(CatalogError):
-    """A source failed; what was fetched is kept."""
+    """A source failed; fetched parts are kept."""
 
 
 class AuthenticationError(DownloadError):
-    """The source wants a token, or a licence accepted."""
+    """The source requires a token, or an accepted licence."""
 
 
 class SourceNotFoundError(DownloadError):
@@ -81,11 +81,11 @@ class SourceNotFoundError(DownloadError):
 
 
 class OfflineError(DownloadError):
-    """The offline switch is on and the network would be needed."""
+    """The network is needed, but offline mode is on."""
 
 
 class ChecksumError(CatalogError):
-    """The bytes are not the ones promised."""
+    """The bytes do not match their checksum."""
 
 
 class ModelBusyError(CatalogError):
@@ -93,7 +93,7 @@ class ModelBusyError(CatalogError):
 
 
 class InvalidGgufError(CatalogError):
-    """The file's header is not a GGUF header that fits the file."""
+    """The file has no GGUF header that fits it."""
 
 
 class ConversionError(CatalogError):
@@ -101,15 +101,15 @@ class ConversionError(CatalogError):
 
 
 class QuantizeError(CatalogError):
-    """llama.cpp's quantizer refused or died."""
+    """llama.cpp's quantizer failed."""
 
 
 class DiskFullError(EdgeInferError):
-    """No room on the disk."""
+    """Not enough disk space."""
 
 
 class EngineError(EdgeInferError):
-    """The engine could not do what was asked."""
+    """The engine failed."""
 
 
 class ModelLoadError(EngineError):

@@ -53,7 +53,7 @@ def batch(options: argparse.Namespace, host: Host) -> BatchResult:
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
         raise UsageError(
-            f"{options.output} is the input itself", hint="name another file for the answers"
+            f"{options.output} is both input and output", hint="name another file for the answers"
         )
     lines = read_input(Path(options.input))
     with _opened(Path(options.output)) as output:
@@ -109,7 +109,7 @@ def read_output(output: int) -> set[str]:
                 finished.add(msgspec.json.decode(raw, type=_Done).custom_id)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise UsageError(
-                    f"the output file holds a line that is no answer: {error}",
+                    f"the output file has a line that is not an answer: {error}",
                     hint="name another output file",
                 ) from error
             whole += len(raw)
@@ -165,7 +165,7 @@ async def _run(
             try:
                 await work
             except asyncio.CancelledError:
-                raise InterruptedByUser("stopped; the same command goes on from here") from None
+                raise InterruptedByUser("stopped; the same command continues from here") from None
     finally:
         os.fsync(output)
         endpoint.cancel_all()
@@ -225,7 +225,7 @@ def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
             rest = rest[os.write(output, rest) :]
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFullError("no room for another answer; what is done is kept") from error
+                raise DiskFullError("no space left for more answers; finished ones are kept") from error
             raise EdgeInferError(f"the output file cannot be written: {error.strerror}") from error
 
 

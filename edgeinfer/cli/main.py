@@ -77,7 +77,7 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
     """Raise UsageError with the verb that was probably meant."""
     for old, new in MOVED.items():
         if list(typed[: len(old.split())]) == old.split():
-            raise UsageError(f"`edgeinfer {old}` is gone", hint=new)
+            raise UsageError(f"`edgeinfer {old}` was removed", hint=new)
     word = typed[0]
     if word.startswith("-") or word in VERBS:
         return

@@ -297,7 +297,7 @@ def _bind_ollama(
     options: argparse.Namespace, listeners: Sequence[socket.socket]
 ) -> list[socket.socket]:
     if options.tls_cert is not None:
-        raise UsageError("--ollama speaks plain HTTP, --tls-cert does not: leave out one of them")
+        raise UsageError("--ollama serves plain HTTP: it cannot be combined with --tls-cert")
     port = paths.ollama_port()
     if sockets.has_port(listeners, port):
         return []
@@ -326,7 +326,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
     origins = {*config.allowed_origins, *(options.allow_origin or ())}
     if "*" in origins:
         raise ServeError(
-            "'*' is no origin: name the web pages that may call",
+            "'*' is not an origin: name the web pages that may call",
             hint="--allow-origin https://example.org",
         )
     return Gate(
@@ -342,7 +342,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
     """Return the defaults, replaced by the typed limits. Raises UsageError, ServeError."""
     if (options.tls_cert is None) != (options.tls_key is None):
-        raise UsageError("--tls-cert and --tls-key go together")
+        raise UsageError("--tls-cert and --tls-key must be given together")
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not os.access(file, os.R_OK):
             raise ServeError(f"{file} cannot be read")

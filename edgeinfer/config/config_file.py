@@ -295,7 +295,7 @@ def offline(config: Config) -> bool:
 def refuse_offline(target: str) -> None:
     """Raise OfflineError if the network is off. Every network access calls this first."""
     if offline(load_config()):
-        raise OfflineError(f"{target} needs the network, and the offline switch is on")
+        raise OfflineError(f"{target} needs the network, but offline mode is on")
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
@@ -318,7 +318,7 @@ def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
         _replace(file, tomlkit.dumps(document))
     except OSError as error:
         raise ConfigError(
-            f"{file}: {error.strerror}", hint="the setting holds until you leave"
+            f"{file}: {error.strerror}", hint="the setting lasts until the chat ends"
         ) from error
     except tomlkit.exceptions.TOMLKitError as error:
         raise ConfigError(f"{file}: {error}") from error

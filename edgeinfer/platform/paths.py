@@ -155,7 +155,7 @@ def private_dir(path: Path) -> Path:
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise SnapshotUnsafeError(
-            f"{path} must be a directory of this user with mode 0700, and no symlink",
+            f"{path} must be a directory owned by this user with mode 0700, not a symlink",
             hint=f"chmod 700 {path}",
         )
     return path

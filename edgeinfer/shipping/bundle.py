@@ -54,7 +54,7 @@ def field(record: PulledModel) -> str:
 def read(shipped: Shipped) -> Bundle:
     """Read the bundle section's header. Raises ShippingError without one, ChecksumError."""
     if not shipped.bundle_length:
-        raise ShippingError(f"{shipped.path} carries no model")
+        raise ShippingError(f"{shipped.path} contains no model")
     with shipped.path.open("rb") as file:
         file.seek(shipped.bundle_offset)
         (length,) = struct.unpack("<Q", file.read(8))
@@ -63,12 +63,12 @@ def read(shipped: Shipped) -> Bundle:
         bundle = msgspec.json.decode(raw, type=Bundle)
     except msgspec.MsgspecError as error:
         raise ChecksumError(
-            f"{shipped.path} is damaged: its model has no header", hint="fetch the file again"
+            f"{shipped.path} is damaged: its model has no header", hint="download the file again"
         ) from error
     if field(bundle.record) != shipped.model:
         raise ChecksumError(
-            f"{shipped.path} is damaged: it carries another model than it says",
-            hint="fetch the file again",
+            f"{shipped.path} is damaged: its model is not the one it names",
+            hint="download the file again",
         )
     return bundle
 
@@ -132,7 +132,7 @@ def _take(
         digest = sha256_of_part(source.fileno(), start, bundled.size_bytes, copy)
         if digest != bundled.sha256:
             raise ChecksumError(
-                f"{bundled.name} in {shipped.path} is damaged", hint="fetch the file again"
+                f"{bundled.name} in {shipped.path} is damaged", hint="download the file again"
             )
 
 

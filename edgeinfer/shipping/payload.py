@@ -98,7 +98,9 @@ def find_field(head: bytes, key: bytes) -> int:
     """Return the offset of a field from the start of the file."""
     at = head.find(key)
     if at < 0:
-        raise ShippingError("this is no edgeinfer binary: its bootloader has no field " + key.decode())
+        raise ShippingError(
+            "this is not an edgeinfer binary: its bootloader has no field " + key.decode()
+        )
     return at
 
 
@@ -111,7 +113,8 @@ def open_shipped(path: Path) -> Shipped:
         cookie = file.read(COOKIE.size)
         if len(cookie) != COOKIE.size or not cookie.startswith(COOKIE_MAGIC):
             raise ShippingError(
-                f"{path} is no edgeinfer binary, or it was truncated", hint="fetch the file again"
+                f"{path} is not an edgeinfer binary, or it was truncated",
+                hint="download the file again",
             )
         archive = end - int(COOKIE.unpack(cookie)[1])
         file.seek(archive - TRAILER.size)
@@ -119,7 +122,7 @@ def open_shipped(path: Path) -> Shipped:
     magic, *places = TRAILER.unpack(trailer)
     if magic != TRAILER_MAGIC or any(place > end for place in places):
         raise ShippingError(
-            f"{path} is no edgeinfer binary, or it was damaged", hint="fetch the file again"
+            f"{path} is not an edgeinfer binary, or it was damaged", hint="download the file again"
         )
     payload, payload_length, bundle, bundle_length = places
     app, model = read_field(head, APP_FIELD), read_field(head, MODEL_FIELD)
@@ -191,7 +194,7 @@ def split_block(raw: bytes, entries: list[Entry], path: Path) -> Iterator[tuple[
 
 def _damaged(path: Path, why: str) -> ChecksumError:
     return ChecksumError(
-        f"{path} is damaged: {why}", hint="fetch the file again and compare it with its SHA256SUMS"
+        f"{path} is damaged: {why}", hint="download the file again and compare it with its SHA256SUMS"
     )
 
 

@@ -50,7 +50,7 @@ def test_a_model_s_blocks_go_and_the_others_stay(
 def test_a_conversation_s_blocks_go(capsys: pytest.CaptureFixture[str]) -> None:
     keep("one")
     assert main(["forget", "--conversation", "other"]) == 2
-    assert "nothing is cached that conversation 'other' alone has" in capsys.readouterr().err
+    assert "conversation 'other' has no cached prefixes of its own" in capsys.readouterr().err
     assert len(list_blocks(paths.blocks_dir())) == 1
     assert main(["forget", "--conversation", "talk"]) == 0
     assert list_blocks(paths.blocks_dir()) == []

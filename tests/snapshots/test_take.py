@@ -235,7 +235,7 @@ def test_what_cannot_be_taken_is_said_with_what_to_do(somebody):
         endpoint.ask()
         elsewhere = {"EDGEINFER_HOME": str(somebody.home / "elsewhere")}
         other = somebody.run("snapshots", "take", str(endpoint.process.pid), env=elsewhere)
-        assert "keeps its data in another place" in other.err
+        assert "uses another data folder" in other.err
         without = somebody.run("snapshots", "take", env={"EDGEINFER_CRIU": "/nowhere/criu", "PATH": ""})
         assert (without.code, "snapshots do not work here" in without.err) == (7, True)
         assert "hint:" in without.err

@@ -112,9 +112,8 @@ def _ended(app: ChatApp) -> ChatResult:
         if os.environ.get("EDGEINFER_DEBUG") == "1":
             raise app.crash
         raise EdgeInferError(
-            f"the chat broke: {type(app.crash).__name__}: {app.crash}",
-            hint="`edgeinfer chat --continue` brings everything back; EDGEINFER_DEBUG=1 shows where "
-            "it broke",
+            f"the chat crashed: {type(app.crash).__name__}: {app.crash}",
+            hint="`edgeinfer chat --continue` restores it; EDGEINFER_DEBUG=1 shows the traceback",
         )
     return ChatResult(
         model=app.chat.session.conversation.model, conversation=app.chat.session.conversation.id

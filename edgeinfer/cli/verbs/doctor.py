@@ -205,7 +205,7 @@ def _directories() -> Check:
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
     if free > 2 * GIB:
         return Check("directories", "ok", text)
-    return Check("directories", "warn", text, "free some room: edgeinfer rm")
+    return Check("directories", "warn", text, "free disk space: edgeinfer rm")
 
 
 def _configuration() -> Check:

@@ -64,8 +64,8 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
         freed_of_it = forget_conversation(root, conversation)
         if not freed_of_it:
             raise UsageError(
-                f"nothing is cached that conversation {conversation!r} alone has",
-                hint="it is chat-NUMBER of a chat here, or the prompt_cache_key of requests",
+                f"conversation {conversation!r} has no cached prefixes of its own",
+                hint="name chat-NUMBER of a chat, or the prompt_cache_key of requests",
             )
         freed += freed_of_it
     return ForgetResult(forgotten=(*options.models, *options.conversation), freed_bytes=freed)

@@ -82,8 +82,8 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
 def _pull_adapter(wanted: str, options: argparse.Namespace) -> PullAdapterResult:
     if not options.base:
         raise UsageError(
-            f"{wanted} is an adapter, which is made for one model",
-            hint=f"say which it is here: `edgeinfer pull {wanted} --base MODEL`",
+            f"{wanted} is an adapter: its base model is not known",
+            hint=f"name it: `edgeinfer pull {wanted} --base MODEL`",
         )
     pull_options = PullOptions(name=options.name)
     with progress_on(quiet=options.quiet) as report:
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         if external is not None:
             wanted = f"file:{quote(external.files[0])}"
     if options.connections < 1:
-        raise UsageError("a file comes over one connection at least", hint="`--connections 1`")
+        raise UsageError("--connections must be at least 1", hint="")
     pull_options = PullOptions(
         name=options.name,
         quantize=options.quantize,
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         fetched |= now.stage == "done"
         report(now)
 
-    hint = "type the same command again: it goes on where it stopped"
+    hint = "run the same command again: it continues where it stopped"
     with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
         record = catalog_pull.pull(wanted, on_progress, options=pull_options)
     entry = load_catalog().get(record.base)

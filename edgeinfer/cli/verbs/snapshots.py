@@ -260,13 +260,13 @@ def _verify(name: str) -> VerifyResult:
     wrong = builder.wrong_files(folder)
     if wrong:
         raise SnapshotCorruptError(
-            f"{', '.join(wrong)} of {folder.name} is not what was built",
+            f"{folder.name}: {', '.join(wrong)} changed since it was built",
             hint=f"build it again: `edgeinfer warm {name}`",
         )
     repeated = builder.repeated_randomness(folder)
     if repeated:
         raise SnapshotCorruptError(
-            f"two processes resumed from {folder.name} draw the same from {', '.join(repeated)}"
+            f"{folder.name}: two resumed processes got the same bytes from {', '.join(repeated)}"
         )
     manifest = format.read_manifest(str(folder))
     return VerifyResult(
@@ -374,12 +374,12 @@ def _require_own_process(pid: int) -> int:
         raise UsageError(f"there is no process {pid}", hint=_PS) from None
     if owner != os.getuid():
         raise UsageError(
-            f"process {pid} belongs to another user, whose snapshots are theirs alone",
+            f"process {pid} belongs to another user",
             hint=f"as that user: `edgeinfer snapshots take {pid}`",
         )
     if not running.shares_folders(pid):
         raise UsageError(
-            f"process {pid} keeps its data in another place",
+            f"process {pid} uses another data folder",
             hint="set EDGEINFER_HOME (or HOME, XDG_CACHE_HOME) as it was set for that process",
         )
     return pid
@@ -399,7 +399,7 @@ def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
         raise UsageError(f"process {pid} has several models: {names}", hint="name one with --model")
     if own[-1].program != fingerprint.program_tag():
         raise SnapshotError(
-            f"process {pid} is of another edgeinfer, which alone can resume what it takes",
-            hint="type the same with the `edgeinfer` that started it",
+            f"process {pid} runs another edgeinfer build: only that build can resume its snapshots",
+            hint="run this command with the `edgeinfer` that started it",
         )
     return own[-1]

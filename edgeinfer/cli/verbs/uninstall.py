@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, _host: Host) -> UninstallResult:
     _refuse_while_running()
     if not options.yes and (sys.stdin is None or not sys.stdin.isatty()):
         raise UsageError(
-            "not a terminal, so nobody can be asked",
+            "cannot ask for confirmation: stdin is not a terminal",
             hint="`edgeinfer uninstall --yes` removes without asking",
         )
     confirm(f"{_listing(to_remove, kept)}\n\nRemove it?", yes=options.yes)
@@ -129,7 +129,7 @@ def _refuse_while_running() -> None:
     if named:
         raise EdgeInferError(
             f"edgeinfer is running: {', '.join(named)}",
-            hint="close the chats and endpoints first, or type `edgeinfer stop --all`",
+            hint="close them first, or run `edgeinfer stop --all`",
         )
 
 
@@ -153,5 +153,5 @@ def _remove(path: Path) -> None:
     except OSError as error:
         raise EdgeInferError(
             f"cannot remove {path}: {error.strerror}",
-            hint="remove it by hand, then type the command again",
+            hint="remove it by hand, then run the command again",
         ) from error

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         return _preload(options, host)
     if options.agent:
         raise UsageError(
-            "`warm --agent` is gone: the second session of an agent caches its system preamble",
+            "`warm --agent` was removed: an agent's second session caches its system preamble",
             hint=f"edgeinfer launch {options.agent}",
         )
     format.refuse_bad_name(options.name)

@@ -81,7 +81,7 @@ def export(folder: Path, where: Store, name: str, progress: Progress) -> Exporte
     progress("verify", None)
     wrong = builder.wrong_files(folder)
     if wrong:
-        raise SnapshotCorruptError(f"{', '.join(wrong)} of {folder.name} is not what was built")
+        raise SnapshotCorruptError(f"{folder.name}: {', '.join(wrong)} changed since it was built")
     with tempfile.TemporaryDirectory(dir=paths.cache_dir(), prefix="export-") as scratch:
         progress("pack", None)
         description, layers = _described(folder, inputs, Path(scratch))

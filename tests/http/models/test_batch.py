@@ -339,6 +339,6 @@ def test_the_input_is_refused_as_output(tmp_path):
     requests.write_text('{"custom_id": "1"}\n')
     (tmp_path / "link.jsonl").hardlink_to(requests)
     for output in (requests, tmp_path / "link.jsonl"):
-        with pytest.raises(UsageError, match="is the input itself"):
+        with pytest.raises(UsageError, match="is both input and output"):
             batch(argparse.Namespace(input=str(requests), output=str(output)), Host())
     assert requests.read_text() == '{"custom_id": "1"}\n'
