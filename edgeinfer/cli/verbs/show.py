@@ -269,7 +269,6 @@ def _show_external(external: ExternalModel, options: argparse.Namespace, host: H
     entry = Model(
         title="",
         sources=(),
-        chat_template=settings.chat_template or "",
         stop=settings.stop,
         system_prompt=settings.system_prompt,
         sampling=SamplingDefaults(**settings.sampling),

@@ -5,8 +5,7 @@
 
 A model is called `ollama/` and the argument of `ollama run`.
 
-Ollama's templates are Go's: the GGUF's own Jinja template is used if there is one; otherwise the family
-is recognized by its markers.
+Ollama's templates are Go's and not read: the GGUF's own Jinja template is used.
 """
 
 from __future__ import annotations
@@ -140,64 +139,9 @@ _OPTIONS = {
 }
 
 
-def _turns(system: str, user: str, assistant: str, ask: str) -> str:
-    """Make a Jinja template of one piece a turn; `%` stands for its text."""
-    rows = (("system", system), ("user", user), ("assistant", assistant))
-    cases = "".join(
-        f"{{%- {'if' if role == 'system' else 'elif'} message.role == '{role}' -%}}"
-        + "{{- "
-        + " + message.content + ".join(repr(piece) for piece in text.split("%"))
-        + " -}}"
-        for role, text in rows
-    )
-    return (
-        "{{- bos_token -}}{%- for message in messages -%}" + cases + "{%- endif -%}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- " + repr(ask) + " -}}{%- endif -%}"
-    )
-
-
-def _headed(before: str, between: str, after: str, ask: str = "") -> str:
-    rows = [f"{before}{role}{between}%{after}" for role in ("system", "user", "assistant")]
-    return _turns(rows[0], rows[1], rows[2], ask or f"{before}assistant{between}")
-
-
-#: (family, markers that its Go template holds, the same in Jinja)
-_TEMPLATES = (
-    ("ChatML", ("<|im_start|>",), _headed("<|im_start|>", "\n", "<|im_end|>\n")),
-    (
-        "Llama 3",
-        ("<|start_header_id|>",),
-        _headed("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"),
-    ),
-    (
-        "Gemma",
-        ("<start_of_turn>",),
-        _turns(
-            "<start_of_turn>user\n%<end_of_turn>\n",
-            "<start_of_turn>user\n%<end_of_turn>\n",
-            "<start_of_turn>model\n%<end_of_turn>\n",
-            "<start_of_turn>model\n",
-        ),
-    ),
-    ("Phi 3", ("<|user|>", "<|end|>"), _headed("<|", "|>\n", "<|end|>\n")),
-    ("Zephyr", ("<|user|>", "</s>"), _headed("<|", "|>\n", "</s>\n")),
-    ("Mistral", ("[INST]",), _turns("[INST] %[/INST]", "[INST] %[/INST]", "%</s>", "")),
-    (
-        "Alpaca",
-        ("### Instruction:",),
-        _turns("%\n\n", "### Instruction:\n%\n\n", "### Response:\n%\n\n", "### Response:\n"),
-    ),
-    ("Vicuna", ("USER:", "ASSISTANT:"), _turns("%\n\n", "USER: %\n", "ASSISTANT: %\n", "ASSISTANT:")),
-)
-
-
 class OllamaSettings(msgspec.Struct, kw_only=True):
-    """Settings from a model's layers; `used` and `unused` describe them for `show`.
+    """Settings from a model's layers; `used` and `unused` describe them for `show`."""
 
-    `chat_template` None leaves the file's own.
-    """
-
-    chat_template: str | None = None
     system_prompt: str = ""
     stop: tuple[str, ...] = ()
     sampling: dict[str, float] = {}
@@ -227,18 +171,10 @@ def _text(path: str) -> str:
         return ""
 
 
-def _read_template(settings: OllamaSettings, text: str, has_template: bool) -> bool:
-    if has_template:
-        settings.unused.append("template: the GGUF's own is used instead")
-        return True
-    for family, markers, jinja in _TEMPLATES:
-        if all(marker in text for marker in markers):
-            settings.chat_template = jinja
-            settings.used.append(f"template: recognised as {family}'s")
-            return True
-    settings.unused.append(
-        "template: its notation isn't known; `chat-template` in models.toml can say it"
-    )
+def _read_template(settings: OllamaSettings, _text: str, has_template: bool) -> bool:
+    own = "the GGUF's own is used instead"
+    other = "Go templates are not read; `chat-template` in models.toml can say it"
+    settings.unused.append(f"template: {own if has_template else other}")
     return True
 
 

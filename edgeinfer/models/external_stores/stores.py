@@ -170,7 +170,6 @@ def described(model: ExternalModel) -> ModelFiles:
         name=model.name,
         paths=model.paths,
         sha256=digest(model),
-        chat_template=stored.chat_template,
         stop=stored.stop,
         sampling=msgspec.structs.replace(Sampling(), **stored.sampling),
         system_prompt=stored.system_prompt,
