@@ -216,9 +216,9 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
     assert "serve --ollama" in answer.json()["error"]
 
 
-def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(here, gguf):
+def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(here, gguf, until):
     kept = OllamaStore(Path.home(), gguf.read_bytes())
-    assert "tiny:1b" in _names(here)
+    until(lambda: "tiny:1b" in _names(here), "the cached list to expire")
     assert "insert" in _post(here, "/api/show", model="tiny:1b").json()["capabilities"]
     ask = {
         "model": "tiny:1b",
