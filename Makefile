@@ -143,7 +143,7 @@ clients: full    ## other people's clients and agents, unmodified, two turns eac
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
 fuzz-http: full  ## schemathesis over the OpenAPI document, 5,000 cases and more
-	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/http/dialects/test_openapi.py -s $(ARGS)
+	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/server/dialects/test_openapi.py -s $(ARGS)
 
 leak-http: full  ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
 	@tools/setup.sh bench
