@@ -27,7 +27,7 @@ LOCATE_S = 5.0
 
 #: The formats that are enforced; any other is an annotation, as JSON Schema has it.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-#: Keywords that restrict and that no grammar in-tree expresses.
+#: Keywords that restrict, and that no in-tree grammar expresses.
 REFUSED = """
     contains minContains maxContains propertyNames $dynamicRef $recursiveRef
     unevaluatedItems unevaluatedProperties
