@@ -240,9 +240,7 @@ class LlamaEngine:
         return self._blocks.cache
 
     def use_blocks(self, store: BlockStore) -> None:
-        """Store prefixes in `store` from now on, and look them up there. Nothing happens for models
-        without states. Raises OSError.
-        """
+        """Store prefixes in `store` and look them up there; nothing for encoders. Raises OSError."""
         if self._loaded.can_generate and self._cache is None:
             self._blocks.open(store, self._gpu.loaded, self._checked)
 
@@ -277,9 +275,7 @@ class LlamaEngine:
         self.flush_blocks()
 
     def warm_up(self) -> None:
-        """Prepare what a first request would wait for, and run the round-trip check of the prefix
-        cache.
-        """
+        """Prepare what a first request would wait for, and run the round-trip check."""
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
             self._conversations.warm_up()

@@ -160,9 +160,7 @@ class KvCache:
         return best, length
 
     def _usable(self, cached_seq: CachedSequence, n: int) -> int:
-        """Count the usable tokens of `n`: other sequences may own cells that a sliding window has
-        passed.
-        """
+        """Count the usable of `n` tokens: other sequences may own cells that a window has passed."""
         if not self.supports_truncation and n < len(cached_seq.tokens):
             checkpoint = (
                 self.checkpoints.latest_before(cached_seq.checkpoints, n)

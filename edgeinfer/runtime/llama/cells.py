@@ -96,9 +96,7 @@ class CellCopies:
 
     @contextlib.contextmanager
     def out(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """Record the copies that llama.cpp makes from `buffers` to `state`, in a list filled at the
-        end.
-        """
+        """Record llama.cpp's copies from `buffers` to `state`, in a list filled at the end."""
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
         with self._at_work(buffers, self._entries.get, "edgeinfer_cells_get", transfer):

@@ -35,9 +35,7 @@ _CELLS_PER_SEQUENCE = 1024
 
 
 def choose_threads(asked: int, here: Processors) -> Chosen:
-    """Choose decode threads: 0 takes the physical cores of the affinity, or the control group's
-    share.
-    """
+    """Choose decode threads: 0 takes the affinity's physical cores, or the control group's share."""
     if asked:
         return Chosen(asked, "as asked")
     cores = here.physical_cores
@@ -50,9 +48,7 @@ def choose_threads(asked: int, here: Processors) -> Chosen:
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Choose the sequences decoded at once: 0 takes four a thread, 4 to 16, or as many as the cache may
-    fit.
-    """
+    """Choose the sequences decoded at once: 0 takes four a thread, 4 to 16, if their cache fits."""
     if asked:
         return Chosen(asked, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
@@ -148,9 +144,7 @@ def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
 
 
 def invariant_rows(n_batch: int, file_type: int) -> int:
-    """Return the tokens of a batch up to which kernels are bit-identical to unbatched ones (decision
-    022).
-    """
+    """Return the tokens of a batch up to which kernels are batch-invariant (decision 022)."""
     return n_batch if file_type in _DOT_ONLY else _REPACKED_ROWS
 
 

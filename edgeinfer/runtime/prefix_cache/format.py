@@ -53,9 +53,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A block in memory. `states`: of its tokens, then for a checkpoint the recurrent one at its
-    end.
-    """
+    """A block in memory. `states`: of its tokens, then of a checkpoint."""
 
     header: Header
     states: tuple[State, ...]

@@ -27,9 +27,7 @@ TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
 def read_secret(path: Path, own: bytes = b"") -> bytes:
-    """Read the user's secret in `path` (0600), or create it as `own` or a random one. Raises
-    OSError.
-    """
+    """Read the user's secret in `path` (0600), or create it as `own` or random. Raises OSError."""
     for _ in range(2):
         try:
             with open(open_own(path), "rb") as file:
@@ -65,9 +63,7 @@ class Names:
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a partial block that starts with `tokens` behind `parent`; the next write replaces
-        it.
-        """
+        """Name a partial block that starts with `tokens`; the next write replaces it."""
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
@@ -129,9 +125,7 @@ class PrefixKeys:
         return tokens
 
     def last_checkpoint(self, parent: bytes, tokens: list[int]) -> tuple[bytes, int]:
-        """Find the longest checkpoint behind `parent` on the path of `tokens`: its name and tokens, 0
-        for none.
-        """
+        """Find the longest checkpoint on the path of `tokens`: its name and tokens, 0 for none."""
         best, n_best = b"", 0
         for name in self._places(parent, tokens):
             header = self._blocks.header(name)
@@ -158,9 +152,7 @@ class PrefixKeys:
         return best, n_best
 
     def superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Find a partial block behind `parent` whose tokens are all in `tokens`, and so in block
-        `by`.
-        """
+        """Find a partial block whose tokens are all in `tokens`, and so in block `by`."""
         for name, its in self._tails(parent, tokens):
             if name != by and common_prefix(its, tokens) == len(its):
                 return name

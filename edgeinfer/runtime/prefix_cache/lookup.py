@@ -101,9 +101,7 @@ class PrefixCache:
         return Restore(self.blocks.read_ahead(wanted, make_room), first * size, end)
 
     def _populating(self, start: int) -> Callable[[int], None]:
-        """Return a callback that populates the cells' memory as each block is read, unless file pages
-        become it.
-        """
+        """Make a callback that populates the memory of each block's cells, unless they are mapped."""
         at, size = self._kv.used_cells, self.block_tokens
         cells = self._active.cells
         if cells.can_be_pages_of(at - start - self._kv.pinned_cells):
@@ -111,9 +109,7 @@ class PrefixCache:
         return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
 
     def _last_checkpoint(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
-        """Find the last checkpoint: the whole blocks before it, its name, and its own tokens, 0 for
-        none.
-        """
+        """Find the last checkpoint: whole blocks before it, name, own tokens (0 for none)."""
         size = self.block_tokens
         for i in range(len(chain) - 1, -1, -1):
             end = min((i + 1) * size, len(tokens) - 1)

@@ -96,9 +96,7 @@ def scratch_id(loaded: LoadedModel) -> int:
 
 
 def identity(loaded: LoadedModel, size: int) -> dict[str, str]:
-    """Describe everything besides the model's file that decides a bit of a state, or a block's
-    length.
-    """
+    """Describe everything besides the model's file that decides a bit of a block."""
     build = libllama.build_info()
     chosen = {name: str(loaded.choices[name].value) for name in ("kv_type", "repack", "gpu_layers")}
     arch = loaded.meta.get("general.architecture", "")

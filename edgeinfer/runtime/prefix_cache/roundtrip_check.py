@@ -98,9 +98,7 @@ class RoundtripCheck:
     def _answers(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the next logits behind the text, and behind another tail after a truncation in its
-        middle.
-        """
+        """Return the next logits behind the text, and behind another tail after a truncation."""
         straight = probe.logits(self._tokens[:1], len(self._tokens))
         probe.restore(checkpoints[0], self._cut)
         other = self._tokens[-_TAIL_TOKENS:]

@@ -263,9 +263,7 @@ class ModelBlocks:
             known.update(new)
 
     def note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
-        """Record that a session of `agent` begins with these blocks: the shared ones are evicted
-        last.
-        """
+        """Record the blocks of a session of `agent`: shared ones are evicted last."""
         self.writer.put(lambda: self._note_session(agent, names, salt))
 
     def _note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
@@ -285,9 +283,7 @@ class ModelBlocks:
                 retention.note_fork(self._folder, parent, name, is_tail=block.header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Write, and again after recreating a folder deleted meanwhile (`edgeinfer forget`). Other
-        failures stop writing for a while.
-        """
+        """Write, again after recreating a deleted folder; other failures pause writing."""
         try:
             try:
                 work()

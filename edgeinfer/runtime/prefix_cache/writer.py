@@ -35,9 +35,7 @@ class _Pass:
 
 
 class BlockWriter:
-    """Store what ended sequences leave in `kv`, once this model passed the round-trip check. One
-    thread.
-    """
+    """Store ended sequences of `kv`, once this model passed the round-trip check. One thread."""
 
     def __init__(
         self,

@@ -18,9 +18,7 @@ from edgeinfer.runtime.llama.vocab import Vocab
 def token_logprobs(
     vocab: Vocab, logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """Return every token's log-probability at temperature 1, and the `top` most likely ones, best
-    first.
-    """
+    """Return every token's log-probability at temperature 1, and the `top` likeliest, best first."""
     peak = logits.max()
     logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
     if not top:
@@ -117,9 +115,7 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def feed(self, data: bytes) -> str:
-        """Return the text that is certain after `data`; once `stopped_by` is set, the text before the
-        stop string.
-        """
+        """Return the text that is certain after `data`, which ends before a stop string."""
         if self.stopped_by is not None:
             return ""
         text = self._decoder.decode(data)

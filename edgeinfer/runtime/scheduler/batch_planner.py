@@ -122,9 +122,7 @@ class BatchPlanner:
         return entries
 
     def _invariant_room(self, seq: Sequence, decoding: list[Sequence]) -> int:
-        """Count the draft rows that keep answers bit-identical; a requested drafter may round
-        otherwise.
-        """
+        """Count the draft rows that keep answers bit-identical; a named drafter may round otherwise."""
         if seq.request.speculative != "auto":
             return self._batch.capacity
         if seq.adapters:  # products with a LoRA's small matrices round otherwise in a batch
@@ -153,8 +151,8 @@ class BatchPlanner:
         self._add_prompts(chosen, budget, entries)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
-        """Choose short prompts or long ones: together, attention would scan the long ones' cells for
-        all (decision 081).
+        """Choose short prompts or long ones, whose cells attention would scan for all (decision
+        081).
         """
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]

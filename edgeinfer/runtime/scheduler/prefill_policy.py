@@ -34,9 +34,7 @@ class BatchInvariance:
 
 
 class Chunks:
-    """Learn what a token of prefill costs, and size the next chunk. `s_per_token` is the assumed cost
-    (s).
-    """
+    """Learn the cost of prefill, `s_per_token` (s) at first, and size the next chunk."""
 
     def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
         self._invariant_rows = batch_invariance.rows

@@ -132,9 +132,7 @@ class Scheduler:
         self.executor.use_abort()
 
     def forget_adapters(self, stamps: Collection[str]) -> bool:
-        """Drop what was computed with these adapters; False, and nothing dropped, while requests use
-        them.
-        """
+        """Drop what was computed with these adapters; False while requests use them."""
 
         def has(key: AdapterKey) -> bool:
             return any(stamp in stamps for stamp, _ in key)

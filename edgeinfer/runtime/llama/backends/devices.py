@@ -96,9 +96,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
     def chosen(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Choose devices in order: the named ones, else GPUs, else software ones if layers were
-        requested.
-        """
+        """Choose the named devices, else GPUs, else software ones if layers were requested."""
         if self.devices:
             return tuple(device for device in devices if device.name in self.devices)
         real = tuple(device for device in devices if device.kind in ("gpu", "integrated"))

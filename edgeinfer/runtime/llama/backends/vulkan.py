@@ -26,9 +26,7 @@ _U32 = ctypes.c_uint32
 
 
 class VulkanDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One device as its driver describes it. `kind` is one of `devices.Kind`; `driver` name and
-    version.
-    """
+    """A device as its driver describes it. `kind` is one of `devices.Kind`."""
 
     name: str
     kind: str
