@@ -67,6 +67,16 @@ class Front(Protocol):
     def leave(self) -> None: ...
 
 
+#: Commands without an argument that are the front end's alone, by its method.
+_SHOWN = {
+    "reasoning": "fold_reasoning",
+    "stats": "show_stats",
+    "settings": "show_settings",
+    "editor": "edit_outside",
+    "quit": "leave",
+}
+
+
 class Commander:
     """Runs parsed commands with the saved `config`; an undo brings back the `deleted` conversation."""
 
@@ -80,8 +90,10 @@ class Commander:
     def run(self, line: str) -> None:
         """Run one command line. Raises EdgeInferError with the words to show, and changes nothing."""
         typed = commands.parse(line)
-        handler = getattr(self, f"_{typed.name.replace('-', '_')}")
-        handler(typed.argument)
+        if typed.name in _SHOWN:
+            getattr(self.front, _SHOWN[typed.name])()
+        else:
+            getattr(self, f"_{typed.name.replace('-', '_')}")(typed.argument)
 
     # what the model is told
 
@@ -321,23 +333,8 @@ class Commander:
     def _help(self, argument: str) -> None:
         self.front.show_help(argument.removeprefix("/"))
 
-    def _reasoning(self, _: str) -> None:
-        self.front.fold_reasoning()
-
-    def _stats(self, _: str) -> None:
-        self.front.show_stats()
-
     def _theme(self, argument: str) -> None:
         self.front.use_theme(argument)
-
-    def _settings(self, _: str) -> None:
-        self.front.show_settings()
-
-    def _editor(self, _: str) -> None:
-        self.front.edit_outside()
-
-    def _quit(self, _: str) -> None:
-        self.front.leave()
 
 
 def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:

@@ -15,7 +15,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -117,11 +117,16 @@ _SEARCH = f"""
     ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
     """
 
-_TURN = (
-    "id, conversation_id, parent_id, role, content, reasoning, attachments,"
-    " status, error, model, stats, cut_summary, created_ms"
-)
-_CONVERSATION = "id, title, model, system_prompt, sampling, head_id, draft, created_ms, updated_ms"
+T = TypeVar("T", bound=msgspec.Struct)
+
+#: Columns are named as the fields; these are JSON.
+_JSON: dict[str, Any] = {
+    "attachments": tuple[Attachment, ...],
+    "stats": Stats,
+    "sampling": dict[str, float | int | None],
+}
+_TURN = ", ".join(Turn.__struct_fields__)
+_CONVERSATION = ", ".join(Conversation.__struct_fields__)
 
 
 def store_path() -> Path:
@@ -192,30 +197,17 @@ class Store:
     def create(self, conversation: Conversation) -> Conversation:
         """Store a new conversation and return it with its id and times."""
         now = self.clock()
-        row_id = self._write(
-            "INSERT INTO conversation (title, model, system_prompt, sampling, draft, created_ms, "
-            "updated_ms)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                conversation.title,
-                conversation.model,
-                conversation.system_prompt,
-                _json(conversation.sampling),
-                conversation.draft,
-                now,
-                now,
-            ),
-        )
-        return msgspec.structs.replace(conversation, id=row_id, created_ms=now, updated_ms=now)
+        new = msgspec.structs.replace(conversation, head_id=None, created_ms=now, updated_ms=now)
+        with self._transaction():
+            return msgspec.structs.replace(new, id=self._insert("conversation", new))
 
     def update(self, conversation_id: int, **fields: Any) -> None:
         """Set columns of a conversation: title, model, system_prompt, sampling, head_id, draft."""
-        if "sampling" in fields:
-            fields["sampling"] = _json(fields["sampling"])
-        columns = "".join(f"{name} = ?, " for name in fields)
-        touched = "" if set(fields) <= {"draft"} else f"updated_ms = {self.clock()}, "
-        sets = (columns + touched).removesuffix(", ")
-        self._write(f"UPDATE conversation SET {sets} WHERE id = ?", (*fields.values(), conversation_id))
+        if set(fields) - {"draft"}:
+            fields["updated_ms"] = self.clock()
+        columns = ", ".join(f"{name} = ?" for name in fields)
+        values = [_column(name, value) for name, value in fields.items()]
+        self._write(f"UPDATE conversation SET {columns} WHERE id = ?", (*values, conversation_id))
 
     def conversation(self, conversation_id: int) -> Conversation:
         """Raises StoreError when there is none."""
@@ -228,17 +220,7 @@ class Store:
             raise StoreError(
                 f"there is no conversation {conversation_id}", hint="list them: `/sessions`"
             )
-        return Conversation(
-            id=row[0],
-            title=row[1],
-            model=row[2],
-            system_prompt=row[3],
-            sampling=msgspec.json.decode(row[4]),
-            head_id=row[5],
-            draft=row[6],
-            created_ms=row[7],
-            updated_ms=row[8],
-        )
+        return _read(Conversation, row)
 
     def delete(self, conversation_id: int) -> None:
         """Hide it; `undelete` brings it back until it is purged, a day later."""
@@ -259,32 +241,14 @@ class Store:
 
     def add(self, turn: Turn) -> Turn:
         """Store a new turn, make it its conversation's head, and return it with its id and time."""
-        now = self.clock()
-        values = (
-            turn.conversation_id,
-            turn.parent_id,
-            turn.role,
-            turn.content,
-            turn.reasoning,
-            _json(turn.attachments),
-            turn.status,
-            turn.error,
-            turn.model,
-            _json(turn.stats),
-            turn.cut_summary,
-            now,
-        )
+        new = msgspec.structs.replace(turn, created_ms=self.clock())
         with self._transaction():
-            row_id = self.db.execute(
-                f"INSERT INTO turn ({_TURN.removeprefix('id, ')}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, "
-                f"?, ?, ?)",
-                values,
-            ).lastrowid
+            new = msgspec.structs.replace(new, id=self._insert("turn", new))
             self.db.execute(
                 "UPDATE conversation SET head_id = ?, updated_ms = ? WHERE id = ?",
-                (row_id, now, turn.conversation_id),
+                (new.id, new.created_ms, new.conversation_id),
             )
-        return msgspec.structs.replace(turn, id=row_id or 0, created_ms=now)
+        return new
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
         """Return all turns of a conversation by id, unfinished ones joined with their journal."""
@@ -292,7 +256,7 @@ class Store:
             rows = self.db.execute(
                 f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", (conversation_id,)
             ).fetchall()
-            found = {row[0]: _turn(row) for row in rows}
+            found = {row[0]: _read(Turn, row) for row in rows}
             for turn in [t for t in found.values() if t.status == "streaming"]:
                 content, reasoning = self._journal(turn.id)
                 found[turn.id] = msgspec.structs.replace(
@@ -318,19 +282,10 @@ class Store:
     def finish(self, turn: Turn) -> None:
         """Write a turn's end (content, status, stats) and drop its journal in the same transaction."""
         with self._transaction():
-            self.db.execute(
-                "UPDATE turn SET content = ?, reasoning = ?, status = ?, error = ?, model = ?, stats = "
-                "? WHERE id = ?",
-                (
-                    turn.content,
-                    turn.reasoning,
-                    turn.status,
-                    turn.error,
-                    turn.model,
-                    _json(turn.stats),
-                    turn.id,
-                ),
-            )
+            names = ("content", "reasoning", "status", "error", "model", "stats")
+            columns = ", ".join(f"{name} = ?" for name in names)
+            values = [_column(name, getattr(turn, name)) for name in names]
+            self.db.execute(f"UPDATE turn SET {columns} WHERE id = ?", (*values, turn.id))
             self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn.id,))
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id = ?",
@@ -450,31 +405,27 @@ class Store:
                     self.db.execute("ROLLBACK")
                 raise
 
+    def _insert(self, table: str, new: Turn | Conversation) -> int:
+        names = [name for name in new.__struct_fields__ if name != "id"]
+        values = [_column(name, getattr(new, name)) for name in names]
+        marks = ", ".join("?" * len(names))
+        sql = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})"
+        return self.db.execute(sql, values).lastrowid or 0
+
     def _write(self, sql: str, values: tuple[object, ...]) -> int:
         with _store_errors(self.name):
             return self.db.execute(sql, values).lastrowid or 0
 
 
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+def _column(name: str, value: object) -> object:
+    return msgspec.json.encode(value).decode() if name in _JSON else value
 
 
-def _turn(row: tuple[Any, ...]) -> Turn:
-    return Turn(
-        id=row[0],
-        conversation_id=row[1],
-        parent_id=row[2],
-        role=row[3],
-        content=row[4],
-        reasoning=row[5],
-        attachments=msgspec.json.decode(row[6], type=tuple[Attachment, ...]),
-        status=row[7],
-        error=row[8],
-        model=row[9],
-        stats=msgspec.json.decode(row[10], type=Stats),
-        cut_summary=row[11],
-        created_ms=row[12],
-    )
+def _read(kind: type[T], row: Sequence[Any]) -> T:
+    values = dict(zip(kind.__struct_fields__, row, strict=True))
+    for name in values.keys() & _JSON.keys():
+        values[name] = msgspec.json.decode(values[name], type=_JSON[name])
+    return kind(**values)
 
 
 def match_query(words: str) -> str:

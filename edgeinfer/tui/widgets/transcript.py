@@ -21,44 +21,12 @@ from edgeinfer.tui.drawing.lines import Line
 #: Text wider than this is hard to read, however wide the terminal is.
 MAX_WIDTH = 100
 
-_NAMES = (
-    "question",
-    "prompt",
-    "attachment",
-    "page",
-    "fold",
-    "dim",
-    "error",
-    "error-bar",
-    "hint",
-    "remark",
-    "remark-bar",
-    "rule",
-    "cursor",
-    "h1",
-    "h2",
-    "h3",
-    "em",
-    "strong",
-    "strike",
-    "link",
-    "bullet",
-    "quote",
-    "quote-bar",
-    "table-header",
-    "table-line",
-    "copy",
-    "code",
-    "code-inline",
-    "code-label",
-    "code-comment",
-    "code-keyword",
-    "code-builtin",
-    "code-function",
-    "code-string",
-    "code-number",
-    "code-deleted",
-)
+_NAMES = """
+    question prompt attachment page fold dim error error-bar hint remark remark-bar rule cursor h1
+    h2 h3 em strong strike link bullet quote quote-bar table-header table-line copy code code-inline
+    code-label code-comment code-keyword code-builtin code-function code-string code-number
+    code-deleted
+""".split()
 
 
 class Transcript(ScrollView, can_focus=True):
