@@ -132,7 +132,50 @@ T = TypeVar("T")
 _END_S = 30.0
 
 
-class RemoteEngine:
+class ForwardingEngine:
+    """The methods of an `Engine` that another engine answers, by way of `_forward`."""
+
+    def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
+        raise NotImplementedError
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        return self._forward(
+            "tokenize", list[int], text, add_special=add_special, parse_special=parse_special
+        )
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        return self._forward("detokenize", bytes, list(tokens))
+
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> str:
+        return self._forward("apply_template", str, list(messages), list(tools), options or {})
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: dict[str, Any] | None = None,
+    ) -> list[int]:
+        return self._forward("tokenize_chat", list[int], list(messages), list(tools), options or {})
+
+    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        plain = [text if isinstance(text, str) else list(text) for text in texts]
+        return self._forward("embed", list[list[float]], plain)
+
+    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
+        return self._forward("rerank", list[float], query, list(documents))
+
+    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        return self._forward("begun_with", list[int], agent, salt)
+
+
+class RemoteEngine(ForwardingEngine):
     """The `Engine` of a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
@@ -192,56 +235,17 @@ class RemoteEngine:
             raise
         return stream
 
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        return self._call(
-            "tokenize", list[int], text, add_special=add_special, parse_special=parse_special
-        )
-
-    def detokenize(self, tokens: Sequence[int]) -> bytes:
-        return self._call("detokenize", bytes, list(tokens))
-
-    def apply_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> str:
-        return self._call("apply_template", str, list(messages), list(tools), options or {})
-
-    def tokenize_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> list[int]:
-        return self._call("tokenize_chat", list[int], list(messages), list(tools), options or {})
-
-    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        return self._call(
-            "embed",
-            list[list[float]],
-            [text if isinstance(text, str) else list(text) for text in texts],
-        )
-
-    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        return self._call("rerank", list[float], query, list(documents))
-
-    def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        return self._call("begun_with", list[int], agent, salt)
-
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        loaded = self._call("use_adapters", tuple[Adapter, ...], list(wanted))
+        loaded = self._forward("use_adapters", tuple[Adapter, ...], list(wanted))
         self._info = msgspec.structs.replace(self._info, lora=loaded)
         return loaded
 
     def metrics(self) -> EngineMetrics:
-        return self._call("metrics", EngineMetrics)
+        return self._forward("metrics", EngineMetrics)
 
     def use_threads(self, n_threads: int) -> None:
         """Set the decode threads from the next step on."""
-        self._call("use_threads", type(None), n_threads)
+        self._forward("use_threads", type(None), n_threads)
 
     def close(self) -> None:
         """End the worker, and wait until it has written its pending blocks. Idempotent."""
@@ -252,7 +256,7 @@ class RemoteEngine:
 
     # --- the wire
 
-    def _call(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
+    def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
         number = next(self._ids)
         raw = msgspec.Raw(msgspec.msgpack.encode((arguments, named)))
         answer = self._ask(number, Call(number, method, raw))

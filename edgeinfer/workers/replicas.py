@@ -24,7 +24,8 @@ from edgeinfer.runtime.events import Finished, Progress
 from edgeinfer.runtime.generation import EventStream, Item
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, ReplicaInfo, ReplicasInfo
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.workers.remote_engine import ForwardingEngine
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ class Replica:
         return self.engine.is_open and not self.is_draining
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(ForwardingEngine):
     """Replicas behind the interface of one engine."""
 
     def __init__(self, info: EngineInfo) -> None:
@@ -102,41 +103,6 @@ class ReplicatedEngine:
         routed = RoutedRequest(request, self._request_ended, self._reroute)
         self._route(routed)
         return routed.stream
-
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        return self._call(
-            lambda engine: engine.tokenize(text, add_special=add_special, parse_special=parse_special)
-        )
-
-    def detokenize(self, tokens: Sequence[int]) -> bytes:
-        return self._call(lambda engine: engine.detokenize(tokens))
-
-    def apply_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> str:
-        return self._call(lambda engine: engine.apply_template(messages, tools, options))
-
-    def tokenize_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> list[int]:
-        return self._call(lambda engine: engine.tokenize_chat(messages, tools, options))
-
-    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        return self._call(lambda engine: engine.embed(texts))
-
-    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        return self._call(lambda engine: engine.rerank(query, documents))
-
-    def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        return self._call(lambda engine: engine.begun_with(agent, salt))
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """See `Engine.use_adapters`: in every replica, and in each that is added."""
@@ -366,16 +332,18 @@ class ReplicatedEngine:
             self._ended_metrics = EngineMetrics.sum([self._ended_metrics, last])
         replica.engine.close()
 
-    def _call(self, call: Callable[[ReplicaEngine], T]) -> T:
-        """Call on the least loaded replica; on another if that one has ended."""
+    def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
+        """Call the least loaded replica; another one if that has ended."""
         while True:
             with self._changed:
                 replica = min(self._wait_for_usable(), key=lambda replica: replica.load)
                 replica.calls += 1
             try:
-                return call(replica.engine)
+                value: T = getattr(replica.engine, method)(*arguments, **named)
             except EngineClosedError:
                 self.on_death()
+            else:
+                return value
             finally:
                 with self._changed:
                     replica.calls -= 1
