@@ -42,7 +42,7 @@ def read(path: Path) -> Attachment:
 
 
 def from_bytes(name: str, data: bytes) -> Attachment:
-    """Bytes as an attachment. Raises UsageError when they are not UTF-8 text."""
+    """Make an attachment of bytes. Raises UsageError unless they are UTF-8 text."""
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
     try:
@@ -57,20 +57,20 @@ def from_bytes(name: str, data: bytes) -> Attachment:
 
 
 def counted(attachment: Attachment, engine: Engine | None) -> Attachment:
-    """Return the attachment with its tokens, once there is an engine to count them."""
+    """Return the attachment with its tokens counted, if there is an engine."""
     if attachment.tokens or engine is None:
         return attachment
     return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
 
 
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
-    """What the model reads: the files first, each named and fenced, then what was typed."""
+    """Return the prompt text: the files first, each named and fenced, then the typed text."""
     parts = [f"File `{a.name}`:\n{fenced(a.text)}" for a in attachments]
     return "\n\n".join([*parts, text] if text else parts)
 
 
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
-    """Return paths that begin as typed after `@`; folders with a slash, hidden ones when asked."""
+    """Complete a path typed after `@`; folders end with a slash, hidden ones need a dot."""
     folder, _, start = typed.rpartition("/")
     base = (cwd or Path.cwd()) / Path(
         f"{folder}/" if folder or typed.startswith("/") else "."

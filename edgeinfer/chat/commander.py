@@ -19,28 +19,28 @@ from edgeinfer.runtime.options import parse_adapters
 
 
 class Front(Protocol):
-    """What a screen, or a line on a terminal, can do for a command."""
+    """The part of a command that depends on the front end: a screen, or lines on a terminal."""
 
     def show_text(self, text: str) -> None:
-        """Show some lines of words."""
+        """Show lines of text."""
 
     def show_changed(self) -> None:
-        """Another conversation, or another branch, is on show."""
+        """Show the conversation and branch that are open now."""
 
     def show_answer(self, answer: Answer) -> None:
-        """Show this answer as it comes, to its end."""
+        """Show this answer as it streams, to its end."""
 
     def answer_edited(self, turn: Turn) -> None:
-        """A user's turn was stored: answer it."""
+        """Answer a stored question."""
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        """Put text where the user types; `editing` is the turn it will replace."""
+        """Put text into the composer; `editing` is the turn that it will replace."""
 
     def attach(self, attachment: Attachment) -> None:
-        """Ride with the next question."""
+        """Attach to the next question."""
 
     def copy(self, text: str, what: str) -> None:
-        """To the clipboard, where there is one."""
+        """Copy to the clipboard, if there is one."""
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
         """Load or switch, with progress; the conversation is kept."""
@@ -62,7 +62,7 @@ class Front(Protocol):
     def edit_outside(self) -> None: ...
 
     def summarise(self, kept: Turn) -> None:
-        """Have the turns before `kept` summarised, then cut there."""
+        """Summarise the turns before `kept`, then cut there."""
 
     def leave(self) -> None: ...
 
@@ -88,7 +88,7 @@ class Commander:
         self.deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run one command line. Raises EdgeInferError with the words to show, and changes nothing."""
+        """Run one command line. Raises EdgeInferError to show, and changes nothing then."""
         typed = commands.parse(line)
         if typed.name in _SHOWN:
             getattr(self.front, _SHOWN[typed.name])()
@@ -243,7 +243,7 @@ class Commander:
         self.front.show_text("Deleted. `/undo` brings it back.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a conversation; the open one makes room for a new one."""
+        """Delete a conversation; the open one is replaced by a new one."""
         if not conversation_id:
             raise UsageError("this conversation is not stored yet", hint="")
         self.session.store.delete(conversation_id)
@@ -257,7 +257,7 @@ class Commander:
         self.front.show_changed()
 
     def undelete(self) -> int:
-        """Bring back what was deleted last; its number."""
+        """Restore the conversation deleted last, and return its number."""
         if self.deleted is None:
             raise UsageError("nothing was deleted", hint="")
         found, self.deleted = self.deleted, None
@@ -338,7 +338,7 @@ class Commander:
 
 
 def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:
-    """Conversations as lines: number, turns, title, snippet."""
+    """List conversations one a line: number, turns, title, snippet."""
     found = session.store.search(words, limit) if words else session.store.listing(limit)
     if not found:
         return "No conversation holds these words." if words else "No conversations yet."
@@ -352,7 +352,7 @@ def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:
 
 
 def stats_text(session: ChatSession, started: str) -> str:
-    """Model, context, speed and how this process started, one a line."""
+    """Describe model, context, speed and this process's start, one a line."""
     engine = session.engine
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     stats = answers[-1].stats if answers else None

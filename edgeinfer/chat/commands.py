@@ -111,7 +111,7 @@ BY_NAME: dict[str, Slash] = {name: c for c in COMMANDS for name in (c.name, *c.a
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is a command: `/word` on one line. `//` and paths (`/usr/bin`) are text."""
+    """Return True for a command: `/word` on one line. `//` and paths (`/usr/bin`) are text."""
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
@@ -137,7 +137,7 @@ def parse(line: str) -> Typed:
 
 
 def complete_name(line: str) -> list[Slash]:
-    """Return what a begun line may become: matches of a name first, then of an alias, then inside."""
+    """Complete a command's name: prefixes of a name first, then of an alias, then matches inside."""
     word = line[1:].lower()
     first = [c for c in COMMANDS if c.name.startswith(word)]
     second = [c for c in COMMANDS if any(a.startswith(word) for a in c.aliases)]
@@ -146,7 +146,7 @@ def complete_name(line: str) -> list[Slash]:
 
 
 def help_text() -> str:
-    """Every command with its argument and summary, one a line, aligned."""
+    """List every command with its argument and summary, one a line, aligned."""
     usage = [f"/{c.name} {c.argument}".rstrip() for c in COMMANDS]
     width = max(map(len, usage))
     return "\n".join(f"{u.ljust(width)}  {c.summary}" for u, c in zip(usage, COMMANDS, strict=True))
@@ -173,7 +173,7 @@ Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 
 def complete(before: str, names: Names, cwd: Path | None = None) -> list[Completion]:
-    """Return completions of the text before the cursor; none when it is complete already."""
+    """Complete the text before the cursor; return none if it is complete already."""
     if is_command(before) or before == "/":
         word, space, argument = before.partition(" ")
         return _argument(word, argument, names, cwd) if space else _name(word)

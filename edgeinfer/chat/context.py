@@ -26,15 +26,15 @@ _SUMMARY_TOKENS = 300
 
 
 def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -> int:
-    """Tokens of the prompt that these turns make."""
+    """Count the prompt tokens of these turns."""
     return len(engine.tokenize_chat(session.messages(turns)))
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """Return the question from which turns are still sent: the earliest that leaves room to answer.
+    """Return the earliest question from which turns can be sent that leaves room to answer.
 
-    Raises UsageError when there is nothing to leave out, ContextLengthError when even the last question
-    is too long.
+    Raises UsageError if there is nothing to leave out, ContextLengthError if even the last question is
+    too long.
     """
     path = session.path
     _, kept = sent_part(path)
@@ -68,7 +68,7 @@ def beginning(engine: Engine, text: str) -> str:
 
 
 def summary_request(session: ChatSession, engine: Engine, kept: Turn) -> GenerateRequest:
-    """Return the request for a summary of what precedes `kept`, cut from the front until it fits."""
+    """Build the request that summarises the turns before `kept`, cut from the front until it fits."""
     path = session.path
     summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(kept.id)]

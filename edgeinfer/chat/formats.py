@@ -54,7 +54,7 @@ SCHEMA = "edgeinfer-conversation/1"
 
 
 def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """The branch on show, reasoning folded."""
+    """Write the branch on show as Markdown, reasoning folded."""
     parts = [
         f"# {conversation.title or 'Conversation'}",
         f"*{conversation.model}, {_day(conversation.created_ms)}*",
@@ -75,7 +75,7 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Every turn given, with ids and parents, so that branches survive; indented."""
+    """Write turns as indented JSON, with ids and parents, so that branches survive."""
     body: dict[str, Any] = {
         "schema": SCHEMA,
         "conversation": msgspec.to_builtins(conversation),
@@ -101,7 +101,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def file_name(conversation: Conversation, suffix: str) -> str:
-    """A file name from the title: `name-three-colours.md`."""
+    """Make a file name of the title: `name-three-colours.md`."""
     slug = (
         re.sub(r"[^\w]+", "-", conversation.title.lower(), flags=re.UNICODE).strip("-")[:48].rstrip("-")
     )
@@ -113,5 +113,5 @@ def _day(ms: int) -> str:
 
 
 def _info(name: str) -> str:
-    """A file's name as the fence's info string: its suffix colours it, a space would end it."""
+    """Return the file's suffix as a fence's info string, which a space would end."""
     return name.rpartition(".")[2] if "." in name else ""

@@ -20,7 +20,7 @@ from edgeinfer.units import format_ms
 
 @dataclass
 class Launch:
-    """One start of the chat, for either front. `terminal` is the descriptor of the terminal to use.
+    """One start of the chat, for either front end. `terminal` is the terminal's descriptor.
 
     `handoff` is this process's side of a handoff, if there can be one.
     """
@@ -37,18 +37,17 @@ class Launch:
     terminal: int = 0
 
     def session(self) -> ChatSession:
-        """A session with a new conversation of this model."""
+        """Make a session with a new conversation of this model."""
         session = ChatSession(self.open_store, self.model)
         session.set(system_prompt=self.conversation.system_prompt, sampling=self.conversation.sampling)
         return session
 
     def engines(self) -> Engines:
-        """No engine is loaded yet."""
         return Engines(self.host, self.options)
 
 
 def started(start: Start) -> str:
-    """Say `resumed in 84 ms`, `cold start in 7.1 s: no snapshot yet`; no time until it is known."""
+    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; times once known."""
     how = "resumed" if start.how == "resumed" else "cold start"
     if how == "resumed" or "ready" in start.stages_ms:
         how += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""
@@ -56,7 +55,7 @@ def started(start: Start) -> str:
 
 
 class Engines:
-    """At most one engine besides the resumed one. Its calls block: use a thread of their own."""
+    """At most one engine besides the resumed one. Calls block: make them in a thread."""
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
         self.host = host
@@ -69,12 +68,11 @@ class Engines:
         self._home_lora: tuple[Adapter, ...] = ()
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
-        """Return the engine of `model`, loaded or resumed if need be; the one before is closed then.
+        """Return the engine of `model`, loaded or resumed if need be, and close the previous one.
 
-        `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; then the engine before goes
-        on.
+        `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; the previous one stays then.
         """
-        with self._loading:  # who asks for another meanwhile gets theirs after this one
+        with self._loading:  # one load at a time
             return self._get(model, n_ctx, progress)
 
     def _get(self, model: str, n_ctx: int | None, progress: LoadProgress | None) -> Engine:
@@ -105,7 +103,7 @@ class Engines:
 
     @property
     def is_first(self) -> bool:
-        """Whether the engine in use is the one that this launch was for, as it was."""
+        """Return True if the engine in use is the launch's own, with its own adapters."""
         is_home = self.engine is not None and self.engine is self._home
         return is_home and self._home_key == self._first and not self._has_other_adapters()
 

@@ -56,7 +56,7 @@ class ModelChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the memory that is free now; None if unknown."""
+        """Return True if it fits into free memory; None if unknown."""
         return (
             self.needs_bytes <= self.available_bytes
             if self.needs_bytes and self.available_bytes
@@ -140,7 +140,7 @@ def _catalogued(model: Model, available: int) -> ModelChoice:
 
 
 def size_words(n_bytes: int) -> str:
-    """`92 MB`, `4.4 GB`; powers of ten, as on the models' pages."""
+    """Return `92 MB` or `4.4 GB`, in powers of ten, as on the models' pages."""
     if n_bytes >= 10**9:
         return f"{n_bytes / 1e9:.1f} GB"
     if n_bytes < 10**6:

@@ -12,12 +12,12 @@ from edgeinfer.runtime.requests import Sampling, with_options
 Value = float | int | None
 
 
-#: What `/set` knows by name: every sampling option that can be typed, and the length of an answer.
+#: Options of `/set`: every sampling option that can be typed, and the length of an answer.
 OPTIONS = {option.field: option for option in TYPED} | {
     "max_tokens": SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")
 }
 
-#: Presets everyone has; the user's own (`[chat.presets]`) come beside and over them. `model` is the
+#: Built-in presets; the user's own (`[chat.presets]`) are added and override them. `model` is the
 #: model's own sampling.
 PRESETS: dict[str, dict[str, Value]] = {
     "model": {},
@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Value]] = {
 
 
 def option(name: str) -> str:
-    """The field that a name means, `top-p`, `temp` and `TOP_P` alike. Raises UsageError."""
+    """Return the field for `top-p`, `temp` or `TOP_P`. Raises UsageError."""
     key = name.lower().replace("-", "_")
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
@@ -41,7 +41,7 @@ def option(name: str) -> str:
 
 
 def value(name: str, text: str) -> Value:
-    """What was typed as the option's value; None for `default`. Raises UsageError outside its range."""
+    """Parse an option's value; None for `default`. Raises UsageError outside its range."""
     wanted = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None
@@ -55,18 +55,18 @@ def value(name: str, text: str) -> Value:
 
 
 def changed(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
-    """`sampling` with one option set, or left to the model when `new` is None."""
+    """Return `sampling` with one option set, or left to the model if `new` is None."""
     rest = {k: v for k, v in sampling.items() if k != name}
     return rest if new is None else {**rest, name: new}
 
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
-    """The model's sampling with what the user set; `max_tokens` is the request's and left out."""
+    """Return the model's sampling with the user's options but `max_tokens`, which is the request's."""
     return with_options(base, {k: v for k, v in sampling.items() if k in Sampling.__struct_fields__})
 
 
 def describe(sampling: Mapping[str, Value]) -> str:
-    """`temperature 0.3, top-p 0.9`; "the model's own" when nothing is set."""
+    """Return `temperature 0.3, top-p 0.9`, or "the model's own" if nothing is set."""
     return (
         ", ".join(f"{k.replace('_', '-')} {v:g}" for k, v in sampling.items() if v is not None)
         or "the model's own"
@@ -74,5 +74,5 @@ def describe(sampling: Mapping[str, Value]) -> str:
 
 
 def matching(sampling: Mapping[str, Value], presets: Mapping[str, Mapping[str, Value]]) -> str:
-    """The preset that these values are, or ""."""
+    """Return the preset with these values, or ""."""
     return next((name for name, values in presets.items() if dict(values) == dict(sampling)), "")

@@ -1,8 +1,7 @@
-"""Has the engine read a question before it is asked: while the user types, once a file is attached.
+"""Speculative prefill: the engine prefills a question while the user types or attaches files.
 
-Enter then waits for the last words alone. What was read stays in the engine's KV cache, so a text that
-changes costs nothing: the next one is read from where they differ. Nothing of it reaches the disk
-before it is sent: who deletes a line that was typed has left it nowhere.
+Enter then waits for the last tokens alone. The prefix stays in the KV cache, so a changed text is
+prefilled from where it differs. No unsent text reaches the prefix cache on disk.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 
-#: Who types without a pause is read along this often, in seconds.
+#: Interval (s) of prefill while the user types without a pause.
 ALONG_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """What an engine is to read, and its reading of it once that has begun."""
+    """A prefill-only request, and its generation once submitted."""
 
     engine: Engine
     request: GenerateRequest
@@ -37,15 +36,15 @@ class Reading:
 
 
 class ReadAhead:
-    """Reads what would be asked, at the engine's lowest priority; at most one request at a time.
+    """Prefills the request that would be sent, at the lowest priority; one request at a time.
 
-    `remembered` counts the tokens of it that need not be computed any more, once the engine has said.
+    `remembered` counts its cached tokens, once the engine has reported them.
     """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        self.enabled = True  # a rehearsal before a park turns it off: no thread may be left over
+        self.enabled = True  # off in a rehearsal before a park, which must leave no thread
         self.remembered = 0
         self._conversation = 0
         self._state: tuple[object, ...] = ()
@@ -55,12 +54,11 @@ class ReadAhead:
         self._reading: Reading | None = None
 
     def look(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
-        """Look at what stands in the composer, some times a second. Return whether to call `begin`.
+        """Look at the composer, some times a second. Return True if `begin` is to be called.
 
-        True once the text has stood still since the last look, or `ALONG_S` after the last time; only
-        for whole words, and only while no answer is being written. What is being read is read to its
-        end where the text only goes on: who types faster than the engine computes would else stop all
-        of it.
+        That is once the text has not changed since the last look, or `ALONG_S` after the last prefill;
+        only for whole words, and only while no answer is generated. A running prefill is left to end
+        if the text was only appended to: otherwise fast typing would cancel every one of them.
         """
         if not self.enabled:
             return False
@@ -97,7 +95,7 @@ class ReadAhead:
         return True
 
     def rest(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> None:
-        """Take this as read: nothing is read before something changes."""
+        """Treat this text as prefilled, so that only a change begins a prefill."""
         self._words = "" if commands.is_command(text.strip()) else whole_words(text)
         self._state = self._state_of(attachments, editing)
 
@@ -107,18 +105,18 @@ class ReadAhead:
         return (session.engine, session.busy, *said, *attachments, editing)
 
     def begin(self) -> None:
-        """Have the engine read what is wanted, and follow that, in a thread of its own."""
+        """Submit the pending prefill and follow it, in a thread."""
         threading.Thread(target=self.read_and_follow, name="read ahead", daemon=True).start()
 
     def read_and_follow(self) -> None:
-        """Have the engine read what is wanted, and see it to its end."""
+        """Submit the pending prefill and follow it to its end."""
         if reading := self.read():
             self.follow(reading)
 
     def follow(self, reading: Reading) -> None:
-        """Note how much is read, until all of it is."""
+        """Record the progress of a prefill until it ends."""
         assert reading.generation is not None
-        with contextlib.suppress(EdgeInferError):  # shown when it is asked
+        with contextlib.suppress(EdgeInferError):  # shown when it is sent
             for event in reading.generation:
                 if reading is self._reading:
                     self._note(event)
@@ -126,13 +124,13 @@ class ReadAhead:
             self._reading = None
 
     def read(self) -> Reading | None:
-        """Have the engine read what is wanted, and return that. Blocks while it is tokenized."""
+        """Submit the pending prefill and return it. Blocks while the text is tokenized."""
         reading = self._reading
         if reading is None:
             return None
         try:
             reading.generation = reading.engine.submit(reading.request)
-        except EdgeInferError:  # shown when it is asked
+        except EdgeInferError:  # shown when it is sent
             self._reading = None
             return None
         if self._reading is not reading:  # stopped meanwhile
@@ -146,7 +144,7 @@ class ReadAhead:
             self.remembered = event.usage.prompt_tokens
 
     def stop(self) -> None:
-        """Stop reading; what was read is kept by the engine. Any thread."""
+        """Cancel the prefill; the prefix computed so far stays cached. Any thread."""
         reading, self._reading = self._reading, None
         if reading is not None and reading.generation is not None:
             reading.generation.cancel()

@@ -33,7 +33,7 @@ from edgeinfer.safe_text import without_controls
 class Repl:
     """A `Front` on two text streams. `run` returns when the user leaves or the input ends.
 
-    A script, as opposed to a person at a terminal, is asked nothing.
+    Without a terminal no questions are asked.
     """
 
     def __init__(self, launch: Launch, source: TextIO, out: TextIO) -> None:
@@ -54,7 +54,7 @@ class Repl:
     def run(self) -> None:
         """Read and answer until the end.
 
-        A script's first error is raised again then, for its exit code; at once if no model can be used.
+        A script's first error is raised at the end, for its exit code; at once if no model can be used.
         """
         self.show_text(
             f"edgeinfer, plain chat. {started(self.launch.host.start).capitalize()}. /help lists the "
@@ -89,7 +89,7 @@ class Repl:
             self._trouble(error)
 
     def _read(self) -> str | None:
-        """One line; None at the end. A line that ends in a backslash goes on in the next."""
+        """Read one line, None at the end. A backslash at its end continues it on the next."""
         lines: list[str] = []
         if self.launch.config.read_ahead and self._read_ahead.look(
             "", self._attachments, self._editing
@@ -183,7 +183,7 @@ class Repl:
             self.show_answer(self.session.regenerate())
 
     def show_answer(self, answer: Answer) -> None:
-        """Write the answer as it comes; Ctrl-C stops it and keeps what is there."""
+        """Write the answer as it streams; Ctrl-C stops it and keeps the partial text."""
         self._write("Answer: ")
         thinking = False
         with _ctrl_c_stops(answer):
@@ -258,7 +258,7 @@ class Repl:
         self.show_text(f"Model: {name}, context {engine.info.n_ctx} tokens.")
 
     def _fetch(self, name: str, error: ModelNotPulledError) -> str:
-        """Fetch the model that the person agrees to; return its name. Raises `error` for none."""
+        """Pull the model that the user agrees to; return its name. Raises `error` for none."""
         rows = list_choices(self.launch.host.warm_models())
         offered = model_choices.first_run_offer(self.launch, rows)
         report = PlainLines(self._out).report
@@ -343,7 +343,7 @@ class Repl:
 
 @contextlib.contextmanager
 def _ctrl_c_stops(answer: Answer) -> Iterator[None]:
-    """The first Ctrl-C stops the answer; outside the main thread there is none to catch."""
+    """Let Ctrl-C stop the answer; signals are caught in the main thread alone."""
 
     def stop(_number: int, _frame: object) -> None:
         answer.stop()

@@ -42,7 +42,7 @@ _TITLE_CELLS = 60
 
 
 class ChatSession:
-    """One open conversation. `engine` may come after the first turn; `answer` is being generated."""
+    """One open conversation. `engine` may be set after the first turn; `answer` is the latest one."""
 
     def __init__(
         self, open_store: Callable[[], Store], model: str = "", engine: Engine | None = None
@@ -55,44 +55,42 @@ class ChatSession:
 
     @cached_property
     def store(self) -> Store:
-        """Opened on first use, so that it delays no first paint. Raises StoreError."""
+        """Open the store on first use, which delays no first paint. Raises StoreError."""
         return self._open_store()
 
     # what is open
 
     @property
     def path(self) -> list[Turn]:
-        """The turns of the branch on show, first to last."""
         return branch_to(self._turns, self.conversation.head_id)
 
     @property
     def head(self) -> Turn | None:
-        """The last turn on show."""
         return self._turns.get(self.conversation.head_id or 0)
 
     @property
     def question(self) -> Turn | None:
-        """The last question on show: the last turn, or what it answers."""
+        """Return the last question on show: the last turn, or the one it answers."""
         head = self.head
         return head if head is None or head.role == "user" else self._turns.get(head.parent_id or 0)
 
     @property
     def retries_after_cut(self) -> bool:
-        """Whether the last question failed, and turns before it are no longer sent."""
+        """Return True if the last question failed, and turns before it are no longer sent."""
         failed = self.head is not None and self.head.failed_empty
         return failed and any(t.cut_summary is not None for t in self.path)
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being written."""
+        """Return True while an answer is generated."""
         return self.answer is not None and self.answer.done is None
 
     def all_turns(self) -> list[Turn]:
-        """Every turn of every branch, by id: what a JSON export holds."""
+        """Return every turn of every branch, by id, for a JSON export."""
         return [self._turns[key] for key in sorted(self._turns)]
 
     def turn(self, turn_id: int) -> Turn:
-        """Raises UsageError when this conversation has no such turn."""
+        """Return a turn. Raises UsageError if this conversation has no such turn."""
         try:
             return self._turns[turn_id]
         except KeyError:
@@ -115,14 +113,14 @@ class ChatSession:
         self.conversation, self._turns = conversation, turns
 
     def open_last(self) -> bool:
-        """Open the conversation used last; False when there is none."""
+        """Open the conversation used last; return False if there is none."""
         found = self.store.last()
         if found is not None:
             self.open(found)
         return found is not None
 
     def set(self, **fields: Any) -> None:
-        """Change title, model, system_prompt, sampling or draft; stored when the conversation is."""
+        """Change title, model, system_prompt, sampling or draft, also in the store once stored."""
         self.conversation = msgspec.structs.replace(self.conversation, **fields)
         if self.conversation.id:
             self.store.update(self.conversation.id, **fields)
@@ -130,12 +128,9 @@ class ChatSession:
     # turns
 
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store a user's turn at the end of the branch.
+        """Store a question at the end of the branch, in place of one whose answer failed empty.
 
-        One that follows a failed, empty answer takes that question's place.
-
-        Raises UsageError when there is nothing in it, StoreError when it cannot be stored (then nothing
-        has changed).
+        Raises UsageError if it is empty, StoreError if it cannot be stored; nothing has changed then.
         """
         return self._add_user(text, attachments, self._parent_of_next())
 
@@ -149,7 +144,7 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str) -> Turn:
-        """Fork: store `text` as an alternative of a user's turn; what followed stays in its branch."""
+        """Store `text` as an alternative of a question; the turns after the old one stay in their branch."""
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError(
@@ -158,10 +153,9 @@ class ChatSession:
         return self._add_user(text, turn.attachments, turn.parent_id)
 
     def begin_answer(self) -> Answer:
-        """Answer the user's turn at the end of the branch.
+        """Answer the question at the end of the branch.
 
-        Raises what `Engine.submit` raises; then a failed turn with the reason is stored, and nothing is
-        being written.
+        Raises what `Engine.submit` raises; a failed turn with the reason is stored then.
         """
         head = self.head
         if head is None or head.role != "user":
@@ -176,7 +170,7 @@ class ChatSession:
         return self._begin(question.id)
 
     def continue_cut(self) -> Answer:
-        """Go on with an answer that was cut, for whatever reason; it stays one turn."""
+        """Continue a cut answer; it stays one turn."""
         head = self.head
         if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
             raise UsageError("the last answer was not cut", hint="")
@@ -259,12 +253,12 @@ class ChatSession:
     # branches
 
     def alternatives(self, turn_id: int) -> tuple[int, int]:
-        """(which, of how many) a turn is among its siblings, from 1."""
+        """Return a turn's place among its siblings, from 1, and their number."""
         found = [t.id for t in siblings(self._turns, turn_id)]
         return found.index(turn_id) + 1, len(found)
 
     def page(self, turn_id: int, step: int) -> bool:
-        """Show the alternative `step` places on, and its branch; False when there is none."""
+        """Show the alternative `step` places on, and its branch; return False if there is none."""
         found = [t.id for t in siblings(self._turns, turn_id)]
         index = found.index(turn_id) + step
         if not 0 <= index < len(found):
@@ -293,7 +287,7 @@ class ChatSession:
             parent = self._append(self.store.add(copy)).id
 
     def cut(self, turn_id: int, summary: str | None) -> None:
-        """No longer send what precedes this turn; `summary` stands for it. None takes it back."""
+        """Stop sending the turns before this one; `summary` stands for them. None undoes that."""
         self.store.cut(turn_id, summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 
@@ -324,7 +318,7 @@ class ChatSession:
         return tuple(found)
 
     def sampling(self) -> Sampling:
-        """The model's sampling with what the user changed."""
+        """Return the model's sampling with the user's changes."""
         base = self.engine.info.sampling if self.engine else Sampling()
         return presets.overlay(base, self.conversation.sampling)
 
@@ -357,7 +351,7 @@ class ChatSession:
 
 
 def title_of(text: str) -> str:
-    """A conversation's first title: the first line of what was asked, cut at a word."""
+    """Return a conversation's first title: the first line of its question, cut at a word."""
     line = " ".join(text.strip().splitlines()[0].split()) if text.strip() else ""
     if len(line) <= _TITLE_CELLS:
         return line
@@ -371,8 +365,7 @@ def title_of(text: str) -> str:
 class Answer:
     """One generation into one turn.
 
-    `turn` is the stored turn as it stood when this began; `done` is it, ended, and `cache_report` what
-    was remembered then.
+    `turn` is the stored turn at the start, `done` the ended one; `cache_report` counts cached tokens.
     """
 
     def __init__(
@@ -398,17 +391,15 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The answer so far."""
         return self._all.text
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far."""
         return self._all.reasoning
 
     @property
     def progress(self) -> Progress | None:
-        """How far the prompt is, once the engine has said so."""
+        """Return the progress of prefill, once reported."""
         return self._all.progress
 
     def add(self, event: Event) -> None:

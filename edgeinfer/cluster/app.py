@@ -68,7 +68,6 @@ class FrontDeployment:
         self._front = Front({name: _Handle(handle) for name, handle in models.items()}, start_s, hosts)
 
     async def __call__(self, request: HttpRequest) -> Response:
-        """Answer one HTTP request."""
         return await self._front.answer(request)
 
 

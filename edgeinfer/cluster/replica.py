@@ -89,7 +89,7 @@ class EndpointReplica:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def is_healthy(self) -> bool:
-        """Whether the endpoint is healthy. Raises RuntimeError if it has ended."""
+        """Return True if the endpoint is healthy. Raises RuntimeError if it has ended."""
         if self._endpoint.poll() is not None:
             raise RuntimeError(f"`edgeinfer serve` ended with {self._endpoint.returncode}")
         return (await self._client.get("/health")).is_success

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 #: of the first paint.
 PARSED: dict[str, ParsedStyles] = {}
 
-#: How often the app looks whether it could be succeeded, in seconds.
+#: Interval (s) of looks for a handoff.
 _LOOK_S = 0.25
 
 
 class ChatApp(App[None]):
-    """One chat on one terminal. `crash` is what ended it, if it was not the user."""
+    """One chat on one terminal. `crash` is the error that ended it, if any."""
 
     TITLE = "edgeinfer"
     CSS_PATH = "chat.tcss"
@@ -68,11 +68,11 @@ class ChatApp(App[None]):
 
     @property
     def is_handed_off(self) -> bool:
-        """Whether the chat goes on in another process."""
+        """Return True if the chat continues in another process."""
         return self._handoff_source is not None and self._handoff_source.is_over
 
     def _begin_with(self, theme: str) -> str:
-        """Take the theme before anything is styled, so that every style is parsed and applied once."""
+        """Set the theme before anything is styled, so that every style is parsed and applied once."""
         name = theme if theme in self.available_themes else DARK.name
         self.set_reactive(App.theme, name)
         self.stylesheet.set_variables(self.get_css_variables())
@@ -81,7 +81,7 @@ class ChatApp(App[None]):
         return name
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Textual calls this once for the theme it begins with, which is on already."""
+        """Skip Textual's call for the initial theme, which is applied already."""
         if self._styled_for != self.theme:
             self._styled_for = self.theme
             super().refresh_css(animate)
@@ -113,7 +113,7 @@ class ChatApp(App[None]):
             )
             self.set_interval(_LOOK_S, self._handoff_source.look)
 
-    # the chat from one process to another
+    # handoff
 
     @on(Loader.Loaded)
     def _could_go_on(self) -> None:
@@ -126,7 +126,7 @@ class ChatApp(App[None]):
 
     async def _take(self, target: ChatHandoffTarget) -> None:
         if await target.take(self._terminal, self._modes_before):
-            self.screen.refresh()  # whole: what changed before was drawn on no screen
+            self.screen.refresh()  # whole: earlier changes were drawn on no screen
         else:
             self.exit()
 
@@ -138,7 +138,7 @@ class ChatApp(App[None]):
     # the palette
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The palette offers the commands that need no argument."""
+        """Offer the commands that need no argument."""
         for command in commands.COMMANDS:
             if not command.argument or command.argument.startswith("["):
                 title = command.name.replace("-", " ").capitalize()
@@ -148,7 +148,7 @@ class ChatApp(App[None]):
 
     @on(ChatScreen.Left)
     def leave(self) -> None:
-        """End the app; what is on screen is in the store."""
+        """End the app; the conversation is stored already."""
         self.chat.leave()
         self.exit()
 
@@ -166,12 +166,12 @@ class ChatApp(App[None]):
         self.chat.loader.close()
 
     def _handle_exception(self, error: Exception) -> None:
-        """Remember what broke the app; the command tells it once the terminal is as it was."""
+        """Record the error; the command reports it once the terminal is restored."""
         self.crash = self.crash or error
         super()._handle_exception(error)
 
     def _fatal_error(self) -> None:
-        """No traceback with everybody's local variables on the terminal, unless it is asked for."""
+        """Print a traceback with local variables only if EDGEINFER_DEBUG asks for it."""
         if os.environ.get("EDGEINFER_DEBUG") == "1":
             super()._fatal_error()
         else:

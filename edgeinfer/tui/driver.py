@@ -29,7 +29,7 @@ class TerminalDriver(LinuxDriver):
 
     out: ClassVar[TextIO | None] = None
 
-    #: Whether another process has the terminal still: it is left alone until `claim`.
+    #: True while another process has the terminal, which is left alone until `claim`.
     waits: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class TerminalDriver(LinuxDriver):
                 return columns, rows
         return 80, 24
 
-    # the terminal from one process to another
+    # handoff
 
     @property
     def modes(self) -> list[Any]:
@@ -61,13 +61,13 @@ class TerminalDriver(LinuxDriver):
         return self.attrs_before or []
 
     def release(self) -> None:
-        """Leave the terminal to another process as it is; what is typed now waits there to be read."""
+        """Leave the terminal as it is to another process; keys pressed now wait there to be read."""
         self._stop_reading()
         self._away = self._muted = True
         super().close()  # what was written is on the terminal then
 
     def claim(self, modes: list[Any]) -> None:
-        """Go on with a terminal that another process has set up, and left."""
+        """Continue with a terminal that another process has set up and left."""
         self._away = False
         super().start_application_mode()  # type: ignore[no-untyped-call]  # muted: it is in its modes
         self.attrs_before = modes or None
@@ -91,7 +91,7 @@ class TerminalDriver(LinuxDriver):
         return count[0]
 
     def ready(self) -> None:
-        """Begin to read keys: there is a widget now that takes them."""
+        """Begin to read keys: a widget takes them now."""
         self._is_ready.set()
 
     def stop_application_mode(self) -> None:
@@ -105,7 +105,7 @@ class TerminalDriver(LinuxDriver):
             super().close()
 
     def write(self, data: str) -> None:
-        """Textual's, unless another process has the terminal or has set it up."""
+        """Write, unless another process has the terminal or has set it up."""
         if not self._muted:
             super().write(data)
 
@@ -114,8 +114,8 @@ class TerminalDriver(LinuxDriver):
     def run_input_thread(self) -> None:
         """Read keys until told to stop.
 
-        Unlike Textual's: ends at once, not at the next tenth of a second; takes any byte for what
-        it may be; and a terminal that is gone ends the app instead of breaking it.
+        Unlike Textual's, it ends at once, not at the next tenth of a second; it accepts bytes that are
+        no UTF-8; and a terminal that is gone ends the app instead of breaking it.
         """
         self._waker = os.pipe()
         poller = select.poll()
@@ -147,7 +147,7 @@ class TerminalDriver(LinuxDriver):
             return b""
 
     def disable_input(self) -> None:
-        """Textual's, with the thread woken."""
+        """Stop reading: Textual's, with the thread woken."""
         if self._away:
             return
         self._stop_reading()
@@ -183,7 +183,7 @@ class TerminalDriver(LinuxDriver):
 
 
 def claim_terminal() -> TextIO | None:
-    """Make descriptor 0 a terminal where stdin is a pipe. Return a stream to it, None without one.
+    """Make descriptor 0 a terminal if stdin is a pipe. Return a stream to it, None without one.
 
     Output goes to the first of stdout, stderr, stdin that is a terminal. Nothing needs a controlling
     terminal.

@@ -1,4 +1,4 @@
-"""Runs the app once, without a terminal, so that what first use imports and parses is there.
+"""Runs the app once, without a terminal, so that first-use imports and parsed styles are in memory.
 
 No user, no configuration, no file: the store is in memory, and the engine is a scripted one.
 """
@@ -61,7 +61,7 @@ class _RehearsalHost(Host):
 
 
 def rehearse() -> None:
-    """Run through it once for each of our themes, and keep what was parsed."""
+    """Run the app once for each built-in theme, and keep the parsed styles."""
     kept = {name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ}
     try:
         for theme in (LIGHT.name, DARK.name):
@@ -91,7 +91,7 @@ def _store() -> Store:
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
     async def play(pilot: Pilot[Any]) -> None:
-        # what was not rehearsed costs a launch some milliseconds, not the snapshot
+        # an unfinished rehearsal costs a launch some milliseconds, not the snapshot
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_S):
                 await _perform(app, pilot)

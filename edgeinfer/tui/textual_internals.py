@@ -16,10 +16,10 @@ from textual.css.model import RuleSet
 
 __all__ = ["METHODS", "READ_IN", "ParsedStyles", "XTermParser", "divide_line", "keymap", "use_parsed"]
 
-#: The versions these names were read in.
+#: Versions in which these names were read.
 READ_IN = {"textual": "8.2", "rich": "15.0"}
 
-#: Private methods that subclasses of ours replace or call, by the class of Textual that has them.
+#: Private methods that our subclasses replace or call, by Textual's class.
 METHODS: dict[str, tuple[str, ...]] = {
     "textual.app:App": ("_handle_exception", "_fatal_error", "_close_messages_no_wait"),
     "textual.widgets:TextArea": ("_on_key", "_toggle_cursor_blink_visible"),
@@ -36,7 +36,7 @@ ParsedStyles = LRUCache[tuple[Any, ...], list[RuleSet]]
 
 
 def keymap(app: App[Any]) -> dict[str, str]:
-    """Return the keys that the user has bound otherwise, by the id of the binding."""
+    """Return the user's own keys, by the id of the binding."""
     return dict(app._keymap)
 
 

@@ -210,7 +210,7 @@ class RemoteEngine(ForwardingEngine):
 
     @property
     def is_open(self) -> bool:
-        """Whether the worker runs and was not closed."""
+        """Return True while the worker runs and was not closed."""
         return not self._closed
 
     def health(self) -> str:

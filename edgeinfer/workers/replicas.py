@@ -57,7 +57,7 @@ class Replica:
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be routed to it."""
+        """Return True if requests may be routed to it."""
         return self.engine.is_open and not self.is_draining
 
 
@@ -86,7 +86,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def is_open(self) -> bool:
-        """Whether there are replicas, or will be."""
+        """Return True while there are replicas, or will be."""
         return not self._is_closed
 
     def health(self) -> str:
@@ -169,7 +169,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def is_draining(self) -> bool:
-        """Whether a replica only finishes the requests that it has begun."""
+        """Return True while a replica only finishes the requests that it has begun."""
         with self._changed:
             return any(replica.is_draining for replica in self._replicas)
 
@@ -380,7 +380,7 @@ class RoutedRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no replica has begun to compute it."""
+        """Return True until a replica has begun to compute it."""
         return not self._is_begun
 
     def follow(self, source: EventStream) -> None:

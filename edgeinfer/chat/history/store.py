@@ -37,12 +37,10 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
 
 
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
-    """Bring `db` (in autocommit mode) to the newest schema and return its number.
+    """Migrate `db` (in autocommit mode) to the newest schema and return its number.
 
-    `name` is for the words of an error.
-
-    Raises StoreError when it was made by a newer edgeinfer, sqlite3.Error when a statement fails
-    (nothing is changed then).
+    `name` is for errors. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a statement
+    fails; nothing is changed then.
     """
     scripts = migrations() if scripts is None else scripts
     if (reached := _version(db)) == len(scripts):
@@ -72,7 +70,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """One statement at a time: `executescript` would commit the transaction they belong to."""
+    """Yield one statement at a time: `executescript` would commit their transaction."""
     gathered = ""
     for line in script.splitlines(keepends=True):
         gathered += line
@@ -130,18 +128,18 @@ _CONVERSATION = ", ".join(Conversation.__struct_fields__)
 
 
 def store_path() -> Path:
-    """conversations.db in the data directory."""
+    """Return the path of conversations.db in the data directory."""
     return paths.data_dir() / "conversations.db"
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970."""
+    """Return the time (ms since 1970)."""
     return int(time.time() * 1000)
 
 
 @contextlib.contextmanager
 def _store_errors(name: str) -> Iterator[None]:
-    """Turn sqlite3's errors into StoreError with a step a person can take."""
+    """Turn sqlite3's errors into StoreError with a hint."""
     try:
         yield
     except sqlite3.Error as error:
@@ -210,7 +208,7 @@ class Store:
         self._write(f"UPDATE conversation SET {columns} WHERE id = ?", (*values, conversation_id))
 
     def conversation(self, conversation_id: int) -> Conversation:
-        """Raises StoreError when there is none."""
+        """Return a conversation. Raises StoreError if there is none."""
         with _store_errors(self.name):
             row = self.db.execute(
                 f"SELECT {_CONVERSATION} FROM conversation WHERE id = ? AND deleted_ms IS NULL",
@@ -223,13 +221,13 @@ class Store:
         return _read(Conversation, row)
 
     def delete(self, conversation_id: int) -> None:
-        """Hide it; `undelete` brings it back until it is purged, a day later."""
+        """Hide a conversation; `undelete` restores it until it is purged, a day later."""
         self._write(
             "UPDATE conversation SET deleted_ms = ? WHERE id = ?", (self.clock(), conversation_id)
         )
 
     def undelete(self, conversation_id: int) -> None:
-        """Bring a deleted conversation back. Raises StoreError when it has been purged."""
+        """Restore a deleted conversation. Raises StoreError if it has been purged."""
         with _store_errors(self.name):
             found = self.db.execute(
                 "UPDATE conversation SET deleted_ms = NULL WHERE id = ?", (conversation_id,)
@@ -268,12 +266,12 @@ class Store:
         return found
 
     def reopen(self, turn_id: int) -> None:
-        """Write on in a turn that had ended; what its journal holds is folded in first."""
+        """Reopen an ended turn for streaming; its journal is folded in first."""
         with self._transaction():
             self._fold(turn_id, "streaming")
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece of an answer being written (0.05 ms); nothing is shown before it returns."""
+        """Add a piece of a streaming answer (0.05 ms); nothing is shown before it returns."""
         self._write(
             "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
             (turn_id, content, reasoning, self.clock()),
@@ -293,11 +291,11 @@ class Store:
             )
 
     def cut(self, turn_id: int, summary: str | None) -> None:
-        """Stop sending what precedes this turn; `summary` stands for it. None undoes the cut."""
+        """Stop sending the turns before this one; `summary` stands for them. None undoes the cut."""
         self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
 
     def clean_up(self) -> int:
-        """Fold answers that dead processes left behind; return how many."""
+        """Fold the journals of answers whose process died; return how many."""
         now = self.clock()
         with self._transaction():
             rows = self.db.execute(
@@ -310,7 +308,7 @@ class Store:
         return len(rows)
 
     def overdue(self) -> list[Conversation]:
-        """Return what was deleted a day ago: ids alone."""
+        """Return the ids of conversations deleted more than a day ago."""
         with _store_errors(self.name):
             rows = self.db.execute(
                 "SELECT id FROM conversation WHERE deleted_ms < ?", (self.clock() - UNDO_MS,)
@@ -318,7 +316,7 @@ class Store:
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Delete these for good, unless one was brought back meanwhile."""
+        """Delete these for good, except those restored meanwhile."""
         with self._transaction():
             self.db.executemany(
                 "DELETE FROM conversation WHERE id = ? AND deleted_ms IS NOT NULL",
@@ -435,7 +433,7 @@ def match_query(words: str) -> str:
 
 
 def snippet(text: str, words: Sequence[str], around: int = 40) -> str:
-    """Return the place in `text` where the first of `words` begins a word, the words marked."""
+    """Return the part of `text` around the first match of `words`, with matches marked."""
     plain = text if text.isascii() else "".join(unicodedata.normalize("NFD", c)[0] for c in text)
     bare = ("".join(unicodedata.normalize("NFD", c)[0] for c in w) for w in words)
     pattern = re.compile("|".join(rf"\b{re.escape(w)}\w*" for w in bare), re.IGNORECASE)
@@ -454,9 +452,9 @@ def snippet(text: str, words: Sequence[str], around: int = 40) -> str:
 
 
 def purge_deleted(open_store: Callable[[], Store] | None = None) -> None:
-    """Purge what can no longer be undone. What fails is left to the next purge.
+    """Purge deleted conversations that can no longer be undone. A failure is left to the next purge.
 
-    Blocks go first: a purge that is killed midway finds its conversations again.
+    Cached blocks go first: a purge that is killed midway finds its conversations again.
     """
     if open_store is None and not store_path().exists():
         return

@@ -22,7 +22,7 @@ CUT: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A text file that rides with a user's turn. `tokens` is 0 while no engine has counted them."""
+    """A text file attached to a question. `tokens` is 0 until an engine has counted them."""
 
     name: str
     text: str
@@ -30,7 +30,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one answer cost: tokens, milliseconds to the first token, and the steady decode rate."""
+    """The cost of one answer: tokens, time to first token (ms), steady decode rate (tokens/s)."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -42,7 +42,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the context that this turn and all before it fill."""
+        """Return the context (tokens) that this turn and all before it fill."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -65,18 +65,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed_empty(self) -> bool:
-        """Whether this is an answer that failed before its first word."""
+        """Return True for an answer that failed before its first token."""
         return self.role == "assistant" and self.status == "failed" and not self.content
 
     @property
     def context_full(self) -> bool:
-        """Whether this answer was cut because the context was full."""
+        """Return True if this answer was cut because the context was full."""
         n_ctx = self.stats.n_ctx
         return self.status == "length" and 0 < n_ctx <= self.stats.context_tokens + 1
 
     @property
     def cut(self) -> str:
-        """Why this answer was cut and what to type next; "" if it was not cut, or failed."""
+        """Say why this answer was cut and what to type next; "" if it was not cut, or failed."""
         if self.status == "stopped" and self.error:
             return f"{self.error}; stopped · /regen tries again"
         reason = {
@@ -104,7 +104,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """What the engine calls it, so that what was computed can go with it; "" until it is stored."""
+        """Return the owner of its cached blocks, which are deleted with it; "" until it is stored."""
         return f"chat-{self.id}" if self.id else ""
 
 

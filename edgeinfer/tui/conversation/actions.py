@@ -30,7 +30,7 @@ from edgeinfer.tui.widgets.transcript import Transcript
 
 
 class AppFront:
-    """Does what commands ask. Screens are imported when first shown (parked ones: `tui.preload`)."""
+    """Runs the screen's part of commands. Screens are imported when first shown, or by `tui.preload`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class AppFront:
         self._pick_model(self._session.conversation.model)
 
     def offer_pull(self, model: str) -> None:
-        """Show the first screen: no model is here yet, and `model` is wanted."""
+        """Show the first screen: no model is here yet, and `model` was asked for."""
         self._pick_model(model, first=True)
 
     def _pick_model(self, wanted: str, *, first: bool = False) -> None:
@@ -144,7 +144,7 @@ class AppFront:
     # the program
 
     def show_help(self, command: str) -> None:
-        """Show all commands and keys, or one command where it is named."""
+        """Show all commands and keys, or one command if it is named."""
         from edgeinfer.tui.screens.dialogs import HelpScreen
 
         self._app.push_screen(HelpScreen(command))
@@ -179,7 +179,7 @@ class AppFront:
     # names for completion
 
     def names(self) -> Names:
-        """Return, by kind of argument, what lists its names."""
+        """Return functions that list the names of an argument, by its kind."""
         return {
             "model": self._models,
             "prompt": self._prompts,
@@ -207,7 +207,7 @@ class AppFront:
 
 
 def _copy(app: App[Any], text: str) -> None:
-    """Copy by OSC 52, which works over SSH; and by tmux, which swallows that sequence."""
+    """Copy by OSC 52, which works over SSH, and by tmux, which swallows that sequence."""
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
         subprocess.run(
@@ -220,9 +220,9 @@ def _copy(app: App[Any], text: str) -> None:
 
 
 def _edit(app: App[Any], text: str) -> str:
-    """Return what the user made of `text` in $VISUAL, $EDITOR or vi.
+    """Edit `text` in $VISUAL, $EDITOR or vi, and return it.
 
-    Raises UsageError when the editor cannot be run or fails, or the app cannot leave the terminal.
+    Raises UsageError if the editor cannot be run or fails, or if the app cannot leave the terminal.
     """
     command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
@@ -247,7 +247,7 @@ def _edit(app: App[Any], text: str) -> str:
 
 
 class TurnActions:
-    """Acts on the turn that is chosen, or clicked."""
+    """Acts on the chosen or clicked turn."""
 
     def __init__(self, view: View, front: AppFront) -> None:
         self._view = view
@@ -257,7 +257,7 @@ class TurnActions:
         self._code_at = 0
 
     def walk(self, step: int) -> None:
-        """Choose the turn before (-1) or after (1); past the last one, go back to typing."""
+        """Choose the turn before (-1) or after (1); past the last one, focus the composer."""
         if self._transcript.move_cursor(step):
             self._code_at = 0
             self._transcript.focus(scroll_visible=False)
@@ -266,13 +266,13 @@ class TurnActions:
         self._view.refresh_status()
 
     def leave(self) -> None:
-        """Choose no turn, and go back to typing."""
+        """Choose no turn, and focus the composer."""
         self._transcript.clear_cursor()
         self._view.composer.focus()
         self._view.refresh_status()
 
     def act(self, what: str) -> None:
-        """Do `what` to the chosen turn; what goes wrong is shown."""
+        """Do `what` to the chosen turn; errors are shown."""
         entry = self._transcript.chosen
         if isinstance(entry, Question | AnswerEntry):
             try:
@@ -319,7 +319,7 @@ class TurnActions:
         self._code_at += 1
 
     def click(self, message: Transcript.Clicked) -> None:
-        """Fold, copy or page, as the mark says that was clicked."""
+        """Fold, copy or page, by the clicked mark."""
         entry = message.entry
         kind, _, number = message.what.partition(":")
         if kind == "fold":

@@ -1,4 +1,4 @@
-"""From a question to its answer on the screen: every generation of the chat begins and ends here."""
+"""Answers questions on the screen: every generation of the chat begins and ends here."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ class Answering:
             self.error = error
 
     class Ended(Message):
-        """An answer has ended and is stored."""
-
         def __init__(self, turn: Turn) -> None:
             super().__init__()
             self.turn = turn
@@ -39,7 +37,7 @@ class Answering:
         self.unanswered = False
 
     def answer_question(self) -> None:
-        """Answer the question at the end of the branch, once the model is there."""
+        """Answer the question at the end of the branch, once the model is loaded."""
         self.unanswered = self._session.engine is None
         if self.unanswered:
             self._view.loader.start(self._view.model)
@@ -68,7 +66,6 @@ class Answering:
                 self._view.show_next_step(error, question.content if question else "")
 
     def stream(self, answer: Answer) -> None:
-        """Show this answer as it comes."""
         entry = AnswerEntry(answer.turn, streaming=True)
         streaming = Streaming(answer, entry, self._view.transcript)
         self._view.streaming = streaming
@@ -98,11 +95,10 @@ class Answering:
             self.want_room(ContextLengthError(message, param="messages"))
 
     def want_room(self, error: EdgeInferError) -> None:
-        """Post that the context is full."""
         self._view.transcript.post_message(self.RoomWanted(error))
 
     def summarise(self, kept: Turn) -> None:
-        """Have the turns before `kept` summarised, then cut there and answer what did not fit."""
+        """Summarise the turns before `kept`, cut there, and answer the question that did not fit."""
         engine = self._session.engine
         if engine is None or self._view.summarising is not None:
             return
@@ -125,7 +121,7 @@ class Answering:
             self._view.refresh_status()
 
     def stop(self) -> bool:
-        """Stop the answer or the summary that is being written; False when there is none."""
+        """Stop the answer or summary being generated; return False if there is none."""
         if self._view.streaming is not None:
             self._view.streaming.answer.stop()
             return True

@@ -35,8 +35,6 @@ _ROOM_CHOICES = (
 
 
 class ChatScreen(Screen[None]):
-    """One conversation on show."""
-
     BINDINGS: ClassVar[list[Binding]] = [*bindings("chat"), *bindings("turn")]  # type: ignore[assignment]
 
     class Left(Message):
@@ -127,12 +125,11 @@ class ChatScreen(Screen[None]):
 
     @property
     def streaming(self) -> Streaming | None:
-        """The answer that is being written, if any."""
         return self.view.streaming
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing goes on that another process could not go on with."""
+        """Return True if the chat is idle, so that another process could continue it."""
         engine = self.session.engine
         if engine is None or not self.loader.is_first or self.loader.progress:
             return False
@@ -144,7 +141,6 @@ class ChatScreen(Screen[None]):
         return not (metrics.running or metrics.queued)
 
     def refresh_status(self) -> None:
-        """Show header and status line from what is now."""
         self.view.refresh_status()
 
     # the model
@@ -158,7 +154,7 @@ class ChatScreen(Screen[None]):
             self.session.set(model=message.model)
         self.attaching.show()
         self.refresh_status()
-        if self._carried is not None:  # memory is taken once there is something to read
+        if self._carried is not None:  # the prefill's memory is taken once the text changes
             self.read_ahead.rest(self.composer.text, self.attaching.found, self.composer.editing)
         if self.answering.unanswered:
             self.answering.unanswered = False
@@ -195,7 +191,7 @@ class ChatScreen(Screen[None]):
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
-        """Send the next message; after a failure, or elsewhere, all go back into the composer."""
+        """Send the next queued message; after a failure, or in another conversation, take all back."""
         turn = message.turn
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
@@ -227,7 +223,7 @@ class ChatScreen(Screen[None]):
         self._choose_way("A long text was pasted", text, choices)
 
     def run_command(self, line: str) -> None:
-        """Run one `/` command; what goes wrong is shown."""
+        """Run one `/` command; errors are shown."""
         try:
             self.front.commander.run(line)
         except ContextLengthError as error:
@@ -237,7 +233,7 @@ class ChatScreen(Screen[None]):
         self.refresh_status()
 
     def send(self, text: str, editing: int | None) -> bool:
-        """Store the question, show it, have it answered; False if it could not be stored."""
+        """Store, show and answer a question; return False if it could not be stored."""
         try:
             attachments = self.attaching.collect(text)
             if editing is None:
@@ -325,7 +321,7 @@ class ChatScreen(Screen[None]):
     # keys
 
     def on_key(self, event: events.Key) -> None:
-        """Send typing to the composer, wherever the focus went."""
+        """Send typed characters to the composer, wherever the focus is."""
         reading = self.focused is self.transcript and self.transcript.chosen is None
         if reading and event.is_printable and event.character:
             event.stop()
@@ -394,7 +390,7 @@ class ChatScreen(Screen[None]):
         self.post_message(self.Left())
 
     def leave(self) -> None:
-        """Keep what is there, in the store, before the app ends."""
+        """Store the draft and the partial answer before the app ends."""
         self.read_ahead.stop()
         if self.session.answer is not None and self.session.busy:
             self.session.answer.flush()

@@ -34,7 +34,7 @@ _HEAD_BYTES = 8
 
 
 class Terminal(Protocol):
-    """What a driver does with a terminal that two processes share; `heard` counts what came from it."""
+    """A driver of a terminal that two processes share; `heard` counts the bytes read from it."""
 
     heard: int
 
@@ -47,9 +47,9 @@ class Terminal(Protocol):
 
 
 class ChatHandoffSource:
-    """Gives the chat away once a successor is on offer and nothing has happened for `rest_s`.
+    """Hands the chat over once a target is on offer and the chat was idle for `rest_s`.
 
-    `at_rest` says whether nothing goes on, `carry` makes bytes of the chat, `leave` ends this process.
+    `at_rest` returns True if it is idle, `carry` serializes the chat, `leave` ends this process.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ChatHandoffSource:
         asyncio.get_running_loop().add_reader(self._fd, self._receive)
 
     def close(self) -> None:
-        """Give nothing any more. Idempotent."""
+        """Stop offering the chat. Idempotent."""
         asyncio.get_running_loop().remove_reader(self._fd)
         if self._task is not None:
             self._task.cancel()
@@ -92,7 +92,7 @@ class ChatHandoffSource:
             self._leave()
 
     def look(self) -> None:
-        """Begin when it is time; called some times a second."""
+        """Start the handoff when it is time; called some times a second."""
         if self._task is not None and not self._task.done():
             return
         now = time.monotonic()
@@ -134,7 +134,7 @@ class ChatHandoffSource:
 
 
 class ChatHandoffTarget:
-    """Takes the chat over from the process that started cold. `chat` are its bytes, b"" if it went."""
+    """Receives the chat of the process that started cold. `chat` is serialized, b"" if that ended."""
 
     def __init__(self, handoff: Handoff, channel: socket.socket) -> None:
         self.has_terminal = False
@@ -149,7 +149,7 @@ class ChatHandoffTarget:
         return chat if len(chat) == size else b""
 
     async def take(self, terminal: Terminal, modes: list[Any]) -> bool:
-        """Say that this process could go on. Return whether the terminal is its now."""
+        """Report that this process is ready. Return True if it has the terminal now."""
         loop = asyncio.get_running_loop()
         self._channel.setblocking(False)
         with contextlib.suppress(ConnectionError):
@@ -177,7 +177,7 @@ class _Remark(_Shown, frozen=True, tag="remark"):
 
 
 class Carried(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat. `modes` are the terminal's before the app."""
+    """The state of a chat. `modes` are the terminal's before the app."""
 
     conversation: Conversation
     entries: list[_Turn | _Remark]
@@ -191,17 +191,17 @@ class Carried(msgspec.Struct, frozen=True, kw_only=True):
     modes: list[Any]
 
     def packed(self) -> bytes:
-        """As bytes, for `unpacked`."""
+        """Serialize for `unpacked`."""
         return msgspec.msgpack.encode(self)
 
 
 def unpacked(raw: bytes) -> Carried:
-    """Raises msgspec.MsgspecError."""
+    """Deserialize. Raises msgspec.MsgspecError."""
     return msgspec.msgpack.decode(raw, type=Carried)
 
 
 class StateTransfer:
-    """Takes the chat on a screen apart, and puts one together."""
+    """Reads the state of the chat on a screen, and restores one."""
 
     def __init__(self, view: View, attaching: Attaching, commander: Commander) -> None:
         self._view = view
@@ -210,7 +210,7 @@ class StateTransfer:
         self._commander = commander
 
     def carried(self, theme: str, modes: list[Any]) -> Carried:
-        """The chat as it is."""
+        """Return the state of the chat."""
         transcript = self._view.transcript
         return Carried(
             conversation=self._session.conversation,
@@ -226,7 +226,7 @@ class StateTransfer:
         )
 
     def restore(self, carried: Carried) -> None:
-        """Be that chat, but for the model. Raises StoreError."""
+        """Restore a state, except the model. Raises StoreError."""
         if carried.conversation.id:
             self._session.open(carried.conversation.id)
         else:

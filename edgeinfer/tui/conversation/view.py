@@ -30,11 +30,9 @@ from edgeinfer.tui.widgets.transcript import Transcript
 
 
 class Loader:
-    """Loads a model; a later load replaces an earlier. Its thread `post`s `Loaded` or `Failed`."""
+    """Loads a model; a later load replaces an earlier one. Its thread posts `Loaded` or `Failed`."""
 
     class Loaded(Message):
-        """A model is there."""
-
         def __init__(self, serial: int, model: str, engine: Engine) -> None:
             super().__init__()
             self.serial = serial
@@ -42,8 +40,6 @@ class Loader:
             self.engine = engine
 
     class Failed(Message):
-        """A model could not be loaded."""
-
         def __init__(self, serial: int, model: str, error: EdgeInferError) -> None:
             super().__init__()
             self.serial = serial
@@ -59,7 +55,7 @@ class Loader:
 
     @property
     def is_first(self) -> bool:
-        """Whether the model in use is the one that this launch was for."""
+        """Return True if the model in use is the launch's own."""
         return self._engines.is_first
 
     def start(self, model: str, n_ctx: int | None = None) -> None:
@@ -75,7 +71,7 @@ class Loader:
         ).start()
 
     def finish(self, ended: Loaded | Failed) -> bool:
-        """Return whether the load that ended is the last one asked for; then nothing is loading."""
+        """Return True if the ended load is the latest one; then nothing is loading."""
         if ended.serial != self._serial:
             return False
         self.progress = ""
@@ -99,7 +95,6 @@ class Loader:
             self._post(ended)
 
     def close(self) -> None:
-        """Free what is loaded."""
         self._serial += 1
         self._engines.close()
 
@@ -107,16 +102,15 @@ class Loader:
 #: Share of one core that drawing may take while an answer streams.
 SHARE = 0.04
 
-#: Seconds after which a thread that draws must let another run, while an answer streams. Python's 5 ms
-#: would hold up every token that comes while something is drawn: the engine needs the interpreter for a
-#: moment between two.
+#: Interpreter switch interval (s) while an answer streams. Python's 5 ms would delay every token that
+#: comes during a drawing: the engine needs the interpreter for a moment between two tokens.
 _SWITCH_S = 0.0005
 _FASTEST_S = 1 / 30
 _SLOWEST_S = 0.25
 
 
 class Pace:
-    """Says how long to wait after a drawing, from the processor time of this thread since the last."""
+    """Computes the pause after a drawing from this thread's processor time since the last one."""
 
     def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
         self._cpu = cpu
@@ -124,7 +118,7 @@ class Pace:
         self.pause_s = _FASTEST_S
 
     def drawn(self) -> float:
-        """Call once a drawing. Return the pause before the next in seconds, smoothed."""
+        """Return the smoothed pause (s) before the next drawing; call once a drawing."""
         now = self._cpu()
         wanted = min(max((now - self._last) / SHARE, _FASTEST_S), _SLOWEST_S)
         self._last = now
@@ -133,7 +127,7 @@ class Pace:
 
 
 class Streaming:
-    """One answer on its way into its entry in the transcript."""
+    """Streams one answer into its entry in the transcript."""
 
     def __init__(
         self, answer: Answer, entry: AnswerEntry, transcript: Transcript, pace: Pace | None = None
@@ -147,7 +141,7 @@ class Streaming:
         self._due = asyncio.Event()
 
     async def run(self) -> tuple[Turn, EdgeInferError | None]:
-        """Follow the generation to its end. Return the ended turn, and the error that broke it off."""
+        """Follow the generation to its end. Return the ended turn, and the error that aborted it."""
         drawing = asyncio.create_task(self._draw_as_due())
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
@@ -185,7 +179,7 @@ class Streaming:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate since it began, roughly; the exact one comes with the end."""
+        """Estimate the rate since the start; the end reports the exact one."""
         elapsed = time.monotonic() - self.began
         return self.tokens / elapsed if elapsed > 0.2 else 0.0
 
@@ -201,8 +195,8 @@ def _waiting_for(prefill: Progress) -> str:
 class View:
     """Shows `session` in the widgets of the chat screen.
 
-    `streaming` is the answer being written and `summarising` the summary, None where there is none;
-    `Answering` sets them. `remembered` are tokens that the model has read of what is open.
+    `streaming` is the answer being generated and `summarising` the summary, None if there is none;
+    `Answering` sets them. `remembered` counts the cached tokens of the open conversation.
     """
 
     def __init__(self, launch: Launch, session: ChatSession, loader: Loader) -> None:
@@ -219,21 +213,19 @@ class View:
 
     @property
     def started(self) -> str:
-        """How the chat started; the time is known once the model can compute."""
+        """Describe the start of the chat; its time is known once the model can compute."""
         return started(self._launch.host.start)
 
     @property
     def model(self) -> str:
-        """The conversation's model, or the one the chat was started with."""
+        """Return the conversation's model, or the one the chat was started with."""
         return self.session.conversation.model or self._launch.model
 
     def show_welcome(self) -> None:
-        """Show what an empty conversation shows."""
         self.transcript.show([Welcome(self.model)])
         self.refresh_status()
 
     def show_session(self) -> None:
-        """Show the branch the session is on."""
         entries = [self.entry(turn) for turn in self.session.path]
         if not entries:
             self.show_welcome()
@@ -242,7 +234,6 @@ class View:
         self.refresh_status()
 
     def entry(self, turn: Turn) -> Entry:
-        """Return what shows this turn."""
         page = self.session.alternatives(turn.id)
         if turn.role == "user":
             return Question(turn, page)
@@ -251,24 +242,24 @@ class View:
         return AnswerEntry(turn, page)
 
     def note_prompt(self, answer: Answer) -> None:
-        """Leave what was remembered of its prompt for `edgeinfer ps`."""
+        """Report the cached tokens of its prompt to `edgeinfer ps`."""
         if answer.cache_report is not None:
             self._launch.host.note_prompt(answer.cache_report)
 
     def add_remark(self, entry: Entry) -> None:
-        """Show words of ours, at the tail."""
+        """Add a remark at the end."""
         if any(isinstance(e, Welcome) for e in self.transcript.entries):
             self.transcript.show([])
         self.transcript.following = True
         self.transcript.add(entry)
 
     def show_error(self, error: EdgeInferError, put_back: str = "") -> None:
-        """Show an error with the next thing to do, and put the input back."""
+        """Show an error with its hint, and put the input back."""
         self.add_remark(Remark(error.message, "error", hint(error)))
         self._put_back(put_back)
 
     def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
-        """Show what to do after a failed turn, which tells itself what failed; put the input back."""
+        """Show the hint of a failed turn, which shows its error itself; put the input back."""
         if hint(error):
             self.add_remark(Remark("", hint=hint(error)))
         self._put_back(put_back)
@@ -278,7 +269,6 @@ class View:
             self.composer.fill(text)
 
     def refresh_status(self) -> None:
-        """Show header and status line from what is now."""
         state, at_right = self._state()
         writing = self.streaming is not None
         parts = (Part(self.model, 7, "bold", shortens=True), *state, *self._numbers(writing))
@@ -306,8 +296,8 @@ class View:
 def numbers(session: ChatSession, *, writing: bool, remembered: int = 0) -> list[Part]:
     """Return context, rate, first token and cached tokens of the last answer.
 
-    While one is being `writing`, the rate is left out: it is shown as it grows. Before the first one in
-    a conversation that was opened, the tokens `remembered` of it stand for all but the context.
+    While an answer is `writing`, its rate is left out: the state shows it. Before the first answer of
+    an opened conversation, its cached tokens (`remembered`) stand for rate and first token.
     """
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     engine = session.engine

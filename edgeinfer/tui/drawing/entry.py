@@ -1,8 +1,6 @@
-"""What the transcript shows, one entry a turn: a question, an answer, or a remark of ours.
+"""Entries of the transcript: a question, an answer, or a remark of the app.
 
-An entry draws itself when asked.
-
-Drawing is put off until an entry comes into view; until then its height is an estimate.
+An entry is drawn once it comes into view; until then its height is an estimate.
 """
 
 from __future__ import annotations
@@ -27,21 +25,21 @@ class Entry:
         self._width = 0
 
     def lines(self, width: int) -> list[Line]:
-        """The entry's lines, with the blank line that parts it from the next; do not change them."""
+        """Return the entry's lines and a blank one; do not change them."""
         if width != self._width:
             self._width = width
             self._lines = [*self._draw(width), BLANK]
         return self._lines
 
     def height(self, width: int) -> int:
-        """Exact once drawn at this width, else an estimate."""
+        """Return the number of lines: exact once drawn at this width, otherwise an estimate."""
         return len(self._lines) if width == self._width else self._estimate(width)
 
     def drawn(self, width: int) -> bool:
         return width == self._width
 
     def invalidate(self) -> None:
-        """Draw anew at the next occasion."""
+        """Draw anew when next shown."""
         self._width = 0
 
     def _draw(self, width: int) -> list[Line]:
@@ -66,7 +64,6 @@ class Question(Entry):
         self.folded = True
 
     def toggle(self) -> None:
-        """Fold or unfold a long question."""
         self.folded = not self.folded
         self.invalidate()
 
@@ -106,7 +103,7 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 
 
 class AnswerEntry(Entry):
-    """A model's turn. While it streams it grows by `grow`; `finish` draws it once more, whole."""
+    """A model's turn. It grows by `grow` while it streams; `finish` draws it whole."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
         super().__init__()
@@ -120,7 +117,7 @@ class AnswerEntry(Entry):
         self._thought: Body | None = None
 
     def grow(self, text: str, reasoning: str) -> None:
-        """More of the answer, or of its reasoning."""
+        """Append to the answer or its reasoning."""
         if self._body is None or self._thought is None:
             self._body = Body(self.turn.content, max(self._width, 20) - 2)
             self._thought = Body(self.turn.reasoning, max(self._width, 20) - 4)
@@ -131,7 +128,7 @@ class AnswerEntry(Entry):
         self.invalidate()
 
     def finish(self, turn: Turn, page: tuple[int, int]) -> None:
-        """The answer has ended as `turn`: one full drawing."""
+        """End the answer as `turn`, and draw it whole."""
         self.turn = turn
         self.page = page
         self.streaming = False
@@ -140,13 +137,12 @@ class AnswerEntry(Entry):
         self.invalidate()
 
     def wait(self, words: str) -> None:
-        """What it waits for, until the first word comes."""
+        """Show a text until the first token comes."""
         if words != self.waiting:
             self.waiting = words
             self.invalidate()
 
     def toggle(self) -> None:
-        """Fold or unfold the reasoning."""
         self.folded = not self.folded
         self.invalidate()
 
@@ -208,7 +204,7 @@ class AnswerEntry(Entry):
 
 
 class Remark(Entry):
-    """Words of ours among the turns: help, statistics, an error and what to do next."""
+    """The app's own text among the turns: help, statistics, an error and its hint."""
 
     def __init__(self, text: str, kind: Literal["remark", "error"] = "remark", hint: str = "") -> None:
         super().__init__()
@@ -230,7 +226,7 @@ class Remark(Entry):
 
 
 class Welcome(Entry):
-    """What an empty conversation shows: the model, and what to type."""
+    """The entry of an empty conversation: the model, and keys to begin with."""
 
     def __init__(self, model: str) -> None:
         super().__init__()

@@ -36,17 +36,17 @@ BLANK = Line()
 
 
 def clean(text: str) -> str:
-    """Return `text` without what a terminal would obey; tabs become spaces, newlines stay."""
+    """Remove control characters; tabs become spaces, newlines stay."""
     return without_controls(text).replace("\t", "    ")
 
 
 def styled(text: str, style: str, fill: str = "") -> Line:
-    """A line in one style."""
+    """Make a line in one style."""
     return Line(text, (Span(0, len(text), style),) if text else (), fill)
 
 
 def wrap(line: Line, width: int) -> list[Line]:
-    """Cut at words (in a word where it is too long) so that no piece is wider than `width` cells."""
+    """Cut at words, and inside too long ones, into pieces of at most `width` cells."""
     text, spans, fill = line
     if len(text) <= width and cell_len(text) <= width:
         return [line]
@@ -55,7 +55,7 @@ def wrap(line: Line, width: int) -> list[Line]:
 
 
 def fold(line: Line, width: int) -> list[Line]:
-    """Cut at `width` cells wherever that is: for code, whose spaces count."""
+    """Cut at `width` cells exactly: for code, whose spaces count."""
     text, spans, fill = line
     if len(text) <= width and cell_len(text) <= width:
         return [line]
@@ -84,7 +84,7 @@ def _slice(
 
 
 def prefixed(line: Line, prefix: str, style: str = "", fill: str | None = None) -> Line:
-    """The line behind `prefix`."""
+    """Put `prefix` before a line."""
     shift = len(prefix)
     moved = tuple(Span(a + shift, b + shift, s) for a, b, s in line.spans)
     if style:
@@ -93,7 +93,7 @@ def prefixed(line: Line, prefix: str, style: str = "", fill: str | None = None) 
 
 
 def hung(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
-    """Lines with `first` before the first and as many blank cells before the rest."""
+    """Put `first` before the first line and as many blank cells before the others."""
     blank = " " * cell_len(first)
     return [
         prefixed(line, first if i == 0 else blank, style if i == 0 else "")
@@ -102,7 +102,7 @@ def hung(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
 
 
 def right(line: Line, label: str, style: str, width: int) -> Line:
-    """The line with `label` at its right edge, where there is room."""
+    """Put `label` at the line's right edge, if there is room."""
     gap = width - cell_len(line.text) - cell_len(label)
     if gap < 1:
         return line

@@ -25,8 +25,7 @@ from edgeinfer.tui.drawing.lines import (
     wrap,
 )
 
-#: Pygments' token names, from the outermost, to our style names. What is not listed looks like plain
-#: code.
+#: Style by Pygments' token name; other tokens look like plain code.
 _STYLES = {
     "Comment": "code-comment",
     "Keyword": "code-keyword",
@@ -46,7 +45,7 @@ _STYLES = {
 
 
 def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
-    """A block of `width` cells. `number` counts the answer's blocks from 1, as `/copy code N` does."""
+    """Draw a block of `width` cells. `number` counts the answer's blocks from 1, as `/copy code N`."""
     label = clean(language)[:20] or "text"
     head = Line(f"  {label}", (Span(2, 2 + len(label), "code-label"),), "code")
     lines = [right(head, f"copy {number} ", f"copy:{number}", width)]
@@ -56,7 +55,7 @@ def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
 
 
 def highlight(text: str, language: str) -> list[Line]:
-    """The code's lines with the styles of its tokens; unstyled where the language is unknown."""
+    """Style the code's lines by its tokens; they are unstyled if the language is unknown."""
     lexer = _lexer(language)
     if lexer is None:
         return [Line(line) for line in text.split("\n")]
@@ -118,7 +117,7 @@ class Drawer:
         self.next_code = first_code
 
     def draw(self, tokens: Sequence[Token]) -> list[Line]:
-        """The blocks of a parsed document, a blank line between each two."""
+        """Draw the blocks of a parsed document, with blank lines between them."""
         return self._blocks(SyntaxTreeNode(list(tokens)).children, self.width, 0)
 
     def _blocks(
@@ -188,7 +187,7 @@ class Drawer:
 
 
 def paragraph(node: SyntaxTreeNode, width: int) -> list[Line]:
-    """Inline text, wrapped; a hard break begins a new line."""
+    """Wrap inline text; a hard break begins a new line."""
     lines: list[Line] = []
     for line in _inline(node):
         lines += wrap(line, width)
@@ -268,7 +267,7 @@ _GAP = " │ "
 
 
 def draw_table(rows: Sequence[Sequence[Line]], width: int) -> list[Line]:
-    """Header, rule, rows. Every row has as many cells as the header; none is narrower than 4 cells."""
+    """Draw header, rule and rows. Every row has as many cells as the header, each at least 4 wide."""
     if not rows or not rows[0]:
         return []
     widths = _column_widths(rows, width)
@@ -328,18 +327,18 @@ class Body:
 
     @property
     def lines(self) -> list[Line]:
-        """The drawn lines; do not change them."""
+        """Return the drawn lines; do not change them."""
         return self._lines
 
     def append(self, text: str) -> int:
-        """Add text at the end. The first line that may have changed."""
+        """Append text. Return the first line that may have changed."""
         self.source += text
         first = self._settled_lines
         self._draw()
         return first
 
     def redraw(self, width: int | None = None) -> None:
-        """Draw everything once more, at another width where one is given."""
+        """Draw everything again, at another width if one is given."""
         self.width = self.width if width is None else width
         self._settled_lines = self._settled_chars = self._settled_codes = 0
         self._draw()

@@ -28,7 +28,7 @@ def sheet(title: str, keys: str, *, small: bool = False) -> Vertical:
 
 
 class ChoiceScreen(ModalScreen[str | None]):
-    """`choices` are (id, label, what it means); the answer is an id, None when it was left."""
+    """`choices` are (id, label, meaning); the answer is an id, None if it was left."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
 
@@ -55,7 +55,7 @@ class ChoiceScreen(ModalScreen[str | None]):
 
 
 class AskScreen(ModalScreen[str | None]):
-    """The answer is what was typed, None when it was left."""
+    """The answer is the typed text, None if it was left."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
 
@@ -75,7 +75,7 @@ class AskScreen(ModalScreen[str | None]):
 
 
 class HelpScreen(ModalScreen[None]):
-    """Everything that can be typed and pressed, or one command."""
+    """Lists every command and key, or one command."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,f1", "dismiss", "Leave", show=False)]
 

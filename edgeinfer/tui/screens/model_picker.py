@@ -1,4 +1,4 @@
-"""The model picker: what there is, what fits, what is here; pulls and warms with progress."""
+"""The model picker: lists models, their fit and state; pulls and warms with progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ROOM_FOR_ALL = 56
 class ModelScreen(ModalScreen[str | None]):
     """The answer is the model to use.
 
-    `first`: nothing can answer yet, so the wanted model is offered, or three that suit this machine.
+    `first`: no model is here yet, so the wanted one is offered, or three that suit this machine.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -26,7 +26,7 @@ from edgeinfer.tui.screens.dialogs import AskScreen, sheet
 
 
 class SessionScreen(ModalScreen[int | None]):
-    """The answer is the conversation to open, None when it was left."""
+    """The answer is the conversation to open, None if it was left."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Leave", show=False),
@@ -170,7 +170,7 @@ def _snippet(text: str) -> Content:
 
 
 def ago(ms: int) -> str:
-    """`now`, `5 min`, `3 h`, `12 d`: how long ago."""
+    """Return a time since then: `now`, `5 min`, `3 h` or `12 d`."""
     minutes = ms // 60_000
     if minutes < 1:
         return "now"

@@ -30,7 +30,7 @@ _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
 class Typed(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in a composer: text, marked range, and where Up and Down have come to."""
+    """The state of a composer: text, selection, and position in the history."""
 
     text: str
     start: tuple[int, int]
@@ -96,19 +96,19 @@ class Composer(TextArea):
         self._unsent = ""
 
     def watch_editing(self, editing: int | None) -> None:
-        """Show whether what is typed will replace an earlier question."""
+        """Show that the text will replace an earlier question."""
         self.set_class(editing is not None, "-editing")
         hint = "editing an earlier question · Esc leaves it"
         self.border_title = hint if editing is not None else ""
 
     @property
     def before_cursor(self) -> str:
-        """The text up to the cursor."""
+        """Return the text up to the cursor."""
         return self.get_text_range((0, 0), self.cursor_location)
 
     @property
     def typed(self) -> Typed:
-        """Everything that `take` puts into another composer."""
+        """Return the state for another composer's `take`."""
         return Typed(
             text=self.text,
             start=self.selection.start,
@@ -120,7 +120,7 @@ class Composer(TextArea):
         )
 
     def take(self, typed: Typed) -> None:
-        """Be as another composer was."""
+        """Restore another composer's state."""
         self.text = typed.text
         self.selection = Selection(typed.start, typed.end)
         self.editing = typed.editing
@@ -128,14 +128,14 @@ class Composer(TextArea):
         self._at = typed.at
         self._unsent = typed.unsent
 
-    # what was typed before
+    # history
 
     def set_past(self, typed: list[str]) -> None:
-        """What Up brings back, newest first."""
+        """Set the texts that Up brings back, newest first."""
         self._past, self._at = list(typed), 0
 
     def remember(self, text: str) -> None:
-        """`text` was sent: Up brings it back first."""
+        """Add a sent text, which Up brings back first."""
         if text.strip() and (not self._past or self._past[0] != text):
             self._past.insert(0, text)
         self._at = 0
@@ -205,7 +205,7 @@ class Composer(TextArea):
             self.post_message(self.Left())
 
     def _toggle_cursor_blink_visible(self) -> None:
-        """The cursor stays: calm, and nothing to draw twice a second while an answer streams."""
+        """Keep the cursor: a blink would be drawn twice a second while an answer streams."""
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":  # a binding sends; TextArea would insert a line
@@ -226,7 +226,7 @@ class Composer(TextArea):
 
 
 class Queue:
-    """Shows the messages that wait in `line`; taking one back puts it into the composer."""
+    """Shows queued messages in `line`; taking one back puts it into the composer."""
 
     def __init__(self, line: Static, composer: Composer) -> None:
         self._line = line
@@ -234,7 +234,6 @@ class Queue:
         self._waiting: list[str] = []
 
     def add(self, text: str) -> None:
-        """Queue a message behind the others."""
         self._waiting.append(text)
         self._show()
 
@@ -254,7 +253,6 @@ class Queue:
         return True
 
     def take_back_all(self) -> None:
-        """Put every message before what is typed."""
         while self.take_back():
             pass
 
@@ -265,7 +263,7 @@ class Queue:
 
 
 class Completions(OptionList, can_focus=False):
-    """Shows what completes the input, while there is any; the composer keeps the focus."""
+    """Shows completions, if there are any; the composer keeps the focus."""
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id, compact=True)
@@ -292,16 +290,15 @@ class Completions(OptionList, can_focus=False):
 
     @property
     def choice(self) -> Completion | None:
-        """The chosen one."""
         return self.found[self.highlighted] if self.found and self.highlighted is not None else None
 
 
-#: Of English text; shown only until a model counts.
+#: Of English text; an estimate until a model counts.
 _BYTES_PER_TOKEN = 4
 
 
 class Attaching:
-    """Keeps them, counts their tokens, and shows them in `line`, above the composer."""
+    """Files and pastes for the next question: counts their tokens, shows them in `line`."""
 
     def __init__(self, session: ChatSession, line: Static, attachments: Sequence[Attachment]) -> None:
         self._session = session
@@ -315,7 +312,7 @@ class Attaching:
         self.show()
 
     def paste(self, text: str) -> Attachment:
-        """Keep a pasted text for the next question. Return it, with its tokens once a model counts."""
+        """Attach a pasted text. Return it, with its tokens once a model counts."""
         names = {attachment.name for attachment in self._kept}
         numbers = range(1, len(names) + 2)
         name = next(name for n in numbers if (name := f"pasted text {n}") not in names)
@@ -323,46 +320,45 @@ class Attaching:
         return self._kept[-1]
 
     def remove_last(self) -> None:
-        """Remove what was attached last, if anything was."""
         self.keep(self._kept[:-1])
 
     def typed(self, text: str) -> None:
-        """Read and count the files that the text in the composer names by now."""
+        """Read and count the files that the composer's text names."""
         paths = mentioned(text) if "@" in text else []
         if list(self._named) != paths:
             known, self._named = self._named, {}
             for path in paths:
-                with contextlib.suppress(EdgeInferError):  # said when it is sent
+                with contextlib.suppress(EdgeInferError):  # reported when it is sent
                     self._named[path] = known.get(path) or self._counted(read(path))
             self.show()
 
     @property
     def found(self) -> list[Attachment]:
-        """What would ride along now, as it was read last."""
+        """Return the attachments, as last read."""
         return [*self._kept, *self._named.values()]
 
     def collect(self, text: str) -> list[Attachment]:
-        """Return what rides along with `text`, read now. Raises UsageError."""
+        """Return the attachments of `text`, read now. Raises UsageError."""
         named = [read(path) for path in mentioned(text)]
         return [self._counted(a) for a in (*self._kept, *named)]
 
     @property
     def kept(self) -> list[Attachment]:
-        """What rides along without being named in the text."""
+        """Return the attachments that the text does not name."""
         return self._kept
 
     def keep(self, attachments: Sequence[Attachment]) -> None:
-        """Keep these for the next question, and no others."""
+        """Replace the attachments that the text does not name."""
         self._kept = list(attachments)
         self.show()
 
     def clear(self) -> None:
-        """Forget them: they were sent."""
+        """Remove all: they were sent."""
         self._kept, self._named = [], {}
         self.show()
 
     def show(self) -> None:
-        """Show them in one line, or none where there is none."""
+        """Show them in one line, hidden if there are none."""
         self._kept = [self._counted(a) for a in self._kept]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0

@@ -18,10 +18,10 @@ class Part(NamedTuple):
     shortens: bool = False
 
 
-#: On a narrower terminal the hint would push out what goes on.
+#: On a narrower terminal (cells) the hint would push out the state.
 _LEAST_FOR_HINT = 60
 
-#: A part that may be shortened is left out rather than be shorter than this.
+#: A part that may be shortened is left out rather than shorter than this (cells).
 _SHORTEST = 14
 
 
@@ -34,7 +34,7 @@ class Status(Widget):
         self._hint = ""
 
     def show(self, parts: tuple[Part, ...], hint: str = "") -> None:
-        """Show these; nothing is drawn when nothing changed."""
+        """Show these; draw only if something changed."""
         if (parts, hint) != (self._parts, self._hint):
             self._parts, self._hint = parts, hint
             self.refresh()

@@ -18,7 +18,7 @@ from textual.strip import Strip
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question
 from edgeinfer.tui.drawing.lines import Line
 
-#: Text wider than this is hard to read, however wide the terminal is.
+#: Text wider than this (cells) is hard to read.
 MAX_WIDTH = 100
 
 _NAMES = """
@@ -32,7 +32,7 @@ _NAMES = """
 class Transcript(ScrollView, can_focus=True):
     """Entries, top to bottom. `cursor`: index of the entry chosen while walking the turns, or None."""
 
-    FOCUS_ON_CLICK = False  # whoever clicks to mark text goes on typing where they typed
+    FOCUS_ON_CLICK = False  # a click that selects text leaves the composer focused
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"transcript--{name}" for name in _NAMES}
 
@@ -59,25 +59,25 @@ class Transcript(ScrollView, can_focus=True):
 
     @property
     def text_width(self) -> int:
-        """Cells a line of text may take."""
+        """Return the width (cells) of a line of text."""
         return max(20, min(self.scrollable_content_region.width - 3, MAX_WIDTH))
 
     # entries
 
     def show(self, entries: list[Entry]) -> None:
-        """Show other entries, from their end."""
+        """Replace the entries, and show their end."""
         self.entries = entries
         self.cursor = None
         self.following = True
         self._relayout()
 
     def add(self, entry: Entry) -> None:
-        """One more entry at the end; shown when the tail was in view."""
+        """Add an entry at the end; scroll to it if the end was in view."""
         self.entries.append(entry)
         self._relayout()
 
     def redrawn(self, entry: Entry) -> None:
-        """An entry has changed. The last one, growing, is the cheap case."""
+        """Lay out a changed entry; cheap for the last one, which grows."""
         if self.entries and entry is self.entries[-1]:
             self._grow_last()
         elif entry in self.entries:
@@ -148,7 +148,7 @@ class Transcript(ScrollView, can_focus=True):
     # the cursor among turns
 
     def move_cursor(self, step: int) -> bool:
-        """Choose the turn before (-1) or after (1) the chosen one; False where there is none."""
+        """Choose the turn before (-1) or after (1) the chosen one; return False if there is none."""
         turns = [i for i, e in enumerate(self.entries) if e.turn_id]
         at = len(self.entries) if self.cursor is None else self.cursor
         ahead = [i for i in turns if (i - at) * step > 0]
@@ -158,12 +158,10 @@ class Transcript(ScrollView, can_focus=True):
         return True
 
     def clear_cursor(self) -> None:
-        """Choose no turn."""
         self._choose(None)
 
     @property
     def chosen(self) -> Entry | None:
-        """The chosen turn's entry."""
         return (
             self.entries[self.cursor]
             if self.cursor is not None and self.cursor < len(self.entries)
