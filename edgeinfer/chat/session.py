@@ -144,7 +144,7 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str) -> Turn:
-        """Store `text` as an alternative of a question; the turns after the old one stay in their branch."""
+        """Store `text` as an alternative of a question, whose old branch stays."""
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError(

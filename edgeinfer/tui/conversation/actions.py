@@ -30,7 +30,7 @@ from edgeinfer.tui.widgets.transcript import Transcript
 
 
 class AppFront:
-    """Runs the screen's part of commands. Screens are imported when first shown, or by `tui.preload`."""
+    """Runs the screen's part of commands. Screens are imported when shown, or by `tui.preload`."""
 
     def __init__(
         self,
