@@ -39,11 +39,12 @@ class TestSlash:
         assert hint in caught.value.hint
 
     def test_names_are_unique_and_every_one_has_a_handler(self):
-        from edgeinfer.chat.commander import Commander
+        from edgeinfer.chat.commander import _SHOWN, Commander
 
         names = [n for c in commands.COMMANDS for n in (c.name, *c.aliases)]
         assert len(names) == len(set(names)) == len(commands.BY_NAME)
-        assert all(hasattr(Commander, f"_{c.name.replace('-', '_')}") for c in commands.COMMANDS)
+        handlers = {name.removeprefix("_").replace("_", "-") for name in vars(Commander)} | {*_SHOWN}
+        assert {c.name for c in commands.COMMANDS} <= handlers
 
 
 class TestComplete:
