@@ -42,8 +42,8 @@ class Slash(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
 
 
-class Typed(msgspec.Struct, frozen=True):
-    """A line that was a command."""
+class CommandLine(msgspec.Struct, frozen=True):
+    """A parsed command line."""
 
     name: str
     argument: str = ""
@@ -116,7 +116,7 @@ def is_command(line: str) -> bool:
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
 
-def parse(line: str) -> Typed:
+def parse(line: str) -> CommandLine:
     """Parse a command line. Raises UsageError with the nearest command, or the argument at fault."""
     word, _, argument = line[1:].strip().partition(" ")
     argument = argument.strip()
@@ -133,7 +133,7 @@ def parse(line: str) -> Typed:
         raise UsageError(
             f"/{command.name} needs {command.argument}", hint=f"/{command.name} {command.argument}"
         )
-    return Typed(command.name, argument)
+    return CommandLine(command.name, argument)
 
 
 def complete_name(line: str) -> list[Slash]:
@@ -205,7 +205,7 @@ def _argument(word: str, argument: str, names: Names, cwd: Path | None) -> list[
         return []
     if command.kind == "path":
         return [_path(p, len(argument)) for p in attachments.complete(argument, cwd, LIMIT)]
-    given = names.get(command.kind) or _OURS.get(command.kind)
+    given = names.get(command.kind) or _BUILT_IN.get(command.kind)
     found = given() if given else ()
     return [
         Completion(name, len(argument), name, summary, whole=True)
@@ -239,4 +239,4 @@ def _copies() -> Sequence[tuple[str, str]]:
     return [("code", "the last code block"), ("all", "the conversation as Markdown")]
 
 
-_OURS: Names = {"command": _commands, "setting": _settings, "copy": _copies, "adapter": _adapters}
+_BUILT_IN: Names = {"command": _commands, "setting": _settings, "copy": _copies, "adapter": _adapters}

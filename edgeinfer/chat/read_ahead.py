@@ -27,7 +27,7 @@ ALONG_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class Prefill:
     """A prefill-only request, and its generation once submitted."""
 
     engine: Engine
@@ -38,20 +38,20 @@ class Reading:
 class ReadAhead:
     """Prefills the request that would be sent, at the lowest priority; one request at a time.
 
-    `remembered` counts its cached tokens, once the engine has reported them.
+    `cached_tokens` counts its cached tokens, once the engine has reported them.
     """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
         self.enabled = True  # off in a rehearsal before a park, which must leave no thread
-        self.remembered = 0
+        self.cached_tokens = 0
         self._conversation = 0
         self._state: tuple[object, ...] = ()
-        self._words = ""
+        self._prefilled = ""
         self._text = ""
-        self._read_at = 0.0
-        self._reading: Reading | None = None
+        self._began_at = 0.0
+        self._prefill: Prefill | None = None
 
     def look(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
         """Look at the composer, some times a second. Return True if `begin` is to be called.
@@ -63,26 +63,26 @@ class ReadAhead:
         if not self.enabled:
             return False
         paused, self._text = text == self._text, text
-        if not paused and self._clock() - self._read_at < ALONG_S:
+        if not paused and self._clock() - self._began_at < ALONG_S:
             return False
         session = self._session
         if session.conversation.id != self._conversation:
             self._conversation = session.conversation.id
-            self.remembered = 0
+            self.cached_tokens = 0
         words = "" if commands.is_command(text.strip()) else whole_words(text)
         state = self._state_of(attachments, editing)
-        if (state, words) == (self._state, self._words):
+        if (state, words) == (self._state, self._prefilled):
             return False
-        if self._reading is not None and state == self._state and words.startswith(self._words):
+        if self._prefill is not None and state == self._state and words.startswith(self._prefilled):
             return False
         self.stop()
-        self._state, self._words = state, words
+        self._state, self._prefilled = state, words
         if session.engine is None or session.busy:
             return False
         request = session.request_if_sent(words, attachments, editing)
         if request is None:
             return False
-        self._read_at = self._clock()
+        self._began_at = self._clock()
         is_open = bool(words or attachments)
         early = msgspec.structs.replace(
             request,
@@ -91,12 +91,12 @@ class ReadAhead:
             continue_final=is_open,
             cache_on_disk=not (is_open or editing is not None),
         )
-        self._reading = Reading(session.engine, early)
+        self._prefill = Prefill(session.engine, early)
         return True
 
-    def rest(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> None:
+    def skip(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> None:
         """Treat this text as prefilled, so that only a change begins a prefill."""
-        self._words = "" if commands.is_command(text.strip()) else whole_words(text)
+        self._prefilled = "" if commands.is_command(text.strip()) else whole_words(text)
         self._state = self._state_of(attachments, editing)
 
     def _state_of(self, attachments: Sequence[Attachment], editing: int | None) -> tuple[object, ...]:
@@ -106,48 +106,48 @@ class ReadAhead:
 
     def begin(self) -> None:
         """Submit the pending prefill and follow it, in a thread."""
-        threading.Thread(target=self.read_and_follow, name="read ahead", daemon=True).start()
+        threading.Thread(target=self.run, name="read ahead", daemon=True).start()
 
-    def read_and_follow(self) -> None:
+    def run(self) -> None:
         """Submit the pending prefill and follow it to its end."""
-        if reading := self.read():
-            self.follow(reading)
+        if prefill := self.submit():
+            self.follow(prefill)
 
-    def follow(self, reading: Reading) -> None:
+    def follow(self, prefill: Prefill) -> None:
         """Record the progress of a prefill until it ends."""
-        assert reading.generation is not None
+        assert prefill.generation is not None
         with contextlib.suppress(EdgeInferError):  # shown when it is sent
-            for event in reading.generation:
-                if reading is self._reading:
+            for event in prefill.generation:
+                if prefill is self._prefill:
                     self._note(event)
-        if reading is self._reading:
-            self._reading = None
+        if prefill is self._prefill:
+            self._prefill = None
 
-    def read(self) -> Reading | None:
+    def submit(self) -> Prefill | None:
         """Submit the pending prefill and return it. Blocks while the text is tokenized."""
-        reading = self._reading
-        if reading is None:
+        prefill = self._prefill
+        if prefill is None:
             return None
         try:
-            reading.generation = reading.engine.submit(reading.request)
+            prefill.generation = prefill.engine.submit(prefill.request)
         except EdgeInferError:  # shown when it is sent
-            self._reading = None
+            self._prefill = None
             return None
-        if self._reading is not reading:  # stopped meanwhile
-            reading.generation.cancel()
-        return reading
+        if self._prefill is not prefill:  # stopped meanwhile
+            prefill.generation.cancel()
+        return prefill
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Progress) and not event.queued:
-            self.remembered = event.done_tokens
+            self.cached_tokens = event.done_tokens
         elif isinstance(event, Finished) and event.reason not in ("cancelled", "deadline"):
-            self.remembered = event.usage.prompt_tokens
+            self.cached_tokens = event.usage.prompt_tokens
 
     def stop(self) -> None:
         """Cancel the prefill; the prefix computed so far stays cached. Any thread."""
-        reading, self._reading = self._reading, None
-        if reading is not None and reading.generation is not None:
-            reading.generation.cancel()
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None and prefill.generation is not None:
+            prefill.generation.cancel()
 
 
 def whole_words(text: str) -> str:

@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from edgeinfer import prefix_affinity
-from edgeinfer.cluster.front import Front
+from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import Chunk, ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import EndpointReplica
 
@@ -65,7 +65,9 @@ class FrontDeployment:
     def __init__(
         self, models: Mapping[str, DeploymentHandle], start_s: float, hosts: Sequence[str]
     ) -> None:
-        self._front = Front({name: _Handle(handle) for name, handle in models.items()}, start_s, hosts)
+        self._front = FrontEnd(
+            {name: _Handle(handle) for name, handle in models.items()}, start_s, hosts
+        )
 
     async def __call__(self, request: HttpRequest) -> Response:
         return await self._front.answer(request)

@@ -34,7 +34,7 @@ class Deployment(Protocol):
         """Yield the chunks of an answer."""
 
 
-class Front:
+class FrontEnd:
     """Routes by the `model` of a request; the first model answers those that name none."""
 
     def __init__(

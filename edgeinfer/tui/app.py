@@ -18,7 +18,7 @@ from edgeinfer.chat import commands
 from edgeinfer.chat.launch import Launch
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.conversation.chat_screen import ChatScreen
-from edgeinfer.tui.conversation.handoff import ChatHandoffSource, ChatHandoffTarget, unpacked
+from edgeinfer.tui.conversation.handoff import ChatHandoffSource, ChatHandoffTarget, unpack_state
 from edgeinfer.tui.conversation.view import Loader
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
@@ -58,13 +58,13 @@ class ChatApp(App[None]):
         self._launch = launch
         self._handoff_target = target
         self._handoff_source: ChatHandoffSource | None = None
-        carried = unpacked(target.chat) if target is not None else None
-        self._modes_before = carried.modes if carried is not None else []
+        state = unpack_state(target.chat) if target is not None else None
+        self._modes_before = state.modes if state is not None else []
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self._styled_for = self._begin_with(carried.theme if carried else launch.config.theme)
+        self._styled_for = self._begin_with(state.theme if state else launch.config.theme)
         self.set_keymap({name: keys for name, keys in launch.config.keys.items() if name in BY_ID})
-        self.chat = ChatScreen(launch, carried)
+        self.chat = ChatScreen(launch, state)
 
     @property
     def is_handed_off(self) -> bool:
@@ -108,7 +108,7 @@ class ChatApp(App[None]):
                 terminal,
                 rest_s,
                 lambda: self.chat.at_rest,
-                lambda: self.chat.state_transfer.carried(self.theme, terminal.modes).packed(),
+                lambda: self.chat.state_transfer.read(self.theme, terminal.modes).pack(),
                 self.exit,
             )
             self.set_interval(_LOOK_S, self._handoff_source.look)

@@ -84,7 +84,7 @@ ToWorker = Submit | Cancel | Call
 FromWorker = CallFailed | Loading | Ready | Accepted | StreamEvent | CallResult
 
 
-class Wire:
+class FrameSocket:
     """Sends and receives frames over a stream socket. Any thread may send; one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -180,7 +180,7 @@ class RemoteEngine(ForwardingEngine):
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
         """Wait until the worker is ready. Raises what loading raised there, EngineClosedError."""
-        self._wire = Wire(sock)
+        self._wire = FrameSocket(sock)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -340,7 +340,7 @@ CALLS = (
 
 def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
     """Load the engine, then answer the client until it closes the socket."""
-    wire = Wire(sock)
+    wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client is gone: end too
         try:
             engine = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
@@ -354,7 +354,7 @@ def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress
 
 
 class _Server:
-    def __init__(self, wire: Wire, engine: Engine) -> None:
+    def __init__(self, wire: FrameSocket, engine: Engine) -> None:
         self._wire, self._engine = wire, engine
         self._running: dict[int, Any] = {}
         self._calls = ThreadPoolExecutor(4, "calls")

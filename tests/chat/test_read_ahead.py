@@ -26,7 +26,7 @@ class Composer:
 
     def look(self, text, attachments=(), editing=None):
         if found := self.ahead.look(text, attachments, editing):
-            self.reading = self.ahead.read()
+            self.reading = self.ahead.submit()
         return found
 
     def finish(self):
@@ -146,18 +146,18 @@ def test_nothing_is_read_while_an_answer_is_written_or_without_an_engine(compose
 def test_how_much_is_remembered_is_known_once_it_is_read(composer, engine):
     answer(composer.session, "first")
     assert composer.ahead.look("", (), None)
-    composer.ahead.read_and_follow()
-    assert composer.ahead.remembered == len(
+    composer.ahead.run()
+    assert composer.ahead.cached_tokens == len(
         engine.tokenize(engine.apply_template(engine.read[0].messages))
     )
     composer.session.new()
     composer.look("")
-    assert composer.ahead.remembered == 0
+    assert composer.ahead.cached_tokens == 0
 
 
 def test_what_is_taken_as_read_is_read_when_it_changes(composer, engine):
     answer(composer.session, "first")
-    composer.ahead.rest("and ", [NOTES], None)
+    composer.ahead.skip("and ", [NOTES], None)
     assert not composer.stand_still("and ", [NOTES])
     assert composer.stand_still("and then ", [NOTES])
 
@@ -165,7 +165,7 @@ def test_what_is_taken_as_read_is_read_when_it_changes(composer, engine):
 def test_what_the_engine_refuses_is_silent_and_a_later_stop_wins(composer, engine):
     composer.look("One two ")
     composer.ahead.stop()
-    composer.ahead.read()
+    composer.ahead.submit()
     assert len(engine.read) == 1
     engine.close()
     assert composer.stand_still("One two three ")

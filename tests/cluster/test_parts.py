@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from edgeinfer import prefix_affinity
 from edgeinfer.cluster import front, messages
-from edgeinfer.cluster.front import Deployment, Front
+from edgeinfer.cluster.front import Deployment, FrontEnd
 from edgeinfer.errors import UsageError
 
 
@@ -78,7 +78,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
 )
 def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> None:
     """Ray's proxy looks at no Host: a web page could reach it under a name of its own."""
-    front = Front({"small": cast(Deployment, None)}, 1.0, ("models.example",))
+    front = FrontEnd({"small": cast(Deployment, None)}, 1.0, ("models.example",))
     for path in ("/health", "/v1/models"):
         headers = [(b"host", host.encode())] if host else []
         scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}

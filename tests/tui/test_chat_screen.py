@@ -27,7 +27,7 @@ from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore
-from edgeinfer.tui.conversation.handoff import unpacked
+from edgeinfer.tui.conversation.handoff import unpack_state
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 from edgeinfer.tui.widgets.composer import Completions
@@ -670,9 +670,9 @@ async def test_a_long_paste_is_attached_with_its_tokens(drive):
 @pytest.mark.parametrize(
     ("steps", "done"),
     [
-        (0, lambda d: 0 < d.chat.attaching.kept[-1].tokens <= 1024),
+        (0, lambda d: 0 < d.chat.attachments.kept[-1].tokens <= 1024),
         (1, lambda d: d.host.opened[-1] == (MODEL, 8192)),
-        (2, lambda d: not d.chat.attaching.kept),
+        (2, lambda d: not d.chat.attachments.kept),
     ],
 )
 async def test_a_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, done):
@@ -722,12 +722,12 @@ async def test_a_narrow_status_line_keeps_context_and_rate(drive):
         assert "42.0 tok/s" in line
 
 
-async def test_an_empty_chat_is_carried_with_its_welcome(drive):
+async def test_state_of_an_empty_chat_is_restored_with_its_welcome(drive):
     async with drive() as d:
         await d.ready()
-        carried = unpacked(d.chat.state_transfer.carried("edgeinfer-dark", []).packed())
+        state = unpack_state(d.chat.state_transfer.read("edgeinfer-dark", []).pack())
         d.chat.front.show_text("a remark")
         assert "F1" not in d.shown()
-        d.chat.state_transfer.restore(carried)
+        d.chat.state_transfer.restore(state)
         assert "F1" in d.shown()
         assert "a remark" not in d.shown()

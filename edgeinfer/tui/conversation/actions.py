@@ -25,7 +25,7 @@ from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.conversation.answering import Answering
 from edgeinfer.tui.conversation.view import View
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark
-from edgeinfer.tui.widgets.composer import Attaching
+from edgeinfer.tui.widgets.composer import AttachmentList
 from edgeinfer.tui.widgets.transcript import Transcript
 
 
@@ -38,7 +38,7 @@ class AppFront:
         launch: Launch,
         view: View,
         answering: Answering,
-        attaching: Attaching,
+        attachments: AttachmentList,
         leave: Callable[[], object],
     ) -> None:
         self._app = app
@@ -46,7 +46,7 @@ class AppFront:
         self._view = view
         self._session = view.session
         self._answering = answering
-        self._attaching = attaching
+        self._attachments = attachments
         self._leave = leave
         self.commander = Commander(view.session, self, launch.config)
 
@@ -75,7 +75,7 @@ class AppFront:
         self._view.composer.focus()
 
     def attach(self, attachment: Attachment) -> None:
-        self._attaching.add(attachment)
+        self._attachments.add(attachment)
 
     def copy(self, text: str, what: str) -> None:
         _copy(self._app, text)

@@ -22,9 +22,9 @@ from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledE
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.conversation.actions import AppFront, TurnActions
 from edgeinfer.tui.conversation.answering import Answering
-from edgeinfer.tui.conversation.handoff import Carried, StateTransfer
+from edgeinfer.tui.conversation.handoff import ChatState, StateTransfer
 from edgeinfer.tui.conversation.view import Loader, Streaming, View
-from edgeinfer.tui.widgets.composer import Attaching, Completions, Composer, Queue
+from edgeinfer.tui.widgets.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.widgets.transcript import Transcript
 
 #: Ways out when the context is full and there are older turns: command, label, what it means.
@@ -40,10 +40,10 @@ class ChatScreen(Screen[None]):
     class Left(Message):
         """The user wants to leave the chat."""
 
-    def __init__(self, launch: Launch, carried: Carried | None = None) -> None:
+    def __init__(self, launch: Launch, restored: ChatState | None = None) -> None:
         super().__init__()
         self.launch = launch
-        self._carried = carried
+        self._restored = restored
         self.session = launch.session()
         self.loader = Loader(launch.engines(), self.post_message)
         self._interrupted = 0.0
@@ -54,22 +54,22 @@ class ChatScreen(Screen[None]):
         self.composer = self.view.composer
         self.status = self.view.status
         self.completions = Completions(id="completions")
-        attachments = Static("", id="attachments", markup=False)
+        attached = Static("", id="attachments", markup=False)
         queued = Static("", id="queued", markup=False)
         self.queue = Queue(queued, self.composer)
-        self.attaching = Attaching(self.session, attachments, self.launch.attachments)
+        self.attachments = AttachmentList(self.session, attached, self.launch.attachments)
         self.answering = Answering(self.view)
         self.read_ahead = ReadAhead(self.session)
         self.front = AppFront(
-            self.app, self.launch, self.view, self.answering, self.attaching, self._leave_app
+            self.app, self.launch, self.view, self.answering, self.attachments, self._leave_app
         )
         self.turns = TurnActions(self.view, self.front)
-        self.state_transfer = StateTransfer(self.view, self.attaching, self.front.commander)
+        self.state_transfer = StateTransfer(self.view, self.attachments, self.front.commander)
         yield self.view.header
         yield self.transcript
         yield queued
         yield self.completions
-        yield attachments
+        yield attached
         yield self.composer
         yield self.status
 
@@ -80,13 +80,13 @@ class ChatScreen(Screen[None]):
 
     def _begin(self) -> None:
         try:
-            if self._carried is None:
+            if self._restored is None:
                 self._open()
             else:
-                self.state_transfer.restore(self._carried)
+                self.state_transfer.restore(self._restored)
         except StoreError as error:
             self.view.show_error(error)
-        self.attaching.show()
+        self.attachments.show()
         self.loader.start(self.view.model)
         self.refresh_status()
         self.set_interval(0.25, self._tick)
@@ -106,14 +106,18 @@ class ChatScreen(Screen[None]):
         self.run_worker(lambda: purge_deleted(self.launch.open_store), thread=True, group="purge")
 
     def _tick(self) -> None:
-        remembered = self.view.remembered
-        self.view.remembered = self.read_ahead.remembered
-        if self.streaming is not None or self.loader.progress or remembered != self.view.remembered:
+        cached_tokens = self.view.cached_tokens
+        self.view.cached_tokens = self.read_ahead.cached_tokens
+        if (
+            self.streaming is not None
+            or self.loader.progress
+            or cached_tokens != self.view.cached_tokens
+        ):
             self.refresh_status()
         self._save_draft()
         typed = self.composer.text
         if self.launch.config.read_ahead and self.read_ahead.look(
-            typed, self.attaching.found, self.composer.editing
+            typed, self.attachments.found, self.composer.editing
         ):
             self.read_ahead.begin()
 
@@ -152,10 +156,10 @@ class ChatScreen(Screen[None]):
         self.session.engine = message.engine
         if self.session.conversation.model != message.model:
             self.session.set(model=message.model)
-        self.attaching.show()
+        self.attachments.show()
         self.refresh_status()
-        if self._carried is not None:  # the prefill's memory is taken once the text changes
-            self.read_ahead.rest(self.composer.text, self.attaching.found, self.composer.editing)
+        if self._restored is not None:  # the prefill's memory is taken once the text changes
+            self.read_ahead.skip(self.composer.text, self.attachments.found, self.composer.editing)
         if self.answering.unanswered:
             self.answering.unanswered = False
             self.answering.answer_after_cut()
@@ -205,12 +209,12 @@ class ChatScreen(Screen[None]):
 
     @on(Composer.Removed)
     def _remove_attachment(self) -> None:
-        self.attaching.remove_last()
+        self.attachments.remove_last()
 
     @on(Composer.Pasted)
     def _pasted(self, message: Composer.Pasted) -> None:
         """Attach a long paste; offer ways out at once if the context cannot hold it."""
-        pasted = self.attaching.paste(message.text)
+        pasted = self.attachments.paste(message.text)
         engine = self.session.engine
         if engine is None or pasted.tokens <= engine.info.n_ctx - context.ANSWER_TOKENS:
             return
@@ -235,9 +239,9 @@ class ChatScreen(Screen[None]):
     def send(self, text: str, editing: int | None) -> bool:
         """Store, show and answer a question; return False if it could not be stored."""
         try:
-            attachments = self.attaching.collect(text)
+            found = self.attachments.collect(text)
             if editing is None:
-                self.session.ask(text, attachments)
+                self.session.ask(text, found)
             else:
                 self.session.edit(editing, text)
         except EdgeInferError as error:
@@ -245,7 +249,7 @@ class ChatScreen(Screen[None]):
             return False
         self.read_ahead.stop()
         self.composer.remember(text)
-        self.attaching.clear()
+        self.attachments.clear()
         self.view.show_session()
         self.answering.answer_question()
         return True
@@ -278,11 +282,11 @@ class ChatScreen(Screen[None]):
     def _make_room(self, choice: str | None) -> None:
         engine = self.session.engine
         if choice == "leave":
-            self.attaching.remove_last()
+            self.attachments.remove_last()
         elif choice == "beginning" and engine is not None:
-            text = self.attaching.kept[-1].text
-            self.attaching.remove_last()
-            self.attaching.paste(context.beginning(engine, text))
+            text = self.attachments.kept[-1].text
+            self.attachments.remove_last()
+            self.attachments.paste(context.beginning(engine, text))
         elif choice:
             head = self.session.head
             self.answering.unanswered = choice.startswith("ctx") and bool(head and head.failed_empty)
@@ -300,7 +304,7 @@ class ChatScreen(Screen[None]):
         self.composer.can_take = (
             choice is not None and not choice.whole and before[-choice.length :] != choice.text.rstrip()
         )
-        self.attaching.typed(self.composer.text)
+        self.attachments.typed(self.composer.text)
 
     @on(Composer.Choosing)
     def _choose(self, message: Composer.Choosing) -> None:

@@ -27,13 +27,13 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.host import Handoff
 from edgeinfer.tui.conversation.view import View
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
-from edgeinfer.tui.widgets.composer import Attaching, Typed
+from edgeinfer.tui.widgets.composer import AttachmentList, ComposerState
 
 READY, TAKE = b"r", b"t"
 _HEAD_BYTES = 8
 
 
-class Terminal(Protocol):
+class SharedTerminal(Protocol):
     """A driver of a terminal that two processes share; `heard` counts the bytes read from it."""
 
     heard: int
@@ -49,23 +49,23 @@ class Terminal(Protocol):
 class ChatHandoffSource:
     """Hands the chat over once a target is on offer and the chat was idle for `rest_s`.
 
-    `at_rest` returns True if it is idle, `carry` serializes the chat, `leave` ends this process.
+    `at_rest` returns True if it is idle, `serialize` serializes the chat, `leave` ends this process.
     """
 
     def __init__(
         self,
         handoff: Handoff,
-        terminal: Terminal,
+        terminal: SharedTerminal,
         rest_s: float,
         at_rest: Callable[[], bool],
-        carry: Callable[[], bytes],
+        serialize: Callable[[], bytes],
         leave: Callable[[], object],
     ) -> None:
         self._handoff = handoff
         self._terminal = terminal
         self._rest_s = rest_s
         self._at_rest = at_rest
-        self._carry = carry
+        self._serialize = serialize
         self._leave = leave
         self._offered = False
         self._heard = -1
@@ -116,7 +116,7 @@ class ChatHandoffSource:
 
     async def _speak(self, channel: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        chat = self._carry()
+        chat = self._serialize()
         await loop.sock_sendall(channel, len(chat).to_bytes(_HEAD_BYTES, "little") + chat)
         self._offered = await loop.sock_recv(channel, 1) == READY
         if not self._offered or self._has_woken():
@@ -148,7 +148,7 @@ class ChatHandoffTarget:
             chat = source.read(size)
         return chat if len(chat) == size else b""
 
-    async def take(self, terminal: Terminal, modes: list[Any]) -> bool:
+    async def take(self, terminal: SharedTerminal, modes: list[Any]) -> bool:
         """Report that this process is ready. Return True if it has the terminal now."""
         loop = asyncio.get_running_loop()
         self._channel.setblocking(False)
@@ -161,94 +161,94 @@ class ChatHandoffTarget:
         return self.has_terminal
 
 
-class _Shown(msgspec.Struct, frozen=True, tag=True):
+class _EntryState(msgspec.Struct, frozen=True, tag=True):
     """One entry of the transcript."""
 
 
-class _Turn(_Shown, frozen=True, tag="turn"):
+class _TurnState(_EntryState, frozen=True, tag="turn"):
     number: int
     folded: bool
 
 
-class _Remark(_Shown, frozen=True, tag="remark"):
+class _RemarkState(_EntryState, frozen=True, tag="remark"):
     text: str
     kind: Literal["remark", "error"]
     hint: str
 
 
-class Carried(msgspec.Struct, frozen=True, kw_only=True):
+class ChatState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a chat. `modes` are the terminal's before the app."""
 
     conversation: Conversation
-    entries: list[_Turn | _Remark]
+    entries: list[_TurnState | _RemarkState]
     cursor: int | None
     scroll_y: float
     following: bool
-    typed: Typed
+    typed: ComposerState
     attachments: list[Attachment]
     deleted: int | None
     theme: str
     modes: list[Any]
 
-    def packed(self) -> bytes:
-        """Serialize for `unpacked`."""
+    def pack(self) -> bytes:
+        """Serialize for `unpack_state`."""
         return msgspec.msgpack.encode(self)
 
 
-def unpacked(raw: bytes) -> Carried:
+def unpack_state(raw: bytes) -> ChatState:
     """Deserialize. Raises msgspec.MsgspecError."""
-    return msgspec.msgpack.decode(raw, type=Carried)
+    return msgspec.msgpack.decode(raw, type=ChatState)
 
 
 class StateTransfer:
-    """Reads the state of the chat on a screen, and restores one."""
+    """Reads and restores the state of the chat on a screen."""
 
-    def __init__(self, view: View, attaching: Attaching, commander: Commander) -> None:
+    def __init__(self, view: View, attachments: AttachmentList, commander: Commander) -> None:
         self._view = view
         self._session: ChatSession = view.session
-        self._attaching = attaching
+        self._attachments = attachments
         self._commander = commander
 
-    def carried(self, theme: str, modes: list[Any]) -> Carried:
+    def read(self, theme: str, modes: list[Any]) -> ChatState:
         """Return the state of the chat."""
         transcript = self._view.transcript
-        return Carried(
+        return ChatState(
             conversation=self._session.conversation,
-            entries=[_taken_apart(e) for e in transcript.entries if not isinstance(e, Welcome)],
+            entries=[_state_of(e) for e in transcript.entries if not isinstance(e, Welcome)],
             cursor=transcript.cursor,
             scroll_y=transcript.scroll_y,
             following=transcript.following,
             typed=self._view.composer.typed,
-            attachments=self._attaching.kept,
+            attachments=self._attachments.kept,
             deleted=self._commander.deleted,
             theme=theme,
             modes=modes,
         )
 
-    def restore(self, carried: Carried) -> None:
+    def restore(self, state: ChatState) -> None:
         """Restore a state, except the model. Raises StoreError."""
-        if carried.conversation.id:
-            self._session.open(carried.conversation.id)
+        if state.conversation.id:
+            self._session.open(state.conversation.id)
         else:
-            self._session.conversation = carried.conversation
-        self._commander.deleted = carried.deleted
-        self._attaching.keep(carried.attachments)
-        self._view.composer.take(carried.typed)
+            self._session.conversation = state.conversation
+        self._commander.deleted = state.deleted
+        self._attachments.keep(state.attachments)
+        self._view.composer.take(state.typed)
         transcript = self._view.transcript
-        entries = [entry for shown in carried.entries if (entry := self._entry(shown))]
+        entries = [entry for entry_state in state.entries if (entry := self._entry(entry_state))]
         transcript.show(entries or [Welcome(self._view.model)])
         self._view.refresh_status()
-        if not carried.following:
-            transcript.scroll_to(y=carried.scroll_y, animate=False, force=True)
-        if carried.cursor is not None:
-            transcript.cursor = carried.cursor
+        if not state.following:
+            transcript.scroll_to(y=state.scroll_y, animate=False, force=True)
+        if state.cursor is not None:
+            transcript.cursor = state.cursor
             transcript.focus(scroll_visible=False)
 
-    def _entry(self, shown: _Turn | _Remark) -> Entry | None:
-        match shown:
-            case _Remark(text, kind, hint):
+    def _entry(self, entry_state: _TurnState | _RemarkState) -> Entry | None:
+        match entry_state:
+            case _RemarkState(text, kind, hint):
                 return Remark(text, kind, hint)
-            case _Turn(number, folded):
+            case _TurnState(number, folded):
                 turn = next((turn for turn in self._session.path if turn.id == number), None)
                 if turn is None:
                     return None
@@ -258,8 +258,8 @@ class StateTransfer:
                 return entry
 
 
-def _taken_apart(entry: Entry) -> _Turn | _Remark:
+def _state_of(entry: Entry) -> _TurnState | _RemarkState:
     if isinstance(entry, Remark):
-        return _Remark(entry.text, entry.kind, entry.hint)
+        return _RemarkState(entry.text, entry.kind, entry.hint)
     folded = entry.folded if isinstance(entry, AnswerEntry | Question) else True
-    return _Turn(entry.turn_id, folded)
+    return _TurnState(entry.turn_id, folded)

@@ -196,7 +196,7 @@ class View:
     """Shows `session` in the widgets of the chat screen.
 
     `streaming` is the answer being generated and `summarising` the summary, None if there is none;
-    `Answering` sets them. `remembered` counts the cached tokens of the open conversation.
+    `Answering` sets them. `cached_tokens` counts the cached tokens of the open conversation.
     """
 
     def __init__(self, launch: Launch, session: ChatSession, loader: Loader) -> None:
@@ -208,7 +208,7 @@ class View:
         self.status = Status(id="status")
         self.streaming: Streaming | None = None
         self.summarising: Generation | None = None
-        self.remembered = 0
+        self.cached_tokens = 0
         self._launch = launch
 
     @property
@@ -276,7 +276,7 @@ class View:
         self.header.update(self.session.conversation.title)
 
     def _numbers(self, writing: bool) -> list[Part]:
-        return numbers(self.session, writing=writing, remembered=self.remembered)
+        return numbers(self.session, writing=writing, cached_tokens=self.cached_tokens)
 
     def _state(self) -> tuple[list[Part], str]:
         if self.streaming is not None:
@@ -293,11 +293,11 @@ class View:
         return [Part(self.started, 6, shortens=True)], "F1 help"
 
 
-def numbers(session: ChatSession, *, writing: bool, remembered: int = 0) -> list[Part]:
+def numbers(session: ChatSession, *, writing: bool, cached_tokens: int = 0) -> list[Part]:
     """Return context, rate, first token and cached tokens of the last answer.
 
     While an answer is `writing`, its rate is left out: the state shows it. Before the first answer of
-    an opened conversation, its cached tokens (`remembered`) stand for rate and first token.
+    an opened conversation, its cached tokens (`cached_tokens`) stand for rate and first token.
     """
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     engine = session.engine
@@ -305,11 +305,12 @@ def numbers(session: ChatSession, *, writing: bool, remembered: int = 0) -> list
         return [Part(f"context {engine.info.n_ctx:,}", 6)] if engine else []
     stats = answers[-1].stats
     n_ctx = engine.info.n_ctx if engine else stats.n_ctx
-    is_opened = session.answer is None and bool(remembered)
+    is_opened = session.answer is None and bool(cached_tokens)
+    cached = f"{cached_tokens:,} tokens remembered"
     share = 100 * stats.context_tokens // n_ctx if n_ctx else 0
     return [
         Part(f"context {stats.context_tokens:,}/{n_ctx:,}", 8, "$warning" if share >= 80 else ""),
-        *([Part(f"{remembered:,} tokens remembered", 7)] if is_opened else _of_answer(stats, writing)),
+        *([Part(cached, 7)] if is_opened else _of_answer(stats, writing)),
     ]
 
 

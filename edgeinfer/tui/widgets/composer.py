@@ -29,7 +29,7 @@ from edgeinfer.tui.bindings import bindings
 _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
-class Typed(msgspec.Struct, frozen=True, kw_only=True):
+class ComposerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a composer: text, selection, and position in the history."""
 
     text: str
@@ -107,9 +107,9 @@ class Composer(TextArea):
         return self.get_text_range((0, 0), self.cursor_location)
 
     @property
-    def typed(self) -> Typed:
+    def typed(self) -> ComposerState:
         """Return the state for another composer's `take`."""
-        return Typed(
+        return ComposerState(
             text=self.text,
             start=self.selection.start,
             end=self.selection.end,
@@ -119,7 +119,7 @@ class Composer(TextArea):
             unsent=self._unsent,
         )
 
-    def take(self, typed: Typed) -> None:
+    def take(self, typed: ComposerState) -> None:
         """Restore another composer's state."""
         self.text = typed.text
         self.selection = Selection(typed.start, typed.end)
@@ -297,7 +297,7 @@ class Completions(OptionList, can_focus=False):
 _BYTES_PER_TOKEN = 4
 
 
-class Attaching:
+class AttachmentList:
     """Files and pastes for the next question: counts their tokens, shows them in `line`."""
 
     def __init__(self, session: ChatSession, line: Static, attachments: Sequence[Attachment]) -> None:
