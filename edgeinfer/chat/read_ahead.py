@@ -27,7 +27,7 @@ ALONG_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Prefill:
+class EarlyPrefill:
     """A prefill-only request, and its generation once submitted."""
 
     engine: Engine
@@ -51,7 +51,7 @@ class ReadAhead:
         self._prefilled = ""
         self._text = ""
         self._began_at = 0.0
-        self._prefill: Prefill | None = None
+        self._prefill: EarlyPrefill | None = None
 
     def look(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
         """Look at the composer, some times a second. Return True if `begin` is to be called.
@@ -91,7 +91,7 @@ class ReadAhead:
             continue_final=is_open,
             cache_on_disk=not (is_open or editing is not None),
         )
-        self._prefill = Prefill(session.engine, early)
+        self._prefill = EarlyPrefill(session.engine, early)
         return True
 
     def skip(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> None:
@@ -113,7 +113,7 @@ class ReadAhead:
         if prefill := self.submit():
             self.follow(prefill)
 
-    def follow(self, prefill: Prefill) -> None:
+    def follow(self, prefill: EarlyPrefill) -> None:
         """Record the progress of a prefill until it ends."""
         assert prefill.generation is not None
         with contextlib.suppress(EdgeInferError):  # shown when it is sent
@@ -123,7 +123,7 @@ class ReadAhead:
         if prefill is self._prefill:
             self._prefill = None
 
-    def submit(self) -> Prefill | None:
+    def submit(self) -> EarlyPrefill | None:
         """Submit the pending prefill and return it. Blocks while the text is tokenized."""
         prefill = self._prefill
         if prefill is None:
