@@ -191,7 +191,7 @@ def test_room(commander, front):
     assert front.asked[-1] == ("summarise", commander.session.path[-2])
 
 
-def test_the_rest_goes_to_the_front(commander, front, tmp_path):
+def test_other_commands_are_run_by_the_front_end(commander, front, tmp_path):
     (tmp_path / "a.txt").write_text("words")
     for line in (
         "/help",

@@ -50,20 +50,20 @@ def deleted():
     found.store.close()
 
 
-def test_the_plain_chat_purges(tmp_path, deleted):
+def test_plain_chat_purges_deleted_conversations(tmp_path, deleted):
     launch = make_launch(tmp_path, FixedHost(FakeEngine([words("Hello")])))
     launch.open_store = Store.open
     Repl(launch, io.StringIO("/quit\n"), io.StringIO()).run()
     assert deleted.is_gone()
 
 
-def test_a_run_purges(deleted, monkeypatch):
+def test_run_purges_deleted_conversations(deleted, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
     assert deleted.is_gone()
 
 
-def test_an_endpoint_purges(tmp_path, deleted):
+def test_endpoint_purges_deleted_conversations(tmp_path, deleted):
     model = make_llama(tmp_path / "tiny.gguf")
     command = [
         sys.executable,

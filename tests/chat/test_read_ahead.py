@@ -1,4 +1,4 @@
-"""What is read before it is asked: whole words, files, opened conversations; and what stops it."""
+"""Speculative prefill of whole words, files and opened conversations, and its cancellation."""
 
 import threading
 
@@ -63,11 +63,11 @@ def answer(session, text, attachments=()):
     ("text", "whole"),
     [("", ""), ("Why", ""), ("Why is", "Why"), ("Why is ", "Why is"), ("a\n\nb", "a"), (" a", "")],
 )
-def test_the_word_that_is_being_typed_is_left_out(text, whole):
+def test_word_being_typed_is_left_out(text, whole):
     assert whole_words(text) == whole
 
 
-def test_what_stands_still_is_read_once_and_begins_what_is_asked(composer, engine):
+def test_unchanged_text_is_prefilled_once_and_is_a_prefix_of_the_question(composer, engine):
     composer.now += ALONG_S
     composer.session.set(system_prompt="Be kind.")
     assert composer.stand_still("Why is the sk", [NOTES])
@@ -83,7 +83,7 @@ def test_what_stands_still_is_read_once_and_begins_what_is_asked(composer, engin
     assert read.background
 
 
-def test_while_words_come_without_a_pause_they_are_read_now_and_then(composer, engine):
+def test_text_typed_without_a_pause_is_prefilled_now_and_then(composer, engine):
     composer.look("One ")
     for text in ("One two ", "One two three ", "One two three four "):
         composer.look(text)
@@ -96,7 +96,7 @@ def test_while_words_come_without_a_pause_they_are_read_now_and_then(composer, e
     assert asked(engine.read[-1]) == ["One two three four five"]
 
 
-def test_another_text_stops_what_is_being_read(composer, engine):
+def test_changed_text_cancels_the_prefill(composer, engine):
     composer.stand_still("One two ")
     first = composer.reading.generation
     composer.stand_still("Another one ")
@@ -104,13 +104,13 @@ def test_another_text_stops_what_is_being_read(composer, engine):
     assert asked(engine.read[-1]) == ["Another one"]
 
 
-def test_a_file_alone_is_read_and_a_command_is_not(composer, engine):
+def test_file_alone_is_prefilled_and_a_command_is_not(composer, engine):
     assert not composer.stand_still("/model other ")
     assert composer.stand_still("", [NOTES])
     assert asked(engine.read[0]) == ["File `notes.txt`:\n```\nthe word is swordfish\n```"]
 
 
-def test_an_opened_conversation_is_read_before_anything_is_typed(composer, engine):
+def test_opened_conversation_is_prefilled_before_typing(composer, engine):
     answer(composer.session, "first")
     number = composer.session.conversation.id
     composer.session.new()
@@ -121,7 +121,7 @@ def test_an_opened_conversation_is_read_before_anything_is_typed(composer, engin
     assert not engine.read[-1].continue_final
 
 
-def test_an_edited_question_is_read_in_its_own_branch(composer, engine):
+def test_edited_question_is_prefilled_in_its_own_branch(composer, engine):
     answer(composer.session, "first", [NOTES])
     answer(composer.session, "second")
     composer.stand_still("anew and ", (), composer.session.path[0].id)
@@ -129,7 +129,7 @@ def test_an_edited_question_is_read_in_its_own_branch(composer, engine):
     assert asked(engine.read[-1])[0].endswith("swordfish\n```\n\nanew and")
 
 
-def test_nothing_is_read_while_an_answer_is_written_or_without_an_engine(composer, engine):
+def test_prefill_waits_for_an_engine_and_the_end_of_an_answer(composer, engine):
     composer.session.engine = None
     assert not composer.stand_still("One two ")
     gate = Gate(threading.Event())
@@ -143,7 +143,7 @@ def test_nothing_is_read_while_an_answer_is_written_or_without_an_engine(compose
     assert composer.stand_still("One two three ")
 
 
-def test_how_much_is_remembered_is_known_once_it_is_read(composer, engine):
+def test_cached_tokens_are_known_after_the_prefill(composer, engine):
     answer(composer.session, "first")
     assert composer.ahead.look("", (), None)
     composer.ahead.run()
@@ -155,14 +155,14 @@ def test_how_much_is_remembered_is_known_once_it_is_read(composer, engine):
     assert composer.ahead.cached_tokens == 0
 
 
-def test_what_is_taken_as_read_is_read_when_it_changes(composer, engine):
+def test_skipped_text_is_prefilled_once_it_changes(composer, engine):
     answer(composer.session, "first")
     composer.ahead.skip("and ", [NOTES], None)
     assert not composer.stand_still("and ", [NOTES])
     assert composer.stand_still("and then ", [NOTES])
 
 
-def test_what_the_engine_refuses_is_silent_and_a_later_stop_wins(composer, engine):
+def test_refused_prefill_is_silent_and_a_later_stop_wins(composer, engine):
     composer.look("One two ")
     composer.ahead.stop()
     composer.ahead.submit()
@@ -172,7 +172,7 @@ def test_what_the_engine_refuses_is_silent_and_a_later_stop_wins(composer, engin
 
 
 @pytest.mark.model
-def test_the_model_computes_only_the_words_that_were_not_read(tmp_path, smollm2):
+def test_model_computes_only_tokens_that_were_not_prefilled(tmp_path, smollm2):
     engine = load_engine(ModelFiles(name="m", paths=(str(smollm2),)), LoadOptions(n_ctx=1024))
     session = ChatSession(lambda: Store.open(tmp_path / "c.db"), "m", engine)
     session.set(sampling={"temperature": 0.0, "max_tokens": 2})

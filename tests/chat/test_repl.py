@@ -37,7 +37,7 @@ def talk(tmp_path, *lines, engine=None, host=None, kind=Tty, **fields):
     return out.getvalue(), repl
 
 
-def test_a_question_and_its_answer(tmp_path):
+def test_question_and_its_answer(tmp_path):
     out, repl = talk(tmp_path, "Hi there", "/quit")
     assert "Resumed in 84 ms" in out
     assert "> Answer: Hello you" in out
@@ -58,7 +58,7 @@ class Patient(io.StringIO):
         return super().readline()
 
 
-def test_an_opened_conversation_and_files_are_read_before_a_line_is_typed(tmp_path):
+def test_opened_conversation_and_files_are_prefilled_before_a_line_is_typed(tmp_path):
     talk(tmp_path, "Hi there", "/quit")
     engine = FakeEngine()
     notes = Attachment(name="notes.txt", text="the word is swordfish")
@@ -69,12 +69,12 @@ def test_an_opened_conversation_and_files_are_read_before_a_line_is_typed(tmp_pa
     assert "swordfish" in contents[2]
 
 
-def test_a_backslash_goes_on_in_the_next_line(tmp_path):
+def test_backslash_continues_a_line(tmp_path):
     _, repl = talk(tmp_path, "one\\", "two")
     assert repl.session.path[0].content == "one\ntwo"
 
 
-def test_the_model_cannot_move_the_cursor(tmp_path):
+def test_model_cannot_move_the_cursor(tmp_path):
     out, repl = talk(tmp_path, "x", engine=FakeEngine([["\x1b[2J", "\x9b31m\x07 fine"]]))
     assert "[2J31m fine" in out
     assert "\x9b" not in out
@@ -82,7 +82,7 @@ def test_the_model_cannot_move_the_cursor(tmp_path):
     assert repl.session.path[-1].content.startswith("\x1b")
 
 
-def test_reasoning_is_folded_until_asked_for(tmp_path):
+def test_reasoning_is_folded_until_unfolded(tmp_path):
     engine = FakeEngine([[ReasoningDelta("deep thought"), "42"]])
     out, _ = talk(tmp_path, "q", "/reasoning", "q", engine=engine)
     first, _, second = out.partition("Reasoning is shown.")
@@ -91,7 +91,7 @@ def test_reasoning_is_folded_until_asked_for(tmp_path):
     assert "deep thought" in second
 
 
-def test_commands_work_and_mistakes_are_said(tmp_path):
+def test_commands_work_and_mistakes_are_reported(tmp_path):
     out, repl = talk(
         tmp_path,
         "q",
@@ -116,14 +116,14 @@ def test_editing_without_text_takes_the_next_line(tmp_path):
     assert [t.content for t in repl.session.path] == ["better q", "Hello you "]
 
 
-def test_errors_are_said_and_the_chat_goes_on(tmp_path):
+def test_errors_are_reported_and_the_chat_continues(tmp_path):
     out, repl = talk(tmp_path, "q", "q again", engine=FakeEngine([[DecodeError("it broke")], ["fine"]]))
     assert "Error: it broke" in out
     assert "Next: " in out
     assert repl.session.path[-1].content == "fine"
 
 
-def test_no_memory_is_said_and_the_next_try_loads_again(tmp_path):
+def test_lack_of_memory_is_reported_and_the_next_try_loads_again(tmp_path):
     host = FixedHost(errors=[OutOfMemoryError("needs 9 GB")])
     out, repl = talk(tmp_path, "q", host=host)
     assert "Error: needs 9 GB" in out
@@ -133,7 +133,7 @@ def test_no_memory_is_said_and_the_next_try_loads_again(tmp_path):
 NAMED = Config(default_model="another")
 
 
-def test_a_missing_model_is_offered_and_no_is_an_answer(tmp_path):
+def test_missing_model_is_offered_and_may_be_declined(tmp_path):
     host = FixedHost(errors=[ModelNotPulledError("m is not here")], config=NAMED)
     out, _ = talk(tmp_path, "n", host=host)
     assert "m is not here. Fetch it now? (y/n)" in out
@@ -141,7 +141,7 @@ def test_a_missing_model_is_offered_and_no_is_an_answer(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "model"), [("1", "qwen3-0.6b"), ("2", MODEL), ("n", "")])
-def test_a_first_run_offers_models_and_remembers_the_choice(tmp_path, monkeypatch, line, model):
+def test_first_run_offers_models_and_saves_the_choice(tmp_path, monkeypatch, line, model):
     monkeypatch.setattr("edgeinfer.chat.model_choices.first_run_choices", lambda: OFFERED)
     pulled = {row.name: row for row in EMPTY_SHELF}
     monkeypatch.setattr("edgeinfer.models.pull.pull", lambda name, report, cancel: pulled[name])
@@ -152,21 +152,21 @@ def test_a_first_run_offers_models_and_remembers_the_choice(tmp_path, monkeypatc
     assert load_config().default_model == (model or MODEL)
 
 
-def test_without_a_model_of_ours_another_programs_is_offered(tmp_path):
+def test_model_of_another_program_is_offered_if_none_is_pulled(tmp_path):
     OllamaStore(Path.home(), gguf_bytes())
     host = FixedHost(errors=[ModelNotPulledError("m is not here")])
     out, _ = talk(tmp_path, "n", host=host)
     assert "Here from Ollama, used where it is: /model ollama/tiny:1b" in out
 
 
-def test_continue_brings_the_conversation_back(tmp_path):
+def test_continue_opens_the_last_conversation(tmp_path):
     talk(tmp_path, "first question")
     out, repl = talk(tmp_path, "second", continue_last=True)
     assert "You: first question" in out
     assert len(repl.session.path) == 4
 
 
-def test_files_ride_along(tmp_path):
+def test_files_are_attached(tmp_path):
     (tmp_path / "n.txt").write_text("12345")
     engine = FakeEngine()
     out, _ = talk(tmp_path, f"/file {tmp_path}/n.txt", f"look @{tmp_path}/n.txt", engine=engine)
@@ -192,7 +192,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
     assert repl.session.path[-1].content == "a"
 
 
-def test_a_full_context_offers_the_ways_out(tmp_path):
+def test_full_context_offers_ways_out(tmp_path):
     from edgeinfer.errors import ContextLengthError
 
     class Small(FakeEngine):
@@ -209,18 +209,18 @@ def test_a_full_context_offers_the_ways_out(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["/settings", "/model", "/theme nord", "/copy", "/undo"])
-def test_a_command_that_finds_nothing_ends_in_a_prompt(tmp_path, line):
+def test_command_that_finds_nothing_ends_in_a_prompt(tmp_path, line):
     out, _ = talk(tmp_path, line, "/quit")
     assert out.endswith("> ")
 
 
-def test_what_a_model_says_cannot_steer_the_terminal_and_keeps_its_spaces(tmp_path):
+def test_answer_cannot_steer_the_terminal_and_keeps_its_spaces(tmp_path):
     engine = FakeEngine([["10\u00a0km\x1b[2J\u202e\u2066\tend"]])
     out, _ = talk(tmp_path, "q", engine=engine)
     assert "Answer: 10\u00a0km[2J\tend\n" in out
 
 
-def test_a_pull_is_told_in_lines(tmp_path, monkeypatch):
+def test_pull_reports_progress_in_lines(tmp_path, monkeypatch):
     def pull(name, report):
         for done in range(0, 101, 10):
             report(PullProgress(stage="downloading", file="x", done_bytes=done, total_bytes=100))
@@ -232,14 +232,14 @@ def test_a_pull_is_told_in_lines(tmp_path, monkeypatch):
     assert "it is not here. Fetch it now? (y/n) downloading x\nverifying x\nModel:" in out
 
 
-def test_a_script_is_asked_nothing_and_gets_the_error(tmp_path):
+def test_script_is_asked_nothing_and_gets_the_error(tmp_path):
     host = FixedHost(errors=[ModelNotPulledError("m is not here")])
     with pytest.raises(ModelNotPulledError):
         talk(tmp_path, "y", host=host, kind=io.StringIO)
     assert host.opened == [(MODEL, 0)]
 
 
-def test_a_script_goes_on_after_an_error_and_ends_with_it(tmp_path):
+def test_script_continues_after_an_error_and_ends_with_it(tmp_path):
     engine = FakeEngine([[DecodeError("it broke")], ["fine"]])
     with pytest.raises(DecodeError, match="it broke"):
         talk(tmp_path, "q", "q again", engine=engine, kind=io.StringIO)
@@ -249,13 +249,13 @@ def test_a_script_goes_on_after_an_error_and_ends_with_it(tmp_path):
 @pytest.mark.parametrize(
     ("n_ctx", "said"), [(2048, "(cut: max-tokens reached"), (408, "(cut: no room left in the context")]
 )
-def test_why_an_answer_was_cut_is_said(tmp_path, n_ctx, said):
+def test_reason_of_a_cut_answer_is_shown(tmp_path, n_ctx, said):
     info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=n_ctx)
     out, _ = talk(tmp_path, "q", engine=FakeEngine([["Hello", end(reason="length")]], info=info))
     assert said in out
 
 
-def test_an_answer_that_repeats_itself_is_stopped_and_said(tmp_path):
+def test_answer_that_repeats_itself_is_stopped(tmp_path):
     engine = FakeEngine([["Avaid, "] * 20_000])
     out, repl = talk(tmp_path, "q", engine=engine)
     assert "(the answer repeated itself; stopped" in out

@@ -46,13 +46,13 @@ def ask(session, text):
 
 
 def reread(session):
-    """What another process would see."""
+    """Return the turns as another process reads them."""
     other = ChatSession(lambda: session.store)
     other.open(session.conversation.id)
     return other
 
 
-def test_the_question_is_stored_before_the_engine_is_asked(store):
+def test_question_is_stored_before_the_engine_is_asked(store):
     session, engine = session_with(store)
     session.ask("Why?")
     assert engine.requests == []
@@ -60,7 +60,7 @@ def test_the_question_is_stored_before_the_engine_is_asked(store):
     assert session.conversation.title == "Why?"
 
 
-def test_an_answer_is_stored_with_its_figures(store):
+def test_answer_is_stored_with_its_figures(store):
     session, engine = session_with(store, ["Be", "cause"], system_prompt="Be brief.")
     done = ask(session, "Why?")
     assert (done.content, done.status) == ("Because", "complete")
@@ -74,7 +74,7 @@ def test_an_answer_is_stored_with_its_figures(store):
     assert engine.requests[0].conversation == f"chat-{session.conversation.id}"
 
 
-def test_flush_gives_only_what_is_stored(store):
+def test_flush_returns_only_stored_text(store):
     session, _ = session_with(store, ["a", ReasoningDelta("hm"), "b"])
     session.ask("x")
     answer = session.begin_answer()
@@ -111,7 +111,7 @@ def test_stop_keeps_the_partial_answer_and_it_can_be_continued(store):
     assert len(reread(session).path) == 2
 
 
-def test_a_whole_answer_is_not_continued(store):
+def test_whole_answer_is_not_continued(store):
     session, _ = session_with(store)
     ask(session, "x")
     with pytest.raises(UsageError, match="not cut"):
@@ -131,7 +131,7 @@ def test_regenerate_keeps_the_alternatives_and_pages_through_them(store):
     assert [t.content for t in reread(session).path] == ["q", "second"]
 
 
-def test_editing_an_earlier_question_forks_and_paging_comes_back_to_the_old_branch(store):
+def test_edited_question_forks_and_paging_returns_to_the_old_branch(store):
     session, engine = session_with(store, ["a1"], ["a2"], ["b1"])
     ask(session, "q1")
     ask(session, "q2")
@@ -146,7 +146,7 @@ def test_editing_an_earlier_question_forks_and_paging_comes_back_to_the_old_bran
         session.edit(session.path[1].id, "no")
 
 
-def test_fork_copies_the_branch_into_a_conversation_of_its_own(store):
+def test_fork_copies_the_branch_into_a_new_conversation(store):
     session, _ = session_with(store)
     ask(session, "q")
     old = session.conversation.id
@@ -158,7 +158,7 @@ def test_fork_copies_the_branch_into_a_conversation_of_its_own(store):
     assert len(session.path) == 2
 
 
-def test_a_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_place(store):
+def test_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_place(store):
     session, engine = session_with(store)
     engine.submit = lambda request: (_ for _ in ()).throw(QueueFullError("the queue is full"))
     session.ask("q")
@@ -172,7 +172,7 @@ def test_a_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_pl
     assert session.alternatives(session.path[0].id) == (2, 2)
 
 
-def test_an_error_midway_keeps_what_was_said(store):
+def test_error_midway_keeps_the_partial_answer(store):
     session, _ = session_with(store, ["half", DecodeError("it broke")])
     session.ask("q")
     answer = session.begin_answer()
@@ -183,7 +183,7 @@ def test_an_error_midway_keeps_what_was_said(store):
     assert (head.content, head.status, head.error) == ("half", "failed", "it broke")
 
 
-def test_no_engine_yet(store):
+def test_question_without_an_engine_is_refused(store):
     session = ChatSession(lambda: store, "m")
     session.ask("q")
     with pytest.raises(EngineClosedError):
@@ -191,7 +191,7 @@ def test_no_engine_yet(store):
     assert session.head.role == "user"
 
 
-def test_only_one_answer_at_a_time(store):
+def test_second_answer_at_a_time_is_refused(store):
     session, _ = session_with(store)
     session.ask("q")
     answer = session.begin_answer()
@@ -203,7 +203,7 @@ def test_only_one_answer_at_a_time(store):
     session.ask("another")
 
 
-def test_leaving_a_conversation_keeps_what_was_said_there(store):
+def test_leaving_a_conversation_keeps_its_partial_answer(store):
     session, _ = session_with(store, ["some words"])
     session.ask("q")
     answer = session.begin_answer()
@@ -215,7 +215,7 @@ def test_leaving_a_conversation_keeps_what_was_said_there(store):
     assert [t.status for t in session.path] == ["complete", "stopped"]
 
 
-def test_a_store_that_fails_midway_does_not_stop_the_answer(store):
+def test_store_that_fails_midway_does_not_stop_the_answer(store):
     session, _ = session_with(store, ["a", "b"])
     session.ask("q")
     answer = session.begin_answer()
@@ -226,7 +226,7 @@ def test_a_store_that_fails_midway_does_not_stop_the_answer(store):
     assert isinstance(answer.store_error, StoreError)
 
 
-def test_settings_ride_with_the_request_and_are_stored(store):
+def test_settings_are_sent_with_the_request_and_stored(store):
     session, engine = session_with(store, sampling=Sampling(temperature=0.5, top_k=7))
     session.set(system_prompt="Pirate.", sampling={"temperature": 0.0, "max_tokens": 1})
     done = ask(session, "q")
@@ -237,7 +237,7 @@ def test_settings_ride_with_the_request_and_are_stored(store):
     assert reread(session).conversation.sampling == {"temperature": 0.0, "max_tokens": 1}
 
 
-def test_attachments_come_before_the_words_and_are_kept(store):
+def test_attachments_precede_the_text_and_are_stored(store):
     session, engine = session_with(store)
     session.ask("Explain.", [Attachment(name="a.py", text="x = '```'\n")])
     consume(session.begin_answer())
@@ -246,7 +246,7 @@ def test_attachments_come_before_the_words_and_are_kept(store):
     assert reread(session).path[0].attachments[0].name == "a.py"
 
 
-def test_nothing_is_not_sent(store):
+def test_empty_question_is_refused(store):
     session, _ = session_with(store)
     with pytest.raises(UsageError, match="nothing to send"):
         session.ask("  \n ")
@@ -260,7 +260,7 @@ class TestContext:
             ask(session, f"question {n}")
         return session, engine
 
-    def test_a_cut_leaves_the_oldest_out_and_keeps_them_in_the_conversation(self, store):
+    def test_cut_leaves_the_oldest_out_and_keeps_them_in_the_conversation(self, store):
         session, engine = self.long(store)
         kept = context.first_kept(session, engine)
         assert kept.content == "question 3"
@@ -269,7 +269,7 @@ class TestContext:
         assert session.messages(session.path)[0].content == "question 3"
         assert reread(session).path == session.path
 
-    def test_a_summary_stands_for_what_was_cut(self, store):
+    def test_summary_stands_for_what_was_cut(self, store):
         session, engine = self.long(store, system_prompt="Be kind.")
         kept = context.first_kept(session, engine)
         request = context.summary_request(session, engine, kept)
@@ -287,7 +287,7 @@ class TestContext:
         with pytest.raises(UsageError):
             context.first_kept(session, engine)
 
-    def test_a_question_longer_than_the_context(self, store):
+    def test_question_longer_than_the_context(self, store):
         session, engine = self.long(store)
         session.ask("y" * 2000)
         with pytest.raises(ContextLengthError):
@@ -311,6 +311,6 @@ class TestContext:
         ("", ""),
     ],
 )
-def test_titles(text, title):
+def test_title_is_the_first_line_cut_at_a_word(text, title):
     assert title_of(text)[: len(title)] == title
     assert len(title_of(text)) <= 61

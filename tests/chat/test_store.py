@@ -45,7 +45,7 @@ def talk(store, *texts, title="A title"):
     return conversation.id
 
 
-def test_a_turn_comes_back_as_it_was(store):
+def test_turn_is_read_as_it_was_stored(store):
     conversation = store.create(
         Conversation(title="t", model="m", system_prompt="s", sampling={"top_k": 3}, draft="d")
     )
@@ -70,11 +70,11 @@ def test_a_turn_comes_back_as_it_was(store):
     )
 
 
-def test_the_file_belongs_to_its_user_alone(store, tmp_path):
+def test_file_belongs_to_its_user_alone(store, tmp_path):
     assert os.stat(tmp_path / "c.db").st_mode & 0o777 == 0o600
 
 
-def test_what_is_journaled_is_read_back_though_the_process_died(store):
+def test_journal_is_read_after_the_process_died(store):
     conversation = talk(store, "q")
     parent = store.conversation(conversation).head_id
     answer = store.add(
@@ -143,7 +143,7 @@ def test_reopen_unindexes_until_it_ends_again(store):
     store.db.execute("INSERT INTO turn_search(turn_search) VALUES ('integrity-check')")
 
 
-def test_settle_folds_what_dead_processes_left_and_leaves_the_living(store, clock):
+def test_clean_up_folds_journals_of_dead_processes_alone(store, clock):
     conversation = talk(store, "q")
     dead = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
     store.append(dead.id, "said before it died")
@@ -158,7 +158,7 @@ def test_settle_folds_what_dead_processes_left_and_leaves_the_living(store, cloc
     assert store.turns(conversation)[alive.id].content == "still at it, yes"
 
 
-def test_delete_hides_undelete_brings_back_and_a_day_later_it_is_gone(store, clock):
+def test_deleted_conversation_can_be_restored_until_it_is_purged(store, clock):
     conversation = talk(store, "secret words", "yes")
     store.delete(conversation)
     assert store.listing() == []
@@ -225,7 +225,7 @@ def test_two_processes_may_write(store, tmp_path, clock):
     other.close()
 
 
-def test_a_locked_store_says_so(store, tmp_path):
+def test_locked_store_says_so(store, tmp_path):
     holder = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     store.db.execute("PRAGMA busy_timeout = 1")
@@ -235,13 +235,13 @@ def test_a_locked_store_says_so(store, tmp_path):
     holder.close()
 
 
-def test_a_file_that_is_no_database_is_refused(tmp_path):
+def test_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "c.db").write_bytes(b"not a database at all, just some text" * 100)
     with pytest.raises(StoreError):
         Store.open(tmp_path / "c.db")
 
 
-def test_a_newer_schema_is_refused(tmp_path, store):
+def test_newer_schema_is_refused(tmp_path, store):
     store.db.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreError, match="newer edgeinfer"):
         Store.open(tmp_path / "c.db")
@@ -269,7 +269,7 @@ def test_every_migration_step_leads_to_the_same_schema(tmp_path):
     stepped.close()
 
 
-def test_a_migration_that_fails_changes_nothing(tmp_path):
+def test_migration_that_fails_changes_nothing(tmp_path):
     good = migrations()[0]
     bad = tmp_path / "0002_bad.sql"
     bad.write_text("CREATE TABLE extra (x);\nCREATE TABLE extra (x);\n")
@@ -281,7 +281,7 @@ def test_a_migration_that_fails_changes_nothing(tmp_path):
     db.close()
 
 
-def test_a_missing_migration_is_noticed(tmp_path):
+def test_missing_migration_is_noticed(tmp_path):
     (tmp_path / "0001_a.sql").write_text("")
     (tmp_path / "0003_c.sql").write_text("")
     with pytest.raises(StoreError, match="incomplete"):

@@ -60,7 +60,7 @@ class Application:
         return self.processes(f"ray::ServeReplica:default:{model}")
 
     def endpoints(self, model: str) -> list[int]:
-        """What they started."""
+        """The endpoints that they started."""
         replicas = self.replicas(model)
         found = self.processes("edgeinfer.cluster.child_endpoint", f" serve {model} ")
         return [pid for pid in found if _parent(pid) in replicas]

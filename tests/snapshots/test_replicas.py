@@ -20,7 +20,7 @@ from other_processes import descendants, engines_below, free_port, wait_until
 from edgeinfer.platform.process_metadata import REPLICAS, left_by
 from edgeinfer.runtime.options import ReplicasInfo
 
-#: At most three conversations of so many tokens: an f16 cache of fewer cells gives the same bits in any company.
+#: Tokens of each of at most three conversations: an f16 cache of fewer cells is bit-identical in any batch.
 _FEW = 16
 pytestmark = [pytest.mark.model, pytest.mark.criu]
 
@@ -53,13 +53,13 @@ class Serving:
         return sorted(found, key=lambda pid: left_by(pid, REPLICAS, ReplicasInfo) is None)
 
     def cached(self, text: str) -> int:
-        """How many tokens of a request were remembered."""
+        """Return how many tokens of a request were cached."""
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
         usage = self.client.post(_CHAT, json=body).json()["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"]
 
     def stream(self, text: str, n: int) -> tuple[str, str]:
-        """What a client reads: the text, and the code of the error it ends with, or ""."""
+        """Return a client's text, and the code of the error that ends it, or ""."""
         said, code = "", ""
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": n, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}

@@ -14,7 +14,7 @@ PROMPT = "ready$ "
 
 
 def shell_environment(home):
-    """What a shell at a terminal needs to find edgeinfer, with a home of its own."""
+    """The environment of a shell that finds edgeinfer, with its own home."""
     return {
         "HOME": str(home),
         "EDGEINFER_HOME": str(home / "edgeinfer"),
@@ -63,7 +63,7 @@ class Terminal:
             self._tmux("kill-server")
 
     def screen(self):
-        """What one sees."""
+        """Return the text on the screen."""
         return self._tmux("capture-pane", "-p")
 
     def type(self, text):

@@ -39,7 +39,7 @@ def gated(*before, after=("done",)):
     return FakeEngine([[*before, gate, *after]]), gate
 
 
-async def test_a_question_is_answered_and_stored(drive, tmp_path):
+async def test_question_is_answered_and_stored(drive, tmp_path):
     async with drive(FakeEngine([words("Hello **you**")])) as d:
         await d.ready()
         await d.ask("Hi there")
@@ -53,7 +53,7 @@ async def test_a_question_is_answered_and_stored(drive, tmp_path):
     store.close()
 
 
-async def test_what_is_remembered_of_an_opened_conversation_is_said(drive):
+async def test_cached_tokens_of_an_opened_conversation_are_shown(drive):
     async with drive(FakeEngine([words("Hello **you**")])) as d:
         await d.ready()
         await d.ask("Hi there")
@@ -63,7 +63,7 @@ async def test_what_is_remembered_of_an_opened_conversation_is_said(drive):
         await d.until(lambda: any("tokens remembered" in p.text for p in d.chat.status._parts))
 
 
-async def test_one_may_ask_before_the_model_is_there(drive):
+async def test_question_may_be_sent_before_the_model_is_loaded(drive):
     gate = threading.Event()
 
     class Slow(FixedHost):
@@ -99,7 +99,7 @@ async def test_escape_stops_and_keeps_the_partial_answer(drive):
         assert "◌ stopped" in d.shown()
 
 
-async def test_what_is_shown_is_in_the_store_at_any_moment(drive, tmp_path):
+async def test_shown_text_is_always_stored(drive, tmp_path):
     engine, gate = gated("shown ", "so far")
     async with drive(engine) as d:
         await d.ready()
@@ -116,7 +116,7 @@ async def test_what_is_shown_is_in_the_store_at_any_moment(drive, tmp_path):
         await d.until(d.idle)
 
 
-async def test_leaving_midway_keeps_what_was_said_and_continue_brings_it_back(drive):
+async def test_partial_answer_is_kept_on_leaving_and_continued_later(drive):
     engine, _ = gated("half an ", "answer")
     async with drive(engine) as d:
         await d.ready()
@@ -132,7 +132,7 @@ async def test_leaving_midway_keeps_what_was_said_and_continue_brings_it_back(dr
         assert d.session.head.status == "complete"
 
 
-async def test_regenerate_and_page_through_the_alternatives(drive):
+async def test_regenerated_answers_are_paged_through(drive):
     async with drive(FakeEngine([["first"], ["second"]])) as d:
         await d.ready()
         await d.ask("q")
@@ -145,7 +145,7 @@ async def test_regenerate_and_page_through_the_alternatives(drive):
         assert d.turns() == ["q", "second"]
 
 
-async def test_an_earlier_question_is_chosen_edited_and_forks(drive):
+async def test_earlier_question_is_chosen_edited_and_forks(drive):
     async with drive(FakeEngine([["a1"], ["a2"], ["b1"]])) as d:
         await d.ready()
         await d.ask("q1")
@@ -173,7 +173,7 @@ async def test_escape_leaves_an_edit(drive):
         assert (d.chat.composer.editing, d.chat.composer.text) == (None, "")
 
 
-async def test_copying(drive):
+async def test_keys_copy_answers_and_code(drive):
     async with drive(FakeEngine([["see\n```py\none\n```\n```\ntwo\n```"]])) as d:
         await d.ready()
         await d.ask("q")
@@ -189,7 +189,7 @@ async def test_copying(drive):
         assert d.app.clipboard.startswith("see")
 
 
-async def test_clicking_the_marks(drive):
+async def test_clicked_marks_copy_and_unfold(drive):
     script = [[ReasoningDelta("hm, hm"), "text\n\n```py\ncode\n```"]]
     async with drive(FakeEngine(script)) as d:
         await d.ready()
@@ -223,7 +223,7 @@ async def test_reasoning_is_folded_while_it_streams_and_unfolds(drive):
         assert "Thought · 3 words" in d.shown()
 
 
-async def test_it_follows_the_tail_only_when_already_there(drive):
+async def test_transcript_follows_its_end_only_when_already_there(drive):
     lines = "".join(f"line {n}\n\n" for n in range(60))
     engine, gate = gated(lines, after=(lines,))
     async with drive(engine) as d:
@@ -244,7 +244,7 @@ async def test_it_follows_the_tail_only_when_already_there(drive):
         assert transcript.following
 
 
-async def test_several_lines_paste_and_history(drive):
+async def test_composer_has_lines_and_history(drive):
     async with drive(FakeEngine()) as d:
         await d.ready()
         await d.press("a", "ctrl+j", "b", "enter")
@@ -258,7 +258,7 @@ async def test_several_lines_paste_and_history(drive):
         assert d.chat.composer.text in ("second", "")
 
 
-async def test_a_paste_keeps_its_lines(drive):
+async def test_paste_keeps_its_lines(drive):
     from textual import events
 
     async with drive() as d:
@@ -283,7 +283,7 @@ async def test_commands_are_completed(drive):
         assert "temperature 0" in d.shown()
 
 
-async def test_the_arrows_choose_a_completion_and_escape_closes_them(drive):
+async def test_arrows_choose_a_completion_and_escape_closes_them(drive):
     async with drive() as d:
         await d.ready()
         await d.press("slash", "s", "a")
@@ -295,7 +295,7 @@ async def test_the_arrows_choose_a_completion_and_escape_closes_them(drive):
         assert d.chat.composer.text == "/sa"
 
 
-async def test_a_mistyped_command_says_the_nearest(drive):
+async def test_mistyped_command_says_the_nearest(drive):
     async with drive() as d:
         await d.ready()
         await d.type("/modle", "enter")
@@ -303,7 +303,7 @@ async def test_a_mistyped_command_says_the_nearest(drive):
         assert "did you mean /model?" in d.shown()
 
 
-async def test_files_ride_along_with_their_tokens(drive, tmp_path, monkeypatch):
+async def test_attached_files_are_shown_with_their_tokens(drive, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("12345")
     engine = FakeEngine()
@@ -321,7 +321,7 @@ async def test_files_ride_along_with_their_tokens(drive, tmp_path, monkeypatch):
         assert not line.display
 
 
-async def test_a_file_that_is_no_text_is_refused_and_the_input_stays(drive, tmp_path):
+async def test_binary_file_is_refused_and_the_input_stays(drive, tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\0\1")
     async with drive() as d:
         await d.ready()
@@ -331,7 +331,7 @@ async def test_a_file_that_is_no_text_is_refused_and_the_input_stays(drive, tmp_
         assert d.turns() == []
 
 
-async def test_an_engine_error_is_shown_with_the_next_step_and_the_input_comes_back(drive):
+async def test_engine_error_is_shown_with_its_hint_and_the_input_restored(drive):
     async with drive(FakeEngine([[DecodeError("llama_decode failed")], ["fine"]])) as d:
         await d.ready()
         await d.type("my question", "enter")
@@ -342,7 +342,7 @@ async def test_an_engine_error_is_shown_with_the_next_step_and_the_input_comes_b
         await d.until(lambda: d.idle() and d.turns() == ["my question", "fine"])
 
 
-async def test_a_model_that_does_not_load_is_said_and_the_question_kept(drive):
+async def test_failed_load_is_reported_and_the_question_kept(drive):
     host = FixedHost(
         errors=[
             OutOfMemoryError("needs 8 GB, there are 2"),
@@ -376,7 +376,7 @@ def first_run(monkeypatch):
 
 
 @pytest.mark.parametrize(("reached", "model"), [(True, "qwen3-0.6b"), (False, MODEL)])
-async def test_a_first_run_offers_models_and_remembers_the_choice(drive, first_run, reached, model):
+async def test_first_run_offers_models_and_saves_the_choice(drive, first_run, reached, model):
     if not reached:
         first_run.add("qwen3-0.6b")
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
@@ -389,7 +389,7 @@ async def test_a_first_run_offers_models_and_remembers_the_choice(drive, first_r
         assert load_config().default_model == model
 
 
-async def test_the_first_screen_offers_what_another_program_has(drive):
+async def test_first_screen_offers_models_of_other_programs(drive):
     made = OllamaStore(Path.home(), gguf_bytes())
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
     async with drive(host=host) as d:
@@ -411,7 +411,7 @@ class Small(FakeEngine):
 
 
 @pytest.mark.parametrize("choice", ["drop", "summarise"])
-async def test_out_of_context_offers_to_drop_or_summarise(drive, choice):
+async def test_full_context_offers_to_drop_or_summarise(drive, choice):
     engine = Small(lambda r: ["they talked"] if "Summarise" in r.messages[0].content else ["x" * 400],
                    info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))  # fmt: skip
     async with drive(engine) as d:
@@ -472,7 +472,7 @@ async def test_marked_text_of_the_conversation_is_copied(drive):
         assert "the answer" in d.app.clipboard
 
 
-async def test_the_draft_survives(drive):
+async def test_draft_survives(drive):
     async with drive(FakeEngine()) as d:
         await d.ready()
         await d.ask("q")
@@ -494,7 +494,7 @@ async def test_keys_are_rebound_by_their_ids(drive):
         await d.until(lambda: d.turns() == ["q", "b"])
 
 
-async def test_a_resize_wraps_anew_and_keeps_the_tail(drive):
+async def test_resize_wraps_anew_and_keeps_the_end(drive):
     async with drive(FakeEngine([["word " * 300]])) as d:
         await d.ready()
         await d.ask("q")
@@ -511,7 +511,7 @@ async def test_a_resize_wraps_anew_and_keeps_the_tail(drive):
             )
 
 
-async def test_a_crash_is_remembered_and_everything_is_stored(tmp_path):
+async def test_crash_is_recorded_and_everything_is_stored(tmp_path):
     app = make_app(tmp_path, FixedHost(FakeEngine([["kept"]])))
 
     def broken():
@@ -535,7 +535,7 @@ async def test_a_crash_is_remembered_and_everything_is_stored(tmp_path):
     store.close()
 
 
-async def test_what_was_read_of_a_conversation_goes_when_it_is_purged(tmp_path):
+async def test_cached_blocks_of_a_purged_conversation_are_deleted(tmp_path):
     store = Store.open(tmp_path / "conversations.db")
     gone = store.create(Conversation(model=MODEL)).id
     store.clock = lambda: 0  # long ago
@@ -582,7 +582,7 @@ async def test_typing_after_a_click_goes_to_the_composer(drive):
         assert d.chat.composer.has_focus
 
 
-async def test_an_editor_that_cannot_be_run_is_said_and_the_text_stays(drive):
+async def test_editor_that_cannot_be_run_is_reported_and_the_text_stays(drive):
     async with drive() as d:
         await d.ready()
         await d.type("half a thought", "ctrl+o")
@@ -590,7 +590,7 @@ async def test_an_editor_that_cannot_be_run_is_said_and_the_text_stays(drive):
         assert d.chat.composer.text == "half a thought"
 
 
-async def test_what_is_typed_is_read_before_enter(drive):
+async def test_typed_text_is_prefilled_before_enter(drive):
     engine = FakeEngine([["blue light scatters"]])
     async with drive(engine) as d:
         await d.ready()
@@ -601,7 +601,7 @@ async def test_what_is_typed_is_read_before_enter(drive):
         await d.until(lambda: d.turns() == ["Why is the sky blue?", "blue light scatters"])
 
 
-async def test_joiners_that_are_typed_are_kept(drive):
+async def test_typed_joiners_are_kept(drive):
     from textual import events
 
     async with drive() as d:
@@ -611,7 +611,7 @@ async def test_joiners_that_are_typed_are_kept(drive):
         await d.until(lambda: d.chat.composer.text == "می\u200cخواهم👨\u200d👩")
 
 
-async def test_a_message_is_queued_while_an_answer_is_written(drive):
+async def test_message_is_queued_while_an_answer_is_written(drive):
     engine, gate = gated("so far ")
     async with drive(engine) as d:
         await d.ready()
@@ -627,7 +627,7 @@ async def test_a_message_is_queued_while_an_answer_is_written(drive):
 
 
 @pytest.mark.parametrize("key", ["escape", "up"])
-async def test_a_queued_message_is_taken_back(drive, key):
+async def test_queued_message_is_taken_back(drive, key):
     engine, gate = gated("so far ")
     async with drive(engine) as d:
         await d.ready()
@@ -641,7 +641,7 @@ async def test_a_queued_message_is_taken_back(drive, key):
         await d.until(lambda: d.idle() and len(d.turns()) == 2)
 
 
-async def test_a_queued_message_comes_back_after_a_failure(drive):
+async def test_queued_message_comes_back_after_a_failure(drive):
     gate = Gate(threading.Event())
     async with drive(FakeEngine([["so far ", gate, DecodeError("it broke")]])) as d:
         await d.ready()
@@ -653,7 +653,7 @@ async def test_a_queued_message_comes_back_after_a_failure(drive):
         assert len(d.turns()) == 2
 
 
-async def test_a_long_paste_is_attached_with_its_tokens(drive):
+async def test_long_paste_is_attached_with_its_tokens(drive):
     from textual import events
 
     async with drive() as d:
@@ -675,7 +675,7 @@ async def test_a_long_paste_is_attached_with_its_tokens(drive):
         (2, lambda d: not d.chat.attachments.kept),
     ],
 )
-async def test_a_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, done):
+async def test_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, done):
     from textual import events
 
     info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=2048, n_ctx_train=32768)
@@ -700,7 +700,7 @@ async def test_one_question_that_is_too_long_can_be_edited(drive):
         assert d.chat.composer.editing is not None
 
 
-async def test_a_start_has_one_time_and_stats_name_options_as_typed(drive):
+async def test_start_has_one_time_and_stats_name_options_as_typed(drive):
     choices = {"n_ctx": Chosen(2048, "as asked")}
     info = msgspec.structs.replace(DEFAULT_INFO, choices=choices, load_ms=5069.0)
     async with drive(FakeEngine(info=info)) as d:
@@ -712,7 +712,7 @@ async def test_a_start_has_one_time_and_stats_name_options_as_typed(drive):
         assert "--ctx" in d.shown()
 
 
-async def test_a_narrow_status_line_keeps_context_and_rate(drive):
+async def test_narrow_status_line_keeps_context_and_rate(drive):
     engine = FakeEngine([words("Hello you")], info=DEFAULT_INFO)
     async with drive(engine, size=(40, 12)) as d:
         await d.ready()

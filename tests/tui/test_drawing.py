@@ -64,7 +64,7 @@ def test_no_line_is_wider_than_asked(width):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_growing_gives_what_drawing_whole_gives(seed):
+def test_appended_text_is_drawn_as_the_whole(seed):
     """The incremental drawing must not differ from the full one, however the pieces fall."""
     chance = random.Random(seed)
     body, at = Body("", 50), 0
@@ -77,7 +77,7 @@ def test_growing_gives_what_drawing_whole_gives(seed):
     assert body.lines == Body(DOCUMENT, 50).lines
 
 
-def test_what_each_block_looks_like():
+def test_blocks_are_drawn_as_expected():
     drawn = texts(DOCUMENT)
     for line in (
         "Title",
@@ -124,15 +124,15 @@ def test_code_blocks_are_numbered_across_the_document():
     assert sum("copy 2" in line for line in drawn) == 1
 
 
-def test_a_fence_that_is_not_closed_yet_is_code():
+def test_fence_that_is_not_closed_yet_is_code():
     assert any(line.fill == "code" for line in Body("text\n\n```python\nx = 1", 40).lines)
 
 
-def test_an_unknown_language_is_plain():
+def test_unknown_language_is_plain():
     assert "  x" in texts("```no-such-language\nx\n```")
 
 
-def test_what_a_terminal_would_obey_is_taken_out():
+def test_control_characters_are_removed():
     assert clean("a\x1b[31m\x07\x9bb\u202ec\td\n") == "a[31mbc    d\n"
     evil = (
         "x\x1b]0;title\x07\n\n```\n\x1b[2J\n```\n`\x1b[H` [\x1b](https://a\x1b.b) ![\x1b](x)\n\n"
@@ -164,14 +164,14 @@ def test_folding_keeps_spaces_and_counts_cells():
     assert [p.text for p in fold(Line("    ab你好c"), 6)] == ["    ab", "你好c"]
 
 
-def test_a_long_question_is_folded():
+def test_long_question_is_folded():
     entry = Question(Turn(content="\n".join(map(str, range(100)))))
     assert len(entry.lines(40)) == 18
     entry.toggle()
     assert len(entry.lines(40)) == 101
 
 
-def test_an_answer_grows_then_settles_to_the_same():
+def test_answer_grows_then_settles_to_the_same():
     turn = Turn(id=3, role="assistant", status="streaming")
     entry = AnswerEntry(turn, streaming=True)
     entry.lines(60)
@@ -183,7 +183,7 @@ def test_an_answer_grows_then_settles_to_the_same():
     assert entry.lines(60) == grown
 
 
-def test_an_answer_says_how_it_ended():
+def test_answer_shows_how_it_ended():
     def last(**fields):
         page = fields.pop("page", (1, 1))
         lines = AnswerEntry(Turn(role="assistant", **fields), page).lines(60)
@@ -203,7 +203,7 @@ def test_reasoning_is_folded_and_unfolds():
     assert "  │ deep thought" in [line.text for line in entry.lines(40)]
 
 
-def test_estimates_are_near_what_is_drawn():
+def test_estimated_heights_are_near_the_drawn_ones():
     turn = Turn(role="assistant", content="word " * 600)
     entry = AnswerEntry(turn)
     guess = entry.height(80)

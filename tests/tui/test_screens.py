@@ -73,7 +73,7 @@ class TestModels:
             assert "too big" in rows[2]
             assert "Does not fit: about 32.2 GB needed, 8.6 GB free" in model_picker.detail(SHELF[2])
 
-    async def test_a_pulled_model_is_used(self, drive):
+    async def test_pulled_model_is_used(self, drive):
         async with drive() as d:
             await open_models(d)
             await d.press("enter")
@@ -92,7 +92,7 @@ class TestModels:
                 lambda: d.app.screen is d.chat and d.session.conversation.model == "qwen3-0.6b"
             )
 
-    async def test_a_pull_is_stopped(self, drive, pulling):
+    async def test_pull_is_stopped(self, drive, pulling):
         async with drive() as d:
             screen = await open_models(d)
             await d.press("down", "enter")
@@ -102,7 +102,7 @@ class TestModels:
             assert d.app.screen is screen
             assert not screen.query_one(".progress").display
 
-    async def test_a_failed_pull_says_why_and_what_next(self, drive, pulling):
+    async def test_failed_pull_says_why_and_what_next(self, drive, pulling):
         pulling.error = DownloadError("the server closed the connection")
         async with drive() as d:
             screen = await open_models(d)
@@ -120,7 +120,7 @@ class TestModels:
             await d.press(*["backspace"] * 7)
             await d.until(lambda: len(screen.rows) == len(SHELF))
 
-    async def test_a_small_terminal_shows_several_models(self, drive):
+    async def test_small_terminal_shows_several_models(self, drive):
         async with drive(size=(40, 12)) as d:
             screen = await open_models(d)
             await d.until(lambda: screen.query_one("#models").size.height >= 3)
@@ -148,7 +148,7 @@ class TestModels:
             )
 
 
-def test_a_pull_shows_a_bar_and_the_words_of_every_front():
+def test_pull_shows_a_bar_and_the_words_of_every_front():
     now = PullProgress(
         stage="downloading",
         file="a.gguf",
@@ -224,7 +224,7 @@ class TestSettings:
         await d.press("f4")
         return await d.until(lambda: isinstance(d.app.screen, SettingsScreen) and d.app.screen)
 
-    async def test_the_theme_is_changed_and_kept(self, drive):
+    async def test_theme_is_changed_and_kept(self, drive):
         async with drive() as d:
             screen = await self.open(d)
             await d.press("enter")
@@ -233,7 +233,7 @@ class TestSettings:
             await d.until(lambda: d.app.screen is screen)
             assert d.app.theme == load_config().chat.theme == "edgeinfer-light"
 
-    async def test_a_preset_is_set(self, drive):
+    async def test_preset_is_set(self, drive):
         async with drive() as d:
             screen = await self.open(d)
             await d.press("down", "enter")
@@ -260,7 +260,7 @@ class TestSettings:
             d.chat._tick()
             await d.until(lambda: d.host.fake.read)
 
-    async def test_a_key_is_rebound_at_once_and_kept(self, drive):
+    async def test_key_is_rebound_at_once_and_kept(self, drive):
         async with drive(FakeEngine([["a"], ["b"]])) as d:
             await d.ready()
             await d.ask("q")
@@ -275,7 +275,7 @@ class TestSettings:
             await d.press("escape", "ctrl+x")
             await d.until(lambda: d.turns() == ["q", "b"])
 
-    async def test_a_key_that_is_taken_is_refused(self, drive):
+    async def test_key_that_is_taken_is_refused(self, drive):
         async with drive() as d:
             screen = await self.open(d)
             screen._bind("regenerate", "ctrl+n")
@@ -308,7 +308,7 @@ class TestHelp:
             assert len(keys) == len(set(keys)), where
 
 
-async def test_the_palette_offers_the_commands(drive):
+async def test_palette_offers_the_commands(drive):
     async with drive() as d:
         await d.ready()
         titles = [c.title for c in d.app.get_system_commands(d.chat)]

@@ -136,7 +136,7 @@ def test_question_typed_before_the_screen_is_there_is_asked(terminal, how):
     terminal.until(lambda: left(terminal))
 
 
-def test_type_stream_and_quit(terminal, how):
+def test_question_is_typed_streamed_and_the_app_quit(terminal, how):
     before = terminal.modes()
     begin(terminal, how)
     assert terminal.modes() != before
@@ -152,7 +152,7 @@ def test_type_stream_and_quit(terminal, how):
     assert "Ask something" not in terminal.screen()
 
 
-def test_stop_keeps_what_was_said(terminal, how):
+def test_stop_keeps_the_partial_answer(terminal, how):
     begin(terminal, how)
     terminal.type("Tell a long story about a lighthouse keeper, his dog and a ship.")
     terminal.press("Enter")
@@ -164,7 +164,7 @@ def test_stop_keeps_what_was_said(terminal, how):
     terminal.until(lambda: left(terminal))
 
 
-def test_a_resize_is_drawn_at_the_new_size(terminal, how):
+def test_resize_is_drawn_at_the_new_size(terminal, how):
     begin(terminal, how)
     terminal.resize(50, 15)
     terminal.until(
@@ -203,7 +203,7 @@ def test_ctrl_z_and_fg(terminal, how):
     terminal.until(lambda: terminal.modes() == before)
 
 
-def test_the_editor_gets_the_terminal(terminal, how):
+def test_editor_gets_the_terminal(terminal, how):
     begin(terminal, how)
     terminal.type("this one")
     terminal.until_shown("this one")
@@ -213,7 +213,7 @@ def test_the_editor_gets_the_terminal(terminal, how):
     terminal.until(lambda: left(terminal))
 
 
-def test_a_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
+def test_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
     before = terminal.modes()
     start(terminal, "echo 'the word is swordfish' | edgeinfer chat", how)
     terminal.until_shown("+ stdin")
@@ -227,7 +227,7 @@ def test_a_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_cleanly(terminal, how, number):
+def test_signal_ends_it_cleanly(terminal, how, number):
     before = terminal.modes()
     begin(terminal, how)
     launcher = terminal.children()[0][0]
@@ -267,7 +267,7 @@ def test_kill_9_of_the_launcher(terminal, how):
     terminal.until_shown("still 42")
 
 
-def test_the_plain_chat_answers_and_gives_the_terminal_back(terminal, how):
+def test_plain_chat_answers_and_restores_the_terminal(terminal, how):
     before = terminal.modes()
     start(terminal, "edgeinfer chat --plain --max-tokens 8", how)
     terminal.until_shown("Model: smollm2")
@@ -279,7 +279,7 @@ def test_the_plain_chat_answers_and_gives_the_terminal_back(terminal, how):
     terminal.until(lambda: terminal.modes() == before)
 
 
-def test_no_model_offers_those_that_suit_the_machine(terminal, tmp_path):
+def test_models_that_suit_the_machine_are_offered_if_none_is_here(terminal, tmp_path):
     terminal.run(f"EDGEINFER_HOME={tmp_path}/empty edgeinfer")
     terminal.until_shown("No model is here yet")
     terminal.until_shown("tiny, ~")

@@ -12,12 +12,12 @@ from edgeinfer.tui.textual_internals import METHODS, READ_IN, XTermParser, divid
 
 
 @pytest.mark.parametrize("package", READ_IN)
-def test_the_version_installed_is_the_one_read(package):
+def test_installed_version_is_the_one_read(package):
     assert version(package).startswith(f"{READ_IN[package]}.")
 
 
 @pytest.mark.parametrize(("where", "names"), METHODS.items())
-def test_what_we_replace_or_call_is_there(where, names):
+def test_private_methods_that_we_use_exist(where, names):
     module, _, name = where.partition(":")
     defined_by = getattr(import_module(module), name)
     assert [n for n in names if not hasattr(defined_by, n)] == []

@@ -1,4 +1,4 @@
-"""What is typed (commands, completions, `@paths`, options) and what is written out."""
+"""Commands, completions, `@paths`, options, and exports."""
 
 import json
 
@@ -59,7 +59,7 @@ class TestComplete:
         assert "/save-system NAME" in self.labels("/sys")
         assert self.labels("/nothing") == []
 
-    def test_a_complete_command_that_takes_nothing_offers_nothing(self):
+    def test_complete_command_that_takes_nothing_offers_nothing(self):
         assert complete("/fork", {}) == []
 
     def test_arguments(self):
@@ -94,12 +94,12 @@ class TestAttachments:
         assert attachments.read(tmp_path / "a") == Attachment(name="a", text="Grüße")
 
     @pytest.mark.parametrize(("data", "word"), [(b"\xff\xfe", "UTF-8"), (b"a\0b", "binary")])
-    def test_what_is_no_text_is_refused(self, tmp_path, data, word):
+    def test_binary_file_is_refused(self, tmp_path, data, word):
         (tmp_path / "a").write_bytes(data)
         with pytest.raises(UsageError, match=word):
             attachments.read(tmp_path / "a")
 
-    def test_what_is_too_large_or_missing_is_refused(self, tmp_path):
+    def test_too_large_or_missing_file_is_refused(self, tmp_path):
         with open(tmp_path / "big", "wb") as file:
             file.truncate(attachments.MAX_BYTES + 1)
         with pytest.raises(UsageError, match="larger"):
@@ -190,14 +190,14 @@ class TestSettings:
         assert (config.chat.theme, config.chat.keys) == ("dracula", {"stop": "ctrl+x"})
         assert config.chat.system_prompts == {"pirate": "Arr.\nYou."}
 
-    def test_a_file_that_would_not_load_is_not_written(self, tmp_path):
+    def test_file_that_would_not_load_is_not_written(self, tmp_path):
         file = tmp_path / "new" / "config.toml"
         with pytest.raises(ConfigError):
             config_file.save(("chat", "theme"), 3, file)
         assert not file.exists()
         assert list(file.parent.iterdir()) == []
 
-    def test_a_broken_file_is_left_alone(self, tmp_path):
+    def test_broken_file_is_left_alone(self, tmp_path):
         file = tmp_path / "config.toml"
         file.write_text("[chat\n")
         with pytest.raises(ConfigError):
