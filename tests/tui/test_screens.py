@@ -242,7 +242,7 @@ class TestSettings:
             await d.until(lambda: d.app.screen is screen)
             assert d.session.conversation.sampling == {"temperature": 0.0}
 
-    async def test_reading_ahead_is_switched_off_at_once_and_kept(self, drive):
+    async def test_read_ahead_setting_takes_effect_at_once_and_is_saved(self, drive):
         async with drive() as d:
             screen = await self.open(d)
             listed = screen.query_one("#settings")
