@@ -52,13 +52,16 @@ class Driven:
 
 @pytest.fixture
 def drive(tmp_path):
-    """`async with drive(engine=…) as d`: the chat on an 80 by 24 terminal."""
+    """`async with drive(engine=…) as d`: the chat on an 80 by 24 terminal, with its model if `ready`."""
 
     @contextlib.asynccontextmanager
-    async def driving(engine=None, host=None, size=(80, 24), **fields):
+    async def driving(engine=None, host=None, size=(80, 24), ready=True, **fields):
         host = host or FixedHost(engine)
         app = make_app(tmp_path, host, **fields)
         async with app.run_test(size=size, notifications=True) as pilot:
-            yield Driven(app, pilot, host)
+            driven = Driven(app, pilot, host)
+            if ready:
+                await driven.ready()
+            yield driven
 
     return driving

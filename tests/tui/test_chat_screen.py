@@ -41,7 +41,6 @@ def gated(*before, after=("done",)):
 
 async def test_question_is_answered_and_stored(drive, tmp_path):
     async with drive(FakeEngine([words("Hello **you**")])) as d:
-        await d.ready()
         await d.ask("Hi there")
         assert "❯ Hi there" in d.shown()
         assert "Hello you" in d.shown()
@@ -55,7 +54,6 @@ async def test_question_is_answered_and_stored(drive, tmp_path):
 
 async def test_cached_tokens_of_an_opened_conversation_are_shown(drive):
     async with drive(FakeEngine([words("Hello **you**")])) as d:
-        await d.ready()
         await d.ask("Hi there")
         number = d.session.conversation.id
         d.chat.run_command("/new")
@@ -72,7 +70,7 @@ async def test_question_may_be_sent_before_the_model_is_loaded(drive):
             assert gate.wait(10)
             return super().engine(model, options, progress)
 
-    async with drive(host=Slow(FakeEngine())) as d:
+    async with drive(host=Slow(FakeEngine()), ready=False) as d:
         await d.type("early", "enter")
         assert d.turns() == ["early"]
         await d.until(
@@ -88,7 +86,6 @@ async def test_question_may_be_sent_before_the_model_is_loaded(drive):
 async def test_escape_stops_and_keeps_the_partial_answer(drive):
     engine, gate = gated("partial ", "words ")
     async with drive(engine) as d:
-        await d.ready()
         await d.type("q", "enter")
         await d.until(gate.reached.is_set)
         await d.until(lambda: "partial words" in d.shown())
@@ -102,7 +99,6 @@ async def test_escape_stops_and_keeps_the_partial_answer(drive):
 async def test_shown_text_is_always_stored(drive, tmp_path):
     engine, gate = gated("shown ", "so far")
     async with drive(engine) as d:
-        await d.ready()
         await d.type("q", "enter")
         await d.until(lambda: "shown so far" in d.shown())
         other = Store.open(tmp_path / "conversations.db")
@@ -119,11 +115,10 @@ async def test_shown_text_is_always_stored(drive, tmp_path):
 async def test_partial_answer_is_kept_on_leaving_and_continued_later(drive):
     engine, _ = gated("half an ", "answer")
     async with drive(engine) as d:
-        await d.ready()
         await d.type("q", "enter")
         await d.until(lambda: "half an answer" in d.shown())
         await d.press("ctrl+q")
-    async with drive(FakeEngine([[" and the rest"]]), continue_last=True) as d:
+    async with drive(FakeEngine([[" and the rest"]]), continue_last=True, ready=False) as d:
         await d.until(lambda: d.turns() == ["q", "half an answer"])
         assert d.session.head.status == "stopped"
         await d.ready()
@@ -134,7 +129,6 @@ async def test_partial_answer_is_kept_on_leaving_and_continued_later(drive):
 
 async def test_regenerated_answers_are_paged_through(drive):
     async with drive(FakeEngine([["first"], ["second"]])) as d:
-        await d.ready()
         await d.ask("q")
         await d.press("ctrl+r")
         await d.until(lambda: d.turns() == ["q", "second"] and d.idle())
@@ -147,7 +141,6 @@ async def test_regenerated_answers_are_paged_through(drive):
 
 async def test_earlier_question_is_chosen_edited_and_forks(drive):
     async with drive(FakeEngine([["a1"], ["a2"], ["b1"]])) as d:
-        await d.ready()
         await d.ask("q1")
         await d.ask("q2")
         await d.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up")
@@ -165,7 +158,6 @@ async def test_earlier_question_is_chosen_edited_and_forks(drive):
 
 async def test_escape_leaves_an_edit(drive):
     async with drive(FakeEngine()) as d:
-        await d.ready()
         await d.ask("q1")
         await d.press("ctrl+up", "ctrl+up", "enter")
         assert d.chat.composer.editing == d.session.path[0].id
@@ -175,7 +167,6 @@ async def test_escape_leaves_an_edit(drive):
 
 async def test_keys_copy_answers_and_code(drive):
     async with drive(FakeEngine([["see\n```py\none\n```\n```\ntwo\n```"]])) as d:
-        await d.ready()
         await d.ask("q")
         await d.press("ctrl+y")
         assert d.app.clipboard.startswith("see\n```py")
@@ -192,7 +183,6 @@ async def test_keys_copy_answers_and_code(drive):
 async def test_clicked_marks_copy_and_unfold(drive):
     script = [[ReasoningDelta("hm, hm"), "text\n\n```py\ncode\n```"]]
     async with drive(FakeEngine(script)) as d:
-        await d.ready()
         await d.ask("q")
         rows = [
             line.text
@@ -213,7 +203,6 @@ async def test_clicked_marks_copy_and_unfold(drive):
 async def test_reasoning_is_folded_while_it_streams_and_unfolds(drive):
     engine, gate = gated(ReasoningDelta("let me think"), after=("answer",))
     async with drive(engine) as d:
-        await d.ready()
         await d.type("q", "enter")
         await d.until(lambda: "Thinking · 3 words" in d.shown())
         await d.press("ctrl+t")
@@ -227,7 +216,6 @@ async def test_transcript_follows_its_end_only_when_already_there(drive):
     lines = "".join(f"line {n}\n\n" for n in range(60))
     engine, gate = gated(lines, after=(lines,))
     async with drive(engine) as d:
-        await d.ready()
         await d.type("q", "enter")
         transcript = d.chat.transcript
         await d.until(
@@ -246,7 +234,6 @@ async def test_transcript_follows_its_end_only_when_already_there(drive):
 
 async def test_composer_has_lines_and_history(drive):
     async with drive(FakeEngine()) as d:
-        await d.ready()
         await d.press("a", "ctrl+j", "b", "enter")
         await d.until(lambda: d.turns()[:1] == ["a\nb"] and d.idle())
         await d.ask("second")
@@ -262,7 +249,6 @@ async def test_paste_keeps_its_lines(drive):
     from textual import events
 
     async with drive() as d:
-        await d.ready()
         d.app.post_message(events.Paste("one\ntwo\n  three"))
         await d.until(lambda: d.chat.composer.text == "one\ntwo\n  three")
         assert d.session.path == []
@@ -270,7 +256,6 @@ async def test_paste_keeps_its_lines(drive):
 
 async def test_commands_are_completed(drive):
     async with drive() as d:
-        await d.ready()
         await d.press("slash", "t", "e")
         completions = d.chat.query_one(Completions)
         assert [c.label for c in completions.found] == ["/temp [NUMBER]", "/system [TEXT|NAME]"][:1] + [
@@ -285,7 +270,6 @@ async def test_commands_are_completed(drive):
 
 async def test_arrows_choose_a_completion_and_escape_closes_them(drive):
     async with drive() as d:
-        await d.ready()
         await d.press("slash", "s", "a")
         first = d.chat.completions.choice
         await d.press("down")
@@ -297,7 +281,6 @@ async def test_arrows_choose_a_completion_and_escape_closes_them(drive):
 
 async def test_mistyped_command_says_the_nearest(drive):
     async with drive() as d:
-        await d.ready()
         await d.type("/modle", "enter")
         assert "there is no command /modle" in d.shown()
         assert "did you mean /model?" in d.shown()
@@ -308,7 +291,6 @@ async def test_attached_files_are_shown_with_their_tokens(drive, tmp_path, monke
     (tmp_path / "notes.txt").write_text("12345")
     engine = FakeEngine()
     async with drive(engine, attachments=[Attachment(name="stdin", text="piped")]) as d:
-        await d.ready()
         line = d.chat.query_one("#attachments")
         await d.until(lambda: "stdin · 5 tokens" in str(line.render()))
         await d.press("@", "n")
@@ -324,7 +306,6 @@ async def test_attached_files_are_shown_with_their_tokens(drive, tmp_path, monke
 async def test_binary_file_is_refused_and_the_input_stays(drive, tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\0\1")
     async with drive() as d:
-        await d.ready()
         await d.type(f"look @{tmp_path}/x.bin", "enter")
         assert "x.bin is a binary file" in d.shown()
         assert d.chat.composer.text.startswith("look @")
@@ -333,7 +314,6 @@ async def test_binary_file_is_refused_and_the_input_stays(drive, tmp_path):
 
 async def test_engine_error_is_shown_with_its_hint_and_the_input_restored(drive):
     async with drive(FakeEngine([[DecodeError("llama_decode failed")], ["fine"]])) as d:
-        await d.ready()
         await d.type("my question", "enter")
         await d.until(lambda: d.chat.composer.text == "my question")
         assert "llama_decode failed" in d.shown()
@@ -349,7 +329,7 @@ async def test_failed_load_is_reported_and_the_question_kept(drive):
             OutOfMemoryError("needs 9 GB, there are 2"),
         ]
     )
-    async with drive(host=host) as d:
+    async with drive(host=host, ready=False) as d:
         await d.until(lambda: "needs 8 GB" in d.shown())
         await d.type("q", "enter")
         await d.until(lambda: "needs 9 GB" in d.shown())
@@ -380,7 +360,7 @@ async def test_first_run_offers_models_and_saves_the_choice(drive, first_run, re
     if not reached:
         first_run.add("qwen3-0.6b")
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
-    async with drive(host=host) as d:
+    async with drive(host=host, ready=False) as d:
         screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
         await d.until(lambda: [row.name for row in screen.rows] == ["qwen3-0.6b", MODEL])
         await d.until(lambda: "faster than you read" in str(screen.query_one(".detail").render()))
@@ -392,7 +372,7 @@ async def test_first_run_offers_models_and_saves_the_choice(drive, first_run, re
 async def test_first_screen_offers_models_of_other_programs(drive):
     made = OllamaStore(Path.home(), gguf_bytes())
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
-    async with drive(host=host) as d:
+    async with drive(host=host, ready=False) as d:
         screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
         await d.until(lambda: screen.chosen and screen.chosen.name == made.name)
         assert "is here from Ollama" in str(screen.query_one(".first", Static).render())
@@ -415,7 +395,6 @@ async def test_full_context_offers_to_drop_or_summarise(drive, choice):
     engine = Small(lambda r: ["they talked"] if "Summarise" in r.messages[0].content else ["x" * 400],
                    info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))  # fmt: skip
     async with drive(engine) as d:
-        await d.ready()
         await d.ask("y" * 400)
         await d.ask("z" * 250)
         await d.type("w" * 200, "enter")
@@ -431,7 +410,6 @@ async def test_full_context_offers_to_drop_or_summarise(drive, choice):
 
 async def test_switching_the_model_keeps_the_conversation(drive):
     async with drive(FakeEngine([["one"], ["two"]])) as d:
-        await d.ready()
         await d.ask("q")
         await d.type("/model other", "enter")
         await d.until(lambda: d.session.conversation.model == "other")
@@ -444,7 +422,6 @@ async def test_switching_the_model_keeps_the_conversation(drive):
 async def test_ctrl_c_copies_stops_or_asks_and_leaves(drive):
     engine, gate = gated("words")
     async with drive(engine) as d:
-        await d.ready()
         d.chat.composer.fill("mark me")
         d.chat.composer.select_all()
         await d.press("ctrl+c")
@@ -464,7 +441,6 @@ async def test_marked_text_of_the_conversation_is_copied(drive):
     from textual.selection import SELECT_ALL
 
     async with drive(FakeEngine([["the answer"]])) as d:
-        await d.ready()
         await d.ask("the question")
         d.chat.selections = {d.chat.transcript: SELECT_ALL}
         await d.press("ctrl+c")
@@ -474,11 +450,10 @@ async def test_marked_text_of_the_conversation_is_copied(drive):
 
 async def test_draft_survives(drive):
     async with drive(FakeEngine()) as d:
-        await d.ready()
         await d.ask("q")
         await d.type("half a thou")
         await d.until(lambda: d.session.conversation.draft == "half a thou")
-    async with drive(FakeEngine(), continue_last=True) as d:
+    async with drive(FakeEngine(), continue_last=True, ready=False) as d:
         await d.until(lambda: d.chat.composer.text == "half a thou")
 
 
@@ -488,7 +463,6 @@ async def test_keys_are_rebound_by_their_ids(drive):
     async with drive(
         FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})
     ) as d:
-        await d.ready()
         await d.ask("q")
         await d.press("ctrl+x")
         await d.until(lambda: d.turns() == ["q", "b"])
@@ -496,7 +470,6 @@ async def test_keys_are_rebound_by_their_ids(drive):
 
 async def test_resize_wraps_anew_and_keeps_the_end(drive):
     async with drive(FakeEngine([["word " * 300]])) as d:
-        await d.ready()
         await d.ask("q")
         for size in ((40, 12), (120, 40), (80, 24)):
             await d.pilot.resize_terminal(*size)
@@ -562,7 +535,7 @@ async def test_leaving_does_not_wait_for_a_load(drive):
             loaded.set()
             return super().engine(model, options, progress)
 
-    async with drive(host=Stuck()) as d:
+    async with drive(host=Stuck(), ready=False) as d:
         await d.until(lambda: d.chat.loader.progress)
         await d.press("ctrl+q")
     assert not loaded.is_set()
@@ -571,7 +544,6 @@ async def test_leaving_does_not_wait_for_a_load(drive):
 
 async def test_typing_after_a_click_goes_to_the_composer(drive):
     async with drive(FakeEngine()) as d:
-        await d.ready()
         await d.ask("q")
         await d.pilot.click("#transcript", offset=(20, 5))
         await d.press("h", "i")
@@ -584,7 +556,6 @@ async def test_typing_after_a_click_goes_to_the_composer(drive):
 
 async def test_editor_that_cannot_be_run_is_reported_and_the_text_stays(drive):
     async with drive() as d:
-        await d.ready()
         await d.type("half a thought", "ctrl+o")
         await d.until(lambda: "cannot leave this terminal" in d.shown())
         assert d.chat.composer.text == "half a thought"
@@ -593,7 +564,6 @@ async def test_editor_that_cannot_be_run_is_reported_and_the_text_stays(drive):
 async def test_typed_text_is_prefilled_before_enter(drive):
     engine = FakeEngine([["blue light scatters"]])
     async with drive(engine) as d:
-        await d.ready()
         await d.type("Why is the sky bl")
         await d.until(lambda: engine.read)
         assert engine.read[0].messages[-1].content == "Why is the sky"
@@ -605,7 +575,6 @@ async def test_typed_joiners_are_kept(drive):
     from textual import events
 
     async with drive() as d:
-        await d.ready()
         for character in "می\u200cخواهم👨\u200d👩":
             d.chat.composer.post_message(events.Key(f"key_{ord(character):x}", character))
         await d.until(lambda: d.chat.composer.text == "می\u200cخواهم👨\u200d👩")
@@ -614,7 +583,6 @@ async def test_typed_joiners_are_kept(drive):
 async def test_message_is_queued_while_an_answer_is_written(drive):
     engine, gate = gated("so far ")
     async with drive(engine) as d:
-        await d.ready()
         await d.type("first", "enter")
         await d.until(lambda: d.chat.streaming is not None and d.chat.streaming.answer.text)
         await d.type("second", "enter")
@@ -630,7 +598,6 @@ async def test_message_is_queued_while_an_answer_is_written(drive):
 async def test_queued_message_is_taken_back(drive, key):
     engine, gate = gated("so far ")
     async with drive(engine) as d:
-        await d.ready()
         await d.type("first", "enter")
         await d.until(lambda: d.chat.streaming is not None and d.chat.streaming.answer.text)
         await d.type("second", "enter")
@@ -644,7 +611,6 @@ async def test_queued_message_is_taken_back(drive, key):
 async def test_queued_message_comes_back_after_a_failure(drive):
     gate = Gate(threading.Event())
     async with drive(FakeEngine([["so far ", gate, DecodeError("it broke")]])) as d:
-        await d.ready()
         await d.type("first", "enter")
         await d.until(lambda: d.chat.streaming is not None and d.chat.streaming.answer.text)
         await d.type("second", "enter")
@@ -657,7 +623,6 @@ async def test_long_paste_is_attached_with_its_tokens(drive):
     from textual import events
 
     async with drive() as d:
-        await d.ready()
         d.app.post_message(events.Paste("a line\n" * 60))
         line = d.chat.query_one("#attachments", Static)
         await d.until(lambda: "pasted text 1" in str(line.render()))
@@ -680,7 +645,6 @@ async def test_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, don
 
     info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=2048, n_ctx_train=32768)
     async with drive(FakeEngine(info=info)) as d:
-        await d.ready()
         d.app.post_message(events.Paste("a line\n" * 900))
         await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
         assert "of 2,048 tokens" in str(d.chat.query_one("#attachments", Static).render())
@@ -691,7 +655,6 @@ async def test_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, don
 async def test_one_question_that_is_too_long_can_be_edited(drive):
     engine = Small(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))
     async with drive(engine) as d:
-        await d.ready()
         await d.type("w" * 1600, "enter")
         await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
         await d.press("end", "enter")
@@ -704,7 +667,6 @@ async def test_start_has_one_time_and_stats_name_options_as_typed(drive):
     choices = {"n_ctx": Chosen(2048, "as asked")}
     info = msgspec.structs.replace(DEFAULT_INFO, choices=choices, load_ms=5069.0)
     async with drive(FakeEngine(info=info)) as d:
-        await d.ready()
         assert "resumed" not in d.shown()
         d.chat.run_command("/stats")
         assert d.shown().count("84 ms") == 1
@@ -715,7 +677,6 @@ async def test_start_has_one_time_and_stats_name_options_as_typed(drive):
 async def test_narrow_status_line_keeps_context_and_rate(drive):
     engine = FakeEngine([words("Hello you")], info=DEFAULT_INFO)
     async with drive(engine, size=(40, 12)) as d:
-        await d.ready()
         await d.ask("hi")
         line = str(d.chat.status.render())
         assert "context 408/4,096" in line
@@ -724,7 +685,6 @@ async def test_narrow_status_line_keeps_context_and_rate(drive):
 
 async def test_state_of_an_empty_chat_is_restored_with_its_welcome(drive):
     async with drive() as d:
-        await d.ready()
         state = unpack_state(d.chat.state_transfer.read("edgeinfer-dark", []).pack())
         d.chat.front.show_text("a remark")
         assert "F1" not in d.shown()

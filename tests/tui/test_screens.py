@@ -134,7 +134,7 @@ class TestModels:
                 self.warmed = model
 
         host = Warming()
-        async with drive(host=host) as d:
+        async with drive(host=host, ready=False) as d:
             await open_models(d)
             await d.press("ctrl+w")
             await d.until(lambda: host.warmed == MODEL)
@@ -262,7 +262,6 @@ class TestSettings:
 
     async def test_key_is_rebound_at_once_and_kept(self, drive):
         async with drive(FakeEngine([["a"], ["b"]])) as d:
-            await d.ready()
             await d.ask("q")
             screen = await self.open(d)
             listed = screen.query_one("#settings")
@@ -286,7 +285,6 @@ class TestSettings:
 class TestHelp:
     async def test_f1_opens_and_escape_leaves(self, drive):
         async with drive() as d:
-            await d.ready()
             await d.press("f1")
             await d.until(lambda: isinstance(d.app.screen, HelpScreen))
             await d.press("escape")
@@ -310,7 +308,6 @@ class TestHelp:
 
 async def test_palette_offers_the_commands(drive):
     async with drive() as d:
-        await d.ready()
         titles = [c.title for c in d.app.get_system_commands(d.chat)]
         assert "Regen" in titles
         assert "File" not in titles
