@@ -17,11 +17,11 @@ from textual.screen import Screen
 from edgeinfer.chat import commands
 from edgeinfer.chat.launch import Launch
 from edgeinfer.tui.bindings import BY_ID
-from edgeinfer.tui.conversation.chat_screen import ChatScreen
-from edgeinfer.tui.conversation.handoff import ChatHandoffSource, ChatHandoffTarget, unpack_state
-from edgeinfer.tui.conversation.view import Loader
+from edgeinfer.tui.chat_screen import ChatScreen
+from edgeinfer.tui.handoff import ChatHandoffSource, ChatHandoffTarget, unpack_state
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
+from edgeinfer.tui.view import Loader
 
 if TYPE_CHECKING:
     from textual.driver import Driver

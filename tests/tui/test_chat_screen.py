@@ -27,7 +27,7 @@ from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore
-from edgeinfer.tui.conversation.handoff import unpack_state
+from edgeinfer.tui.handoff import unpack_state
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 from edgeinfer.tui.widgets.composer import Completions

@@ -26,7 +26,7 @@ from edgeinfer.platform import process
 if TYPE_CHECKING:
     from edgeinfer.chat.launch import Launch
     from edgeinfer.tui.app import ChatApp
-    from edgeinfer.tui.conversation.handoff import ChatHandoffTarget
+    from edgeinfer.tui.handoff import ChatHandoffTarget
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ def _go_on(
     options: argparse.Namespace, host: Host, handoff: Handoff, channel: socket.socket
 ) -> ChatResult:
     """Go on with the chat of a process that started cold; SystemExit where that one keeps it."""
-    from edgeinfer.tui.conversation.handoff import ChatHandoffTarget
+    from edgeinfer.tui.handoff import ChatHandoffTarget
 
     target = ChatHandoffTarget(handoff, channel)
     if not target.chat:

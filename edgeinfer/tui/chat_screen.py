@@ -19,11 +19,11 @@ from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
+from edgeinfer.tui.actions import AppFront, TurnActions
+from edgeinfer.tui.answering import Answering
 from edgeinfer.tui.bindings import bindings
-from edgeinfer.tui.conversation.actions import AppFront, TurnActions
-from edgeinfer.tui.conversation.answering import Answering
-from edgeinfer.tui.conversation.handoff import ChatState, StateTransfer
-from edgeinfer.tui.conversation.view import Loader, Streaming, View
+from edgeinfer.tui.handoff import ChatState, StateTransfer
+from edgeinfer.tui.view import Loader, Streaming, View
 from edgeinfer.tui.widgets.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.widgets.transcript import Transcript
 

@@ -22,9 +22,9 @@ from edgeinfer.chat.presets import describe
 from edgeinfer.chat.session import Answer
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.tui.conversation.answering import Answering
-from edgeinfer.tui.conversation.view import View
+from edgeinfer.tui.answering import Answering
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark
+from edgeinfer.tui.view import View
 from edgeinfer.tui.widgets.composer import AttachmentList
 from edgeinfer.tui.widgets.transcript import Transcript
 

@@ -12,8 +12,8 @@ from edgeinfer.chat.session import Answer
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation
-from edgeinfer.tui.conversation.view import Streaming, View
 from edgeinfer.tui.drawing.entry import AnswerEntry
+from edgeinfer.tui.view import Streaming, View
 
 
 class Answering:

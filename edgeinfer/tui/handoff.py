@@ -25,8 +25,8 @@ from edgeinfer.chat.commander import Commander
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.host import Handoff
-from edgeinfer.tui.conversation.view import View
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
+from edgeinfer.tui.view import View
 from edgeinfer.tui.widgets.composer import AttachmentList, ComposerState
 
 READY, TAKE = b"r", b"t"
