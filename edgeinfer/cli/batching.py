@@ -16,13 +16,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from starlette.types import ASGIApp
 
 from edgeinfer.cli.serving import offline_endpoint
+from edgeinfer.cli.terminal import StageProgress
 from edgeinfer.cli.verbs.batch import BatchResult
 from edgeinfer.errors import (
     DiskFullError,
@@ -159,8 +160,9 @@ async def _run(
     tally = _Tally(len(todo))
     try:
         width = options.concurrency or await _width(endpoint)
-        with _progress(options, tally) as moved:
-            work = asyncio.ensure_future(_work(app, iter(todo), output, tally, width, moved))
+        quiet = options.quiet or not sys.stderr.isatty()
+        with StageProgress(sys.stderr, quiet=quiet) as progress:
+            work = asyncio.ensure_future(_work(app, iter(todo), output, tally, width, progress))
             _stop_on_ctrl_c(work)
             try:
                 await work
@@ -189,7 +191,7 @@ async def _work(
     output: int,
     tally: _Tally,
     width: int,
-    moved: Callable[[], None],
+    progress: StageProgress,
 ) -> None:
     async def worker() -> None:
         for line in todo:
@@ -200,7 +202,7 @@ async def _work(
             else:
                 _append(output, line, reply)
                 tally.count(reply)
-                moved()
+                progress.report("answering", tally.done / tally.todo)
             if tally.left_in_a_row >= _LEFT_IN_A_ROW:
                 return
 
@@ -240,29 +242,6 @@ def _stop_on_ctrl_c(work: asyncio.Future[None]) -> None:
     with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, work.cancel)
-
-
-@contextlib.contextmanager
-def _progress(options: argparse.Namespace, tally: _Tally) -> Iterator[Callable[[], None]]:
-    if options.quiet or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console  # 60 ms, only where there is a terminal
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=tally.todo, rate="")
-
-        def moved() -> None:
-            bar.update(task, completed=tally.done, rate=f"{tally.tokens / tally.seconds:.1f} tokens/s")
-
-        yield moved
 
 
 def _result(tally: _Tally, total: int, seconds: float, output: str) -> BatchResult:

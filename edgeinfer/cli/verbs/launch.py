@@ -134,26 +134,24 @@ def _known(agent: Agent) -> KnownAgent:
 def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> AgentTarget:
     """Return an endpoint with the model and a large enough context, started if necessary."""
     key = keys.own_key()
+    needs = 0 if options.anyway else agent.needs_tokens
     remote = endpoint.find(_urls(host.config), key)
     if remote is not None:
         model = host.files(options.model).name if options.model else remote.model
         n_ctx = remote.n_ctx(model)
-        if n_ctx < agent.needs_tokens and not options.anyway:
-            raise _too_small(agent, remote, model, n_ctx)
+        if n_ctx < needs:
+            raise _too_small(agent, model, n_ctx)
         return AgentTarget(url=remote.url, model=model, n_ctx=n_ctx, key=remote.key or "none")
-    typed = options.model or host.config.default_model
-    model = host.files(typed).name
-    if not options.anyway:
-        _refuse_small_model(agent, model)
-    remote, pid = endpoint.start(_serve_command(typed, options, host.config), key)
+    ref = host.resolve(options.model or host.config.default_model)
+    model = host.files(ref).name
+    if ref.pulled is not None and 0 < ref.pulled.n_ctx_train < needs:
+        raise _too_small(agent, model, ref.pulled.n_ctx_train)
+    remote, pid = endpoint.start(_serve_command(ref.text, options, host.config), key)
     n_ctx = remote.n_ctx(model)
-    if n_ctx < agent.needs_tokens and not options.anyway:
+    if n_ctx < needs:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
-        raise ServeError(
-            f"{model} got a context of {n_ctx:,} tokens here, and {agent.title} needs {_needs(agent)}",
-            hint='free some memory, or make the context smaller in it: `kv-type = "q8_0"` under [load]',
-        )
+        raise _too_small(agent, model, n_ctx)
     minutes = IDLE_EXIT_S // 60
     print(  # noqa: T201
         f"started `serve` for it: it leaves after {minutes} minutes without a request, or with "
@@ -212,51 +210,11 @@ def _free_port(wanted: int) -> int:
         return trial.getsockname()[1]  # type: ignore[no-any-return]
 
 
-def _refuse_small_model(agent: Agent, model: str) -> None:
-    from edgeinfer.models.reference import resolve
-
-    pulled = resolve(model).pulled
-    if pulled is None or not 0 < pulled.n_ctx_train < agent.needs_tokens:
-        return
-    trained = f"{model} was trained on {pulled.n_ctx_train:,} tokens"
-    raise UsageError(f"{trained}, and {agent.title} needs {_needs(agent)}", hint=_larger_models(agent))
-
-
-def _too_small(agent: Agent, remote: RemoteEndpoint, model: str, n_ctx: int) -> ServeError:
-    _refuse_small_model(agent, model)
+def _too_small(agent: Agent, model: str, n_ctx: int) -> ServeError:
+    rounded = 1 << (agent.needs_tokens - 1).bit_length()
     return ServeError(
-        f"the endpoint at {remote.url} gives {model} {n_ctx:,} tokens, and {agent.title} needs "
-        f"{_needs(agent)}",
-        hint=f"end it (`edgeinfer stop`) and start it with more: `edgeinfer serve {model} --ctx "
-        f"{_rounded(agent.needs_tokens)}`",
+        f"{model} has a context of {n_ctx:,} tokens, and {agent.title} needs {agent.needs_tokens:,} "
+        f"(its first request has {agent.first_tokens:,})",
+        hint=f"start it with more (`edgeinfer serve {model} --ctx {rounded}`), take a model trained on "
+        "more tokens (`edgeinfer list`), or pass --anyway",
     )
-
-
-def _needs(agent: Agent) -> str:
-    return f"{agent.needs_tokens:,} at least (it begins with {agent.first_tokens:,})"
-
-
-def _larger_models(agent: Agent) -> str:
-    from edgeinfer.models.catalog import load_catalog
-    from edgeinfer.models.store import list_pulled
-
-    large_enough = [m.name for m in list_pulled() if m.n_ctx_train >= agent.needs_tokens]
-    if large_enough:
-        command = f"edgeinfer launch --model {large_enough[0]} {agent.name}"
-        return f"take a model trained on more tokens: `{command}`"
-    known = [
-        m
-        for m in load_catalog().models.values()
-        if m.context_length >= agent.needs_tokens and m.size_bytes
-    ]
-    smallest = min(known, key=lambda m: m.size_bytes, default=None)
-    if smallest is None:
-        return "`edgeinfer list` shows what each model was trained on"
-    return (
-        f"pull one that was trained on more, for instance `edgeinfer pull {smallest.name}`; "
-        "--anyway tries it all the same"
-    )
-
-
-def _rounded(tokens: int) -> int:
-    return 1 << (tokens - 1).bit_length()
