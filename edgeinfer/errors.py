@@ -151,7 +151,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnsupportedConstraintError(InvalidRequestError):
-    """A schema or grammar that cannot be honoured; `param` is the place in it."""
+    """A schema or grammar that cannot be enforced; `param` is the place in it."""
 
 
 class QueueFullError(EngineError):

@@ -73,9 +73,9 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         try:
             value = msgspec.json.decode(read)
         except msgspec.DecodeError as error:
-            raise ServeError(f"{self.url} is no endpoint of edgeinfer") from error
+            raise ServeError(f"{self.url} is not an edgeinfer endpoint") from error
         if answer.status >= 400 and path != "/health":
-            raise ServeError(f"{self.url} says: {_message(value)}", hint="")
+            raise ServeError(f"{self.url} answered: {_message(value)}", hint="")
         return value
 
     def _check_listener(self, port: int) -> None:
@@ -83,7 +83,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         uids = tcp.listener_uids(port)
         if not uids or uids - {os.getuid(), 0}:
             raise ServeError(
-                f"{self.url} is no endpoint of yours: another user's program listens there",
+                f"{self.url} is not your endpoint: another user's program listens there",
                 hint="`edgeinfer serve --port N` takes another port",
             )
 
@@ -136,7 +136,7 @@ def start(command: list[str], key: str) -> tuple[RemoteEndpoint, int]:
     found = None
     while found is None:
         if os.waitpid(pid, os.WNOHANG)[0]:
-            raise ServeError(f"`serve` ended: {_last_words(log)}", hint=f"its log: {log}")
+            raise ServeError(f"`serve` exited: {_last_words(log)}", hint=f"its log: {log}")
         time.sleep(_LOOK_S)
         url = next((line["url"].split()[0] for line in _lines(log) if "url" in line), "")
         found = look_at(url, key) if url else None
@@ -155,4 +155,4 @@ def _lines(log: Path) -> Iterator[dict[str, Any]]:
 def _last_words(log: Path) -> str:
     lines = log.read_text("utf-8", "replace").strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["it said nothing"])[-1]
+    return (errors or lines or ["no message"])[-1]

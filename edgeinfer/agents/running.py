@@ -24,7 +24,8 @@ def find_program(agent: Agent) -> str:
     found = shutil.which(agent.name)
     if found is None:
         raise UsageError(
-            f"{agent.title} is not here: no `{agent.name}` on PATH", hint=f"install it: {agent.install}"
+            f"{agent.title} is not installed: no `{agent.name}` on PATH",
+            hint=f"install it: {agent.install}",
         )
     return found
 

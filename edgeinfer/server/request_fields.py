@@ -55,11 +55,10 @@ def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolCho
 
 
 def refuse_infill(info: EngineInfo, param: str) -> None:
-    """Raises InvalidRequestError for a model that cannot fill gaps."""
+    """Raise InvalidRequestError for a model without fill-in-the-middle tokens."""
     if not info.can_infill:
         raise InvalidRequestError(
-            f"{param}: {info.model} cannot fill gaps: it has no tokens for prefix, suffix and middle",
-            param=param,
+            f"{param}: {info.model} has no tokens for fill-in-the-middle", param=param
         )
 
 

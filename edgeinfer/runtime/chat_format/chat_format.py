@@ -192,7 +192,7 @@ class ChatFormat:
         for i, name in enumerate(names):
             if not name or len(name) > _MAX_NAME or not name.isprintable() or name in names[:i]:
                 raise InvalidRequestError(
-                    f"a tool's name has to be its own and at most {_MAX_NAME} long",
+                    f"a tool's name must be unique, printable and at most {_MAX_NAME} characters long",
                     param=f"tools[{i}].name",
                 )
         if choice.mode == "named" and choice.name not in names:

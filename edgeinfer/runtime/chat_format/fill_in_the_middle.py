@@ -28,7 +28,7 @@ def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
     fim = vocab.fim
     if fim is None:
         raise InvalidRequestError(
-            "this model cannot fill gaps: it has no tokens for prefix, suffix and middle",
+            "this model does not support fill-in-the-middle: its vocabulary has no tokens for it",
             param="infill",
         )
     start = [vocab.bos] if vocab.adds_bos and vocab.bos >= 0 else []

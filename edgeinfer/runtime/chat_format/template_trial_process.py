@@ -33,9 +33,7 @@ def _answer(trial: TemplateTrial) -> TemplateTraits | str:
     except ModelLoadError as error:
         return error.message
     except MemoryError:
-        return (
-            "the model's chat template is not to be trusted: its first rendering takes too much memory"
-        )
+        return "the model's chat template was refused: its first rendering takes too much memory"
 
 
 if __name__ == "__main__":

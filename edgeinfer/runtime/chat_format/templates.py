@@ -115,7 +115,7 @@ class ChatTemplate:
                 return replace(bare, traits=probe(bare))
         except (ExhaustedError, MemoryError) as error:
             reason = str(error) or "it takes too much memory"
-            raise ModelLoadError(f"the model's chat template is not to be trusted: {reason}") from error
+            raise ModelLoadError(f"the model's chat template was refused: {reason}") from error
 
     def render(
         self,
@@ -337,7 +337,7 @@ def load_untrusted(
 
 def _tried(trial: TemplateTrial) -> TemplateTraits | None:
     """Return the probed traits; None if no process can be started. Raises ModelLoadError."""
-    wrong = "the model's chat template is not to be trusted: its first rendering "
+    wrong = "the model's chat template was refused: its first rendering "
     try:
         done = subprocess.run(
             child_command(_HELPER),

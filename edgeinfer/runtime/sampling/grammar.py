@@ -95,7 +95,7 @@ class TokenMatcher:
         # a parser in error allows the end, which would pass for a whole output
         if self._matcher.is_error() or forbidden.all():
             raise UnsupportedConstraintError(
-                f"the constraint cannot be followed to its end: {_brief(self._matcher.get_error())}",
+                f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
                 param="constraint",
             )
         np.copyto(logits, -np.inf, where=forbidden)
@@ -195,7 +195,7 @@ class Constraints:
         wrong = _complaint(matcher)
         if wrong:
             raise UnsupportedConstraintError(
-                f"the {_kind(constraint)} cannot be honoured: {wrong}", param=place
+                f"the {_kind(constraint)} cannot be enforced: {wrong}", param=place
             )
         return matcher
 
@@ -215,7 +215,7 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     if complaint(normalised):
         place, words = locate(normalised, complaint)
         raise UnsupportedConstraintError(
-            f"the schema cannot be honoured at {place}: {words}", param=place
+            f"the schema cannot be enforced at {place}: {words}", param=place
         )
     return normalised
 
@@ -282,7 +282,7 @@ def _kind(constraint: Constraint | Lark) -> str:
 def _complaint(matcher: Any) -> str:
     """Return the error of a grammar in one line; "" if it allows something."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
-        return _brief(matcher.get_error()) or "nothing satisfies it"
+        return _brief(matcher.get_error()) or "no document satisfies it"
     return _brief(matcher.get_error()) if matcher.is_error() else ""
 
 

@@ -43,7 +43,7 @@ _DRAFT_4 = "http://json-schema.org/draft-04/schema"
 
 
 def _refuse(place: str, why: str) -> UnsupportedConstraintError:
-    return UnsupportedConstraintError(f"the schema cannot be honoured at {place}: {why}", param=place)
+    return UnsupportedConstraintError(f"the schema cannot be enforced at {place}: {why}", param=place)
 
 
 def _step(place: str, key: str | int) -> str:
@@ -174,7 +174,7 @@ class _Normaliser:
     def reference(self, ref: Any, holder: dict[str, Any], place: str) -> str:
         found = self.references.find(ref, holder) if isinstance(ref, str) else None
         if found is None:
-            raise _refuse(place, f"nothing in the schema is at {ref!r}, and no other document is read")
+            raise _refuse(place, f"the schema has no {ref!r}, and other documents are not read")
         name = _name(found[1])
         if name not in self.definitions:
             self.definitions[name] = None
@@ -195,7 +195,7 @@ class _Normaliser:
         is_open = "patternProperties" in made or made.get("additionalProperties", True) is not False
         if wanted > max(1, certain) and is_open:
             raise _refuse(
-                _step(place, "minProperties"), "names that are not listed as required cannot be counted"
+                _step(place, "minProperties"), "properties beyond the required ones cannot be counted"
             )
 
     def keyword(self, key: str, part: Any, place: str, depth: int) -> Any:
@@ -209,7 +209,7 @@ class _Normaliser:
         if key in _PLAIN:
             is_valid, rule = _PLAIN[key]
             if not is_valid(part):
-                raise _refuse(place, f"it has to be {rule}")
+                raise _refuse(place, f"it must be {rule}")
             return part
         if key in _NUMBERS:
             return self.number(part, place)
@@ -222,21 +222,21 @@ class _Normaliser:
 
     def map(self, part: Any, place: str, depth: int) -> dict[str, Any]:
         if not isinstance(part, dict):
-            raise _refuse(place, "it has to be an object of schemas")
+            raise _refuse(place, "it must be an object of schemas")
         return {name: self.schema(sub, _step(place, name), depth + 1) for name, sub in part.items()}
 
     def list(self, part: Any, place: str, depth: int) -> list[Any]:
         if not isinstance(part, list):
-            raise _refuse(place, "it has to be a list of schemas")
+            raise _refuse(place, "it must be a list of schemas")
         return [self.schema(sub, _step(place, i), depth + 1) for i, sub in enumerate(part)]
 
     def number(self, part: Any, place: str) -> Any:
         if isinstance(part, bool) and self.draft_4:
             return part  # draft 4's exclusiveMinimum
         if isinstance(part, bool) or not isinstance(part, (int, float)):
-            raise _refuse(place, "it has to be a number")
+            raise _refuse(place, "it must be a number")
         if place.endswith("/multipleOf") and part <= 0:
-            raise _refuse(place, "it has to be greater than 0")
+            raise _refuse(place, "it must be greater than 0")
         return part
 
     def type(self, part: Any, place: str) -> Any:
@@ -373,7 +373,9 @@ def normalise(schema: Any) -> dict[str, Any]:
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise _refuse("#", "a schema is an object" if schema is not False else "nothing satisfies it")
+        raise _refuse(
+            "#", "a schema is an object" if schema is not False else "no document satisfies it"
+        )
     made = _Normaliser(schema).whole(schema)
     if not _has_finite(made, made.get("$defs", {})):
         raise _refuse("#", "no finite document satisfies it")

@@ -1,4 +1,4 @@
-"""Constrained output: what a mask allows is what validates, and what cannot be honoured is refused with
+"""Constrained decoding: what a mask allows validates, and what cannot be enforced is refused with
 its place.
 """
 

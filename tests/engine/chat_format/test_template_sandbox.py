@@ -146,7 +146,7 @@ def test_unknown_template_is_probed_in_a_limited_child():
     greedy = "{% set s='🙂'*30000000 %}{{ s|length }}"  # within the fuel, but not within the child
     with pytest.raises(ModelLoadError) as caught:
         load_untrusted(greedy, "", "", memory_bytes=110 << 20)
-    assert "not to be trusted: it takes too much memory" in caught.value.message
+    assert "was refused: it takes too much memory" in caught.value.message
     with pytest.raises(ModelLoadError) as caught:
         load_untrusted("{% for %}", "", "")
     assert "does not parse" in caught.value.message
