@@ -30,7 +30,7 @@ GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 #: The name of this process among those that pytest's `-n` started, or nothing.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 #: The folders whose files take longest, in that order.
-_LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "engine", "http"))}
+_LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "engine", "server"))}
 #: What `--fast` leaves out: tests with these marks; tests that reach these fixtures, which need a model, build the shipped
 #: file or draw the chat; tests that import these packages, which the environment of `make lint` has not; and tests
 #: that start a program.

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -293,45 +292,6 @@ def test_a_full_disk_ends_the_run_and_says_that_it_goes_on(files, monkeypatch):
     assert len(_answers(paths[1])) == 3
     result, _ = _run(paths)
     assert (result.done, result.skipped) == (3, 3)
-
-
-@pytest.mark.model
-def test_after_a_kill_nothing_is_lost_and_nothing_is_doubled(files, smollm2, until):
-    paths = files(*(_chat(f"say {n}") for n in range(12)))
-    words = [
-        "batch",
-        *paths,
-        "--model",
-        str(smollm2),
-        "--threads",
-        "1",
-        "--ctx",
-        "1024",
-        "--parallel",
-        "2",
-        "--quiet",
-        "--json",
-    ]
-    code = "import sys; from edgeinfer.cli.main import main; sys.exit(main())"
-
-    def lines() -> int:
-        return len(_lines(paths[1]))
-
-    for wanted in (2, 5):
-        with subprocess.Popen(
-            [sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process:
-            until(lambda wanted=wanted: lines() >= wanted, "some answers", 120)
-            process.send_signal(signal.SIGKILL)
-    killed_at = lines()
-    assert killed_at >= 5
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
-    )
-    result = json.loads(done.stdout)["result"]
-    assert result["skipped"] + result["done"] == 12
-    assert result["skipped"] >= killed_at - 1
-    assert set(_answers(paths[1])) == {f"say {n}" for n in range(12)}
 
 
 def test_the_input_is_refused_as_output(tmp_path):

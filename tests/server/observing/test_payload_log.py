@@ -89,21 +89,6 @@ def test_payloads_are_written_only_when_asked_with_secrets_cut_out(serve, tmp_pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_every_way_to_ask_a_model_is_written(serve, tmp_path, until):
-    path = tmp_path / "p"
-    here = serve(FakeEngine(), payloads=PayloadLog(path))
-    here.client.get("/infer", params={"prompt": "three colours"})
-    here.client.post("/v1/embeddings", json={"input": "river"})
-    here.client.post("/v1/rerank", json={"query": "red", "documents": ["a red cat", "a dog"]})
-    here.client.post("/tokenize", json={"content": "hi"})
-    here.client.get("/v1/models")
-    infer, embedded, ranked, tokens = _lines(path, until, 4)
-    assert (infer["request"]["prompt"], infer["answer"]["result"]) == ("three colours", "Hello world")
-    assert len(embedded["answer"]["data"][0]["embedding"]) == 8
-    assert ranked["answer"]["results"][0]["index"] == 0
-    assert tokens["answer"]["tokens"] == [104, 105]
-
-
 @pytest.mark.parametrize(
     ("body", "outcome", "request_shown"),
     [

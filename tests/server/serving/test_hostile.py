@@ -203,17 +203,6 @@ def test_a_disconnect_before_a_whole_answer_cancels(serve, until):
     assert here.chat().json()["choices"][0]["message"]["content"] == "next"
 
 
-def test_several_answers_are_all_cancelled_together(serve, until):
-    gate = Gate(threading.Event())
-    engine = FakeEngine([["a", gate, "b"]])
-    here = serve(engine)
-    body = json.dumps(json.loads(STREAM) | {"n": 4}).encode()
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
-        client.sendall(_post(body))
-        until(lambda: engine.metrics().running == 4, "all four to run")
-    until(lambda: engine.metrics().cancelled_total == 4, "all four to be cancelled")
-
-
 def test_pipelined_requests_are_answered_in_order(serve, raw_exchange):
     here = serve(FakeEngine([["one"], ["two"]]))
     with socket.create_connection(("127.0.0.1", here.port)) as client:
