@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -89,27 +89,45 @@ def step_back() -> None:
     process.step_back()
 
 
+@contextlib.contextmanager
+def new_generation(
+    name: str, need_bytes: int, config: SnapshotsConfig, progress: Progress
+) -> Iterator[Path]:
+    """Make and lock the folder of a name's next snapshot; then remove the one before.
+
+    The folder is removed if building fails. Raises DiskFullError, SnapshotUnsafeError.
+    """
+    root = paths.private_dir(paths.snapshots_dir())
+    format.refuse_unsafe_ancestors(str(root))
+    with locked(build_lock(root, name), lambda: progress("wait for another warm of this model", None)):
+        sweep(root)
+        registry.make_room(root, need_bytes, config, keep=name)
+        refuse_full(root, name, need_bytes, config)
+        folder = root / format.folder_name(name, time.time_ns(), fingerprint.program_tag())
+        folder.mkdir(mode=0o700)
+        try:
+            with locked(folder / format.LOCK):
+                yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        registry.forget_failure(name)
+        registry.drop_older(root, name)
+    registry.prune_to_limit(root, config, keep=name)
+
+
 def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
     """Build, publish, and remove the snapshot of that name before; its processes go on.
 
     Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and as loading does.
     """
     found = criu.available()
-    root = paths.private_dir(paths.snapshots_dir())
-    format.refuse_unsafe_ancestors(str(root))
-    with locked(
-        build_lock(root, order.name), lambda: progress("wait for another warm of this model", None)
-    ):
-        sweep(root)
-        registry.make_room(root, _need_bytes(order), config, keep=order.name)
-        refuse_full(root, order, config)
-        depends_on = order.depends_on
-        folder = root / format.folder_name(order.name, time.time_ns(), fingerprint.program_tag())
+    with new_generation(order.name, _need_bytes(order), config, progress) as folder:
         request = BuildRequest(
             name=order.name,
             model=order.model,
             requested=snapshot_options(order.options),
-            depends_on=depends_on,
+            depends_on=order.depends_on,
             system=order.system,
             criu=found.criu,
             version=found.version,
@@ -125,18 +143,18 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
                 adapters=order.adapters,
             ),
         )
-        failure = registry.Failure(
-            name=order.name, model=order.model, message="", at_s=time.time(), depends_on=depends_on
-        )
         try:
-            details = _run_builder(folder, request, progress)
+            return run_builder(folder, request, progress)
         except EdgeInferError as error:
-            registry.record_failure(msgspec.structs.replace(failure, message=error.message), error)
+            failure = registry.Failure(
+                name=order.name,
+                model=order.model,
+                message=error.message,
+                at_s=time.time(),
+                depends_on=request.depends_on,
+            )
+            registry.record_failure(failure, error)
             raise
-        registry.forget_failure(order.name)
-        registry.drop_older(root, order.name)
-    registry.prune_to_limit(root, config, keep=order.name)
-    return details
 
 
 def repack_choice(
@@ -154,14 +172,13 @@ def repack_choice(
     return options, "repacked where llama.cpp can: the snapshot keeps the result"
 
 
-def refuse_full(root: Path, order: Order, config: SnapshotsConfig) -> None:
-    """Raise DiskFullError when building would leave less free than the margin."""
-    need, free = _need_bytes(order), free_bytes(root)
-    if free - need < config.disk_margin_gib * _GIB:
+def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig) -> None:
+    """Raise DiskFullError if the snapshot would leave less free than the margin."""
+    free = free_bytes(root)
+    if free - need_bytes < config.disk_margin_gib * _GIB:
         raise DiskFullError(
-            f"a snapshot of {order.model} needs about {format_bytes(need)} and "
-            f"{format_bytes(free)} are free; "
-            f"{config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
+            f"the snapshot {name} needs about {format_bytes(need_bytes)} and {format_bytes(free)} are "
+            f"free; {config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
         )
 
 
@@ -194,16 +211,6 @@ def sweep(root: Path) -> None:
             continue
         if not is_locked(folder / format.LOCK):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run_builder(folder: Path, request: SnapshotRequest, progress: Progress) -> Details:
-    folder.mkdir(mode=0o700)
-    try:
-        with locked(folder / format.LOCK):
-            return run_builder(folder, request, progress)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def run_builder(

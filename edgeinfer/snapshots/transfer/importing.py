@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import msgspec
 
 from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.config.load_options import DRAFT, LOAD_OPTIONS, LORA
-from edgeinfer.errors import DiskFullError, SnapshotStaleError
+from edgeinfer.errors import SnapshotStaleError
 from edgeinfer.host import Host
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
@@ -28,9 +27,9 @@ from edgeinfer.models.names import Reference, parse_reference, sanitize_file_nam
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import free_bytes, locked, need_room, room_errors, sha256_of, stamps, sync
+from edgeinfer.platform.disk import need_room, room_errors, sha256_of, stamps, sync
 from edgeinfer.runtime.options import Adapter, LoadOptions
-from edgeinfer.snapshots import criu, fingerprint, format, registry
+from edgeinfer.snapshots import criu, format
 from edgeinfer.snapshots.build import criu_images, jobs
 from edgeinfer.snapshots.build.jobs import Progress
 from edgeinfer.snapshots.build.relocate import Places
@@ -48,10 +47,8 @@ from edgeinfer.snapshots.transfer.description import (
     corrupt,
 )
 from edgeinfer.snapshots.transfer.relocator import ARRIVED, ImportRequest
-from edgeinfer.units import format_bytes
 
 _RELOCATOR = "edgeinfer.snapshots.transfer.relocator"
-_GIB = 1 << 30
 
 
 class Importing:
@@ -69,25 +66,28 @@ class Importing:
         self._criu = criu.available()
 
     def run(self) -> Details:
-        """Raises SnapshotStaleError where it does not fit, SnapshotCorruptError, DiskFullError,
-        RestoreError, DumpError, and what pulling the model raises."""
+        """Import, publish, and remove the snapshot of that name before.
+
+        Raises SnapshotStaleError if it does not fit, SnapshotCorruptError, DiskFullError, RestoreError,
+        DumpError, and what pulling the model raises.
+        """
         what = self._what
         self._progress("compare", None)
         description.refuse_other_machine(what.requirements, self._libraries(), self._criu.version)
         self._placing.refuse_other_options()
         self._check([*self._placing.missing(), *self._layers("weights", "snapshot")])
         placed = self._placing.place()
-        root = paths.private_dir(paths.snapshots_dir())
-        format.refuse_unsafe_ancestors(str(root))
-        with locked(jobs.build_lock(root, what.name)):
-            jobs.sweep(root)
-            self._make_room(root)
-            folder = root / format.folder_name(what.name, time.time_ns(), fingerprint.program_tag())
-            details = self._published(folder, placed)
-            registry.forget_failure(what.name)
-            registry.drop_older(root, what.name)
-        registry.prune_to_limit(root, self._config, keep=what.name)
-        return details
+        need = what.buffers_bytes + sum(
+            2 * layer.unpacked for layer in what.layers if layer.role == "snapshot"
+        )
+        with (
+            jobs.new_generation(what.name, need, self._config, self._progress) as folder,
+            room_errors(folder, "nothing of the snapshot is kept"),
+        ):
+            self._arrive(folder)
+            moved = self._folders(str(folder)) | placed
+            self._rewrite(folder, moved)
+            return jobs.run_builder(folder, self._request(moved), self._progress, _RELOCATOR)
 
     def order(self, host: Host) -> jobs.Order:
         """Have models and adapters here, and say what to build for the same snapshot.
@@ -120,20 +120,6 @@ class Importing:
         real = description.folder_map(what.real_places, description.without_symlinks(ours))
         return real | description.folder_map(what.places, ours)
 
-    def _make_room(self, root: Path) -> None:
-        what = self._what
-        need = what.buffers_bytes + sum(
-            2 * layer.unpacked for layer in what.layers if layer.role == "snapshot"
-        )
-        registry.make_room(root, need, self._config, keep=what.name)
-        free = free_bytes(root)
-        if free - need < self._config.disk_margin_gib * _GIB:
-            raise DiskFullError(
-                f"importing {what.name} needs about {format_bytes(need)} and {format_bytes(free)} "
-                "are free; "
-                f"{self._config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
-            )
-
     def _check(self, layers: list[LayerBlob]) -> None:
         for number, (layer, blob) in enumerate(layers):
             self._progress("check", number / len(layers))
@@ -141,18 +127,6 @@ class Importing:
 
     def _layers(self, *roles: str) -> Iterable[LayerBlob]:
         return (pair for pair in self._offer.layers if pair[0].role in roles)
-
-    def _published(self, folder: Path, placed: dict[str, str]) -> Details:
-        folder.mkdir(mode=0o700)
-        try:
-            with locked(folder / format.LOCK), room_errors(folder, "nothing of the snapshot is kept"):
-                self._arrive(folder)
-                moved = self._folders(str(folder)) | placed
-                self._rewrite(folder, moved)
-                return jobs.run_builder(folder, self._request(moved), self._progress, _RELOCATOR)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
 
     def _arrive(self, folder: Path) -> None:
         self._progress("unpack", None)
