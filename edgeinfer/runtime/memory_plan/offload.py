@@ -18,8 +18,6 @@ from edgeinfer.units import format_bytes
 #: of the free memory.
 _MARGIN_BYTES = 256 << 20
 _MARGIN_SHARE = 16
-#: Steps of the search for an even filling of several devices.
-_BALANCING = 20
 #: Share of the layers to try after a device had no room.
 _FEWER = 0.75
 
@@ -89,7 +87,8 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
     sizes = _sizes(shape, plan)
     if wanted != "auto":
         n_layers = n_all if wanted == "all" else min(int(wanted), n_all)
-        return _asked(sizes, rooms, n_layers, n_all)
+        parts = _spread(sizes, rooms, n_layers, n_all, 0, must_fit=False)  # loading will show
+        return _offload(parts, n_all, 0, "as asked")
     for n_without in range(shape.n_layer + 1 if sizes.experts else 1):
         if parts := _spread(sizes, rooms, n_all, n_all, n_without):
             reason = "all of it fits" if not n_without else "all but these experts fits"
@@ -108,15 +107,8 @@ def fewer(shape: Shape, plan: Plan, rooms: tuple[Room, ...], failed: Offload) ->
         n_layers = int(n_layers * _FEWER)
     if not n_layers:
         return make_offload(shape, plan, rooms, "none")
-    parts = _placed(sizes, _even(rooms, n_layers), rooms, n_layers, failed.n_all, n_without)
+    parts = _spread(sizes, rooms, n_layers, failed.n_all, n_without, must_fit=False)
     return _offload(parts, failed.n_all, n_without, f"no room for {failed.n_layers}")
-
-
-def _asked(sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int) -> Offload:
-    """Place `n_layers` by the devices' memory, even if they do not fit: loading will show."""
-    parts = _spread(sizes, rooms, n_layers, n_all, 0)
-    parts = parts or _placed(sizes, _even(rooms, n_layers), rooms, n_layers, n_all, 0)
-    return _offload(parts, n_all, 0, "as asked")
 
 
 def _offload(parts: tuple[DeviceShare, ...], n_all: int, n_without: int, reason: str) -> Offload:
@@ -168,48 +160,28 @@ def _layers(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[in
 
 
 def _spread(
-    sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int
+    sizes: _Sizes,
+    rooms: tuple[Room, ...],
+    n_layers: int,
+    n_all: int,
+    n_without: int,
+    *,
+    must_fit: bool = True,
 ) -> tuple[DeviceShare, ...]:
-    """Fill each device to the same share; () if the layers do not fit."""
+    """Spread layers by the devices' usable memory; () if they do not fit but must."""
     usable = [_usable(room, sizes, n_layers, n_all) for room in rooms]
-    weights = _layers(sizes, n_layers, n_all, n_without)
-    counts = _filled(weights, sizes.kv, usable, 1.0)
-    if counts is None:
-        return ()
-    low, high = 0.0, 1.0
-    for _ in range(_BALANCING if len(rooms) > 1 else 0):
-        share = (low + high) / 2
-        found = _filled(weights, sizes.kv, usable, share)
-        if found is None:
-            low = share
-        else:
-            counts, high = found, share
-    return _placed(sizes, counts, rooms, n_layers, n_all, n_without)
+    counts = _counts(usable if any(usable) else [room.free_bytes for room in rooms], n_layers)
+    parts = _placed(sizes, counts, rooms, n_layers, n_all, n_without)
+    bounds = {room.name: most for room, most in zip(rooms, usable, strict=True)}
+    fits = all(part.weights_bytes + part.kv_bytes <= bounds[part.device] for part in parts)
+    return parts if fits or not must_fit else ()
 
 
-def _filled(weights: list[int], kv: int, usable: list[int], share: float) -> list[int] | None:
-    """Count each device's layers, one device after the other; None if some are left."""
-    counts = [0] * len(usable)
-    device, used = 0, 0.0
-    for i, weight in enumerate(weights):
-        size = weight + (kv if i < len(weights) - 1 else 0)
-        while device < len(usable) and used + size > usable[device] * share:
-            device, used = device + 1, 0.0
-        if device == len(usable):
-            return None
-        counts[device] += 1
-        used += size
-    return counts
-
-
-def _even(rooms: tuple[Room, ...], n_layers: int) -> list[int]:
-    total = sum(room.free_bytes for room in rooms) or len(rooms)
-    ends, seen = [], 0
-    for room in rooms:
-        seen += room.free_bytes
-        ends.append(round(n_layers * seen / total))
-    ends[-1] = n_layers
-    return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+def _counts(memory: list[int], n_layers: int) -> list[int]:
+    """Split `n_layers` by memory."""
+    total = sum(memory) or 1
+    ends = [n_layers * sum(memory[: i + 1]) // total for i in range(len(memory) - 1)]
+    return [end - begin for begin, end in zip([0, *ends], [*ends, n_layers], strict=True)]
 
 
 def _placed(
