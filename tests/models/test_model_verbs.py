@@ -81,7 +81,7 @@ def test_cached_prefixes_go_with_their_model(local: Path, capsys) -> None:
     assert [folder.exists() for folder in folders] == [False, True]
 
 
-def test_sources_are_recognized_by_form(local: Path, capsys) -> None:
+def test_model_verbs_print_text(local: Path, capsys) -> None:
     code, out, err = run(capsys, "pull", str(local), "--name", "mine")
     assert code == 0
     assert out.startswith("mine is here:")
