@@ -19,6 +19,7 @@ from edgeinfer.platform import paths
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 
@@ -108,14 +109,10 @@ def split_parts(path: Path) -> list[Path]:
 
 def split_names(file_name: str) -> list[str]:
     """List the names of all parts from one of them, 999 at most; [] for another name."""
-    stem = file_name.removesuffix(".gguf")
-    head, of, count = stem.rpartition("-of-")
-    prefix, dash, index = head.rpartition("-")
-    if not (of and dash and len(count) == len(index) == 5 and count.isdecimal() and index.isdecimal()):
+    match = _PART.fullmatch(file_name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]) <= 999:
         return []
-    if not 1 <= int(index) <= int(count) <= 999:
-        return []
-    return [f"{prefix}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
+    return [f"{match[1]}-{n:05}-of-{match[3]}.gguf" for n in range(1, int(match[3]) + 1)]
 
 
 def combined_digest(digests: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.errors import CatalogError, UsageError
 from edgeinfer.models import names, sources, store
-from edgeinfer.models.reference import ModelRef, resolve
+from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
@@ -28,10 +28,19 @@ def remove(text: str, *, forget: bool = False) -> RemovedModel:
 
     Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for an external store's.
     """
-    found = _removable(text)
+    try:
+        found = resolve(text)
+    except CatalogError:  # a record that cannot be read is removed like any other
+        found = None
+    if found is not None and found.external is not None:
+        raise UsageError(
+            f"{found.name} belongs to {found.external.store}, and nothing there is ever written",
+            hint=f"remove it with {found.external.store}",
+        )
     if found is not None and found.kind == "absent" and sources.looks_like_source(text):
         raise found.absence()
-    ref = found.pulled.reference if found is not None and found.pulled else names.parse_reference(text)
+    pulled = found.pulled if found is not None else None
+    ref = pulled.reference if pulled is not None else names.parse_reference(text)
     with model_lock(ref):
         folder, partial = names.folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
         pinned = forget and store.pins_path(ref).exists()
@@ -42,7 +51,8 @@ def remove(text: str, *, forget: bool = False) -> RemovedModel:
                 adapter.unlink()
                 return RemovedModel(name=str(ref), freed_bytes=freed)
             raise resolve(text).absence()
-        left = _files_in_place(folder)
+        files = pulled.files if pulled is not None else ()
+        left = tuple(file.path for file in files if file.path.startswith("/"))
         freed = _bytes_under(folder) + _bytes_under(partial)
         (folder / store.RECORD).unlink(missing_ok=True)
         for place in (folder, partial):
@@ -50,28 +60,6 @@ def remove(text: str, *, forget: bool = False) -> RemovedModel:
         if forget:
             store.forget_pins(ref)
     return RemovedModel(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
-
-
-def _removable(text: str) -> ModelRef | None:
-    """Resolve a removable model; None if its record cannot be read."""
-    try:
-        ref = resolve(text)
-    except CatalogError:
-        return None
-    if ref.external is not None:
-        raise UsageError(
-            f"{ref.name} belongs to {ref.external.store}, and nothing there is ever written",
-            hint=f"remove it with {ref.external.store}",
-        )
-    return ref
-
-
-def _files_in_place(folder: Path) -> tuple[str, ...]:
-    try:
-        record = store.read_record(folder)
-    except CatalogError:
-        return ()
-    return tuple(file.path for file in record.files if file.path.startswith("/")) if record else ()
 
 
 def _bytes_under(folder: Path) -> int:

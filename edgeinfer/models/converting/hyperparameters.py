@@ -132,23 +132,14 @@ def _rope_metadata(config: Values, head_dim: int) -> Values:
             keys["rope.scaling.original_context_length"] = original
         return keys
     if kind in ("longrope", "su"):
-        return keys | _longrope(config, rope)
+        key = "original_max_position_embeddings"
+        original = int(config.get(key) or rope.get(key) or config["max_position_embeddings"])
+        scale = int(config["max_position_embeddings"]) / original
+        factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+        keys["rope.scaling.original_context_length"] = original
+        keys["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or factor)
+        return keys
     raise ConversionError(f"config.json: rope scaling {kind!r} is none of {_KNOWN}")
-
-
-def _longrope(config: Values, rope: Values) -> Values:
-    original = _original_context(config, rope)
-    scale = int(config["max_position_embeddings"]) / original
-    factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
-    return {
-        "rope.scaling.original_context_length": original,
-        "rope.scaling.attn_factor": float(rope.get("attention_factor") or factor),
-    }
-
-
-def _original_context(config: Values, rope: Values) -> int:
-    key = "original_max_position_embeddings"
-    return int(config.get(key) or rope.get(key) or config["max_position_embeddings"])
 
 
 def rope_tensors(config: Values, head_dim: int) -> dict[str, Array]:

@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
@@ -44,26 +45,29 @@ def fetch(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) 
 
 
 def _extract(wheel: Path, member: zipfile.ZipInfo, descriptor: int, done: int, job: Job) -> int:
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-            while chunk := source.read(_COPY_BYTES):
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-                done += len(chunk)
-                job.at(done)
-    except zipfile.BadZipFile as error:
-        wheel.unlink(missing_ok=True)
-        raise DownloadError(f"{wheel.name} is damaged: {error}") from error
+    with _opened(wheel) as archive, archive.open(member) as source:
+        while chunk := source.read(_COPY_BYTES):
+            view = memoryview(chunk)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            done += len(chunk)
+            job.at(done)
     return done
 
 
 def _member(wheel: Path, part: WheelFile) -> zipfile.ZipInfo:
+    with _opened(wheel) as archive:
+        try:
+            return archive.getinfo(part.path)
+        except KeyError as error:
+            raise SourceNotFoundError(f"{part.package} {part.version} holds no {part.path}") from error
+
+
+@contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            return archive.getinfo(part.path)
-    except KeyError as error:
-        raise SourceNotFoundError(f"{part.package} {part.version} holds no {part.path}") from error
+            yield archive
     except zipfile.BadZipFile as error:
         wheel.unlink(missing_ok=True)
         raise DownloadError(f"{wheel.name} is damaged: {error}") from error
