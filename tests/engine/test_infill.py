@@ -100,7 +100,7 @@ def test_a_text_longer_than_the_context_is_cut_and_leaves_room_for_the_answer(lo
 def test_a_model_without_the_tokens_says_so(load):
     engine = load()
     assert not engine.info.can_infill
-    with pytest.raises(InvalidRequestError, match="no tokens for prefix, suffix and middle"):
+    with pytest.raises(InvalidRequestError, match="fill-in-the-middle"):
         engine.submit(GenerateRequest(infill=Infill(prefix="x")))
 
 
