@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
-from edgeinfer.runtime.chat_format.chat_format import ChatFormat, load_chat_format
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.chat_format.control_tokens import unmarked
-from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch

@@ -120,6 +120,10 @@ class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="typ
     name: str = ""
 
 
+#: What a parser makes of an answer's text.
+Parsed = TextDelta | ReasoningDelta | ToolCallDelta
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
     """The end. `stop_sequence` is the stop string that ended it, if one did."""
 

@@ -25,7 +25,6 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
-from edgeinfer.runtime.chat_format.prepared import Prepared, TemplateFacts
 from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.templates import (
@@ -52,6 +51,42 @@ _MAX_TOOLS = 128
 _MAX_NAME = 128
 #: Calls that a prompt shows where the template has no words for tools: small models copy what they see.
 _EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request with messages, ready for the engine.
+
+    `prompt` is tokenized by `ChatFormat.tokenize`. `constraint` replaces the request's: it is set if a
+    tool call is required, or if the request's waits for a reasoning span. `stop` adds to the request's.
+    `parser` is None if the text needs none. `reasoning_close` ends a reasoning span.
+    """
+
+    prompt: str
+    parser: ReasoningParser | None = None
+    constraint: Constraint | Lark | None = None
+    reasoning_close: str = ""
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateFacts:
+    """What a model's file says about its chat format; `template` may be "".
+
+    `named_templates`: further ones by name (`tool_use`, …). `add_bos`: the model wants BOS before the
+    prompt (`llama_vocab_get_add_bos`); it is added if the template leaves it out. `guard_content`:
+    control tokens come from the template alone.
+    """
+
+    template: str
+    named_templates: dict[str, str]
+    architecture: str
+    name: str
+    bos_text: str
+    eos_text: str
+    vocab: Vocab
+    add_bos: bool = False
+    guard_content: bool = True
 
 
 @dataclass(frozen=True, slots=True)

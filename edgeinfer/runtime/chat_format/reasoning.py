@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeinfer.runtime.chat_format.prepared import Parsed, StreamParser
 from edgeinfer.runtime.chat_format.tool_call_formats import could_become, held_back
-from edgeinfer.runtime.events import ReasoningDelta, TextDelta
+from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
+from edgeinfer.runtime.events import Parsed, ReasoningDelta, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,16 @@ def is_open(prompt: str, span: ReasoningSpan) -> bool:
 
 
 class ReasoningParser:
-    """Split off a span, and feed the rest to `inner` (None: it is text)."""
+    """Split off a span, and feed the rest to `inner` (None: it is text).
+
+    Used from the decode loop's thread alone; never raises on model output. `special_tokens`: whether
+    `feed` needs control tokens as text.
+    """
 
     def __init__(
         self,
         span: ReasoningSpan,
-        inner: StreamParser | None,
+        inner: CallParser | None,
         *,
         opened: bool,
         special_tokens: bool = False,

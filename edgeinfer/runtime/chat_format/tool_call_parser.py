@@ -11,7 +11,6 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Sequence
 
-from edgeinfer.runtime.chat_format.prepared import Parsed
 from edgeinfer.runtime.chat_format.tool_call_formats import (
     ToolFormat,
     could_become,
@@ -19,7 +18,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     held_back,
 )
 from edgeinfer.runtime.chat_format.tool_call_readers import ObjectReader, Tools, python_calls, xml_calls
-from edgeinfer.runtime.events import TextDelta, ToolCallDelta
+from edgeinfer.runtime.events import Parsed, TextDelta, ToolCallDelta
 from edgeinfer.runtime.randomness import random_bytes
 
 _ALPHABET = string.ascii_letters + string.digits

@@ -9,9 +9,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.runtime.chat_format.prepared import AnswerParser, Parsed
+from edgeinfer.runtime.chat_format.reasoning import ReasoningParser
 from edgeinfer.runtime.chat_format.tool_call_formats import held_back
-from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
+from edgeinfer.runtime.events import (
+    Logprob,
+    Parsed,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprobs,
+    ToolCallDelta,
+)
 from edgeinfer.runtime.llama.vocab import Vocab
 
 
@@ -30,7 +37,7 @@ def token_logprobs(
 class Output:
     """One generation's way from tokens to events. The decode thread alone."""
 
-    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
+    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: ReasoningParser | None) -> None:
         self._vocab, self._parser = vocab, parser
         self._text = TextStream(stops)
         self._special = parser is not None and parser.special_tokens

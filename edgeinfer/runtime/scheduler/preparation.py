@@ -7,9 +7,8 @@ import time
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
-from edgeinfer.runtime.chat_format.chat_format import ChatFormat
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat, Prepared
 from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
-from edgeinfer.runtime.chat_format.prepared import Prepared
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.chat_format.chat_format import load_chat_format
-from edgeinfer.runtime.chat_format.prepared import TemplateFacts
+from edgeinfer.runtime.chat_format.chat_format import TemplateFacts, load_chat_format
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.requests import (
     Choice,

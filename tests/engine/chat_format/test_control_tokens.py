@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.runtime.chat_format.chat_format import ChatFormat, load_chat_format
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.chat_format.control_tokens import MARK, ControlTokens, unmarked
-from edgeinfer.runtime.chat_format.prepared import TemplateFacts
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall
 
