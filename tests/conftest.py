@@ -32,10 +32,10 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 #: The folders whose files take longest, in that order.
 _LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "engine", "server"))}
 #: What `--fast` leaves out: tests with these marks; tests that reach these fixtures, which need a model, build the shipped
-#: file or draw the chat; tests that import these packages, which the environment of `make lint` has not; and tests
+#: file, draw the chat or download; tests that import these packages, which the environment of `make lint` has not; and tests
 #: that start a program.
 _SLOW_MARKS = ("model", "criu", "binary", "slow")
-_SLOW_FIXTURES = ("smollm2", "gemma3", "lavapipe", "place", "binary", "drive", "snap_compare")
+_SLOW_FIXTURES = ("smollm2", "gemma3", "lavapipe", "place", "binary", "drive", "snap_compare", "server")
 _LARGE_PACKAGES = "llama_cpp anthropic botocore flask kubernetes_validate moto ollama openai PyInstaller ray schemathesis".split()
 _STARTS_A_PROGRAM = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 #: Session fixtures that take many seconds: the shipped file built, and a warm home each of a user and of root.
