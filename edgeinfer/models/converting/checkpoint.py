@@ -132,16 +132,6 @@ def to_float32(values: Array, dtype: str) -> npt.NDArray[np.float32]:
     return values.astype(np.float32, copy=False)
 
 
-#: Names of quantized packings that are refused, by `quant_method` of config.json.
-_PACKED = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "FP8",
-    "mxfp4": "MXFP4",
-}
-
 Config = dict[str, Any]
 
 
@@ -265,7 +255,7 @@ def _refuse_packed(config: Config) -> None:
     if isinstance(packed, dict):
         method = str(packed.get("quant_method", "an unknown method"))
         raise ConversionError(
-            f"the checkpoint is quantized with {_PACKED.get(method, method)}, which is not read here",
+            f"the checkpoint is quantized with {method}, which is not read here",
             hint="pull the repository it was made from and quantize that (`edgeinfer pull OWNER/REPO "
             "--quantize Q4_K_M`), or one that has GGUF files",
         )

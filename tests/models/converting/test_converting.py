@@ -249,10 +249,10 @@ REFUSED = {
     "architecture NovelForCausalLM, which is not converted; known: LlamaForCausalLM": lambda folder: (
         config_with(folder, architectures=["NovelForCausalLM"])
     ),
-    "quantized with GPTQ": lambda folder: config_with(
+    "quantized with gptq": lambda folder: config_with(
         folder, quantization_config={"quant_method": "gptq", "bits": 4}
     ),
-    "quantized with AWQ": lambda folder: config_with(
+    "quantized with awq": lambda folder: config_with(
         folder, quantization_config={"quant_method": "awq", "bits": 4}
     ),
     "with the activation 'relu'": lambda folder: config_with(folder, hidden_act="relu"),
