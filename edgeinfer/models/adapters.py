@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, fetch_first_working
-from edgeinfer.models.pull_plan import Fetched, plan_pull
+from edgeinfer.models.pull_plan import plan_pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import changing
 from edgeinfer.platform import paths
@@ -69,43 +68,29 @@ def pull_adapter(
 
     Raises what `pull` and `ModelRef.files` raise, and ConversionError.
     """
+    from edgeinfer.models.converting.checkpoint_files import linked
+    from edgeinfer.models.converting.lora import convert_adapter  # 150 ms: numpy, gguf
+
     options = options or PullOptions()
-    header = _header(base)
+    base_files = resolve(base).files().paths
+    if len(base_files) > 1:
+        raise ConversionError(f"{base} is in {len(base_files)} files; a base is one file")
+    header = gguf.check(base_files[0])
     todo = plan_pull(text, load_catalog(), options.name)
-    ref = Reference(names.model_name(options.name or _name_of(text, todo.ref.name)))
+    planned = todo.ref.name
+    source = todo.candidates[0][0]
+    if isinstance(source, sources.HubQuant):  # an adapter has no quantization
+        planned = source.repo.replace("/", ".").lower()
+    ref = Reference(names.model_name(options.name or planned))
     job = Job(progress, None, options.retry_policy)
     paths.private_dir(paths.adapters_dir())
     with changing(ref, FETCHED_IS_KEPT, ".adapter") as work:
         fetched, _ = fetch_first_working(todo, work, job, options)
         target = work / "adapter.gguf.part"
-        _converted(fetched, header, base, target, work)
+        first = fetched[0].path
+        folder = first if first.is_dir() else linked(fetched, work / "adapter")
+        convert_adapter(folder, header, base, target)
         sync(target)
         os.replace(target, place(ref.name))
         shutil.rmtree(work, ignore_errors=True)
     return _described(place(ref.name))
-
-
-def _name_of(text: str, planned: str) -> str:
-    """Name the adapter after its repository; it has no quantization."""
-    if names.is_path(text):
-        return planned
-    source = sources.parse(text)
-    return source.repo.replace("/", ".").lower() if isinstance(source, sources.HubQuant) else planned
-
-
-def _header(base: str) -> gguf.GgufHeader:
-    files = resolve(base).files()
-    if len(files.paths) > 1:
-        raise ConversionError(f"{base} is in {len(files.paths)} files; a base is one file")
-    return gguf.check(files.paths[0])
-
-
-def _converted(
-    fetched: Sequence[Fetched], header: gguf.GgufHeader, base: str, target: Path, work: Path
-) -> None:
-    from edgeinfer.models.converting.checkpoint_files import linked
-    from edgeinfer.models.converting.lora import convert_adapter  # 150 ms: numpy, gguf
-
-    first = fetched[0]
-    folder = first.path if first.path.is_dir() else linked(list(fetched), work / "adapter")
-    convert_adapter(folder, header, base, target)
