@@ -54,7 +54,7 @@ def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEng
     tokens = tuple(engine.tokenize(text(1500, 3000)))
     early = engine.submit(ask(tokens, max_tokens=0))
     rest = begun(early, 128)
-    answer = list(engine.submit(ask("Somebody asks", max_tokens=2)))
+    answer = list(engine.submit(ask("A client asks", max_tokens=2)))
     assert isinstance(answer[-1], Finished)
     assert not early.ended
     early.cancel()
@@ -84,11 +84,12 @@ def test_background_prefill_yields_to_other_processes(
         assert nice == [10]
         found, usage = heard(engine, ask(tokens, max_tokens=2, background=True))
         assert usage.cached_tokens == len(tokens) - 1
-        assert set(nice[1:]) == {usual}  # somebody waits for this one
+        assert set(nice[1:]) == {usual}  # a client waits for this one
         wanted, _ = heard(engine, ask(tokens, max_tokens=2, cache_prompt=False))
         assert found[0] == wanted[0]
         engine.park()
-        assert "edgeinfer-background" not in {thread.name[:20] for thread in threading.enumerate()}
+        names = [thread.name for thread in threading.enumerate()]
+        assert not any(name.startswith("edgeinfer-low-priority") for name in names)
         list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
 
 
@@ -96,7 +97,7 @@ def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
     with closing(load(smollm2, None, n_parallel=1)) as engine:
         early = engine.submit(ask(tuple(engine.tokenize(text(1200))), max_tokens=0))
         rest = begun(early, 128)
-        assert isinstance(list(engine.submit(ask("Somebody asks", max_tokens=2)))[-1], Finished)
+        assert isinstance(list(engine.submit(ask("A client asks", max_tokens=2)))[-1], Finished)
         assert not early.ended
         last = list(rest)[-1]
         assert isinstance(last, Finished)
