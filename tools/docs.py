@@ -319,16 +319,23 @@ def anchors(text: str) -> set[str]:
 
 
 def missing_tests() -> list[str]:
-    """Return the paths of tests that .ci/run names and that are not there."""
-    named = re.findall(r"tests/[\w/]+(?:\.py)?", (ROOT / ".ci/run").read_text("utf-8"))
-    return sorted({path for path in named if not (ROOT / path).exists()})
+    """Return the tests that .ci/run or the Makefile names and that are not there."""
+    missing = set()
+    for script in (".ci/run", "Makefile"):
+        for path, name in re.findall(
+            r"(tests/[\w/]+(?:\.py)?)(?:::(\w+))?", (ROOT / script).read_text("utf-8")
+        ):
+            file = ROOT / path
+            if not file.exists() or (name and f"def {name}(" not in file.read_text("utf-8")):
+                missing.add(f"{script}: {path}{'::' if name else ''}{name}")
+    return sorted(missing)
 
 
 def main() -> int:
     """Exit 1 under --check when a document is not what the code would write, or a link leads nowhere."""
     check = "--check" in sys.argv[1:]
     stale = []
-    broken = [f".ci/run: {path}" for path in missing_tests()]
+    broken = missing_tests()
     for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
         before = path.read_text("utf-8")
         after = render(before)
