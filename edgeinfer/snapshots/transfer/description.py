@@ -127,34 +127,24 @@ class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
     wake: int
 
 
-class Folders(msgspec.Struct, frozen=True, kw_only=True):
-    """Folders that paths are told from; "" for none: the shipped file has no environment."""
-
-    program: str
-    environment: str
-    snapshot: str = ""
-
-
 class Requirements(msgspec.Struct, frozen=True, kw_only=True):
-    """What the importer's machine must be or have. `libraries` maps paths to SHA-256s.
+    """The importer's machine: the same `keys`, every feature of `cpu`, at least this `criu`.
 
-    `cpu` are the features the processor must have, `program` a digest of our sources.
+    `libraries` maps paths to SHA-256s.
     """
 
-    architecture: str
+    keys: dict[str, str]
     cpu: tuple[str, ...]
-    kernel: str
-    glibc: str
-    python: str
     criu: str
-    edgeinfer: str
-    program: str
-    packages: dict[str, str]
     libraries: dict[str, str]
 
 
 class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot as its exporter describes it; `real_places` are its `places` without symlinks."""
+    """A snapshot as its exporter describes it.
+
+    `places` are its "program", "environment" ("" in the shipped file) and "snapshot" folders,
+    `real_places` the same without symlinks.
+    """
 
     format: int
     name: Name
@@ -165,8 +155,8 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     system_tokens: int
     canary: bytes
     parked_process: ParkedProcess
-    places: Folders
-    real_places: Folders
+    places: dict[str, str]
+    real_places: dict[str, str]
     model_files: tuple[ModelFile, ...]
     buffers_bytes: Size
     pieces: tuple[Piece, ...]
@@ -185,7 +175,7 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
 def config_bytes(description: SnapshotDescription) -> bytes:
     """Encode the image config; the same snapshot gives the same bytes."""
     machine = {"x86_64": "amd64", "aarch64": "arm64"}
-    architecture = description.requirements.architecture
+    architecture = description.requirements.keys["architecture"]
     config = {
         "architecture": machine.get(architecture, architecture),
         "os": "linux",
@@ -321,42 +311,40 @@ def _signer(annotations: dict[str, str], config: bytes) -> str:
 _FEATURE_LINES = ("flags", "Features")
 
 
-def own_folders(snapshot: str) -> Folders:
+def own_folders(snapshot: str) -> dict[str, str]:
     """Return this program's folders, and a snapshot's."""
     app = shipped.app_dir()
     if app is not None:
-        return Folders(program=str(app), environment="", snapshot=snapshot)
+        return {"program": str(app), "environment": "", "snapshot": snapshot}
     program, environment = fingerprint.program_places()
-    return Folders(program=os.path.dirname(program), environment=environment, snapshot=snapshot)
+    return {"program": os.path.dirname(program), "environment": environment, "snapshot": snapshot}
 
 
-def without_symlinks(folders: Folders) -> Folders:
+def without_symlinks(folders: dict[str, str]) -> dict[str, str]:
     """Resolve the folders' symlinks."""
-    named = msgspec.to_builtins(folders)
-    return Folders(**{name: os.path.realpath(path) if path else "" for name, path in named.items()})
+    return {name: path and os.path.realpath(path) for name, path in folders.items()}
 
 
-def folder_map(theirs: Folders, ours: Folders) -> dict[str, str]:
+def folder_map(theirs: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
     """Map the exporter's folders to ours."""
-    pairs = zip(msgspec.structs.astuple(theirs), msgspec.structs.astuple(ours), strict=True)
-    return {old: new for old, new in pairs if old and new}
+    return {path: ours[name] for name, path in theirs.items() if path and ours.get(name)}
 
 
 def own_requirements(libraries: Iterable[str], criu: str) -> Requirements:
     """Describe this machine. `libraries` are files that a process maps. Raises OSError."""
-    keys = fingerprint.machine_keys()
     return Requirements(
-        architecture=keys["architecture"],
+        keys=_own_keys(),
         cpu=cpu_features(),
-        kernel=keys["kernel"],
-        glibc=glibc(),
-        python=keys["python"],
         criu=criu,
-        edgeinfer=keys["edgeinfer"],
-        program=_program(),
-        packages=_packages(),
         libraries={path: sha256_of(Path(path), lambda _done: None) for path in sorted(libraries)},
     )
+
+
+def _own_keys() -> dict[str, str]:
+    keys = fingerprint.machine_keys()
+    own = {name: keys[name] for name in ("architecture", "kernel", "python", "edgeinfer")}
+    packages = {f"package {name}": version for name, version in _packages().items()}
+    return own | {"glibc": glibc(), "program": _program()} | packages
 
 
 def refuse_other_machine(theirs: Requirements, libraries: dict[str, str], criu: str) -> None:
@@ -364,19 +352,14 @@ def refuse_other_machine(theirs: Requirements, libraries: dict[str, str], criu: 
 
     `libraries` maps the exporter's paths to those here, `criu` is the version here.
     """
-    keys = fingerprint.machine_keys()
-    _same("architecture", theirs.architecture, keys["architecture"])
     missing = sorted(set(theirs.cpu) - set(cpu_features()))
     if missing:
         _differs("cpu", f"a processor with {' '.join(missing)}", "one without")
-    _same("kernel", theirs.kernel, keys["kernel"])
-    _same("glibc", theirs.glibc, glibc())
-    _same("python", theirs.python, keys["python"])
-    _same("edgeinfer", theirs.edgeinfer, keys["edgeinfer"])
-    _same("program", theirs.program, _program())
-    ours = _packages()
-    for name in sorted(theirs.packages.keys() | ours.keys()):
-        _same(f"package {name}", theirs.packages.get(name, "none"), ours.get(name, "none"))
+    ours = _own_keys()
+    for key in theirs.keys | ours:
+        there, here = theirs.keys.get(key) or "none", ours.get(key) or "none"
+        if there != here:
+            _differs(key, there, here)
     for path, digest in theirs.libraries.items():
         _same_file(path, libraries.get(path, path), digest)
     if _numbers(criu) < _numbers(theirs.criu):
@@ -422,11 +405,6 @@ def _packages() -> dict[str, str]:
         dist.name.lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()
     }
     return {name: version for name, version in sorted(found.items()) if name != edgeinfer.__name__}
-
-
-def _same(key: str, theirs: str, ours: str) -> None:
-    if theirs != ours:
-        _differs(key, theirs or "none", ours or "none")
 
 
 def _same_file(name: str, path: str, digest: str) -> None:

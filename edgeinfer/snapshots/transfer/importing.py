@@ -150,7 +150,7 @@ class Importing:
         return places | {name: (folder / ARRIVED / _plain(name), 0) for name in others}
 
     def _rewrite(self, folder: Path, moved: dict[str, str]) -> None:
-        images, old = folder / ARRIVED / format.IMAGES, self._what.real_places.snapshot
+        images, old = folder / ARRIVED / format.IMAGES, self._what.real_places.get("snapshot", "")
         places = Places(moved | {f"{old}/{format.MEMORY}": str(folder / ARRIVED / format.MEMORY)})
         try:
             criu_images.move_files(

@@ -106,11 +106,15 @@ def resigned(
     layout.put_manifest("small", description.manifest_bytes(changed, layers, annotations))
 
 
-def requiring(
-    description: description.SnapshotDescription, **changes
-) -> description.SnapshotDescription:
-    requirements = msgspec.structs.replace(description.requirements, **changes)
-    return msgspec.structs.replace(description, requirements=requirements)
+def requiring(described, *, cpu=(), libraries=None, **keys) -> description.SnapshotDescription:
+    before = described.requirements
+    requirements = msgspec.structs.replace(
+        before,
+        keys=before.keys | keys,
+        cpu=before.cpu + cpu,
+        libraries=before.libraries | (libraries or {}),
+    )
+    return msgspec.structs.replace(described, requirements=requirements)
 
 
 def copied(exported: Path, folder: Path) -> description.ImageManifest:
@@ -194,13 +198,13 @@ def other_signer(exported, folder, _key):
 
 
 def other_processor(exported, folder, key):
-    resigned(exported, folder, key, lambda d: requiring(d, cpu=(*d.requirements.cpu, "flying")))
+    resigned(exported, folder, key, lambda d: requiring(d, cpu=("flying",)))
 
 
 def other_library(exported, folder, key):
     def change(d):
         path = next(path for path in d.requirements.libraries if "libllama" in path)
-        return requiring(d, libraries=d.requirements.libraries | {path: "0" * 64})
+        return requiring(d, libraries={path: "0" * 64})
 
     resigned(exported, folder, key, change)
 
