@@ -159,16 +159,7 @@ class Person:
 
     def ask(self, *arguments: str, **settings) -> Outcome:
         """A short greedy answer of the small model."""
-        words = (
-            "run",
-            MODEL,
-            "Name three colours.",
-            "--max-tokens",
-            "6",
-            "--temperature",
-            "0",
-            "--json",
-        )
+        words = ("run", MODEL, "Name three colours.", *"--max-tokens 6 --temperature 0 --json".split())
         return self.run(*words, *arguments, **settings)
 
 
@@ -196,7 +187,7 @@ class Outcome:
 
     @property
     def error(self) -> dict:
-        """What `--json` says of a failure."""
+        """Return the error of a failed run with `--json`."""
         import json
 
         return json.loads(self.out)["error"]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.criu
 MODEL = "small"
 
 
-def test_the_first_launch_is_cold_and_the_next_instant(user):
+def test_first_launch_is_cold_and_the_next_resumed(user):
     first = user.ask()
     assert first.start["how"] == "cold"
     assert "no snapshot yet" in first.err
@@ -40,7 +40,7 @@ def test_cold_start_line_names_the_model_that_was_found(user):
     assert f"cold start: {MODEL} has no snapshot yet (`edgeinfer warm` builds it now)" in said
 
 
-def test_options_of_one_launch_are_built_after_the_second_that_answers(user):
+def test_unconfigured_options_are_built_after_their_second_use(user):
     log = user.data / "state/auto-warm.log"
     assert user.ask("--ctx", "5").code != 0
     assert user.ask("--ctx", "5").code != 0  # it never answered
@@ -78,7 +78,7 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
-def test_a_stale_snapshot_is_built_again_by_itself(user):
+def test_stale_snapshot_is_rebuilt_in_the_background(user):
     user.run("warm", MODEL, "--quiet").check()
     stale = user.snapshot()
     (stale / "memory.img").write_bytes(b"")
@@ -96,7 +96,7 @@ def test_the_snapshot_that_the_chat_orders_serves_its_own_launch(user):
     assert user.ask(*typed).start["how"] == "resumed"
 
 
-def test_a_snapshot_with_a_name_is_resumed_by_it_and_by_nothing_else(user):
+def test_named_snapshot_is_resumed_by_name_alone(user):
     off = "[snapshots]\nauto-warm = false\n"
     user.settings(off)
     user.run("warm", MODEL, "--ctx", "512", "--name", "short", "--quiet").check()
@@ -107,16 +107,8 @@ def test_a_snapshot_with_a_name_is_resumed_by_it_and_by_nothing_else(user):
         f"{off}[load]\nctx = 1024\n"
     )  # what is configured does not matter to one that is named
     assert user.ask("--snapshot", "short").start["snapshot"] == f"{MODEL},short"
-    words = (
-        "run",
-        "Name three colours.",
-        "--max-tokens",
-        "2",
-        "--json",
-        "--snapshot",
-        f"{MODEL},short",
-    )
-    result = user.run(*words).result
+    words = ("run", "Name three colours.", *"--max-tokens 2 --json --snapshot".split())
+    result = user.run(*words, f"{MODEL},short").result
     assert (result["model"], result["start"]["how"]) == (MODEL, "resumed")
     other = user.ask("--snapshot", "short", "--ctx", "2048")
     assert (other.code, "made with n_ctx=512, not with n_ctx=2048" in other.err) == (7, True)
@@ -138,14 +130,14 @@ def test_a_system_prompt_of_its_own_does_not_replace_the_plain_snapshot(user):
     assert named.result["usage"]["prompt_tokens"] == typed.result["usage"]["prompt_tokens"]
 
 
-def test_nothing_is_built_when_it_is_switched_off(user):
+def test_auto_warm_off_builds_nothing(user):
     user.settings("[snapshots]\nauto-warm = false\n")
     user.ask()
     assert not user.snapshots.exists()
     assert not (user.data / "state/auto-warm.log").exists()
 
 
-def test_the_background_never_fills_the_disk(user):
+def test_background_build_respects_the_disk_margin(user):
     user.settings("[snapshots]\ndisk-margin-gib = 1000000\n")
     user.ask()
     assert "stay free" in user.logged("not built")
@@ -254,7 +246,7 @@ def test_a_draft_model_in_the_catalogue_is_loaded_with_the_model(user):
         assert endpoint.post(asked | {"speculative": "draft"})["timings"]["draft_n"] > 0
 
 
-def test_a_killed_endpoint_is_resumed_and_no_client_is_refused(warm):
+def test_killed_endpoint_is_resumed_and_refuses_no_client(warm):
     with Endpoint(warm, MODEL) as endpoint:
         endpoint.ask()
         for _ in range(3):
@@ -286,12 +278,7 @@ def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
             os.close(handle)
 
 
-def test_a_client_that_connects_at_once_waits_instead_of_failing(warm):
-    with Endpoint(warm, MODEL, "--resume=never") as endpoint:
-        assert endpoint.ask()["usage"]["completion_tokens"] == 3
-
-
-def test_an_idle_endpoint_gives_its_memory_back_and_answers_again(warm):
+def test_idle_endpoint_releases_memory_and_answers_again(warm):
     warm.settings("[snapshots]\nauto-warm = false\nidle-release-s = 0.5\n")
     try:
         with Endpoint(warm, MODEL) as endpoint:

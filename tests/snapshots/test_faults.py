@@ -242,7 +242,7 @@ def test_a_symlink_is_refused(spoiled):
         moved.rename(folder)
 
 
-def test_a_stranger_s_file_is_refused(spoiled):
+def test_file_of_another_user_is_refused(spoiled):
     person, folder = spoiled
     if os.getuid() != 0:
         pytest.skip("chown needs root")
@@ -282,15 +282,8 @@ def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, off
         pytest.skip("a time namespace needs root")
     if time.monotonic() + offset_s < 0:
         pytest.skip("this machine was booted just now")
-    inside = [
-        "unshare",
-        "--time",
-        f"--monotonic={offset_s}",
-        "--fork",
-        "setpriv",
-        f"--reuid={warm.uid}",
-        f"--regid={warm.gid}",
-    ]
+    inside = ["unshare", "--time", f"--monotonic={offset_s}", "--fork"]
+    inside += ["setpriv", f"--reuid={warm.uid}", f"--regid={warm.gid}"]
     program = "import sys; from edgeinfer.launcher import main; sys.exit(main())"
     words = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
     done = subprocess.run(

@@ -140,12 +140,12 @@ texts = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",
         exec_ns=st.integers(),
     )
 )
-def test_a_message_is_read_as_it_was_sent(request):
+def test_messages_survive_encoding(request):
     assert vars(messages.decode(messages.encode(request))).items() >= vars(request).items()
 
 
 @given(st.binary(max_size=64))
-def test_garbage_is_a_value_error_or_a_message(body):
+def test_garbage_decodes_to_a_message_or_value_error(body):
     with contextlib.suppress(ValueError):
         messages.decode(body)
 
@@ -171,7 +171,7 @@ def test_descriptors_and_long_messages_go_through():
     right.close()
 
 
-def test_a_torn_message_is_the_end():
+def test_torn_message_ends_the_stream():
     left, right = socket.socketpair()
     left.sendall((100).to_bytes(4, "little") + messages.encode(messages.Exit(code=0)))
     left.close()

@@ -37,18 +37,7 @@ def test_states_and_experts_are_resumed_too(user, place):
     """A hybrid: attention, a recurrent state and a mixture of experts in one model."""
     model = make_family(place.folder / "hybrid.gguf", "Jamba (a hybrid)")
     user.run("pull", str(model), "--name", "hybrid", "--in-place", "--quiet").check()
-    asked = (
-        "run",
-        "hybrid",
-        "The sea",
-        "--raw",
-        "--ctx",
-        "256",
-        "--max-tokens",
-        "8",
-        "--temperature",
-        "0",
-    )
+    asked = ("run", "hybrid", "The sea", *"--raw --ctx 256 --max-tokens 8 --temperature 0".split())
     cold = user.run(*asked, "--resume", "never").check()
     user.run("warm", "hybrid", "--ctx", "256", "--quiet").check()
     resumed = user.run(*asked, "--json").check()

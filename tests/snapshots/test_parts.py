@@ -153,7 +153,7 @@ def test_a_given_name_is_enough_everywhere(root):
 
 
 @pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])
-def test_a_name_that_would_be_changed_is_refused_before_any_work(verb, capsys):
+def test_unsafe_snapshot_name_is_refused_before_any_work(verb, capsys):
     assert main([*verb, "--name", "bad name/x"]) == 2
     assert "'bad name/x' cannot name a snapshot" in capsys.readouterr().err
 
@@ -201,7 +201,7 @@ def test_trust_remove_without_a_key_is_an_error(capsys):
     assert "name the key to stop trusting" in capsys.readouterr().err
 
 
-def test_what_is_being_built_is_said(root):
+def test_running_build_is_listed(root):
     assert jobs.being_built() == []
     with locked(jobs.build_lock(root, "small,ctx512")):
         assert jobs.being_built() == ["small,ctx512"]
@@ -242,7 +242,7 @@ def test_an_exact_match_is_preferred_then_the_newest(root):
         selection.find("other", {})
 
 
-def test_one_with_a_given_name_is_found_by_it_alone(root):
+def test_named_snapshot_is_found_by_name_alone(root):
     publish(root, "m,work", 5, requested={"n_ctx": "512"}, actual={"n_ctx": "512"})
     with pytest.raises(SnapshotMissingError, match="no snapshot yet"):
         selection.find("m", {})
@@ -264,7 +264,7 @@ def test_a_refused_snapshot_gives_way_to_the_next_that_fits(root):
     assert selection.find("m", {})[1].name == "m"
 
 
-def test_what_refused_the_only_one_is_said(root):
+def test_refusal_of_the_only_snapshot_is_reported(root):
     folder = publish(root, "m")
     (folder / format.MEMORY).write_bytes(b"")
     with pytest.raises(SnapshotCorruptError, match=r"memory\.img"):
@@ -308,7 +308,7 @@ def test_every_part_of_a_stamp_is_compared(root, part):
     assert raised.value.key == sys.executable
 
 
-# --- freshness
+# --- reinitializing
 
 SMAPS = """7f0000000000-7f0000001000 rw-p 00000000 00:00 0
 Size:                  4 kB
@@ -343,7 +343,7 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
 # --- memory
 
 
-def test_a_large_allocation_is_found_whole_and_given_back(tmp_path):
+def test_large_allocation_is_found_whole(tmp_path):
     libc = ctypes.CDLL(None)
     pointer, size = ctypes.c_void_p(), 64 << 20
     assert libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
@@ -359,7 +359,7 @@ def test_a_large_allocation_is_found_whole_and_given_back(tmp_path):
         libc.free(pointer)
 
 
-def test_clean_file_pages_are_dropped_and_written_ones_kept(tmp_path):
+def test_clean_file_pages_are_dropped_and_written_ones_stay(tmp_path):
     path = tmp_path / "file"
     length = 4 * memory.WINDOW_BYTES
     path.write_bytes(b"f" * length)
@@ -376,7 +376,7 @@ def test_clean_file_pages_are_dropped_and_written_ones_kept(tmp_path):
     assert area[offset + memory.WINDOW_BYTES] == ord("f")
 
 
-def test_reading_ahead_reads_what_is_not_cached(tmp_path):
+def test_prefetch_reads_only_uncached_pages(tmp_path):
     path = tmp_path / "file"
     step = memory.WINDOW_BYTES
     content = os.urandom(4 * step + 5000)
@@ -394,7 +394,7 @@ def test_reading_ahead_reads_what_is_not_cached(tmp_path):
         assert memory.missing_part(fd, stretches) == 0.0
 
 
-def test_what_is_touched_of_a_shared_mapping_is_found_in_windows(tmp_path):
+def test_touched_windows_of_a_shared_mapping_are_found(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"f" * LARGE_BYTES * 2)
     with open(path, "rb") as file:
@@ -428,7 +428,7 @@ def test_a_digest_is_that_of_the_pieces(tmp_path, size):
         assert hashing.finish(size) == wanted
 
 
-def test_an_idle_engine_is_released_once_until_it_works_again():
+def test_idle_engine_is_released_once_per_rest():
     engine = FakeEngine()
     released = threading.Semaphore(0)
     watch = IdleWatch(engine, 0.1, released.release)
@@ -451,7 +451,7 @@ def test_watch_of_an_engine_that_was_unloaded_ends_quietly(monkeypatch):
     engine.close()
 
 
-def test_folder_of_another_user_is_passed_over_for_one_of_our_own(root, monkeypatch):
+def test_criu_work_folder_of_another_user_is_skipped(root, monkeypatch):
     places_tried = [root.parent / "shm", root.parent / "run"]
     monkeypatch.setattr(criu, "_TMPFS", str(places_tried[0]))
     monkeypatch.setattr(paths, "runtime_path", lambda: str(places_tried[1]))
@@ -474,7 +474,7 @@ def use(folder, at_s):
     os.utime(folder / format.LOCK, (at_s, at_s))
 
 
-def test_the_least_recently_used_go_first_and_the_kept_stays(root):
+def test_least_recently_used_snapshots_are_pruned_first(root):
     mib = 1 << 20
     for n, name in enumerate(("a", "b", "c")):
         use(publish(root, name, n + 1, size=4 * mib), 1000 + n)
@@ -485,7 +485,7 @@ def test_the_least_recently_used_go_first_and_the_kept_stays(root):
     assert sorted(format.generations(str(root))) == ["a", "c"]
 
 
-def test_one_that_a_person_named_goes_after_the_others(root):
+def test_named_snapshot_is_pruned_last(root):
     use(publish(root, "m,mine", 1), 1000)
     use(publish(root, "m", 2), 2000)
     use(publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}), 3000)
@@ -493,7 +493,7 @@ def test_one_that_a_person_named_goes_after_the_others(root):
     assert names == ["m", "m,ctx512", "m,mine"]
 
 
-def test_older_generations_go_and_stale_ones_can(root):
+def test_older_generations_and_stale_snapshots_are_pruned(root):
     publish(root, "a", 1)
     publish(root, "a", 2)
     registry.drop_older(root, "a")
@@ -503,7 +503,7 @@ def test_older_generations_go_and_stale_ones_can(root):
     assert format.generations(str(root)) == {}
 
 
-def test_each_program_has_its_own_and_those_of_programs_that_are_gone_go_first(root, tmp_path):
+def test_orphaned_snapshots_are_pruned_first(root, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     publish(root, "m", 1)
@@ -538,29 +538,16 @@ from edgeinfer.launcher import main
 from edgeinfer.launcher.launch import launch
 print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
 """
-CHEAP = {
-    "__future__",
-    "_ctypes",
-    "_signal",
-    "_socket",
-    "_struct",
-    "ctypes",
-    "edgeinfer",
-    "errno",
-    "gc",
-    "select",
-    "struct",
-    "time",
-    "types",
-    "math",
-}
+CHEAP = """
+    __future__ _ctypes _signal _socket _struct ctypes edgeinfer errno gc math select struct time types
+""".split()
 
 
-def test_the_way_of_a_launch_imports_only_what_is_cheap():
+def test_launch_imports_only_cheap_modules():
     done = subprocess.run(
         [sys.executable, "-I", "-c", LAUNCH], capture_output=True, text=True, check=True
     )
-    assert set(json.loads(done.stdout)) <= CHEAP
+    assert set(json.loads(done.stdout)) <= set(CHEAP)
 
 
 SPIN_COUNTS = """

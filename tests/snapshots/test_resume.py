@@ -58,7 +58,7 @@ def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
         assert outcome.result["startup"]["ready_ms"] == stages["ready"]
 
 
-def test_a_cold_start_says_why_in_one_line_with_the_fix(warm):
+def test_cold_start_reports_reason_and_fix_in_one_line(warm):
     outcome = warm.ask("--ctx", "512")
     assert outcome.start["how"] == "cold"
     assert outcome.err.count("\n") == 1
@@ -66,13 +66,13 @@ def test_a_cold_start_says_why_in_one_line_with_the_fix(warm):
     assert "edgeinfer warm" in outcome.err
 
 
-def test_insisting_on_a_resume_fails_where_none_is_possible(warm):
+def test_resume_always_fails_without_a_fitting_snapshot(warm):
     outcome = warm.ask("--ctx", "512", "--resume=always")
     assert outcome.code == 7
     assert "hint:" in outcome.err
 
 
-def test_nothing_random_repeats(warm):
+def test_restored_processes_draw_different_randomness(warm):
     first, second = facts(warm)["random"], facts(warm)["random"]
     assert set(first) >= {"os.urandom", "secrets", "uuid4", "random", "ssl", "sampler", "tempfile"}
     assert [name for name in first if first[name] == second[name]] == []
@@ -85,7 +85,7 @@ request.limits = {"RLIMIT_NOFILE": "200"}
 """
 
 
-def test_the_launch_brings_its_own_surroundings(warm):
+def test_launch_request_sets_the_process_environment(warm):
     program = FACTS.replace("sys.stdout", f"{ENVIRONMENT}sys.stdout")
     found = json.loads(warm.run(program=program).check().out)
     assert found["environment"] == {
@@ -103,7 +103,7 @@ def test_a_resumed_process_is_not_niced_like_whoever_built_it(warm):
     assert facts(warm)["nice"] == 0
 
 
-def test_what_chat_run_and_serve_need_is_imported_before_the_dump(warm):
+def test_modules_of_launch_verbs_are_imported_before_the_dump(warm):
     modules = set(facts(warm)["modules"])
     needed = {
         "textual.app",
@@ -129,7 +129,7 @@ def test_a_parked_process_is_one_thread(warm):
     assert len(list(cores)) == 1
 
 
-def test_nothing_of_a_user_is_in_an_image(warm):
+def test_image_holds_no_user_data(warm):
     plant = {"OPENAI_API_KEY": SECRET, "EDGEINFER_API_KEY": SECRET, "SOMETHING": SECRET}
     warm.run("warm", MODEL, "--ctx", "1024", "--quiet", env=plant, cwd=warm.home).check()
     folder = warm.snapshot(f"{MODEL},ctx1024")

@@ -106,7 +106,7 @@ def streams(endpoint: Endpoint, n_tokens: int) -> list[Stream]:
     return [Stream(endpoint, number, n_tokens) for number in range(STREAMS)]
 
 
-def test_streams_go_on_and_nothing_of_them_is_in_the_image(somebody):
+def test_take_disturbs_no_stream_and_holds_no_prompt(somebody):
     with Endpoint(somebody, MODEL, *EXACT) as endpoint:
         running = streams(endpoint, 120)
         for stream in running:
@@ -221,7 +221,7 @@ def post(endpoint: Endpoint, path: str, body: dict) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def test_what_cannot_be_taken_is_said_with_what_to_do(somebody):
+def test_impossible_take_reports_a_next_step(somebody):
     assert "no endpoint runs" in take(somebody).error["message"]
     assert "there is no process" in take(somebody, str(1 << 22)).error["message"]
     assert "nothing that runs has unheard" in take(somebody, "unheard").error["message"]
@@ -264,7 +264,7 @@ print(json.dumps([details.requested, details.actual]))
 """
 
 
-def test_choices_that_were_made_with_other_memory_free_are_made_again(user):
+def test_load_choices_are_reproduced_with_other_free_memory(user):
     user.settings(QUIET)
     requested, actual = json.loads(user.run(program=OTHER_CHOICES).check().out)
     assert requested == {}

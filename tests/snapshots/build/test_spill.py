@@ -43,7 +43,7 @@ def _resident(low: int, high: int) -> int:
         return sum(entry >> 63 for entry in entries)
 
 
-def test_the_content_stays_and_is_the_files_now(buffer, tmp_path):
+def test_spilled_content_is_mapped_from_the_file(buffer, tmp_path):
     at, area = buffer
     before = bytes(area)
     low = at + PAGE
@@ -63,7 +63,7 @@ def test_the_content_stays_and_is_the_files_now(buffer, tmp_path):
     assert all(a.low % HUGE_PAGE_BYTES == a.offset % HUGE_PAGE_BYTES for a in mapped)
 
 
-def test_zeros_are_given_back(buffer, tmp_path):
+def test_zero_pages_are_released(buffer, tmp_path):
     at, area = buffer
     low = -(-(at + STRETCH_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
     high = low + STRETCH_BYTES - 2 * BLOCK_BYTES
@@ -86,7 +86,7 @@ def sparse():
 
 
 @pytest.mark.parametrize("kernel_says", [True, False])
-def test_memory_that_was_never_touched_is_not_looked_at(sparse, tmp_path, monkeypatch, kernel_says):
+def test_untouched_memory_is_not_read(sparse, tmp_path, monkeypatch, kernel_says):
     """Where the kernel does not say what was touched the result is the same, and all is compared."""
     at, area = sparse
     before = bytes(area[:STRETCH_BYTES]) + bytes(area[-PAGE:])
@@ -117,7 +117,7 @@ def expected_bytes(at: int) -> int:
     return sum(min(high, (block + 1) * BLOCK_BYTES) - max(low, block * BLOCK_BYTES) for block in blocks)
 
 
-def test_what_is_written_later_is_this_processs_own(buffer, tmp_path):
+def test_later_writes_stay_private(buffer, tmp_path):
     at, area = buffer
     path: Path = tmp_path / "buffers.img"
     spill([(at + PAGE, at + SIZE)], str(path), lambda _: None)

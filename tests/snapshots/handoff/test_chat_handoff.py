@@ -97,7 +97,7 @@ def answered_cold(person, tmp_path):
     return re.findall(r"\w+", said.rpartition("Answer: ")[2].partition("(cut")[0])
 
 
-def test_a_chat_goes_on_in_a_resumed_process_and_nobody_notices(cold, tmp_path):  # noqa: F811
+def test_chat_handoff_keeps_screen_and_conversation(cold, tmp_path):  # noqa: F811
     (cold.home / "notes.txt").write_text("The word is swordfish.")
     with chatting(cold, tmp_path) as chat:
         before_all = chat.terminal.modes()
@@ -165,7 +165,7 @@ sys.exit(main())
 """
 
 
-def test_a_successor_that_dies_with_the_terminal_loses_nothing(user, tmp_path):
+def test_chat_handoff_aborts_if_target_dies_with_the_terminal(user, tmp_path):
     """The stand-in for a resumed process does all that one does, but for drawing and reading keys."""
     user.settings("[snapshots]\nidle-release-s = 1.0\n")
     program = user.place.folder / f"{user.home.name}.py"
@@ -188,7 +188,7 @@ def test_a_successor_that_dies_with_the_terminal_loses_nothing(user, tmp_path):
         chat.leave()
 
 
-def test_one_that_withdrew_is_offered_again(monkeypatch, capfd):
+def test_withdrawn_handoff_is_proposed_again(monkeypatch, capfd):
     launcher = Launcher(["chat"], 0, 0)
     read_fd, write_fd = os.pipe()
     found = SimpleNamespace(resume="auto", find=lambda: None)
@@ -204,7 +204,7 @@ def test_one_that_withdrew_is_offered_again(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_successor_that_hangs_is_killed(monkeypatch, capfd):
+def test_hanging_handoff_target_is_killed(monkeypatch, capfd):
     launcher = Launcher(["serve"], 0, 0)
     ours, theirs = os.pipe()
     child = supervise.start(["/bin/sleep", "600"], theirs, {})

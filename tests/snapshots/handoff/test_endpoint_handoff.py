@@ -113,7 +113,7 @@ def stream(endpoint: Endpoint):
         hang_up()
 
 
-def test_an_endpoint_goes_on_in_a_resumed_process_and_no_client_notices(cold):
+def test_endpoint_handoff_loses_no_request(cold):
     with Endpoint(cold, MODEL) as endpoint:
         text = endpoint.ask()["choices"][0]["text"]
         first = endpoint.apps()[0]
@@ -140,7 +140,7 @@ def test_an_endpoint_goes_on_in_a_resumed_process_and_no_client_notices(cold):
     assert endpoint.process.returncode == 0
 
 
-def test_a_successor_that_does_not_begin_leaves_everything_as_it_was(cold):
+def test_endpoint_handoff_aborts_if_target_does_not_start(cold):
     with Endpoint(cold, MODEL) as endpoint:
         text = endpoint.ask()["choices"][0]["text"]
         apps = endpoint.apps()
@@ -159,7 +159,7 @@ def test_a_successor_that_does_not_begin_leaves_everything_as_it_was(cold):
         assert starts(endpoint) == ["cold"]
 
 
-def test_nothing_is_handed_over_when_that_is_switched_off_or_the_process_was_resumed():
+def test_handoff_is_off_by_config_and_for_resumed_processes():
     link, theirs = socket.socketpair()
     with link, theirs:
         for how, wanted in (("cold", False), ("resumed", True)):

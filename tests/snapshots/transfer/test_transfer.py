@@ -43,7 +43,7 @@ def signer(warm, exported) -> str:
 
 
 @pytest.mark.criu
-def test_it_computes_the_same_in_another_home(warm, exported, signer, abroad):
+def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, signer, abroad):
     refused = abroad.run("snapshots", "import", str(exported), "--json")
     assert refused.error["code"] == "snapshot-untrusted"
     assert signer in refused.error["message"]
@@ -56,7 +56,7 @@ def test_it_computes_the_same_in_another_home(warm, exported, signer, abroad):
 
 
 @pytest.mark.criu
-def test_through_a_registry_a_model_is_sent_once(warm, signer, abroad, tmp_path):
+def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
     program = registry_program(BUILD_CACHE)
     if program is None:
         pytest.skip("docker-registry is missing: tools/setup.sh test")
@@ -271,7 +271,7 @@ def refused(folder: Path) -> EdgeInferError:
 
 
 @pytest.mark.criu
-def test_what_was_altered_is_refused_by_name_and_nothing_is_published(exported, signer):
+def test_altered_image_is_refused_by_name_and_nothing_is_published(exported, signer):
     key = signing.Key(os.urandom(32))
     signing.trust(signer)
     signing.trust(key.fingerprint)
@@ -355,7 +355,7 @@ def test_the_same_files_make_the_same_layer(tmp_path):
         assert archive.extractfile("models/x.gguf").read() == b"content" * 1000
 
 
-def test_paths_are_told_at_the_ends_of_names():
+def test_places_map_whole_path_components():
     places = Places({"/home/a": "/home/bob", "/home/a/venv": "/opt/v"})
     assert places.of("/home/a") == "/home/bob"
     assert places.of("/home/a/venv/lib") == "/opt/v/lib"

@@ -67,7 +67,7 @@ def place_of(person, name: str) -> Path:
 
 
 @pytest.mark.criu
-def test_adapters_and_draft_travel_once_each(exporter, exported, signer, abroad):
+def test_adapters_and_draft_are_exported_once_each(exporter, exported, signer, abroad):
     roles = [layer.role for layer in description_of(exported).layers]
     assert (roles.count("model"), roles.count("adapter")) == (1, 2)
 
@@ -235,7 +235,7 @@ def manifest_with(lora: str = "", draft: str = "", *files: str) -> format.Manife
     return manifest
 
 
-def test_what_another_machine_could_not_name_does_not_travel(smollm2, tmp_path):
+def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
     pull.pull(str(smollm2), options=pull.PullOptions(name=MODEL, in_place=True))
     shouting = make_adapter(tmp_path / "RED.gguf", 1)
     for manifest, words in (
