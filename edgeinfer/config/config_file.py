@@ -85,7 +85,7 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
 class BlocksConfig(_Section, frozen=True, kw_only=True):
     """The on-disk prefix cache."""
 
-    enabled: Annotated[bool, key_doc("Keep what models have read; off writes and reads nothing.")] = (
+    enabled: Annotated[bool, key_doc("Cache KV blocks on disk; off neither writes nor reads them.")] = (
         True
     )
     max_total_gib: Annotated[

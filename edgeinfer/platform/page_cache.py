@@ -15,10 +15,10 @@ _BLOCK_BYTES = 4 << 20
 _READERS = 4
 
 
-def resident_bytes(path: Path) -> int:
+def cached_bytes(path: Path) -> int:
     """Return the bytes of a file that are in the page cache, in whole pages.
 
-    The kernel reports a file that this user may not write as wholly resident.
+    The kernel reports a file that this user may not write as wholly cached.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -87,10 +87,10 @@ def trust_certificates() -> None:
 
 
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
-    """Load this system's C++ library instead of ours if it is newer; return its path, else "".
+    """Load this system's C++ library if it is newer than the bundled one; return its path, else "".
 
-    A process has one libstdc++, and a GPU's driver may need a newer one than ours; code that runs with
-    ours runs with every newer one. The version is in the name that `libstdc++.so.6` links to.
+    A process has one libstdc++, and a GPU's driver may need a newer one than the bundled one; code that
+    runs with the bundled one runs with every newer one. `libstdc++.so.6` links to a versioned name.
     """
     ours = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
     found = max((_cxx_version(folder), folder) for folder in folders)
@@ -116,7 +116,7 @@ def _cxx_version(folder: str) -> tuple[int, ...]:
 
 
 def start() -> None:
-    """Mark this process as the shipped file, before other modules of ours are imported.
+    """Mark this process as the shipped file, before the other modules are imported.
 
     `handover.c` has put the paths into `sys`, and calls the launcher's main next.
     """

@@ -200,7 +200,7 @@ def flush(folder: Path) -> None:
         disk.sync(directory)
 
 
-# --- versions nobody uses
+# --- unused versions
 # --------------------------------------------------------------------------------
 
 

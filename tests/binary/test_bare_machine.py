@@ -1,4 +1,4 @@
-"""What a person does with the file on a machine that has libc and nothing else."""
+"""The shipped file on a machine that has libc and nothing else."""
 
 import http.server
 import json
@@ -163,10 +163,9 @@ def test_completions_and_names(used):
 
 
 def once_nothing_runs(call, refused):
-    """What `call` gives, tried again while that is refused because edgeinfer is running.
+    """Call `call` until it is not refused because edgeinfer is running.
 
-    Builds in the background of other tests may be, one process after another: an ordinary user's roots
-    see each other's.
+    Background builds of other tests may run: an ordinary user's roots see each other's processes.
     """
     deadline = time.monotonic() + 240
     while refused(found := call()):

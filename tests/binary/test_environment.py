@@ -1,4 +1,4 @@
-"""The shipped file's surroundings: what its children inherit, the user's home, every mode on a terminal."""
+"""The shipped file's process environment: what its children inherit, the user's home, every mode on a terminal."""
 
 import shutil
 import subprocess

@@ -30,7 +30,7 @@ void *vkGetInstanceProcAddr(void *instance, const char *name) {
 
 
 def vulkan(machine: Machine, **environment: str):
-    """What `edgeinfer backend` says of it."""
+    """Return the row of `edgeinfer backend` for Vulkan."""
     found = machine.json("backend", **environment)["backends"]
     return next(one for one in found if one["name"] == "vulkan")
 

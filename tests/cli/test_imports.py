@@ -1,6 +1,4 @@
-"""Who imports what, read from sys.modules of a fresh interpreter: import-linter reads text, this reads
-the truth.
-"""
+"""Import sets, read from sys.modules of a fresh interpreter: import-linter reads only text."""
 
 import json
 import subprocess
@@ -49,7 +47,7 @@ def test_importing_stays_light(statement, forbidden):
     assert sorted(name for name in forbidden if name in loaded) == []
 
 
-def test_the_launcher_imports_the_standard_library_and_ours_alone():
+def test_launcher_imports_the_standard_library_and_edgeinfer_only():
     loaded = modules_after("import edgeinfer.launcher")
     bare = modules_after("pass")
     foreign = {m.split(".")[0] for m in loaded - bare} - set(sys.stdlib_module_names) - {"edgeinfer"}

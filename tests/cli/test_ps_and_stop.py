@@ -17,7 +17,7 @@ PROGRAM = "import sys\nprint('up', flush=True)\nsys.stdin.read()\n"
 
 @pytest.fixture
 def launched(tmp_path: Path):
-    """Start what looks like a launch of ours, in this home or another."""
+    """Start a process that looks like a launch, in this home or another."""
     script = tmp_path / "edgeinfer"
     script.write_text(PROGRAM)
     started: list[subprocess.Popen[str]] = []

@@ -13,7 +13,7 @@ from made_gguf import gguf_bytes
 from edgeinfer.cli.main import main
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.platform import paths
-from edgeinfer.platform.page_cache import read_in, resident_bytes
+from edgeinfer.platform.page_cache import cached_bytes, read_in
 from edgeinfer.snapshots.format import MANIFEST, Manifest, manifest_text
 
 from .conftest import HASTY
@@ -43,14 +43,14 @@ def drop(path: Path) -> None:
 
 def is_resident(path: Path) -> bool:
     """Whether a file is in memory, but for some pages: a kernel that is short of them takes any back."""
-    return resident_bytes(path) > 0.95 * path.stat().st_size
+    return cached_bytes(path) > 0.95 * path.stat().st_size
 
 
 def test_models_file_is_in_memory_afterwards(model, capsys) -> None:
     first = preloaded(capsys)
     [path] = map(Path, first["files"])
     drop(path)
-    dropped = resident_bytes(path)
+    dropped = cached_bytes(path)
     again = preloaded(capsys)
     assert again["was_resident_bytes"] == dropped
     assert again["size_bytes"] == path.stat().st_size

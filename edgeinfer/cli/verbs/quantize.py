@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text",
         default="",
         metavar="FILE",
-        help="measure what it costs, and make the importance matrix, with this text instead of ours",
+        help="text for the perplexity and the importance matrix (default: the shipped one)",
     )
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     parser.add_argument(
@@ -96,8 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--imatrix",
         default="",
         metavar="FILE|make",
-        help="importance matrix in GGUF form; make: one of what the model computes on --text, or on a "
-        "text of ours; some types need one, small ones gain most",
+        help="importance matrix in GGUF form; make: compute one from --text or the shipped text; some "
+        "types need one, small ones gain most",
     )
     parser.add_argument(
         "--threads", type=int, default=0, metavar="N", help="threads; 0 takes all we may use"

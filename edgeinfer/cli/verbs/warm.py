@@ -18,7 +18,7 @@ from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.platform.machine import read_memory
-from edgeinfer.platform.page_cache import read_in, resident_bytes
+from edgeinfer.platform.page_cache import cached_bytes, read_in
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.build import jobs
@@ -140,7 +140,7 @@ def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
     model = host.files(options.model or host.config.default_model)
     files = _in_load_order(model.name, [Path(path) for path in (*model.paths, *model.draft_paths)])
     size = sum(path.stat().st_size for path in files)
-    resident = sum(map(resident_bytes, files))
+    resident = sum(map(cached_bytes, files))
     available = read_memory().available_bytes
     stopped = "stopped; what was read stays in memory"
     with progress_on(quiet=options.quiet) as report, stoppable(stopped, ""):

@@ -51,12 +51,12 @@ def plan_of(shape: Shape) -> Plan:
     return make_plan(shape, options, machine, choose_repack("auto", shape.weights_bytes, machine))
 
 
-def rooms(*free_gib: float) -> tuple[Room, ...]:
+def devices_with(*free_gib: float) -> tuple[Room, ...]:
     return tuple(Room(name=f"Vulkan{i}", free_bytes=int(g * GIB)) for i, g in enumerate(free_gib))
 
 
 def spread(shape: Shape, *free_gib: float, wanted: int | str = "auto") -> Offload:
-    return make_offload(shape, plan_of(shape), rooms(*free_gib), wanted)
+    return make_offload(shape, plan_of(shape), devices_with(*free_gib), wanted)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_auto_offloads_all_layers_or_none_and_leaves_experts_first(
     assert found.reason
     assert sum(part.n_layers for part in found.parts) == found.n_layers
     for part in found.parts:
-        free = next(room.free_bytes for room in rooms(*free_gib) if room.name == part.device)
+        free = next(room.free_bytes for room in devices_with(*free_gib) if room.name == part.device)
         assert part.total_bytes < free
 
 
@@ -122,7 +122,7 @@ def test_after_no_room_fewer_are_tried_until_none(shape: Shape) -> None:
     plan = plan_of(shape)
     while found.parts:
         before = found
-        found, tries = fewer(shape, plan, rooms(24.0), found), tries + 1
+        found, tries = fewer(shape, plan, devices_with(24.0), found), tries + 1
         held = (found.n_layers, -found.n_without_experts)
         assert held < (before.n_layers, -before.n_without_experts)
     assert 3 < tries < 25
