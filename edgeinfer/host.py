@@ -52,7 +52,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready_ms(self) -> float:
-        """Milliseconds from exec until it could compute, or until the last stage known; 0 for none."""
+        """Return the time (ms) from exec to the last known stage, which is `ready`; 0 if none."""
         return max(self.stages_ms.values(), default=0.0)
 
 
@@ -70,7 +70,7 @@ class Handoff(Protocol):
 
     @property
     def is_target(self) -> bool:
-        """Whether this process is the target."""
+        """Return whether this process is the target."""
 
     @property
     def source(self) -> socket.socket | None:
@@ -127,19 +127,19 @@ class Host:
 
     @property
     def config(self) -> Config:
-        """The user's configuration, read on first use."""
+        """Return the user's configuration, read on first use."""
         if self._config is None:
             self._config = load_config()
         return self._config
 
     @property
     def loaded_model(self) -> str:
-        """The model this process was resumed with; "" when it holds none."""
+        """Return the model this process was resumed with; "" if it holds none."""
         return ""
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
-        """Listening sockets the launcher bound for `serve`; empty when the verb has to bind its own."""
+        """Return the sockets the launcher bound for `serve`; empty if the verb has to bind its own."""
         return ()
 
     def resolve(self, model: str) -> ModelRef:
@@ -161,7 +161,7 @@ class Host:
         return ref.files(draft, progress or _said_once())
 
     def is_model(self, name: str) -> bool:
-        """Whether `name` is a model's name or an existing GGUF file, as opposed to, say, a prompt."""
+        """Return whether `name` is a model's name or an existing GGUF file, not, say, a prompt."""
         from edgeinfer.models.reference import is_model  # as in `resolve`
 
         return is_model(name)
@@ -183,16 +183,16 @@ class Host:
         return engine
 
     def attach_devices(self, engine: OwnEngine, options: LoadOptions) -> None:
-        """Have `engine` put layers on devices as this launch wants, while the CPU begins."""
+        """Have `engine` offload layers to the devices this launch asks for, while the CPU begins."""
         from edgeinfer.runtime.llama.backends.devices import OffloadRequest  # imported with the engine
 
         gpu = self.config.gpu
         engine.use_devices(OffloadRequest.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))
 
     def keep_blocks(self, engine: OwnEngine) -> None:
-        """Have `engine` keep what it computes, and find it again, unless the user switched that off.
+        """Attach the on-disk prefix cache to `engine`, unless the user switched it off.
 
-        What keeps it from working is told on stderr: it only costs time.
+        A cache that cannot be opened is a warning on stderr: it only costs time.
         """
         if not self.config.blocks.enabled:
             return
@@ -203,16 +203,16 @@ class Host:
         try:
             engine.use_blocks(BlockStore(paths.blocks_dir(), limits, _log.warning))
         except (OSError, SnapshotUnsafeError) as error:
-            _log.warning("computed blocks are not kept: %s", error)
+            _log.warning("the on-disk prefix cache is off: %s", error)
             return
         atexit.register(engine.leave_blocks)
 
     def note_prompt(self, last: CacheReport) -> None:
-        """Leave what was remembered of the latest prompt where `edgeinfer ps` finds it."""
+        """Publish the cache report of the latest prompt for `edgeinfer ps`."""
         self._cache_report.write(last)
 
     def note_replicas(self, replicas: ReplicasInfo) -> None:
-        """Leave what replicas of a model run where `edgeinfer ps` finds it."""
+        """Publish the replicas of a model for `edgeinfer ps`."""
         self._replicas.write(replicas)
 
     def _reached(self, stage: str) -> None:
@@ -224,14 +224,14 @@ class Host:
             )
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Open `model` beside an engine that stays, in a process of its own where there is a launcher.
+        """Load `model` beside a loaded engine, in a worker process if there is a launcher.
 
         Raises what `engine` raises.
         """
         return self.engine(model, options, progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
-        """Tell how the worker behind `engine` started; None for an engine of this process."""
+        """Return how the worker behind `engine` started; None for an engine of this process."""
         return None
 
     def handoff(self) -> Handoff | None:
@@ -239,7 +239,7 @@ class Host:
         return None
 
     def listens_at(self, url: str) -> None:
-        """Note where an endpoint of this process listens, for whoever looks at it from outside."""
+        """Publish the URL of this process's endpoint, for `edgeinfer ps`."""
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         """Take a snapshot of a loaded `model`, called `name` if that is not "", and wait for it.
@@ -252,7 +252,7 @@ class Host:
         )
 
     def warm_models(self) -> frozenset[str]:
-        """Names of the models that start from a snapshot; none where nothing can be resumed."""
+        """Return the models that start from a snapshot; none if snapshots cannot be resumed."""
         return frozenset()
 
     def warm(

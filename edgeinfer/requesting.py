@@ -21,7 +21,7 @@ from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema, Sampling
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
-    """What was ordered whole, else what was typed, else what the configuration says."""
+    """Return load options passed whole; otherwise typed ones over the configuration's."""
     ordered = getattr(options, "load_options", None)
     if ordered:
         return msgspec.json.decode(ordered, type=LoadOptions)
@@ -34,13 +34,13 @@ def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions
 
 
 def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]:
-    """The sampling options that were typed, by field."""
+    """Return the typed sampling options by field."""
     typed = {option.field: getattr(options, option.field, None) for option in TYPED}
     return {field: value for field, value in typed.items() if value is not None}
 
 
 def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
-    """The model's sampling defaults with what was typed on top."""
+    """Return the model's sampling defaults, overridden by typed options."""
     return with_options(default, typed_sampling(options))
 
 
@@ -55,7 +55,7 @@ def system_prompt(typed: str, config: Config) -> str:
 
 
 def answer_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Make a request's fields of `--stop`, `--think`, `--schema`, `--grammar`. Raises UsageError."""
+    """Return request fields for `--stop`, `--think`, `--schema`, `--grammar`. Raises UsageError."""
     think = {} if options.think is None else {"enable_thinking": options.think == "on"}
     return {
         "stop": tuple(options.stop),

@@ -109,12 +109,12 @@ class JournaledAnswer:
 
     @property
     def status(self) -> int:
-        """The HTTP status; 0 before it is known."""
+        """Return the HTTP status; 0 before it is known."""
         return int(self._messages[0]["status"]) if self._messages else 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer ended normally: a retry would not improve it."""
+        """Return whether the answer ended normally: a retry would not improve it."""
         return (
             self.is_done
             and self._error is None
@@ -125,12 +125,12 @@ class JournaledAnswer:
 
     @property
     def body(self) -> bytes:
-        """The body so far."""
+        """Return the body so far."""
         return b"".join(message.get("body", b"") for message in self._messages)
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer is a stream of events."""
+        """Return whether the answer is a stream of events."""
         headers = dict(self._messages[0]["headers"]) if self._messages else {}
         return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
 

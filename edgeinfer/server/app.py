@@ -240,7 +240,7 @@ class JournalMiddleware(_EndpointMiddleware):
 
 
 def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
-    """Build the application of `endpoint`, guarded by `gate`. It knows requests alone, no lifespan."""
+    """Build the ASGI application of `endpoint`, guarded by `gate`, without a lifespan."""
     app: ASGIApp = JournalMiddleware(_route, endpoint)
     app = LimitMiddleware(app, endpoint)
     app = GateMiddleware(app, gate)
@@ -326,7 +326,7 @@ def _spellings(path: str) -> tuple[str, ...]:
 
 
 def match_route(path: str) -> RouteMatch:
-    """The operations at `path`. Without any, the dialect is that of the nearest path above it.
+    """Find the operations at `path`; without any, the dialect of the nearest path above it.
 
     A base URL is written with `/v1` or without, and with a slash at its end or without: all are found.
     """

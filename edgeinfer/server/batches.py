@@ -98,7 +98,7 @@ class _Line:
 
 
 async def ask_again(app: ASGIApp, headers: Mapping[str, str], line: BatchLine) -> BatchReply:
-    """Ask as a client with `headers`: the final answer, or the last failure when no pause is left."""
+    """POST `line` until it succeeds or no retry is left; return the last answer."""
     body = msgspec.json.encode(line.body)
     tries = 0
     while True:
@@ -111,12 +111,12 @@ async def ask_again(app: ASGIApp, headers: Mapping[str, str], line: BatchLine) -
 
 
 def may_pass(reply: BatchReply) -> bool:
-    """Whether the same request may be answered another time: the endpoint failed, not the request."""
+    """Return whether a retry may succeed: the endpoint failed, not the request."""
     return reply.status in _BUSY or reply.status >= 500
 
 
 def answer_line(line: BatchLine, reply: BatchReply) -> bytes:
-    """A line of the output."""
+    """Encode a line of the output file."""
     answer = {
         "id": f"batch_{reply.request_id}",
         "custom_id": line.custom_id,
@@ -199,7 +199,7 @@ class Batches:
         return folder
 
     def begin(self, ask: Ask, folder: Path, batch: BatchObject, lines: list[BatchLine]) -> None:
-        """Answer the lines in the background. Raises Problem 429 beside too many other batches."""
+        """Answer the lines in the background. Raises Problem 429 beyond `_MOST_RUNNING` batches."""
         if len(self._running) >= _MOST_RUNNING:
             said = f"{_MOST_RUNNING} batches run already."
             raise Problem(
@@ -255,7 +255,7 @@ class Batches:
         return batch
 
     async def cancel(self, name: str) -> None:
-        """End a batch, if it runs."""
+        """Cancel a batch if it is running."""
         if name in self._running:
             task, _ = self._running[name]
             task.cancel()
@@ -263,7 +263,7 @@ class Batches:
 
 
 def new_file(name: str, size: int, filename: str, purpose: Purpose) -> FileObject:
-    """Describe a file that begins now."""
+    """Make the record of a new file."""
     now = int(time.time())
     return FileObject(
         id=name, bytes=size, created_at=now, expires_at=now + KEPT_S, filename=filename, purpose=purpose
@@ -271,7 +271,7 @@ def new_file(name: str, size: int, filename: str, purpose: Purpose) -> FileObjec
 
 
 def write_record(folder: Path, record: FileObject | BatchObject) -> None:
-    """Keep a record under its id."""
+    """Write a record under its id."""
     made = folder / f"{record.id}.{secrets.token_hex(4)}"
     made.write_bytes(msgspec.json.encode(record))
     made.replace(folder / f"{record.id}.json")

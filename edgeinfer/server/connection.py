@@ -35,17 +35,17 @@ class Connection:
 
     @property
     def is_unix(self) -> bool:
-        """Whether it came by a unix socket, whose file's mode says who may connect."""
+        """Return whether this is a unix socket, whose file mode restricts its clients."""
         return bool(self._socket.family == socket.AF_UNIX)
 
     @functools.cached_property
     def uid(self) -> int | None:
-        """The client's user; None for a client on another machine, or one that has left."""
+        """Return the client's uid; None for a client on another machine, or one that has left."""
         peer = peer_of(self._socket)
         return None if peer is None else peer.uid
 
     def is_half_closed(self) -> bool:
-        """Whether the client sends no more, and still reads; never known under TLS."""
+        """Return whether the client has shut down its sending side; False under TLS, which hides it."""
         peer = None if self._is_tls else peer_of(self._socket)
         return peer is not None and peer.is_half_closed
 
@@ -81,7 +81,7 @@ class ShortCut:
         self._is_open = True
 
     def __call__(self, event: Event) -> bool:
-        """Whether the event was taken. Called on the thread that made it."""
+        """Send a token on the engine's thread; return whether it was taken."""
         if not isinstance(event, TextDelta | ReasoningDelta):
             return False
         with self._lock:  # a descriptor that is closed meanwhile could be another client's
@@ -106,6 +106,6 @@ class ShortCut:
             return True
 
     def close(self) -> None:
-        """Tokens go through the event loop again. Idempotent."""
+        """Send tokens through the event loop again. Idempotent."""
         with self._lock:
             self._is_open = False

@@ -80,17 +80,17 @@ class RequestContext:
 
     @property
     def plain_id(self) -> str:
-        """The id without its prefix, for ids in a protocol's own form."""
+        """Return the id without its prefix, for ids in a protocol's own form."""
         return self.id.removeprefix("req_")
 
     @property
     def uses_model(self) -> bool:
-        """Whether the operation counts against the limits."""
+        """Return whether the operation counts against the limits."""
         return self.operation is not None and self.operation.uses_model
 
     @property
     def route(self) -> str:
-        """The path as it is written in the operation, `other` where there is none."""
+        """Return the operation's path pattern, `other` if there is none."""
         return self.operation.path if self.operation else "other"
 
     @property
@@ -111,7 +111,7 @@ class RequestContext:
         return turns
 
     def salted(self, cache_salt: str) -> str:
-        """The salt of a request that gives `cache_salt`: one key's find nothing of another's."""
+        """Combine a request's `cache_salt` with its API key's, so that keys share no cached prefix."""
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def stay_s(self, keep_alive: float | str | None) -> float | None:
@@ -126,9 +126,9 @@ class RequestContext:
         return None
 
     def name_model(self, name: str | None) -> None:
-        """Note the model that is meant, and its adapter where one is named in its place.
+        """Resolve the request's model, or the adapter named in its place.
 
-        A header tells the model where it was named otherwise. Raises UnknownModelError.
+        A header names the model if the request used another name. Raises UnknownModelError.
         """
         models = self.endpoint.models
         try:
@@ -147,7 +147,7 @@ class RequestContext:
         self.endpoint.metrics.ttft.labels(self.model, self.version).observe(self.ttft_s)
 
     def ended(self, end: Finished) -> None:
-        """A generation of this request has ended."""
+        """Record a finished generation of this request."""
         self.prompt_tokens += end.usage.prompt_tokens
         self.cached_tokens += end.usage.cached_tokens
         self.completion_tokens += end.usage.completion_tokens
@@ -180,7 +180,7 @@ def context_of(request: Request) -> RequestContext:
 
 
 def json_reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """`value` as application/json."""
+    """Encode `value` as application/json."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
@@ -190,7 +190,7 @@ async def with_engine(
     keep_alive: float | str | None,
     work: Callable[[Engine], R],
 ) -> R:
-    """Hold the request's model while `work(engine)` runs in a thread; raises as both do."""
+    """Run `work(engine)` in a thread with the request's model. Raises what loading and `work` raise."""
     models = context.endpoint.models
     context.name_model(model)
     lease = await models.acquire(context.model, context.stay_s(keep_alive))

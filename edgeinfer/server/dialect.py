@@ -20,9 +20,9 @@ from edgeinfer.server.problems import Problem
 from edgeinfer.server.wire_types import WireTimings
 
 
-def sse_comment(said: str) -> bytes:
-    """A comment in a stream of server-sent events: people see it, clients skip it."""
-    return f": {said}\n\n".encode()
+def sse_comment(text: str) -> bytes:
+    """Encode a comment of a stream of server-sent events: people see it, clients skip it."""
+    return f": {text}\n\n".encode()
 
 
 Method = Literal["GET", "POST", "DELETE"]
@@ -117,25 +117,25 @@ class Renderer(Protocol):
     """
 
     def opening(self) -> bytes:
-        """The first bytes, once the request is accepted."""
+        """Return the first bytes, once the request is accepted."""
 
     def event(self, index: int, event: Event) -> bytes:
-        """One event of generation `index`; b"" when the client need not hear of it."""
+        """Render one event of generation `index`; b"" if the client need not receive it."""
 
     def closing(self) -> bytes:
-        """The last bytes, after every generation has ended."""
+        """Return the last bytes, after every generation has ended."""
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
-        """The last bytes when something failed after the stream had begun."""
+        """Return the last bytes if a failure follows the start of the stream."""
 
-    def waiting(self, said: str) -> bytes:
-        """An event that says nothing, while there is nothing to say; `said` is for people who look.
+    def waiting(self, text: str) -> bytes:
+        """Return an empty event with a comment `text`, while there is no token.
 
         Clients give up on a stream without events, and a comment is none.
         """
 
     def whole(self, answers: list[Collected]) -> bytes:
-        """The JSON body of a request that is not streamed."""
+        """Render the JSON body of a request that is not streamed."""
 
 
 def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
@@ -158,7 +158,7 @@ def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
-    """The `timings` block, in llama.cpp's names."""
+    """Make the `timings` block, in llama.cpp's names."""
     prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
     made = usage.completion_tokens
     return WireTimings(

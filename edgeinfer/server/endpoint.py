@@ -80,11 +80,11 @@ class Endpoint:
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether there are answers in memory that a client may come back for."""
+        """Return whether the journal holds answers that a client may read again."""
         return bool(self.journal)
 
     def enter(self, key: str) -> None:
-        """Admit a request that will use a model. Raises Problem 503 and 429 with Retry-After."""
+        """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After."""
         if self.draining:
             raise shutting_down()
         if self.in_flight >= self.limits.max_requests:
@@ -133,7 +133,7 @@ class Endpoint:
             generation.cancel()
 
     def failure(self) -> str:
-        """Say what keeps the endpoint from answering; "" when nothing does."""
+        """Return the endpoint's failure; "" if it can answer."""
         engine = dict(self.models.engines()).get(self.models.default)
         return self.preparation.failure() or (engine.health() if engine else "")
 
@@ -173,7 +173,7 @@ class Preparation:
             raise
 
     def failure(self) -> str:
-        """Name the pool in which no thread has become free for `timeout_s`; "" if there is none."""
+        """Name a pool in which no thread became free for `timeout_s`; "" if there is none."""
         stuck = [
             pool.name for pool in (self._plain, self._constrained) if pool.is_stuck(self._timeout_s)
         ]
@@ -184,7 +184,7 @@ class Preparation:
         )
 
     def close(self) -> None:
-        """Begin nothing more; what runs is left to itself."""
+        """Submit nothing more; running calls are left to end."""
         self._plain.close()
         self._constrained.close()
 

@@ -113,7 +113,7 @@ def _preamble(context: RequestContext, request: GenerateRequest) -> str:
 async def submit_all(
     context: RequestContext, lease: Lease, requests: Sequence[GenerateRequest]
 ) -> list[Generation]:
-    """Submit all or none: when one is refused, those before it are cancelled.
+    """Submit all requests or none: if one is refused, those before it are cancelled.
 
     They count in the model's queue until `_release`.
     """
@@ -135,7 +135,7 @@ async def submit_all(
 
 
 def _is_slow_to_prepare(request: GenerateRequest) -> bool:
-    """Whether validating it takes longer than a hop to a thread (about 0.1 ms)."""
+    """Return whether preparation takes longer than a hop to a thread (about 0.1 ms)."""
     if request.constraint is not None or request.tools or request.infill is not None:
         return True
     return request.length > _INLINE_CHARACTERS
@@ -258,7 +258,7 @@ class _GenerationResponse:
             self.task.lease.release()
 
     def _check_cancelled(self, event: Event) -> None:
-        """A generation that we cancelled ourselves is a failure to its client, not an answer."""
+        """Raise Problem 503 for a generation that the endpoint itself cancelled."""
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.client_left:
             raise shutting_down()
 
@@ -323,7 +323,7 @@ class _WholeResponse(_GenerationResponse, Response):
         return body
 
     def _collect(self, collected: Collected, event: Event) -> bool:
-        """Take an event on the thread that made it: nobody need wake before the last."""
+        """Take an event on the engine's thread: the event loop wakes for the last one only."""
         self._count(event)
         collected.add(event)
         return True
@@ -411,7 +411,7 @@ class _StreamResponse(_GenerationResponse, Response):
                 self._short_cut.close()
 
     def _use_short_cut(self, task: GenerationTask) -> None:
-        """Have tokens sent by the thread that makes them, after the first, where possible."""
+        """After the first token, let the engine's thread send tokens where possible."""
         alone = len(task.generations) == 1 and self._texts is None
         if self._short_cut is None and self._last_token and alone and self._connection is not None:
             self._short_cut = self._connection.short_cut(self._render_on_engine_thread)
@@ -450,7 +450,7 @@ class _StreamResponse(_GenerationResponse, Response):
         return self.task.renderer.waiting(f"prefill {seen.done_tokens}/{seen.total_tokens}")
 
     def _record_answer(self) -> None:
-        """What was said, as the same request would have been answered whole; for the payload log."""
+        """Record a streamed answer for the payload log, in its unstreamed form."""
         if self._texts is None or self.task is None:
             return
         cut_short = Finished(reason="cancelled", usage=Usage(), timings=Timings())

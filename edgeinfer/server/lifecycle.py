@@ -139,7 +139,7 @@ class EndpointServer(uvicorn.Server):
             source.close()
 
     async def _leave(self) -> None:
-        """Accept nobody, answer what still comes on the connections, and end with the last of them."""
+        """Stop accepting, answer requests on open connections, and end with the last of them."""
         self._reason = "handed-off"
         self._endpoint.is_leaving = True
         for server in self.servers:
@@ -206,7 +206,7 @@ class EndpointServer(uvicorn.Server):
 
 
 async def _preload(endpoint: Endpoint) -> None:
-    """A default model that does not load is not the end: other models may, and /health says why."""
+    """Load the default model; on failure other models may still load, and /health says why."""
     models = endpoint.models
     begun = time.perf_counter()
     try:
@@ -269,7 +269,7 @@ class _HandoffSource:
             self._handoff.idle()
 
     def _has_what_would_go(self) -> bool:
-        """Whether answers end with this process, or adapters that were loaded while a model ran."""
+        """Return whether a handoff would lose journaled answers or adapters loaded at run time."""
         return self._endpoint.keeps_answers or self._endpoint.models.has_changed_adapters
 
     def _is_busy(self) -> bool:

@@ -17,7 +17,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     request ready for the engine: template, schema, grammar, tokens.
 
     `kept_answers` of one key, `kept_bytes` of all and `kept_s` bound the answers that may be read
-    again; one that nobody reads is given up after `unread_s`.
+    again; one without a reader is abandoned after `unread_s`.
     """
 
     max_body_bytes: int = 32 << 20

@@ -89,7 +89,7 @@ def capture_uvicorn(log: Log) -> None:
 
 
 def capture_loop(log: Log) -> None:
-    """Tell of connections that cannot be accepted once a minute; called on the event loop."""
+    """Log connections that cannot be accepted, once a minute; call it on the event loop."""
     said_s = -_SAID_AGAIN_S
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

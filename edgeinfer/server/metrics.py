@@ -72,25 +72,25 @@ _FROM_ENGINE: tuple[tuple[_Family, str, str, Callable[[EngineMetrics], float]], 
     (
         CounterMetricFamily,
         "blocks_read_bytes",
-        "Bytes of computed blocks read from the disk.",
+        "Bytes of KV blocks read from the disk.",
         lambda m: m.block_bytes_read_total,
     ),
     (
         CounterMetricFamily,
         "blocks_written_bytes",
-        "Bytes of computed blocks written to the disk.",
+        "Bytes of KV blocks written to the disk.",
         lambda m: m.block_bytes_written_total,
     ),
     (
         CounterMetricFamily,
         "blocks_pruned",
-        "Computed blocks deleted because the folder was full.",
+        "KV blocks deleted because the folder was full.",
         lambda m: m.blocks_pruned_total,
     ),
     (
         CounterMetricFamily,
         "blocks_damaged",
-        "Computed blocks that were damaged: deleted, and computed again.",
+        "KV blocks that were damaged: deleted, and computed again.",
         lambda m: m.blocks_damaged_total,
     ),
 )
@@ -174,10 +174,10 @@ class Metrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that were remembered, in memory or on the disk."
+            "prompt_tokens_cached", "Prompt tokens found in the prefix cache, in memory or on the disk."
         )
         self.cached_disk_tokens = self._counter(
-            "prompt_tokens_cached_disk", "Of those, the ones that came from the disk."
+            "prompt_tokens_cached_disk", "Cached prompt tokens that came from the disk."
         )
         self.generated_tokens = self._counter("generation_tokens", "Generated tokens.")
         self.finished = self._counter(
@@ -211,11 +211,11 @@ class Metrics:
         self.requests.labels(route, str(status), key, model, version).inc()
 
     def clock(self, model: str, version: str) -> TokenClock:
-        """The token clock of a model."""
+        """Return the token clock of a model."""
         return self._clocks.setdefault((model, version), TokenClock())
 
     def generation_ended(self, model: str, version: str, end: Finished) -> None:
-        """Count a generation that ran to its end, whatever the end was."""
+        """Count a finished generation, whatever its reason."""
         labels = (model, version)
         self.finished.labels(end.reason, *labels).inc()
         self.prompt_tokens.labels(*labels).inc(end.usage.prompt_tokens)
@@ -227,14 +227,14 @@ class Metrics:
         self.decode_time.labels(*labels).observe(end.timings.decode_ms / 1000)
 
     def model_loaded(self, model: str, how: str, seconds: float, stages_ms: dict[str, float]) -> None:
-        """Count a model brought into memory."""
+        """Count a loaded model."""
         self.loads.labels(how, model).inc()
         self.load_time.labels(how, "total", model).observe(seconds)
         for stage, stage_ms in stages_ms.items():
             self.load_time.labels(how, stage, model).observe(stage_ms / 1000)
 
     def described(self) -> list[tuple[str, str, str, str]]:
-        """Name, kind, labels and sentence of every metric, as a scrape shows them."""
+        """Return name, kind, labels and help of every metric, as a scrape shows them."""
         families: list[tuple[Metric, Sequence[str]]] = []
         for metric in vars(self).values():
             if isinstance(metric, MetricWrapperBase):
@@ -263,7 +263,7 @@ class _Engines(Collector):
         self._clocks = clocks
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing is asked of an engine at registration."""
+        """Return nothing: registration must not query engines."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -326,5 +326,5 @@ def _of_replicas(engines: Sequence[tuple[str, Engine]]) -> Iterator[Metric]:
 
 
 def version_of(sha256: str) -> str:
-    """A model's version in labels: the first 12 hex digits of its sha256; "" when unknown."""
+    """Return a model's version for labels: the first 12 hex digits of its sha256; "" if unknown."""
     return sha256[:12]

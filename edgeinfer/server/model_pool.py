@@ -51,7 +51,7 @@ class Lease:
 
     @property
     def in_worker(self) -> bool:
-        """Whether a call of the engine waits for another process."""
+        """Return whether a call of the engine waits for another process."""
         return self._entry.loaded is not None and self._entry.loaded.where == "worker"
 
     def failed(self) -> None:
@@ -60,7 +60,7 @@ class Lease:
             self._models.discard(self._entry)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the model. Idempotent."""
         if self._held:
             self._held = False
             self._models.released(self._entry, self._keep_alive_s)
@@ -96,7 +96,7 @@ class ModelPool:
     # --- asking
 
     def resolve(self, name: str | None) -> str:
-        """Name the model that `name` means, or the default, never a path. Raises UnknownModelError.
+        """Resolve `name` to a model, None to the default, never a path. Raises UnknownModelError.
 
         An exact alias goes before a model's own name, which goes before a pattern. A name may be
         spelled as clients of Ollama do.
@@ -131,14 +131,14 @@ class ModelPool:
         return entry is not None and entry.loaded is not None
 
     def state(self, name: str) -> str:
-        """cold, loading or loaded."""
+        """Return "cold", "loading" or "loaded"."""
         entry = self._entries.get(name)
         if entry is None:
             return "cold"
         return "loading" if entry.loaded is None else "loaded"
 
     def stage(self, name: str) -> tuple[str, float | None]:
-        """What loading does now; ("", None) when it is not loading."""
+        """Return the loading stage and its progress; ("", None) if not loading."""
         entry = self._entries.get(name)
         return ("", None) if entry is None or entry.loaded else (entry.stage, entry.fraction)
 
@@ -153,12 +153,12 @@ class ModelPool:
         return [(s.name, s.loaded.engine) for s in self._entries.values() if s.loaded is not None]
 
     def info(self, name: str) -> EngineInfo | None:
-        """What is known of a model while it is loaded."""
+        """Return a loaded model's info."""
         entry = self._entries.get(name)
         return None if entry is None or entry.loaded is None else entry.loaded.engine.info
 
     def pulled(self) -> list[AvailableModel]:
-        """Every model a request may name, the default first, with the aliases and adapters of each."""
+        """List every model a request may name, the default first, with aliases and adapters."""
         listed = list(self._sources.pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(AvailableModel(name=self.default))
@@ -180,19 +180,19 @@ class ModelPool:
         return [entry.describe(now) for entry in self._entries.values()]
 
     def owner_of_adapter(self, name: str) -> str | None:
-        """The loaded model of which a LoRA adapter has this name, the default one first."""
+        """Return the loaded model that has an adapter of this name, the default one first."""
         owners = [own for own, engine in self.engines() if name in {a.name for a in engine.info.lora}]
         return min(owners, key=lambda own: own != self.default, default=None)
 
     @property
     def has_changed_adapters(self) -> bool:
-        """Whether a model has other adapters than those it is loaded with by itself."""
+        """Return whether a model's adapters were changed at run time."""
         return bool(self._adapters)
 
     # --- holding
 
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
-        """Hold `name`, loading it if needed. Raises OutOfMemoryError, and as loading does."""
+        """Acquire a model, loading it if needed. Raises OutOfMemoryError, and what loading raises."""
         entry = self._entries.get(name) or self._start(name)
         entry.users += 1
         if entry.expiry is not None:
@@ -209,7 +209,7 @@ class ModelPool:
     async def use_adapters(
         self, lease: Lease, change: Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
     ) -> tuple[Adapter, ...]:
-        """Change the adapters of a held model; it has them too when it is loaded again.
+        """Change the adapters of an acquired model, also for its later loads.
 
         Changes take turns. Raises what `change` and `Engine.use_adapters` raise.
         """
@@ -221,7 +221,7 @@ class ModelPool:
             return found
 
     async def unload(self, name: str) -> Literal["unloaded", "unloading", "not loaded"]:
-        """Unload now if idle, else as soon as its requests end."""
+        """Unload a model now if idle, otherwise as soon as its requests end."""
         entry = self._entries.get(name)
         if entry is None:
             return "not loaded"
@@ -265,9 +265,8 @@ class ModelPool:
 
     def _start(self, name: str) -> ModelEntry:
         entry = ModelEntry(name, self._need_bytes(name))
-        entry.ready.add_done_callback(
-            lambda ready: ready.cancelled() or ready.exception()
-        )  # a load nobody waits for any more
+        # a load without waiting requests must not be reported as an unretrieved exception
+        entry.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._entries[name] = entry
         self._spawn(self._load(entry))
         return entry
@@ -319,7 +318,7 @@ class ModelPool:
         return loaded
 
     async def _until_closed(self, entry: ModelEntry) -> None:
-        """Wait for the model's last engine to write what it has read: the new one finds it then."""
+        """Wait until the model's last engine has written its KV blocks, which the new one reuses."""
         closing = self._closing.get(entry.name)
         if closing is not None:
             entry.stage = "writing what it has read"
@@ -343,7 +342,7 @@ class ModelPool:
                 continue
             others = any(s is not entry for s in self._entries.values())
             if not others:
-                # nothing of ours is in the way: let the loader decide, it knows better than an estimate
+                # no other model is in memory: let the loader decide, it knows better than an estimate
                 return
             self._changed.clear()
             try:
@@ -468,7 +467,7 @@ class ModelAdministrator(Protocol):
     """Changes which models are here. Every call blocks, and raises what its command raises."""
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
-        """Fetch what a name or a source means."""
+        """Pull a model by name or source."""
 
     def create(self, name: str, path: str, report: OnProgress, cancel: threading.Event) -> None:
         """Name a GGUF file of this machine, which stays where it is."""
@@ -477,7 +476,7 @@ class ModelAdministrator(Protocol):
         """Give a model another name beside its own."""
 
     def remove(self, name: str) -> None:
-        """Remove a model with its snapshots and what it has read."""
+        """Remove a model with its snapshots and cached prefixes."""
 
 
 #: The target that means the endpoint's default model.
@@ -499,19 +498,19 @@ class Aliases:
         self.says_all = "*" in table
 
     def by_pattern(self, name: str) -> str | None:
-        """The target of the longest pattern that fits `name`."""
+        """Return the target of the longest pattern that matches `name`."""
         fitting = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
         return self._patterns[max(fitting, key=len)] if fitting else None
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """What a name may stand for: itself, `x` for `x:latest`, and a model in Ollama's own store."""
+    """Return what a name may stand for: itself, `x` for `x:latest`, a model of Ollama's store."""
     plain = name.removesuffix(LATEST)
     return (name, plain, PREFIX + plain)
 
 
 def listed_name(name: str, others: Container[str] = ()) -> str:
-    """A name as Ollama lists it: with a tag, and without the place, unless `others` have that name."""
+    """Return a name as Ollama lists it: with a tag, without its store unless `others` has that name."""
     short = name.removeprefix(PREFIX)
     plain = name if short in others else short
     return plain if ":" in plain else plain + LATEST
@@ -533,11 +532,11 @@ class ModelEntry:
         self.fraction: float | None = None
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Called from the loading thread; two plain assignments need no lock."""
+        """Set stage and progress from the loading thread; two plain assignments need no lock."""
         self.stage, self.fraction = stage, fraction
 
     def describe(self, now: float) -> LoadedModel:
-        """Say what an operator sees of it but its replicas; `now` is the event loop's time."""
+        """Return the operator's view without replicas; `now` is the event loop's time."""
         if self.loaded is None:
             return LoadedModel(
                 id=self.name,

@@ -19,7 +19,7 @@ _REFUSALS = {
     "401": "The API key is missing or wrong.",
     "403": "The Host or the Origin is not allowed.",
     "429": "Too many requests at once for this key; Retry-After says when to come back.",
-    "500": "A defect of ours.",
+    "500": "An internal error.",
     "503": "The queue is full, the model is not available, or the endpoint shuts down; "
     "Retry-After says when to come back.",
 }
@@ -37,12 +37,12 @@ _RARE = {
     "507": "The disk has no room for it.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
-#: Said without a word, by what stands before every dialect.
+#: Sent without a body, before any dialect.
 _LATE = {"description": "The body did not come in time."}
 
 
 def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
-    """The whole document."""
+    """Generate the OpenAPI document of all dialects."""
     _, components = msgspec.json.schema_components(_types(dialects), ref_template=_REF)
     taken = _wire_types(_types(dialects))
     for kind in taken.values():
@@ -115,7 +115,7 @@ def _left_out(kind: type[Wire]) -> tuple[str | None, ...]:
 
 
 def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
-    """A field's schema; a list may hold objects of types that are left out of it."""
+    """Extend a field's schema: its lists may hold objects of dropped types."""
     if isinstance(schema, list):
         return [_with_dropped(inner, kinds) for inner in schema]
     if not isinstance(schema, dict):
@@ -205,7 +205,7 @@ def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
-    """A query's fields as parameters; null makes no sense in a query and lists are left to the body."""
+    """Describe a query's fields as parameters, without nulls and lists, which need a body."""
     if operation.query is None:
         return []
     schema = msgspec.json.schema_components([operation.query], ref_template=_REF)[1][

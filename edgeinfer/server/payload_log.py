@@ -73,7 +73,7 @@ def _shown(content: Content) -> Any:
 
 
 def _without_keys(value: Any) -> Any:
-    """`value` with everything that looks like an API key cut out, in names of fields too."""
+    """Replace everything that looks like a secret, in field names too."""
     if isinstance(value, str):
         return _KEYS.sub("<redacted>", value)
     if isinstance(value, dict):

@@ -91,7 +91,7 @@ class Problem(Exception):
 
 
 def from_error(error: e.EdgeInferError) -> Problem:
-    """The answer to one of our errors. A subclass without a row takes its parent's."""
+    """Convert an EdgeInferError. A subclass without a row takes its parent's."""
     status, kind, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     param = getattr(error, "param", None)
     message = error.message
@@ -115,7 +115,7 @@ def _lengths(error: e.EdgeInferError) -> tuple[int, int] | None:
 
 
 def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:
-    """The answer to a value that does not fit its type: `param` is the place in it, `code` OpenAI's.
+    """Convert a type error: `param` is the place in the value, `code` OpenAI's.
 
     `within` is where the value itself stands in the body.
     """
@@ -158,7 +158,7 @@ def load_time_place(param: str) -> str:
 
 
 def internal(request_id: str) -> Problem:
-    """The answer to a defect of ours; what happened is in the log under this request's id."""
+    """Make the answer to an internal error, which the log has under this request id."""
     return Problem(
         500,
         f"Internal error; the log has it under request id {request_id}.",
@@ -168,16 +168,16 @@ def internal(request_id: str) -> Problem:
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
-    """A 503 that passes."""
+    """Make a 503 that a retry may cure."""
     return Problem(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
 
 
 def shutting_down() -> Problem:
-    """The answer to a request that meets a drain."""
+    """Make the answer to a request during a drain."""
     return unavailable("The endpoint is shutting down.", "shutting_down", 2)
 
 
 def no_such_model(name: str) -> Problem:
-    """The answer where a model in the path is not one of ours."""
+    """Make the answer to an unknown model in the path."""
     said = f"The model '{name[:200]}' does not exist."
     return Problem(404, said, param="model", code="model_not_found")

@@ -63,7 +63,7 @@ async def _checked(request: Request) -> bytes:
 
 
 async def decode_list(request: Request, kind: type[T]) -> list[T]:
-    """The body as a list of `kind`. Raises Problem 400 naming the field, 413, 415."""
+    """Decode the body as a list of `kind`. Raises Problem 400 naming the field, 413, 415."""
     raw = await _checked(request)
     try:
         with _json_only():
@@ -73,7 +73,7 @@ async def decode_list(request: Request, kind: type[T]) -> list[T]:
 
 
 async def decode(request: Request, kind: type[T]) -> T:
-    """The body as `kind`. Raises Problem 400 naming the field, 413, 415."""
+    """Decode the body as `kind`. Raises Problem 400 naming the field, 413, 415."""
     raw = await _checked(request)
     context = context_of(request)
     context.ignore([name for name in _BETA_HEADERS if name in request.headers])
@@ -143,7 +143,7 @@ def _json_only() -> Iterator[None]:
 
 
 def decode_query(request: Request, kind: type[T]) -> T:
-    """The query string as `kind`; numbers are read from their text. Raises Problem 400."""
+    """Decode the query string as `kind`; numbers are parsed from text. Raises Problem 400."""
     context = context_of(request)
     context.body = request.url.query.encode()
     pairs = request.query_params.multi_items()
@@ -178,11 +178,11 @@ class LenientDecoder:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """What was left out, each place once, with `[]` for any index."""
+        """Return the ignored places, each once, with `[]` for any index."""
         return tuple(self._ignored)
 
     def read(self, raw: Any, kind: type[T]) -> T:
-        """The value as `kind`. Raises Problem, which names every field that is wrong."""
+        """Convert the value to `kind`. Raises Problem, which names every invalid field."""
         of: Any = kind
         kept = self._value(_plan(of), raw, "")
         if self._problems:
@@ -357,7 +357,7 @@ def _plan(kind: Any) -> _Plan:
 
 @cache
 def facts_of(kind: type[Wire]) -> _Facts:
-    """What `kind` declares, those it inherits from included."""
+    """Collect what `kind` declares, inherited declarations included."""
     types = get_type_hints(kind, include_extras=True)
     fields = {}
     for field in msgspec.structs.fields(kind):
@@ -377,7 +377,7 @@ def facts_of(kind: type[Wire]) -> _Facts:
 
 
 def parts_of(kind: type[Wire]) -> list[type[Wire]]:
-    """The types of objects that stand directly in one."""
+    """List the object types directly inside `kind`."""
     found: list[type[Wire]] = []
     waiting = [field.plan for field in facts_of(kind).fields.values()]
     while waiting:
@@ -402,7 +402,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _bare(kind: Any) -> tuple[Any, int]:
-    """A type without what is noted beside it, and how long a list of it may be."""
+    """Strip annotations from a type; return it with the maximum length of its list."""
     longest = 1 << 62
     while get_origin(kind) is Annotated:
         kind, *notes = get_args(kind)
@@ -436,7 +436,7 @@ def _reason(others: Mapping[str, str], tag: str) -> str:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether it is equal and of one type: 1 is not true."""
+    """Compare value and type: 1 is not true."""
     return any(type(value) is type(known) and value == known for known in values)
 
 

@@ -15,7 +15,7 @@ from edgeinfer.units import parse_duration
 
 
 def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...] | None:
-    """The adapters a request names with their scales; None when it does not say."""
+    """Return a request's adapters with their scales; None if it names none."""
     return None if given is None else tuple((choice.name, choice.scale) for choice in given)
 
 
@@ -27,7 +27,7 @@ def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
 
 
 def allowed(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
-    """The tools that may be called. Raises InvalidRequestError when one of them is not there."""
+    """Select the tools that may be called. Raises InvalidRequestError if one is missing."""
     missing = [name for name in names if all(tool.name != name for tool in tools)]
     if missing:
         raise InvalidRequestError(
@@ -83,7 +83,7 @@ def reasoning(
     budget: int | None = None,
     given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Fields of GenerateRequest that say how much is reasoned before the answer.
+    """Return the GenerateRequest fields that bound reasoning.
 
     `wanted` False, or an effort of "none", closes a span also where the template opens one by itself.
     `given` are a request's own variables for the template, which win.
@@ -97,7 +97,7 @@ def reasoning(
 
 
 def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The stop strings, of which a client may send none, one or several."""
+    """Return the stop strings, of which a client may send none, one or several."""
     if given is None:
         return ()
     return (given,) if isinstance(given, str) else tuple(given)
@@ -117,7 +117,7 @@ class Caching(Protocol):
 
 
 def caching(body: Caching) -> dict[str, Any]:
-    """Fields of GenerateRequest that say what is shared with other requests, and whose it is.
+    """Return the GenerateRequest fields of the prefix cache.
 
     `store: "none"`, where a dialect has it, keeps nothing, as `cache_prompt: false` does.
     """
@@ -140,7 +140,7 @@ def overridden(base: Sampling, **given: Any) -> Sampling:
 
 
 def seed_of(seed: int | None) -> int | None:
-    """OpenAI's 64-bit seed as llama.cpp's 32-bit one. -1 draws one, as in llama.cpp."""
+    """Convert OpenAI's 64-bit seed to llama.cpp's 32-bit one; -1 is random, as in llama.cpp."""
     return None if seed is None or seed == -1 else seed & 0xFFFF_FFFF
 
 
@@ -149,7 +149,7 @@ _FOR_EVER = -1.0
 
 
 def keep_alive_s(given: float | str | None) -> float | None:
-    """Seconds; -1 for ever, which every negative duration means. Raises InvalidRequestError.
+    """Convert `keep_alive` to seconds; any negative is -1, for ever. Raises InvalidRequestError.
 
     A text is a duration in Go's notation ("5m", "1h30m"), or a plain number of seconds.
     """

@@ -64,7 +64,7 @@ class Setup:
     host: str = "127.0.0.1"
     handoff: Handoff | None = None
     pulled: Callable[[], Sequence[AvailableModel]] | None = None
-    shelf: ModelAdministrator | None = None
+    model_admin: ModelAdministrator | None = None
     wait_ready: bool = True
     refuse_unknown: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
@@ -136,7 +136,7 @@ def served(setup: Setup) -> Iterator[Served]:
             refuse_unknown=setup.refuse_unknown,
             journal=AnswerJournal(setup.limits) if setup.store_responses else None,
             batches=Batches(setup.batches) if setup.batches else None,
-            model_admin=setup.shelf,
+            model_admin=setup.model_admin,
         )
         server = EndpointServer(endpoint, setup.gate, [listener], setup.options, setup.handoff)
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop(), server=server)

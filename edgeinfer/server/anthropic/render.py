@@ -42,7 +42,7 @@ _TYPES = {
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`."""
+    """Encode `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
     error = wire.AnthropicErrorBody(
         type=_TYPES.get(problem.status, "api_error"),
         message=_sentence(problem),
@@ -67,7 +67,7 @@ def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """The `error` event, which ends a stream."""
+    """Encode the `error` event, which ends a stream."""
     return b"event: error\ndata: " + error_body(problem, request_id) + b"\n\n"
 
 
@@ -80,7 +80,7 @@ def stop_reason(end: Finished) -> wire.StopReason:
 
 
 def wire_usage(usage: Usage) -> wire.AnthropicUsage:
-    """Anthropic counts cached tokens beside, not within, `input_tokens`."""
+    """Convert usage; Anthropic counts cached tokens beside, not within, `input_tokens`."""
     return wire.AnthropicUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         output_tokens=usage.completion_tokens,
@@ -90,7 +90,7 @@ def wire_usage(usage: Usage) -> wire.AnthropicUsage:
 
 
 def arguments_of(call: CollectedCall) -> dict[str, Any]:
-    """A call's arguments as an object; `{}` when a cut-short answer left them unfinished."""
+    """Decode a call's arguments; `{}` if a cut-short answer left them unfinished."""
     try:
         value = msgspec.json.decode(call.arguments or "{}")
     except msgspec.DecodeError:
@@ -118,7 +118,7 @@ class MessageRenderer:
     # --- streamed
 
     def opening(self) -> bytes:
-        """`message_start` waits for the first progress: only then is the prompt's length known."""
+        """Return nothing: `message_start` needs the prompt's length, which comes with progress."""
         return b""
 
     def event(self, index: int, event: Event) -> bytes:
@@ -173,8 +173,8 @@ class MessageRenderer:
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
 
-    def waiting(self, said: str) -> bytes:
-        return sse_comment(said) + (self._start() or _PING)
+    def waiting(self, text: str) -> bytes:
+        return sse_comment(text) + (self._start() or _PING)
 
     def _start(self) -> bytes:
         if self._started:

@@ -72,7 +72,7 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
 
 
 def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
-    """The tools on offer: a deferred one once it was referred to, or where nothing finds it."""
+    """Return the tools; a deferred one once it was referred to, or if no tool search is offered."""
     referred = _referred(body)
     # Anthropic's own search is not here: without a client's all of them would stay hidden
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)

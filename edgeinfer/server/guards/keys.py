@@ -32,7 +32,7 @@ class Keys:
         return bool(self._digests)
 
     def name(self, offered: str) -> str | None:
-        """The matching key's name, or None. Every key is compared, each in constant time."""
+        """Return the matching key's name, or None. Every key is compared, each in constant time."""
         digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
         found = None
         for known in self._digests:
@@ -41,11 +41,11 @@ class Keys:
         return None if found is None else found.hex()[:8]
 
     def is_first(self, name: str) -> bool:
-        """Whether `name` is the first key's: the owner's, which may change what others get."""
+        """Return whether `name` is the first key, the owner's, which has admin rights."""
         return bool(self._digests) and self._digests[0].hex()[:8] == name
 
     def cache_salt(self, name: str) -> str:
-        """Keep what one key's requests computed from the others'; "" with fewer than two keys."""
+        """Return a salt that separates this key's cached prefixes; "" with fewer than two keys."""
         if len(self._digests) < 2:
             return ""
         own = next(known for known in self._digests if known.hex()[:8] == name)
@@ -53,12 +53,12 @@ class Keys:
 
 
 def key_path() -> Path:
-    """Where a made key is kept."""
+    """Return the path of the generated key."""
     return paths.config_dir() / "api-key"
 
 
 def given_keys(file: str | None = None) -> Keys:
-    """Keys from the environment or a named file; empty when neither is set. Raises ServeError."""
+    """Return keys from the environment or a named file; empty if neither is set. Raises ServeError."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return Keys([_checked(typed, "EDGEINFER_API_KEY")])
@@ -85,7 +85,7 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """A key that an endpoint of this user may want; "" where there is none. Raises ServeError."""
+    """Return the key for this user's own endpoint; "" if there is none. Raises ServeError."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return typed

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.limits import Limits
 
-#: A client that was answered before it sent its whole body may go on with it for so long (s): closed at
-#: once, the kernel would reset the connection and the client might never see the answer.
+#: How long (s) an answered client may go on sending its body: after a close at once, the kernel would
+#: reset the connection, and the client might never see the answer.
 _LINGER_S = 2.0
 
 _REFUSALS = {
@@ -31,7 +31,7 @@ _REFUSALS = {
 
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
-    """Make the protocol class that enforces `limits`, one instance a connection."""
+    """Make the protocol class that enforces `limits`; each connection is an instance."""
 
     class Guarded(_Guarded):
         guard = limits
@@ -169,7 +169,7 @@ class _Guarded(HttpToolsProtocol):
         self._refuse(408)
 
     def _refuse(self, status: int) -> None:
-        """Answer without the application, and close: a request begun sees a disconnect."""
+        """Answer without the application and close; a running request sees a disconnect."""
         if self._refused:
             return
         self._refused = True

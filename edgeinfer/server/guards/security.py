@@ -89,7 +89,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_key(self, headers: Headers, route: str) -> str:
-        """The name of the key in use, "" when none is needed. Raises Problem 401."""
+        """Return the name of the request's key, "" if none is needed. Raises Problem 401."""
         if not self.keys:
             return ""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -119,7 +119,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def is_admin(self, key: str, connection: Connection | None) -> bool:
-        """Whether a request may change what others get: by the first key, or its user without keys."""
+        """Return whether a request is an administrator's: by the first key, or by user without keys."""
         return self.keys.is_first(key) if self.keys else self._is_owners(connection)
 
     def _is_owners(self, connection: Connection | None) -> bool:
@@ -129,7 +129,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_name(host: str) -> str:
-    """`Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`; "" for what is no host."""
+    """Normalize a Host header: `Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`; "" if invalid."""
     found = _HOST.fullmatch(host)
     return found[1].lower() if found else ""
 
@@ -143,7 +143,7 @@ def _is_address(name: str) -> bool:
 
 
 def cors_headers(origin: str, asked: str | None = None) -> dict[str, str]:
-    """Let a named origin's browser read the answer; credentials are never allowed.
+    """Return CORS headers for an allowed origin; credentials are never allowed.
 
     A preflight `asked` for request headers ("" for none): the official clients send some of their own.
     """

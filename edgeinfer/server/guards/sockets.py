@@ -20,7 +20,7 @@ def activated() -> list[socket.socket]:
 
 
 def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
-    """Listening TCP sockets on every address of `host`. Raises ServeError."""
+    """Bind listening TCP sockets on every address of `host`. Raises ServeError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -58,13 +58,13 @@ def raise_descriptor_limit() -> int:
 
 
 def has_port(listeners: Sequence[socket.socket], port: int) -> bool:
-    """Whether one of them listens at `port`."""
+    """Return whether one of `listeners` listens at `port`."""
     inet = [listener for listener in listeners if listener.family != socket.AF_UNIX]
     return any(listener.getsockname()[1] == port for listener in inet)
 
 
 def is_loopback(listeners: Sequence[socket.socket]) -> bool:
-    """Whether only this machine can reach all of them; a unix socket counts as local."""
+    """Return whether only this machine can reach `listeners`; a unix socket counts as local."""
     return all(_local(listener) for listener in listeners)
 
 
@@ -75,7 +75,7 @@ def _local(listener: socket.socket) -> bool:
 
 
 def url(listener: socket.socket, *, tls: bool) -> str:
-    """`http://127.0.0.1:8080`, as a client would type it."""
+    """Return the URL as a client would type it, e.g. `http://127.0.0.1:8080`."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -84,7 +84,7 @@ def url(listener: socket.socket, *, tls: bool) -> str:
 
 
 def own_names(listeners: Sequence[socket.socket]) -> set[str]:
-    """Host names under which these addresses may be asked, beside loopback's."""
+    """Return the host names of these addresses, beside loopback's."""
     names: set[str] = set()
     for listener in listeners:
         if listener.family != socket.AF_UNIX:
@@ -94,7 +94,7 @@ def own_names(listeners: Sequence[socket.socket]) -> set[str]:
 
 
 def notify(*lines: str) -> bool:
-    """Tell the service manager, if there is one, and return whether it was told."""
+    """Notify the service manager; return whether there is one."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False

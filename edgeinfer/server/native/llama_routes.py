@@ -166,7 +166,7 @@ async def scaled(request: Request) -> Response:
 def chosen(
     given: Sequence[wire.LoraById], loaded: Sequence[Adapter], param: str = "lora"
 ) -> tuple[tuple[str, float], ...]:
-    """The adapters by name and scale. Raises InvalidRequestError for one that is not loaded."""
+    """Return adapters by name and scale. Raises InvalidRequestError for one that is not loaded."""
     for place, choice in enumerate(given):
         if choice.id >= len(loaded):
             where = f"{param}[{place}].id"
@@ -177,7 +177,7 @@ def chosen(
 def chosen_of_request(
     given: Sequence[wire.LoraById] | None, info: EngineInfo
 ) -> tuple[tuple[str, float], ...] | None:
-    """What a request's `lora` names; None when it does not say."""
+    """Return the adapters of a request's `lora`; None if it names none."""
     return None if given is None else chosen(given, info.lora)
 
 
@@ -194,7 +194,7 @@ async def loaded(request: Request) -> Response:
 
 
 def _file(context: RequestContext, text: str) -> str:
-    """The file of a pulled adapter. Files elsewhere are for endpoints that let clients name files."""
+    """Return a pulled adapter's file; any path only where clients may name files."""
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
     if is_path and context.endpoint.model_admin is None:
         raise InvalidRequestError(

@@ -61,8 +61,8 @@ class LlamaRenderer:
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return b"data: " + error_body(problem, request_id) + b"\n\n"
 
-    def waiting(self, said: str) -> bytes:
-        return sse_comment(said) + _sse(self._answer(0, "", ()))
+    def waiting(self, text: str) -> bytes:
+        return sse_comment(text) + _sse(self._answer(0, "", ()))
 
     def whole(self, answers: list[Collected]) -> bytes:
         found = [

@@ -40,7 +40,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @ROUTES.post("/tokenize", body=wire.TokenizeRequest, reply=wire.TokenizeReply)
 async def tokenize(request: Request) -> Response:
-    """Text to tokens."""
+    """Tokenize text."""
     body = await decode(request, wire.TokenizeRequest)
     if sum(given is not None for given in (body.content, body.prompt, body.messages)) != 1:
         raise InvalidRequestError("give either content, prompt or messages", param="content")
@@ -77,7 +77,7 @@ def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.Tokeniz
 
 @ROUTES.post("/detokenize", body=wire.DetokenizeRequest, reply=wire.DetokenizeReply)
 async def detokenize(request: Request) -> Response:
-    """Tokens to text."""
+    """Detokenize tokens."""
     body = await decode(request, wire.DetokenizeRequest)
 
     def work(engine: Engine) -> wire.DetokenizeReply:
@@ -93,7 +93,7 @@ async def detokenize(request: Request) -> Response:
 
 @ROUTES.get("/tokenizer_info", query=AdaptersQuery, reply=wire.TokenizerInfo, uses_model=True)
 async def tokenizer_info(request: Request) -> Response:
-    """The default model's special tokens and template, or those of `?model=`."""
+    """Return special tokens and template of the default model or of `?model=`."""
     query = decode_query(request, AdaptersQuery)
 
     def work(engine: Engine) -> wire.TokenizerInfo:
@@ -110,7 +110,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 @ROUTES.post("/apply-template", body=wire.ApplyTemplateRequest, reply=wire.ApplyTemplateReply)
 async def apply_template(request: Request) -> Response:
-    """The prompt that a conversation becomes."""
+    """Render a conversation's prompt by the chat template."""
     body = await decode(request, wire.ApplyTemplateRequest)
     turns, tools = openai.messages(body.messages), openai.tools_of(body.tools)
     options = body.chat_template_kwargs or {}
@@ -124,7 +124,7 @@ async def apply_template(request: Request) -> Response:
 @ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply)
 @ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply)
 async def rerank(request: Request) -> Response:
-    """Order documents by relevance."""
+    """Rank documents by relevance."""
     body = await decode(request, wire.RerankRequest)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
 
@@ -176,7 +176,7 @@ class _InferRenderer(ChatRenderer):
 
 
 def _infer_request(body: wire.InferRequest | wire.InferQuery, info: EngineInfo) -> GenerateRequest:
-    """One prompt as the user's only turn; the model's own system prompt unless another is given."""
+    """Make a request of one user turn, with the model's system prompt unless another is given."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
     sampling = overridden(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
@@ -192,7 +192,7 @@ def _infer_request(body: wire.InferRequest | wire.InferQuery, info: EngineInfo) 
 
 @ROUTES.get("/infer", query=wire.InferQuery, reply=wire.InferReply, uses_model=True)
 async def infer_get(request: Request) -> Response:
-    """One prompt, one answer."""
+    """Answer one prompt."""
     return await _infer(request, decode_query(request, wire.InferQuery))
 
 
@@ -219,7 +219,7 @@ async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) ->
 
 @ROUTES.post("/v1/models/{id}/unload", reply=wire.UnloadReply, uses_model=False, is_admin=True)
 async def unload(request: Request) -> Response:
-    """Give a model's memory back."""
+    """Unload a model."""
     endpoint = context_of(request).endpoint
     meant = _resolved(endpoint, request.path_params["id"])
     return json_reply(wire.UnloadReply(id=meant, state=await endpoint.models.unload(meant)))
@@ -261,7 +261,7 @@ def _resolved(endpoint: Endpoint, name: str) -> str:
 
 @ROUTES.post("/v1/models/{id}/recall", body=wire.RecallRequest, reply=wire.RecallReply)
 async def recall(request: Request) -> Response:
-    """Bring what an agent's sessions begin with from the disk into memory."""
+    """Load an agent's predicted prefix from the on-disk prefix cache."""
     body = await decode(request, wire.RecallRequest)
     context = context_of(request)
 
@@ -273,7 +273,7 @@ async def recall(request: Request) -> Response:
 
 
 def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
-    """Tokens that are in memory now: what is on the disk, and what the folder and the day add to it."""
+    """Prefill an agent's predicted prefix; return its length in tokens."""
     tokens = engine.begun_with(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")
@@ -290,7 +290,7 @@ def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
 
 @ROUTES.get("/health", reply=wire.Health, also={"503": wire.Health})
 async def health(request: Request) -> Response:
-    """Whether the default model is ready; 503 while it loads (with progress), fails or drains."""
+    """Report whether the default model is ready; 503 while it loads, has failed, or drains."""
     endpoint = context_of(request).endpoint
     models = endpoint.models
     state = models.state(models.default)
@@ -321,14 +321,14 @@ async def metrics(request: Request) -> Response:
 
 @ROUTES.get("/", reply_type="text/plain")
 async def root(request: Request) -> Response:
-    """Whether an endpoint is here. Ollama's clients look for "Ollama is running" at its port."""
+    """Identify the endpoint. Ollama's clients look for "Ollama is running" at its port."""
     who = "edgeinfer" if context_of(request).endpoint.model_admin is None else "Ollama"
     return Response(f"{who} is running", media_type="text/plain")
 
 
 @ROUTES.get("/slots", reply=wire.Slots)
 async def slots(request: Request) -> Response:
-    """What was remembered of the latest prompts, and where each went a way of its own."""
+    """List the latest prompts with their cached and first divergent tokens."""
     context = context_of(request)
     own = [slot for key, slot in context.endpoint.slots if key == context.key]
     return json_reply(wire.Slots(slots=own))
@@ -340,7 +340,7 @@ def _replicas(engines: Sequence[tuple[str, Engine]]) -> dict[str, ReplicasInfo]:
 
 @ROUTES.get("/props", reply=wire.Props)
 async def props(request: Request) -> Response:
-    """What this endpoint is and holds."""
+    """Describe the endpoint and its loaded models."""
     endpoint = context_of(request).endpoint
     info = endpoint.models.info(endpoint.models.default)
     replicas = await endpoint.in_thread(_replicas, endpoint.models.engines())

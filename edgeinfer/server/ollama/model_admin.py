@@ -34,9 +34,9 @@ _HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/
 Work = Callable[[OnProgress, threading.Event], None]
 
 
-def _shelf(context: RequestContext) -> ModelAdministrator:
-    shelf = context.endpoint.model_admin
-    if shelf is None:
+def _admin_of(context: RequestContext) -> ModelAdministrator:
+    admin = context.endpoint.model_admin
+    if admin is None:
         raise Problem(
             403,
             "Models are pulled, made and removed over HTTP only where the endpoint was started with "
@@ -44,7 +44,7 @@ def _shelf(context: RequestContext) -> ModelAdministrator:
             kind="permission_error",
             code="models_are_fixed",
         )
-    return shelf
+    return admin
 
 
 @ROUTES.post(
@@ -54,13 +54,13 @@ async def pull(request: Request) -> Response:
     """Fetch a model; a line a report."""
     context = context_of(request)
     body = await decode(request, wire.OllamaPullRequest)
-    shelf, text = _shelf(context), source_of(named(body.model, body.name))
-    work = _Working(context, lambda report, cancel: shelf.pull(text, report, cancel))
+    admin, text = _admin_of(context), source_of(named(body.model, body.name))
+    work = _Working(context, lambda report, cancel: admin.pull(text, report, cancel))
     return await work.begun(stream=body.stream is not False)
 
 
 def source_of(name: str) -> str:
-    """A name of the catalogue, or a repository of Hugging Face. Raises InvalidRequestError.
+    """Return a catalogue name or a Hugging Face repository. Raises InvalidRequestError.
 
     Neither files of this machine nor other servers: who may speak to the endpoint may not make it look
     at those.
@@ -99,15 +99,15 @@ async def create(request: Request) -> Response:
     """Name a GGUF file of this machine, which stays where it is, or a model once more."""
     context = context_of(request)
     body = await decode(request, wire.OllamaCreateRequest)
-    shelf, name = _shelf(context), named(body.model, body.name).removesuffix(LATEST)
+    admin, name = _admin_of(context), named(body.model, body.name).removesuffix(LATEST)
     source = body.from_ or ""
     if not source.endswith(".gguf"):
         model = await find(context, source)
-        await context.endpoint.in_thread(shelf.copy, model.name, name)
+        await context.endpoint.in_thread(admin.copy, model.name, name)
         return _done(context, stream=body.stream is not False)
     if not os.path.isabs(source):
         raise InvalidRequestError("from: a file's whole path", param="from")
-    work = _Working(context, lambda report, cancel: shelf.create(name, source, report, cancel))
+    work = _Working(context, lambda report, cancel: admin.create(name, source, report, cancel))
     return await work.begun(stream=body.stream is not False)
 
 
@@ -118,10 +118,10 @@ async def copy(request: Request) -> Response:
     """Give a model another name beside its own."""
     context = context_of(request)
     body = await decode(request, wire.OllamaCopyRequest)
-    shelf = _shelf(context)
+    admin = _admin_of(context)
     model = await find(context, body.source)
     name = body.destination.removesuffix(LATEST)
-    await context.endpoint.in_thread(shelf.copy, model.name, name)
+    await context.endpoint.in_thread(admin.copy, model.name, name)
     return _done(context, stream=False)
 
 
@@ -130,12 +130,12 @@ async def delete(request: Request) -> Response:
     """Remove a model."""
     context = context_of(request)
     body = await decode(request, wire.OllamaDeleteRequest)
-    shelf, name = _shelf(context), named(body.model, body.name)
+    admin, name = _admin_of(context), named(body.model, body.name)
     model = await find(context, name)
     if model.name not in spellings(name):
         raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
     await context.endpoint.models.unload(model.name)
-    await context.endpoint.in_thread(shelf.remove, model.name)
+    await context.endpoint.in_thread(admin.remove, model.name)
     return _done(context, stream=False)
 
 
@@ -164,7 +164,7 @@ def _done(context: RequestContext, *, stream: bool) -> Response:
 
 
 def progress_line(now: PullProgress) -> wire.OllamaStatus:
-    """A report in Ollama's words; clients draw a bar for each `digest`."""
+    """Convert a progress report; clients draw a bar for each `digest`."""
     if now.note:
         return wire.OllamaStatus(status=now.note)
     match now.stage:
@@ -200,7 +200,7 @@ class _Working(Response):
         self.background = None
 
     async def begun(self, *, stream: bool) -> Response:
-        """Begin, and wait for the first word of it. Raises what the work raises before that."""
+        """Start the work and wait for its first report. Raises what the work raises before that."""
         self._stream = stream
         threading.Thread(target=self._run, name="models", daemon=True).start()
         try:

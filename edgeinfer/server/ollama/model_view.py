@@ -56,7 +56,7 @@ def _listed(model: AvailableModel, name: str) -> wire.ListedModel:
 
 
 def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowReply:
-    """All that /api/show says; what only the engine knows is missing while the model is cold."""
+    """Describe a model for /api/show; engine facts are missing while it is cold."""
     files, licence = _files(model.name)
     header = _header(files)
     found = _metadata(header, info)
@@ -99,7 +99,7 @@ def _header(files: ModelFiles | None) -> GgufHeader | None:
 
 
 def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
-    """Clients fill `ARCHITECTURE.context_length`, whatever is loaded: a cut context is told here."""
+    """Return GGUF metadata; clients use `ARCHITECTURE.context_length`, so it is the loaded context."""
     found: dict[str, Any] = {}
     if header is not None:
         found = {key: _plain(value) for key, value in header.metadata.items()}
@@ -167,7 +167,7 @@ def _modelfile(name: str, parameters: str, files: ModelFiles | None) -> str:
 
 
 def named(model: str, name: str) -> str:
-    """The model in either spelling of the field. Raises Problem 400 without one."""
+    """Return the model from either spelling of the field. Raises Problem 400 without one."""
     if not (model or name):
         raise Problem(
             400,
@@ -179,7 +179,7 @@ def named(model: str, name: str) -> str:
 
 
 async def find(context: RequestContext, name: str) -> AvailableModel:
-    """A model that is here. Raises UnknownModelError."""
+    """Find an available model. Raises UnknownModelError."""
     models = context.endpoint.models
     wanted = models.resolve(name)
     pulled = await context.endpoint.in_thread(models.pulled)

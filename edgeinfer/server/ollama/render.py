@@ -33,23 +33,23 @@ _BEGINNINGS = {
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:
-    """`{"error": "…"}`; there is no place for the request's id."""
+    """Encode `{"error": "…"}`, which has no place for the request's id."""
     beginning = _BEGINNINGS.get(problem.code or "", "")
     return _encode(wire.OllamaError(error=beginning + problem.message))
 
 
 def error_line(problem: Problem, request_id: str) -> bytes:
-    """The envelope as the last line of a stream."""
+    """Encode the error as the last line of a stream."""
     return error_body(problem, request_id) + b"\n"
 
 
-def waiting_line(said: str) -> bytes:
+def waiting_line(text: str) -> bytes:
     """Keep a stream alive while the model is loaded: white space before its first line."""
     return b" "
 
 
 def stamp(unix_s: float | None = None) -> str:
-    """A time as Ollama writes it; now when none is given."""
+    """Format a time as Ollama does; now if none is given."""
     moment = datetime.now(UTC) if unix_s is None else datetime.fromtimestamp(unix_s, UTC)
     return moment.isoformat().replace("+00:00", "Z")
 
@@ -80,7 +80,7 @@ class OllamaRenderer:
         calls: list[wire.ToolCallReply] | None = None,
         **last: Any,
     ) -> msgspec.Struct:
-        """A piece of the answer; `last` are the fields that only the last one has."""
+        """Make a piece of the answer; `last` are the last piece's own fields."""
         raise NotImplementedError
 
     def _line(self, content: str = "", thinking: str = "", **more: Any) -> bytes:
@@ -104,7 +104,7 @@ class OllamaRenderer:
         return b""
 
     def _call_line(self) -> bytes:
-        """The call that is whole now; calls are never told in pieces."""
+        """Encode complete calls; a call is never sent in pieces."""
         found = _calls(self._calls)
         self._calls = {}
         return self._line(calls=found) if found else b""
@@ -115,7 +115,7 @@ class OllamaRenderer:
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_line(problem, request_id)
 
-    def waiting(self, said: str) -> bytes:
+    def waiting(self, text: str) -> bytes:
         return self._line()
 
     def whole(self, answers: list[Collected]) -> bytes:

@@ -140,7 +140,7 @@ def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int
 
 
 def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
-    """The first `dimensions` of a float32[n_embd], of length 1 again; all where none are named."""
+    """Truncate a float32[n_embd] to `dimensions` and normalize it; all if None."""
     if not dimensions or dimensions >= len(vector):
         return list(vector)
     kept = vector[:dimensions]
@@ -158,7 +158,7 @@ async def tags(request: Request) -> Response:
 
 @ROUTES.post("/api/show", body=wire.OllamaShowRequest, reply=wire.OllamaShowReply, uses_model=False)
 async def show(request: Request) -> Response:
-    """What a model is and can do."""
+    """Describe a model and its capabilities."""
     context = context_of(request)
     body = await decode(request, wire.OllamaShowRequest)
     models = context.endpoint.models

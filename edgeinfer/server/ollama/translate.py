@@ -33,7 +33,7 @@ _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
 
 
 def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
-    """A conversation as a request. Raises InvalidRequestError."""
+    """Convert a conversation to a request. Raises InvalidRequestError."""
     turns = messages(body.messages or ())
     if info.system_prompt and turns[0].role not in ("system", "developer"):
         turns = (Message(role="system", content=info.system_prompt), *turns)
@@ -42,7 +42,7 @@ def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
 
 
 def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
-    """A prompt as the user's only turn, as it is, or as what is before a gap.
+    """Convert a prompt to a user turn, a raw prompt, or fill-in-the-middle.
 
     Raises InvalidRequestError.
     """
@@ -74,7 +74,7 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
 
 
 def messages(turns: Sequence[wire.MessageParam]) -> tuple[Message, ...]:
-    """The conversation. Tools' answers that name no call belong to the calls before them, in order."""
+    """Convert turns; tool results that name no call belong to the preceding calls, in order."""
     found: list[Message] = []
     open_calls: list[ToolCall] = []
     for place, turn in enumerate(turns):
@@ -119,7 +119,7 @@ def _answered(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall |
 
 
 def tools_of(tools: Sequence[wire.FunctionToolParam] | None) -> tuple[Tool, ...]:
-    """The tools. Raises InvalidRequestError when two have one name."""
+    """Convert tools. Raises InvalidRequestError if two have one name."""
     found = tuple(
         Tool(
             name=tool.function.name,
@@ -161,7 +161,7 @@ def _constraint(wanted: str | dict[str, Any] | None) -> JsonSchema | None:
 
 
 def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
-    """The model's defaults with what the request gives."""
+    """Return the model's sampling defaults, overridden by the request."""
     seed = None if options.seed is None else seed_of(int(options.seed))
     return overridden(
         base,
@@ -182,12 +182,12 @@ def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
 
 
 def _whole(given: float | None, *, low: int) -> int | None:
-    """Ollama's clients write -1 for "all" or "off", which is the lowest value here."""
+    """Clamp to `low`: Ollama's clients write -1 for "all" or "off"."""
     return None if given is None else max(low, int(given))
 
 
 def too_much(options: wire.Options | None, info: EngineInfo) -> list[str]:
-    """Name the context that is asked for where the model was loaded with a smaller one."""
+    """Name `num_ctx` if the model was loaded with a smaller context."""
     if options is None or options.num_ctx is None or int(options.num_ctx) <= info.n_ctx:
         return []
     return [f"options.num_ctx ({info.n_ctx} here: `edgeinfer serve --ctx`)"]

@@ -84,7 +84,7 @@ async def upload(request: Request) -> Response:
 
 
 def _form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
-    """The fields of a multipart form with their file names. No client's boundary is in its content."""
+    """Parse a multipart form into fields with file names. No client's boundary is in its content."""
     found = re.search(r'multipart/form-data;.*boundary="?([^";]+)', content_type, re.IGNORECASE)
     fields = {}
     for part in raw.split(b"--" + found[1].encode())[1:-1] if found else ():
@@ -167,7 +167,7 @@ def _lines(raw: bytes, url: str) -> list[BatchLine]:
 
 @ROUTES.get("/v1/batches/{id}", reply=BatchObject)
 async def one_batch(request: Request) -> Response:
-    """How far a batch is."""
+    """Report a batch's progress."""
     _, batches, folder = _place(request)
     return json_reply(batches.batch(folder, request.path_params["id"]))
 

@@ -37,7 +37,7 @@ _TAIL = b"]}\n\n"
 
 
 def finish_reason(end: Finished) -> wire.WireFinish:
-    """Name an end in OpenAI's words, which has none for a deadline: a cut-short answer is "length"."""
+    """Convert a finish reason; OpenAI has none for a deadline, so a cut-short answer is "length"."""
     if end.reason in ("length", "deadline"):
         return "length"
     return "tool_calls" if end.reason == "tool_calls" else "stop"
@@ -82,7 +82,7 @@ def _piece(token: Logprob) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no minus infinity; OpenAI writes -9999 for "practically never"."""
+    """Clamp to -9999, OpenAI's value for minus infinity, which JSON lacks."""
     return logprob if logprob > -9999.0 else -9999.0
 
 
@@ -108,7 +108,7 @@ class _OpenAI:
 
     @property
     def ends(self) -> list[Finished]:
-        """The ends so far, by index."""
+        """Return the ends so far, by index."""
         return [self._ends[index] for index in sorted(self._ends)]
 
     def _end(
@@ -131,9 +131,9 @@ class _OpenAI:
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
 
-    def waiting(self, said: str) -> bytes:
+    def waiting(self, text: str) -> bytes:
         waits = next((index for index in range(self.count) if index not in self._ends), 0)
-        return sse_comment(said) + self._nothing(waits)
+        return sse_comment(text) + self._nothing(waits)
 
     def _nothing(self, index: int) -> bytes:
         raise NotImplementedError
@@ -240,7 +240,7 @@ def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
 
 
 def wire_prompt_logprobs(prompt: PromptLogprobs) -> list[dict[str, wire.PromptLogprob] | None]:
-    """vLLM's `prompt_logprobs`: by token id, the likeliest tokens and the prompt's own."""
+    """Make vLLM's `prompt_logprobs`: by token id, the top tokens and the prompt's own."""
     rows: list[dict[str, wire.PromptLogprob] | None] = [None]
     for token in prompt.tokens:
         ranked = {o: rank for rank, o in enumerate(token.top, 1)}
@@ -286,7 +286,7 @@ class CompletionRenderer(_OpenAI):
         self._offsets = [0] * count
 
     def _echo(self, index: int, tokens: PromptLogprobs | None) -> str:
-        """The prompt's text, of its `tokens` if it was given as token ids."""
+        """Return the prompt's text; if it was token ids, the text of `tokens`."""
         prompt = self._prompts[index // self.n]
         if not self._body.echo:
             return ""
@@ -305,7 +305,7 @@ class CompletionRenderer(_OpenAI):
         )
 
     def opening(self) -> bytes:
-        """Echo texts; with log-probabilities the echo comes once they are computed."""
+        """Echo text prompts; with log-probabilities the echo follows their computation."""
         if self._body.logprobs is not None:
             return b""
         texts = [(index, self._echo(index, None)) for index in range(self.count)]
@@ -400,7 +400,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def sentence(problem: Problem) -> str:
-    """The message; a prompt that is too long is told in the words by which clients know it."""
+    """Return the message; one for an overlong prompt contains the sentence clients match on."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -412,7 +412,7 @@ def sentence(problem: Problem) -> str:
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`; OpenAI's has no place for the request's id."""
+    """Encode `{"error": {"message", "type", "param", "code"}}`, which has no request id."""
     error = ErrorBody(
         message=sentence(problem), type=problem.kind, param=problem.param, code=problem.code
     )
@@ -420,5 +420,5 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """The envelope as the last chunk of a stream."""
+    """Encode the error as the last chunk of a stream."""
     return b"data: " + error_body(problem, request_id) + b"\n\n" + DONE

@@ -79,7 +79,7 @@ async def embed(
     encoding: str | None = None,
     dimensions: int | None = None,
 ) -> wire.EmbeddingReply:
-    """One vector a text. Raises InvalidRequestError and as holding a model does."""
+    """Embed each text. Raises InvalidRequestError, and what loading raises."""
 
     def work(engine: Engine) -> wire.EmbeddingReply:
         _check_embeds(engine.info, dimensions)
@@ -101,7 +101,7 @@ def _check_embeds(info: EngineInfo, dimensions: int | None) -> None:
 
 
 def _count(engine: Engine, texts: Sequence[str | tuple[int, ...]]) -> int:
-    """The tokens of all texts; one given as token ids has as many as it has ids."""
+    """Count the tokens of all texts, each text or token ids."""
     return sum(
         len(engine.tokenize(text, add_special=True)) if isinstance(text, str) else len(text)
         for text in texts

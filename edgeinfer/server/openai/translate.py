@@ -45,7 +45,7 @@ from edgeinfer.server.wire_types import SamplingFields
 
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """`n` requests that differ in their seed alone. Raises InvalidRequestError."""
+    """Make `n` requests that differ in their seed alone. Raises InvalidRequestError."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     _check_open_turn(body)
@@ -85,7 +85,7 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
 
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """`n` requests a prompt, in order of the prompts. Raises InvalidRequestError."""
+    """Make `n` requests per prompt, in order of the prompts. Raises InvalidRequestError."""
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError(
             "prompt_logprobs come with whole answers: leave stream out, or use echo with logprobs",
@@ -131,7 +131,7 @@ def _asked(
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
-    """`n` of them; a given seed counts up, so that the same request gives the same `n` answers."""
+    """Repeat a request `n` times; a given seed counts up, so that the `n` answers are reproducible."""
     seed = request.sampling.seed
     if n == 1:
         return [request]
@@ -144,7 +144,7 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
 
 
 def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
-    """The conversation. Raises InvalidRequestError."""
+    """Convert turns to messages."""
     return tuple(map(_message, turns))
 
 
@@ -206,7 +206,7 @@ def tool_choice(
 def constraint(
     response_format: wire.ResponseFormat | None, body: wire.GenerationFields
 ) -> Constraint | None:
-    """The one constraint that was asked for. Raises InvalidRequestError when there are two."""
+    """Return the request's constraint. Raises InvalidRequestError if it has two."""
     asked: list[tuple[str, Constraint]] = []
     if isinstance(response_format, wire.JsonObjectFormat):
         asked.append(("response_format", JsonSchema(response_format.schema or {"type": "object"})))
@@ -262,7 +262,7 @@ def prompts(
 
 
 def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
-    """The model's defaults with what the request gives."""
+    """Return the model's sampling defaults, overridden by the request."""
     given: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
     if body.repeat_penalty is None:  # vLLM has another name for it
         given["repeat_penalty"] = getattr(body, "repetition_penalty", None)
@@ -276,7 +276,7 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:
-    """The smaller of the two names' limits: a client that sends both means neither to be exceeded."""
+    """Return the smaller of the two limits: a client that sends both wants neither exceeded."""
     limits = [limit_of(limit) for limit in (body.max_tokens, body.max_completion_tokens)]
     return min((limit for limit in limits if limit is not None), default=None)
 

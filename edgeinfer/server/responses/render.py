@@ -40,7 +40,7 @@ class ResponseRenderer:
         self._items: list[tuple[str, int]] = []
 
     def reply(self, status: Any) -> wire.ResponseReply:
-        """The response without an answer."""
+        """Return the response object without an answer."""
         return self._reply(status, [], None)
 
     # --- streamed
@@ -89,9 +89,9 @@ class ResponseRenderer:
         error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
         return self._sse("response.failed", response=msgspec.structs.replace(reply, error=error))
 
-    def waiting(self, said: str) -> bytes:
+    def waiting(self, text: str) -> bytes:
         in_progress = self.reply("in_progress")
-        return sse_comment(said) + self._sse("response.in_progress", response=in_progress)
+        return sse_comment(text) + self._sse("response.in_progress", response=in_progress)
 
     def _sse(self, event_type: str, /, **data: Any) -> bytes:
         self._sequence += 1

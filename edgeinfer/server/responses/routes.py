@@ -93,7 +93,7 @@ class _ReplayResponse(Response):
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """The `error` event, as its API sends it when it cannot send `response.failed`."""
+    """Encode the `error` event, sent if `response.failed` cannot be."""
     event = {
         "type": "error",
         "code": problem.code,

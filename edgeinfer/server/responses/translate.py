@@ -30,7 +30,7 @@ from edgeinfer.server.responses import wire
 
 
 def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
-    """One request. Raises InvalidRequestError naming the place."""
+    """Convert a Responses request. Raises InvalidRequestError naming the field."""
     tools = tools_of(body)
     if isinstance(body.tool_choice, wire.AllowedChoice):
         tools = allowed(tools, [_shown(tool.name, body) for tool in body.tool_choice.tools])
@@ -52,7 +52,7 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
 
 
 def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
-    """Instructions and items as turns; calls and reasoning join the assistant's turn they belong to."""
+    """Convert instructions and items to turns; calls and reasoning join their assistant turn."""
     turns: list[Message] = []
     if body.instructions:
         turns.append(Message(role="system", content=body.instructions))
@@ -64,12 +64,12 @@ def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """What the model calls a function."""
+    """Return a function's name for the model."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def offered(body: wire.ResponsesRequest) -> dict[str, tuple[str | None, wire.ResponseFunctionTool]]:
-    """The functions on offer by the names that the model sees, each with its namespace."""
+    """Map the names the model sees to functions with their namespaces."""
     found: dict[str, tuple[str | None, wire.ResponseFunctionTool]] = {}
     for tool in body.tools or ():
         namespace, functions = _functions(tool)
@@ -79,7 +79,7 @@ def offered(body: wire.ResponsesRequest) -> dict[str, tuple[str | None, wire.Res
 
 
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
-    """The functions on offer. Raises InvalidRequestError when two have one name."""
+    """Convert functions to tools. Raises InvalidRequestError if two have one name."""
     tools = tuple(_tool(name, tool) for name, (_, tool) in offered(body).items())
     if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
         raise InvalidRequestError("two tools have the same name", param="tools")
@@ -97,7 +97,7 @@ def _tool(name: str, tool: wire.ResponseFunctionTool) -> Tool:
 
 
 def _shown(name: str, body: wire.ResponsesRequest) -> str:
-    """What the model calls a function that a choice names without its namespace."""
+    """Return the model's name of a function chosen without its namespace."""
     names = offered(body)
     found = (shown for shown, (_, tool) in names.items() if tool.name == name)
     return name if name in names else next(found, name)
@@ -129,7 +129,7 @@ def _append(turns: list[Message], item: wire.Item) -> None:
 
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
-    """The reasoning item just before an assistant's message belongs to it."""
+    """Pop the reasoning item just before an assistant's message."""
     if (
         item.role == "assistant"
         and turns

@@ -36,7 +36,7 @@ def packages() -> Path:
 
 
 def _words(packages: Path, name: str, url: str) -> list[str]:
-    """What a script beside this file prints."""
+    """Run a script of this folder and return its lines."""
     script = packages / name
     shutil.copyfile(Path(__file__).with_name(name), script)
     done = subprocess.run(["node", script, url], capture_output=True, text=True, timeout=240)

@@ -55,7 +55,7 @@ def _words(kind: Any) -> Iterator[str]:
 
 
 def _compared(ours: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[str]:
-    """What of their type ours does not know."""
+    """Yield the parts of their type that ours does not know."""
     if (ours, theirs) in seen:
         return
     seen.add((ours, theirs))

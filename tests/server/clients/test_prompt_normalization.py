@@ -45,7 +45,7 @@ def test_sessions_with_other_billing_lines_share_their_prefix(real):
 
 
 def _without(body: dict[str, object]) -> dict[str, object]:
-    """What is counted has no limit."""
+    """Return the body without limits, as counting takes it."""
     return {key: value for key, value in body.items() if key != "max_tokens"}
 
 

@@ -38,8 +38,8 @@ def _load(name, progress):
 
 @pytest.fixture
 def here(serve):
-    shelf = ModelAdmin(Host(config=Config()))
-    return serve(load=_load, names=("fake",), pulled=pulled_models(), model_admin=shelf)
+    admin = ModelAdmin(Host(config=Config()))
+    return serve(load=_load, names=("fake",), pulled=pulled_models(), model_admin=admin)
 
 
 @pytest.fixture

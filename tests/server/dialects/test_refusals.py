@@ -264,7 +264,7 @@ def test_what_the_engine_refuses_has_a_status_even_when_streaming(
         assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_defect_of_ours_is_a_500_without_details(here, engine, monkeypatch):
+def test_internal_error_is_a_500_without_details(here, engine, monkeypatch):
     def broken(request):
         raise RuntimeError("secret detail")
 

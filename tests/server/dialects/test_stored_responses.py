@@ -132,7 +132,7 @@ def test_a_lost_stream_is_read_on_from_where_it_was(client, until) -> None:
     assert len(engine.requests) == 1
 
 
-def test_a_stream_that_nobody_reads_is_given_up(client, until) -> None:
+def test_stored_stream_without_a_reader_is_abandoned(client, until) -> None:
     here, openai_client = client(
         FakeEngine([["one ", Gate(threading.Event()), "two"]]), limits=Limits(unread_s=0.01)
     )

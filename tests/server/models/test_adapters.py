@@ -75,7 +75,7 @@ def test_clients_name_adapters_and_no_files(fake, path):
 
 
 def test_a_file_where_clients_may_name_files(serve, tmp_path):
-    here = serve(FakeEngine(), names=("fake",), shelf=object())
+    here = serve(FakeEngine(), names=("fake",), model_admin=object())
     path = make_llama(tmp_path / "any.gguf")
     assert change(here, "load", lora_path=str(path), scale=0.5).status_code == 200
     assert here.client.get("/lora-adapters").json() == [{"id": 0, "path": "red", "scale": 0.5}]

@@ -29,7 +29,7 @@ from edgeinfer.server.guards.security import Gate
 LAUNCHER = (
     "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
 )
-#: Tokens of a computed block: what may be computed again beyond what is new.
+#: Tokens of a KV block: so many may be prefilled again beyond the new ones.
 BLOCK = 256
 HI = [{"role": "user", "content": "hi"}]
 #: Every generating route: a body, and the field that bounds its answer.

@@ -18,7 +18,7 @@ from edgeinfer.server.model_pool import LoadedEngine
 GIB = 1 << 30
 
 
-class Shelf:
+class ScriptedLoader:
     """Loads scripted engines by name, counting; a load can be held, refused, and asks for memory while
     it lives.
     """
@@ -44,19 +44,19 @@ class Shelf:
             assert self.holds[name].wait(20)
         if name in self.refusals:
             raise self.refusals[name]
-        shelf = self
+        loader = self
 
         class Engine(FakeEngine):
             @property
             def is_open(self):
-                return super().is_open and name not in shelf.dead
+                return super().is_open and name not in loader.dead
 
             def close(self):
                 super().close()
-                if name in shelf.writing:
-                    assert shelf.writing[name].wait(20)
-                if shelf.live.pop(name, None):
-                    shelf.closed.append(name)
+                if name in loader.writing:
+                    assert loader.writing[name].wait(20)
+                if loader.live.pop(name, None):
+                    loader.closed.append(name)
 
         info = msgspec.structs.replace(
             DEFAULT_INFO, model=name, weights_bytes=self.size, sha256=name * 16
@@ -71,18 +71,18 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf():
-    return Shelf()
+def loader():
+    return ScriptedLoader()
 
 
 def _ask(here, model, **body):
     return here.chat(model=model, **body).json()["choices"][0]["message"]["content"]
 
 
-def test_any_pulled_model_can_be_named(serve, shelf):
-    here = serve(load=shelf.load, names=("a", "b", "c"))
+def test_any_pulled_model_can_be_named(serve, loader):
+    here = serve(load=loader.load, names=("a", "b", "c"))
     assert [_ask(here, m) for m in ("a", "b", "b", "a")] == ["I am a", "I am b", "I am b", "I am a"]
-    assert shelf.loads == ["a", "b"]
+    assert loader.loads == ["a", "b"]
     states = {m["id"]: m["state"] for m in here.client.get("/v1/models").json()["data"]}
     assert states == {"a": "loaded", "b": "loaded", "c": "cold"}
     assert here.chat(model="d").status_code == 404
@@ -90,80 +90,80 @@ def test_any_pulled_model_can_be_named(serve, shelf):
         assert here.chat(model=path).status_code == 404
 
 
-def test_many_requests_load_a_model_once(serve, shelf, until):
-    shelf.holds["b"] = threading.Event()
-    here = serve(load=shelf.load, names=("a", "b"))
+def test_many_requests_load_a_model_once(serve, loader, until):
+    loader.holds["b"] = threading.Event()
+    here = serve(load=loader.load, names=("a", "b"))
     answers: list[str] = []
     threads = [threading.Thread(target=lambda: answers.append(_ask(here, "b"))) for _ in range(8)]
     for thread in threads:
         thread.start()
     until(lambda: here.endpoint.in_flight == 8, "all to wait")
-    shelf.holds["b"].set()
+    loader.holds["b"].set()
     for thread in threads:
         thread.join()
     assert answers == ["I am b"] * 8
-    assert shelf.loads == ["a", "b"]
+    assert loader.loads == ["a", "b"]
 
 
-def test_a_request_does_not_wait_for_another_models_load(serve, shelf, until):
-    shelf.holds["b"] = threading.Event()
-    here = serve(load=shelf.load, names=("a", "b", "c"))
+def test_a_request_does_not_wait_for_another_models_load(serve, loader, until):
+    loader.holds["b"] = threading.Event()
+    here = serve(load=loader.load, names=("a", "b", "c"))
     waiting = threading.Thread(target=_ask, args=(here, "b"))
     waiting.start()
-    until(lambda: "b" in shelf.loads, "b to be loading")
+    until(lambda: "b" in loader.loads, "b to be loading")
     assert _ask(here, "a") == "I am a"
     assert _ask(here, "c") == "I am c"
-    shelf.holds["b"].set()
+    loader.holds["b"].set()
     waiting.join()
 
 
-def test_a_streaming_client_gets_comments_while_its_model_loads(serve, shelf):
-    shelf.holds["b"] = threading.Event()
-    here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
+def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
+    loader.holds["b"] = threading.Event()
+    here = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
     body = {"model": "b", "stream": True, "messages": [{"role": "user", "content": "x"}]}
     with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()
         assert ": reading weights 50%" in (next(lines), next(lines), next(lines))
-        shelf.holds["b"].set()
+        loader.holds["b"].set()
         said = [line for line in lines if line.startswith("data: {")]
     assert '"I am b"' in "".join(said)
 
 
-def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(serve, shelf):
-    shelf.refusals["b"] = ModelLoadError("the file is damaged")
-    here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
+def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(serve, loader):
+    loader.refusals["b"] = ModelLoadError("the file is damaged")
+    here = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
     assert here.chat(model="b").status_code == 422
     assert "damaged" in here.chat(model="b").json()["error"]["message"]
-    shelf.holds["b"] = threading.Event()
+    loader.holds["b"] = threading.Event()
     body = {"model": "b", "stream": True, "messages": [{"role": "user", "content": "x"}]}
     with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
-        shelf.holds["b"].set()
+        loader.holds["b"].set()
         assert any("damaged" in line for line in lines)
-    shelf.refusals.clear()
+    loader.refusals.clear()
     assert _ask(here, "b") == "I am b"
 
 
-def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, shelf, until):
-    shelf.writing["b"] = threading.Event()
-    here = serve(load=shelf.load, names=("a", "b"))
+def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, loader, until):
+    loader.writing["b"] = threading.Event()
+    here = serve(load=loader.load, names=("a", "b"))
     _ask(here, "b", keep_alive=0)
     asking = threading.Thread(target=_ask, args=(here, "b"))
     asking.start()
     loading = here.endpoint.models.loading
     until(lambda: [m.stage for m in loading()] == ["writing what it has read"], "b to be waited for")
-    assert shelf.loads == ["a", "b"]
-    shelf.writing["b"].set()
+    assert loader.loads == ["a", "b"]
+    loader.writing["b"].set()
     asking.join(20)
-    assert shelf.loads == ["a", "b", "b"]
+    assert loader.loads == ["a", "b", "b"]
 
 
-def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, shelf, until):
-    here = serve(load=shelf.load, names=("a", "b"), keep_alive_s=300)
+def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, loader, until):
+    here = serve(load=loader.load, names=("a", "b"), keep_alive_s=300)
     _ask(here, "b", keep_alive=0)
-    until(lambda: shelf.closed == ["b"], "b to be unloaded")
+    until(lambda: loader.closed == ["b"], "b to be unloaded")
     _ask(here, "b", keep_alive=-1)
     (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
     assert b["expires_in_s"] is None
@@ -187,35 +187,35 @@ def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, sh
         ("/infer", {"prompt": "x"}),
     ],
 )
-def test_keep_alive_is_honoured_on_every_route(serve, shelf, until, path, body):
-    here = serve(load=shelf.load, names=("a", "b"))
+def test_keep_alive_is_honoured_on_every_route(serve, loader, until, path, body):
+    here = serve(load=loader.load, names=("a", "b"))
     assert here.client.post(path, json=body | {"model": "b", "keep_alive": 0}).status_code == 200
-    until(lambda: shelf.closed == ["b"], "b to be unloaded")
+    until(lambda: loader.closed == ["b"], "b to be unloaded")
 
 
-def test_an_idle_model_expires(serve, shelf, until):
-    here = serve(load=shelf.load, names=("a",), keep_alive_s=0.05)
-    until(lambda: shelf.closed == ["a"], "a to expire")
+def test_an_idle_model_expires(serve, loader, until):
+    here = serve(load=loader.load, names=("a",), keep_alive_s=0.05)
+    until(lambda: loader.closed == ["a"], "a to expire")
     assert _ask(here, "a") == "I am a"
     assert here.client.get("/health").status_code == 200
 
 
 def test_without_room_the_least_recently_used_goes(serve):
-    shelf = Shelf(total_bytes=3 * GIB + GIB // 2 + (1 << 29))
-    here = serve(load=shelf.load, names=("a", "b", "c", "d"), available_bytes=shelf.available)
+    loader = ScriptedLoader(total_bytes=3 * GIB + GIB // 2 + (1 << 29))
+    here = serve(load=loader.load, names=("a", "b", "c", "d"), available_bytes=loader.available)
     for model in ("a", "b", "c", "a"):
         _ask(here, model)
-    assert shelf.closed == []
+    assert loader.closed == []
     here.endpoint.models._sizes["d"] = GIB
     _ask(here, "d")
-    assert shelf.closed == ["b"]
+    assert loader.closed == ["b"]
 
 
 def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
-    shelf = Shelf(total_bytes=GIB + (1 << 29))
+    loader = ScriptedLoader(total_bytes=GIB + (1 << 29))
     gate = Gate(threading.Event())
-    shelf.scripts["a"] = [[gate, "held"]]
-    here = serve(load=shelf.load, names=("a", "b"), available_bytes=shelf.available, room_s=0.2)
+    loader.scripts["a"] = [[gate, "held"]]
+    here = serve(load=loader.load, names=("a", "b"), available_bytes=loader.available, room_s=0.2)
     here.endpoint.models._sizes["b"] = GIB
     holding = threading.Thread(target=_ask, args=(here, "a"))
     holding.start()
@@ -233,37 +233,37 @@ def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
     waiting.join()
     holding.join()
     assert answer == ["I am b"]
-    assert shelf.closed == ["a"]
+    assert loader.closed == ["a"]
 
 
-def test_a_dead_engine_is_replaced_at_once(serve, shelf):
-    here = serve(load=shelf.load, names=("a",))
+def test_a_dead_engine_is_replaced_at_once(serve, loader):
+    here = serve(load=loader.load, names=("a",))
     _ask(here, "a")
-    FakeEngine.close(shelf.live["a"])
+    FakeEngine.close(loader.live["a"])
     assert _ask(here, "a") == "I am a"
-    assert shelf.loads == ["a", "a"]
+    assert loader.loads == ["a", "a"]
 
 
-def test_an_engine_that_dies_midway_is_told_and_replaced(serve, shelf):
+def test_an_engine_that_dies_midway_is_told_and_replaced(serve, loader):
     dies = ["part", EngineClosedError("the worker died")]
-    shelf.scripts["a"] = [dies, ["others go on"], dies]
-    here = serve(load=shelf.load, names=("a",))
+    loader.scripts["a"] = [dies, ["others go on"], dies]
+    here = serve(load=loader.load, names=("a",))
     text = here.chat(stream=True).text
     assert "part" in text
     assert "the worker died" in text
     assert _ask(here, "a") == "others go on"
-    shelf.dead.add("a")
+    loader.dead.add("a")
     assert "the worker died" in here.chat(stream=True).text
-    shelf.dead.clear()
-    shelf.scripts["a"] = [["back"]]
+    loader.dead.clear()
+    loader.scripts["a"] = [["back"]]
     assert _ask(here, "a") == "back"
     assert here.chat(model="a").status_code == 200
 
 
-def test_a_model_is_unloaded_on_request(serve, shelf, until):
+def test_a_model_is_unloaded_on_request(serve, loader, until):
     gate = Gate(threading.Event())
-    shelf.scripts["b"] = [[gate, "done"], ["again"]]
-    here = serve(load=shelf.load, names=("a", "b"))
+    loader.scripts["b"] = [[gate, "done"], ["again"]]
+    here = serve(load=loader.load, names=("a", "b"))
     unload = "/v1/models/b/unload"
     assert here.client.post(unload).json() == {"id": "b", "state": "not loaded"}
     assert here.client.post("/v1/models/zz/unload").status_code == 404
@@ -275,15 +275,15 @@ def test_a_model_is_unloaded_on_request(serve, shelf, until):
     gate.opened.set()
     running.join()
     assert answers == ["done"]
-    until(lambda: shelf.closed == ["b"], "b to be unloaded")
+    until(lambda: loader.closed == ["b"], "b to be unloaded")
     _ask(here, "b")
     assert here.client.post(unload).json()["state"] == "unloaded"
-    assert shelf.closed == ["b", "b"]
+    assert loader.closed == ["b", "b"]
 
 
-def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, shelf, until):
-    shelf.holds["b"] = threading.Event()
-    here = serve(load=shelf.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
+def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, loader, until):
+    loader.holds["b"] = threading.Event()
+    here = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
     for stream in (True, False):
         body = json.dumps(
             {"model": "b", "stream": stream, "messages": [{"role": "user", "content": "x"}]}
@@ -293,18 +293,18 @@ def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, shelf,
             client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             until(lambda: here.endpoint.in_flight == 1, "the request to wait")
         until(lambda: here.endpoint.in_flight == 0, "the request to be forgotten")
-    shelf.holds["b"].set()
+    loader.holds["b"].set()
     until(lambda: here.endpoint.models.is_loaded("b"), "b to be loaded all the same")
-    assert shelf.live["b"].requests == []
+    assert loader.live["b"].requests == []
     (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
     assert b["in_use"] == 0
     assert b["expires_in_s"] > 0
 
 
-def test_health_says_what_is_loading(serve, shelf, until):
-    shelf.holds["a"] = threading.Event()
-    here = serve(load=shelf.load, names=("a",), wait_ready=False)
-    until(lambda: "a" in shelf.loads, "a to be loading")
+def test_health_says_what_is_loading(serve, loader, until):
+    loader.holds["a"] = threading.Event()
+    here = serve(load=loader.load, names=("a",), wait_ready=False)
+    until(lambda: "a" in loader.loads, "a to be loading")
     answer = here.client.get("/health")
     assert answer.status_code == 503
     assert answer.json() == {
@@ -312,14 +312,14 @@ def test_health_says_what_is_loading(serve, shelf, until):
         "model": "a",
         "loading": [{"model": "a", "stage": "reading weights", "progress": 0.5}],
     }
-    shelf.holds["a"].set()
+    loader.holds["a"].set()
     until(lambda: here.client.get("/health").status_code == 200, "the endpoint to be healthy")
 
 
-def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf, until):
-    shelf.refusals["a"] = ModelLoadError("damaged")
-    here = serve(load=shelf.load, names=("a", "b"), wait_ready=False)
-    shelf.reached.setdefault("a", threading.Event()).wait(20)
+def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, loader, until):
+    loader.refusals["a"] = ModelLoadError("damaged")
+    here = serve(load=loader.load, names=("a", "b"), wait_ready=False)
+    loader.reached.setdefault("a", threading.Event()).wait(20)
     assert _ask(here, "b") == "I am b"
     health = here.client.get("/health")
     assert (health.status_code, health.json()["status"], health.json()["error"]) == (
@@ -331,38 +331,38 @@ def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, shelf,
     assert "Traceback" not in here.log.getvalue()
 
 
-def test_without_preload_the_first_request_loads(serve, shelf):
-    here = serve(load=shelf.load, names=("a",), options=RunOptions(preload=False))
-    assert shelf.loads == []
+def test_without_preload_the_first_request_loads(serve, loader):
+    here = serve(load=loader.load, names=("a",), options=RunOptions(preload=False))
+    assert loader.loads == []
     assert _ask(here, "a") == "I am a"
 
 
-def test_everything_is_closed_at_the_end(serve, shelf):
-    here = serve(load=shelf.load, names=("a", "b"))
+def test_everything_is_closed_at_the_end(serve, loader):
+    here = serve(load=loader.load, names=("a", "b"))
     _ask(here, "a")
     _ask(here, "b")
     here.drain()
     here.wait_ended()
-    assert sorted(shelf.closed) == ["a", "b"]
+    assert sorted(loader.closed) == ["a", "b"]
 
 
-def test_a_dead_worker_does_not_break_a_scrape(serve, shelf):
-    here = serve(load=shelf.load, names=("a", "b"))
+def test_a_dead_worker_does_not_break_a_scrape(serve, loader):
+    here = serve(load=loader.load, names=("a", "b"))
     _ask(here, "b")
 
     def dead():
         raise EngineClosedError("the worker died")
 
-    shelf.live["b"].metrics = dead
+    loader.live["b"].metrics = dead
     text = here.client.get("/metrics").text
     assert 'edgeinfer_num_requests_running{model_name="a"' in text
     assert 'edgeinfer_num_requests_running{model_name="b"' not in text
 
 
-def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, shelf, until):
+def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, loader, until):
     gate = Gate(threading.Event())
-    shelf.scripts["b"] = [[gate, "done"]]
-    here = serve(load=shelf.load, names=("a", "b"))
+    loader.scripts["b"] = [[gate, "done"]]
+    here = serve(load=loader.load, names=("a", "b"))
     running = threading.Thread(target=_ask, args=(here, "b"))
     running.start()
     assert gate.reached.wait(20)
@@ -372,4 +372,4 @@ def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, shelf, unti
     gate.opened.set()
     running.join()
     here.wait_ended()
-    assert sorted(shelf.closed) == ["a", "b"]
+    assert sorted(loader.closed) == ["a", "b"]

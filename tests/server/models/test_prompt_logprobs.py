@@ -45,7 +45,7 @@ def _complete(here, **body):
 
 
 def _raw_logprobs(path, tokens):
-    """What llama.cpp itself says of each token behind the first, and the likeliest in its place."""
+    """Return llama.cpp's own log-probability of each token after the first, with the likeliest."""
     rows = read(path, tokens).astype(np.float64)[:-1]
     rows -= rows.max(axis=1, keepdims=True)
     rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))

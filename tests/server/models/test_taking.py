@@ -1,4 +1,4 @@
-"""Snapshots over the admin routes: who may ask for them, and what is passed on."""
+"""Snapshots by the admin route: access, arguments, errors."""
 
 from __future__ import annotations
 
