@@ -20,9 +20,9 @@ import msgspec
 from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths, tcp
 
-#: An endpoint answers its health at once; one that does not is none of ours.
+#: An edgeinfer endpoint answers /health at once.
 _HEALTH_S = 5.0
-#: A model may have to be read from a disk first.
+#: A model may have to be loaded first.
 _LOAD_S = 900.0
 _LOOK_S = 0.05
 _LOG_NAME = "launch-serve.log"
@@ -46,26 +46,19 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         models = self.request("GET", "/props")["models"]
         return next((int(one["info"].get("n_ctx", 0)) for one in models if one["id"] == model), 0)
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        headers: dict[str, str] | None = None,
-        timeout_s: float = _LOAD_S,
-    ) -> Any:
+    def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
         """Return the JSON of an answer. Raises ServeError if there is none, or an error."""
         place = urlsplit(self.url)
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout_s)
-        said = {"content-type": "application/json", **(headers or {})}
+        headers = {"content-type": "application/json"}
         if self.key:
-            said["authorization"] = f"Bearer {self.key}"
+            headers["authorization"] = f"Bearer {self.key}"
         raw = None if body is None else msgspec.json.encode(body)
         try:
             with contextlib.closing(connection):
                 connection.connect()
                 self._check_listener(connection.port)
-                connection.request(method, path, raw, said)
+                connection.request(method, path, raw, headers)
                 answer = connection.getresponse()
                 read = answer.read()
         except (OSError, http.client.HTTPException) as error:

@@ -203,7 +203,7 @@ class ChatFormat:
                 variant.span,
                 self._facts.vocab,
                 opened=opened,
-                free=not _is_closed(prompt, variant.span),
+                free=not prompt.rstrip().endswith(variant.span.close),  # a closed span: thinking is off
             )
         return Prepared(
             prompt=prompt,
@@ -263,8 +263,7 @@ class ChatFormat:
         variant: _Variant,
         tools: tuple[Tool, ...],
     ) -> tuple[Lark, bool]:
-        for i, tool in enumerate(tools):
-            _check_tool(i, tool)
+        _check_tools(tools)
         made = tool_call_grammar.or_answer(
             variant.form, tools, self._facts.vocab, several=request.tool_choice.parallel
         )
@@ -275,8 +274,7 @@ class ChatFormat:
     ) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
         try:
-            for i, tool in enumerate(tools):
-                _check_tool(i, tool)
+            _check_tools(tools)
         except UnsupportedConstraintError:
             if choice.mode == "auto":
                 return None, False
@@ -300,18 +298,16 @@ class ChatFormat:
         if variant.template.source == TRANSCRIPT and not tools:
             return None
         vocab = self._facts.vocab
-        calls = (
-            CallParser(variant.form, {tool.name: tool.parameters for tool in tools}, certain=certain)
-            if tools
-            else None
-        )
-        if calls is not None:
-            calls.special_tokens = tool_call_grammar.needs_special(variant.form, vocab)
-        special = (
+        calls = None
+        if tools:
+            schemas = {tool.name: tool.parameters for tool in tools}
+            special = tool_call_grammar.needs_special(variant.form, vocab)
+            calls = CallParser(variant.form, schemas, certain=certain, special_tokens=special)
+        spans = (
             variant.knows_span
             and tool_call_grammar.control_token(_first_part(variant.span.open), vocab) is not None
         )
-        return ReasoningParser(variant.span, calls, opened=opened, special_tokens=special)
+        return ReasoningParser(variant.span, calls, opened=opened, special_tokens=spans)
 
 
 def _first_part(marker: str) -> str:
@@ -319,17 +315,15 @@ def _first_part(marker: str) -> str:
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
-def _is_closed(prompt: str, span: ReasoningSpan) -> bool:
-    """Return whether the prompt closes a reasoning span, as with thinking switched off."""
-    return prompt.rstrip().endswith(span.close)
-
-
-def _check_tool(i: int, tool: Tool) -> None:
-    try:
-        check_schema(arguments_schema(tool))
-    except UnsupportedConstraintError as error:
-        place = f"tools[{i}].parameters{error.param or ''}"
-        raise UnsupportedConstraintError(f"tool {tool.name}: {error.message}", param=place) from error
+def _check_tools(tools: Sequence[Tool]) -> None:
+    for i, tool in enumerate(tools):
+        try:
+            check_schema(arguments_schema(tool))
+        except UnsupportedConstraintError as error:
+            place = f"tools[{i}].parameters{error.param or ''}"
+            raise UnsupportedConstraintError(
+                f"tool {tool.name}: {error.message}", param=place
+            ) from error
 
 
 def _after_reasoning(

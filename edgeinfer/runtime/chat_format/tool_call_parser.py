@@ -34,24 +34,18 @@ class CallParser:
     """Split one generation's text into text and calls; `tools` are schemas by name."""
 
     def __init__(
-        self,
-        form: ToolFormat,
-        tools: Tools,
-        *,
-        certain: bool = False,
-        ids: Callable[[], str] | None = None,
+        self, form: ToolFormat, tools: Tools, *, certain: bool = False, special_tokens: bool = False
     ) -> None:
         self._form = form
         self._tools = tools
         self._certain = certain
-        self._id = ids or (lambda: call_id(short=form.short_ids))
         self._count = 0
         self._text = ""
         self._space = ""
         self._fresh = True
         self._after_call = False
         self._section: Section | None = None
-        self.special_tokens = False
+        self.special_tokens = special_tokens
 
     def feed(self, text: str) -> Sequence[Parsed]:
         """Return the events certain after `text`, without what could still become a marker."""
@@ -128,7 +122,7 @@ class CallParser:
         self._space = ""
         self._after_call = True
         self._count += 1
-        return self._count - 1, self._id()
+        return self._count - 1, call_id(short=self._form.short_ids)
 
     def _say(self, text: str, events: list[Parsed]) -> None:
         """Emit text; white space at the beginning and after a call waits for what follows."""
