@@ -196,10 +196,10 @@ class Host:
         """
         if not self.config.blocks.enabled:
             return
-        from edgeinfer.runtime.prefix_cache.retention import Limits  # imported with the engine
+        from edgeinfer.runtime.prefix_cache.retention import CacheLimits  # imported with the engine
         from edgeinfer.runtime.prefix_cache.store import BlockStore
 
-        limits = Limits(max_bytes=int(self.config.blocks.max_total_gib * (1 << 30)))
+        limits = CacheLimits(max_bytes=int(self.config.blocks.max_total_gib * (1 << 30)))
         try:
             engine.use_blocks(BlockStore(paths.blocks_dir(), limits, _log.warning))
         except (OSError, SnapshotUnsafeError) as error:

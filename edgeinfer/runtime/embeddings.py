@@ -16,7 +16,7 @@ import numpy as np
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.model import LoadedModel, open_context
+from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.requests import check_length
 
@@ -32,7 +32,7 @@ _LOGITS_BYTES = 256 << 20
 class Embedder:
     """Embed and rerank on any thread; `call` runs work on the decode loop's."""
 
-    def __init__(self, loaded: LoadedModel, options: LoadOptions, call: Call) -> None:
+    def __init__(self, loaded: LlamaModel, options: LoadOptions, call: Call) -> None:
         self._loaded = loaded
         self._options = options
         self._call = call

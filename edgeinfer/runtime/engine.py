@@ -19,7 +19,7 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends.devices import OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
-from edgeinfer.runtime.llama.model import LoadedModel, load_model
+from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT, invariant_rows
 from edgeinfer.runtime.options import (
@@ -65,7 +65,7 @@ def load_engine(
 class LlamaEngine:
     """The `Engine` over llama.cpp for any thread; one thread, started with the first work, decodes."""
 
-    def __init__(self, files: ModelFiles, options: LoadOptions, loaded: LoadedModel) -> None:
+    def __init__(self, files: ModelFiles, options: LoadOptions, loaded: LlamaModel) -> None:
         self._loaded = loaded
         self._active = loaded.active_context()
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
@@ -339,7 +339,7 @@ class LlamaEngine:
         self._loaded.free()
 
 
-def _scheduler(loaded: LoadedModel, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
+def _scheduler(loaded: LlamaModel, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
     cuttable = loaded.supports_truncation
     kv = KvCache(
         active,
@@ -372,7 +372,7 @@ def _scheduler(loaded: LoadedModel, active: ActiveContext, lora: LoraAdapters) -
     )
 
 
-def _batch_invariance(loaded: LoadedModel) -> BatchInvariance:
+def _batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     rows = invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
     is_ours = flash == "on" and libllama.build_info().attention
@@ -383,7 +383,7 @@ def _batch_invariance(loaded: LoadedModel) -> BatchInvariance:
 
 def make_info(
     files: ModelFiles,
-    loaded: LoadedModel,
+    loaded: LlamaModel,
     lora: LoraAdapters,
     conversations: ChatFormat,
     embedder: Embedder,
@@ -430,11 +430,11 @@ def make_info(
     )
 
 
-def _piece(loaded: LoadedModel, token: int) -> str:
+def _piece(loaded: LlamaModel, token: int) -> str:
     return loaded.vocab.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
 
-def template_facts(files: ModelFiles, options: LoadOptions, loaded: LoadedModel) -> TemplateFacts:
+def template_facts(files: ModelFiles, options: LoadOptions, loaded: LlamaModel) -> TemplateFacts:
     vocab, meta = loaded.vocab, loaded.meta
     named = {
         k.removeprefix("tokenizer.chat_template."): v

@@ -31,7 +31,7 @@ from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, Offl
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import (
-    LoadedModel,
+    LlamaModel,
     Placement,
     free_model,
     open_model,
@@ -61,7 +61,7 @@ class GpuOffload:
         self,
         files: ModelFiles,
         options: LoadOptions,
-        cpu: LoadedModel,
+        cpu: LlamaModel,
         active: ActiveContext,
         lora: LoraAdapters,
         scheduler: Scheduler,
@@ -205,7 +205,7 @@ class GpuOffload:
         self._enter(self._cpu)
         return True
 
-    def _enter(self, loaded: LoadedModel) -> None:
+    def _enter(self, loaded: LlamaModel) -> None:
         self.loaded = loaded
         loaded.active_context().set_threads(self._cpu.n_threads)
         self._blocks.attach(loaded)
@@ -245,7 +245,7 @@ class PrefixCacheSwitch:
     def cache(self) -> PrefixCache | None:
         return self._prefixes.blocks
 
-    def open(self, store: BlockStore, loaded: LoadedModel, checked: str) -> None:
+    def open(self, store: BlockStore, loaded: LlamaModel, checked: str) -> None:
         """Use `store`. `checked` is the earlier result of the round-trip check. Raises OSError."""
         self._store = store
         self._prefixes.blocks = open_blocks(
@@ -260,7 +260,7 @@ class PrefixCacheSwitch:
             thread.start()
             self._left.append(thread)
 
-    def attach(self, loaded: LoadedModel) -> None:
+    def attach(self, loaded: LlamaModel) -> None:
         """Use the prefix cache of `loaded`, if there is a store. Between two steps."""
         if self._store is not None:
             self.open(self._store, loaded, "")
@@ -285,7 +285,7 @@ class DeviceContext:
     `failed` is why fewer layers than planned were loaded, "" for none.
     """
 
-    loaded: LoadedModel
+    loaded: LlamaModel
     active: ActiveContext
     offload: Offload
     placement: Placement

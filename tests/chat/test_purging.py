@@ -16,7 +16,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.kv_cache.sequence_state import whole
-from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
+from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 
@@ -34,7 +34,7 @@ class Deleted:
         root, tokens = self._blocks.names.root(), list(range(256))
         self._name = self._blocks.names.full(root, tokens)
         header = Header("full", self._name, root, self._blocks.names.identity, pack_tokens(tokens), ())
-        assert self._blocks.write(Block(header, (whole(memoryview(b"abc")),)))
+        assert self._blocks.write(KvBlock(header, (whole(memoryview(b"abc")),)))
         self._blocks.own(gone.owner, [self._name])
         assert self._blocks.close()
 

@@ -10,19 +10,21 @@ from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
 from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
+from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.keys import model_key
-from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 
 def keep(model: str) -> None:
     """Put one block of `model` into the user's store."""
-    blocks = BlockStore(paths.blocks_dir(), Limits(max_bytes=1 << 20, margin_bytes=0)).model(model, {})
+    blocks = BlockStore(paths.blocks_dir(), CacheLimits(max_bytes=1 << 20, margin_bytes=0)).model(
+        model, {}
+    )
     parent = blocks.names.root()
     name = blocks.names.full(parent, [1])
     header = Header("full", name, parent, blocks.names.identity, pack_tokens([1]), ())
-    blocks.write(Block(header, (whole(memoryview(b"text")),)))
+    blocks.write(KvBlock(header, (whole(memoryview(b"text")),)))
     blocks.own("talk", [name])
     assert blocks.close()
 

@@ -15,7 +15,7 @@ from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.prefix_cache import lookup
-from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
@@ -118,7 +118,7 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
 ) -> None:
     """KV blocks on disk are found with the same adapter alone."""
     monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
-    engine.use_blocks(BlockStore(tmp_path / "blocks", Limits(max_bytes=1 << 30, margin_bytes=0)))
+    engine.use_blocks(BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
     engine.use_adapters([red])
     coloured, first = ask(engine, prompt=PROMPT * 20)
     engine.use_adapters([])  # what was computed is written before it is forgotten

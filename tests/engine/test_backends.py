@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.llama.backends import files
-from edgeinfer.runtime.llama.backends.files import Build, Facts
+from edgeinfer.runtime.llama.backends.files import Build, LibraryFacts
 
 BUILD = Build(binding="0.3.36", ggml="0.25.3", commit="abc1234", machine="linux-x86_64")
 
@@ -19,7 +19,7 @@ def put(folder: Path, name: str = "vulkan", build: Build = BUILD, content: bytes
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / files.file_name(name)
     path.write_bytes(content)
-    facts = Facts(name=name, build=build, sha256="0" * 64, size_bytes=len(content))
+    facts = LibraryFacts(name=name, build=build, sha256="0" * 64, size_bytes=len(content))
     files.facts_path(path).write_bytes(msgspec.json.encode(facts))
     return path
 

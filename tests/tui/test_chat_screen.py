@@ -25,7 +25,7 @@ from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.prefix_cache.format import Block, Header, pack_tokens
+from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.tui.handoff import unpack_state
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
@@ -518,7 +518,7 @@ async def test_cached_blocks_of_a_purged_conversation_are_deleted(tmp_path):
     root, tokens = blocks.names.root(), list(range(256))
     name = blocks.names.full(root, tokens)
     header = Header("full", name, root, blocks.names.identity, pack_tokens(tokens), ())
-    assert blocks.write(Block(header, (whole(memoryview(b"abc")),)))
+    assert blocks.write(KvBlock(header, (whole(memoryview(b"abc")),)))
     blocks.own(f"chat-{gone}", [name])
     assert blocks.close()
     app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))

@@ -38,7 +38,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
     return i
 
 
-class Memory(Protocol):
+class SequenceMemory(Protocol):
     """llama.cpp's side of the cache."""
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
@@ -102,7 +102,7 @@ class KvCache:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: SequenceMemory,
         *,
         n_cells: int,
         n_seq_max: int,

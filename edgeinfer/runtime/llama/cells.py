@@ -49,7 +49,7 @@ class Copied(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "tensor")]
 
 
-class Piece(ctypes.Structure):
+class StatePiece(ctypes.Structure):
     """`size` bytes of a state from `at` on lie at address `source`."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "source")]
@@ -63,7 +63,7 @@ class _Transfer(ctypes.Structure):
         ("copied", ctypes.POINTER(Copied)),
         ("n_copied", ctypes.c_uint64),
         ("capacity", ctypes.c_uint64),
-        ("pieces", ctypes.POINTER(Piece)),
+        ("pieces", ctypes.POINTER(StatePiece)),
         ("n_pieces", ctypes.c_uint64),
         ("page", ctypes.c_uint64),
         ("mapping", ctypes.c_uint64),
@@ -106,7 +106,7 @@ class CellCopies:
 
     @contextlib.contextmanager
     def into(
-        self, buffers: Sequence[int], state: int, pieces: Sequence[Piece], file: MappedFile | None
+        self, buffers: Sequence[int], state: int, pieces: Sequence[StatePiece], file: MappedFile | None
     ) -> Iterator[_Transfer]:
         """Use `pieces`, in order, for those bytes of the state at address `state`.
 
@@ -115,7 +115,7 @@ class CellCopies:
         can_map = file is not None and self._may_map(len(pieces))
         transfer = _Transfer(
             state=state,
-            pieces=(Piece * len(pieces))(*pieces),
+            pieces=(StatePiece * len(pieces))(*pieces),
             n_pieces=len(pieces),
             page=mmap.PAGESIZE,
             mapping=file.address if file else 0,

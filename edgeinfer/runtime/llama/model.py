@@ -32,7 +32,7 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 
 
 @dataclass(slots=True)
-class LoadedModel:
+class LlamaModel:
     """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes.
 
     `cells` is where the KV cache lies; `plan` is what the context was made by.
@@ -121,9 +121,7 @@ class LoadedModel:
         self.context = self.model = self.memory = None
 
 
-def load_model(
-    files: ModelFiles, options: LoadOptions, progress: Progress | None = None
-) -> LoadedModel:
+def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> LlamaModel:
     """Load weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
     check_options(options)
     check_files(files.paths)
@@ -272,13 +270,13 @@ def model_shape(model: Any, meta: dict[str, str]) -> Shape:
 
 def _with_context(
     model: Any, meta: dict[str, str], shape: Shape, options: LoadOptions, plan: Plan
-) -> LoadedModel:
+) -> LlamaModel:
     llama = libllama.lib()
     options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
     context, lines, buffers = make_context(model, _planned_params(options, plan))
     choices = _choices(plan, options, lines)
     n_cells = int(llama.llama_n_ctx(context))
-    return LoadedModel(
+    return LlamaModel(
         model=model,
         context=context,
         memory=llama.llama_get_memory(context) if llama.llama_get_causal_attn(context) else None,
@@ -302,7 +300,7 @@ def _with_context(
     )
 
 
-def with_another_context(loaded: LoadedModel, model: Any, options: LoadOptions) -> LoadedModel:
+def with_another_context(loaded: LlamaModel, model: Any, options: LoadOptions) -> LlamaModel:
     """Return `loaded` with a context of `model`. Raises ModelLoadError, OutOfMemoryError."""
     llama = libllama.lib()
     kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, State, whole
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.cells import Copied, Piece
+from edgeinfer.runtime.llama.cells import Copied, StatePiece
 from edgeinfer.runtime.llama.context import ActiveContext
 
 #: Only the recurrent part of a state.
@@ -90,14 +90,14 @@ class SequenceStates:
             return False
         # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
         buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
-        pieces: list[Piece] = []
+        pieces: list[StatePiece] = []
         at = 0
         for piece, place in zip(state.pieces, state.places, strict=True):
             size = piece.nbytes
             if place == ANYWHERE:
                 buffer[at : at + size] = np.frombuffer(piece, np.uint8)
             else:
-                pieces.append(Piece(at, size, np.frombuffer(piece, np.uint8).ctypes.data))
+                pieces.append(StatePiece(at, size, np.frombuffer(piece, np.uint8).ctypes.data))
             at += size
         with cells.copies.into(cells.handles, buffer.ctypes.data, pieces, state.file) as counted:
             done = self._set(self._scratch, memoryview(buffer.data), 0)

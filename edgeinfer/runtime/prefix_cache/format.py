@@ -52,7 +52,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     states: tuple[tuple[tuple[int, int], ...], ...]
 
 
-class Block(msgspec.Struct, frozen=True):
+class KvBlock(msgspec.Struct, frozen=True):
     """A block in memory. `states`: of its tokens, then of a checkpoint."""
 
     header: Header
@@ -76,7 +76,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return list(np.frombuffer(packed, "<i4").tolist())
 
 
-def encode(block: Block) -> list[bytes | memoryview]:
+def encode(block: KvBlock) -> list[bytes | memoryview]:
     """Return the file as buffers to be written in order."""
     states = tuple(state.sizes for state in block.states)
     header = msgspec.msgpack.encode(msgspec.structs.replace(block.header, states=states))
@@ -104,7 +104,7 @@ def read_header(start: bytes | memoryview) -> Header:
         raise BlockDamagedError(f"its header cannot be read: {error}") from error
 
 
-def decode(data: memoryview, file: MappedFile | None = None) -> Block:
+def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
     """Decode the block in `data`, which may be that of `file`; its pieces are views of it.
 
     Raises BlockDamagedError before one is used.
@@ -121,7 +121,7 @@ def decode(data: memoryview, file: MappedFile | None = None) -> Block:
     if found.intdigest() != checksum:
         raise BlockDamagedError("its checksum is wrong")
     header = read_header(data)
-    return Block(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
+    return KvBlock(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
 
 
 def _states(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.prefix_cache.format import Block
+from edgeinfer.runtime.prefix_cache.format import KvBlock
 from edgeinfer.runtime.prefix_cache.keys import PrefixKeys
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
@@ -183,7 +183,7 @@ class Restore:
     `futures` are the blocks, in order; None stands for an unusable one. `cached` tokens were in memory.
     """
 
-    futures: Sequence[Future[Block | None]]
+    futures: Sequence[Future[KvBlock | None]]
     start: int
     end: int
     done: int = 0
@@ -199,7 +199,7 @@ class Restore:
     def is_ready(self) -> bool:
         return self.futures[self.done].done()
 
-    def take(self) -> Block | None:
+    def take(self) -> KvBlock | None:
         """Return the next block, which is ready; None if it is unusable."""
         block = self.futures[self.done].result()
         self.done += 1

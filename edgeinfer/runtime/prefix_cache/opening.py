@@ -7,7 +7,7 @@ import msgspec
 from edgeinfer.runtime.kv_cache.cache import KvCache
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext
-from edgeinfer.runtime.llama.model import LoadedModel, open_context
+from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.keys import model_key
@@ -25,7 +25,7 @@ def open_blocks(
     store: BlockStore,
     files: ModelFiles,
     options: LoadOptions,
-    loaded: LoadedModel,
+    loaded: LlamaModel,
     active: ActiveContext,
     kv: KvCache,
     checked: str = "",
@@ -48,7 +48,7 @@ def open_blocks(
     )
 
 
-def run_check(options: LoadOptions, loaded: LoadedModel) -> str:
+def run_check(options: LoadOptions, loaded: LlamaModel) -> str:
     """Run the round-trip check now: "exact", or the failure."""
     check = _check(options, loaded)
     while (found := check.step()) is None:
@@ -56,7 +56,7 @@ def run_check(options: LoadOptions, loaded: LoadedModel) -> str:
     return found
 
 
-def _check(options: LoadOptions, loaded: LoadedModel) -> RoundtripCheck:
+def _check(options: LoadOptions, loaded: LlamaModel) -> RoundtripCheck:
     window = loaded.sliding_window
     options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
 
@@ -80,22 +80,22 @@ def _check(options: LoadOptions, loaded: LoadedModel) -> RoundtripCheck:
     )
 
 
-def size_of_blocks(loaded: LoadedModel) -> int:
+def size_of_blocks(loaded: LlamaModel) -> int:
     """Return the tokens of a block: more for recurrent models, whose blocks carry their large state."""
     is_large = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK if is_large else block_tokens(loaded.sliding_window)
 
 
-def make_states(loaded: LoadedModel, active: ActiveContext) -> SequenceStates:
+def make_states(loaded: LlamaModel, active: ActiveContext) -> SequenceStates:
     return SequenceStates(active, scratch_id(loaded), supports_truncation=loaded.supports_truncation)
 
 
-def scratch_id(loaded: LoadedModel) -> int:
+def scratch_id(loaded: LlamaModel) -> int:
     """Return the sequence id that ranges of states pass through; the KV cache never assigns it."""
     return loaded.n_seq_max - 1
 
 
-def identity(loaded: LoadedModel, size: int) -> dict[str, str]:
+def identity(loaded: LlamaModel, size: int) -> dict[str, str]:
     """Describe everything besides the model's file that decides a bit of a block."""
     build = libllama.build_info()
     chosen = {name: str(loaded.choices[name].value) for name in ("kv_type", "repack", "gpu_layers")}

@@ -37,7 +37,7 @@ _STALE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CacheLimits:
     """`max_bytes`: for all blocks, 0 for a quarter of the free space. `margin_bytes` stays free."""
 
     max_bytes: int = 0
@@ -86,7 +86,7 @@ def _stamp(path: Path, used_ns: int) -> None:
         os.utime(path, ns=(used_ns, used_ns))
 
 
-def prune(root: Path, limits: Limits, extra_bytes: int = 0) -> tuple[int, int]:
+def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
     """Evict the least recently used until `extra_bytes` fit: (removed, bytes left). Raises OSError."""
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)

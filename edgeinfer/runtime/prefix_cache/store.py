@@ -34,9 +34,9 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import new_file, open_own
 from edgeinfer.runtime.kv_cache.sequence_state import MappedFile
 from edgeinfer.runtime.prefix_cache import format, retention
-from edgeinfer.runtime.prefix_cache.format import Block, Header
+from edgeinfer.runtime.prefix_cache.format import Header, KvBlock
 from edgeinfer.runtime.prefix_cache.keys import Names, owner_name, read_secret
-from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 
 #: Threads that read and verify files: one gives some 4 GB/s.
 _READERS = 2
@@ -67,10 +67,13 @@ class BlockStore:
     """
 
     def __init__(
-        self, root: Path, allowed: Limits | None = None, warn: Callable[[str], None] = lambda _: None
+        self,
+        root: Path,
+        allowed: CacheLimits | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.root = paths.private_dir(root)
-        self._limits = allowed or Limits()
+        self._limits = allowed or CacheLimits()
         self._warn = warn
         self.secret = read_secret(root / "secret")
         self._room_bytes = 0
@@ -200,7 +203,7 @@ class ModelBlocks:
 
     def read_ahead(
         self, names: Sequence[bytes], make_room: Callable[[int], None] = lambda i: None
-    ) -> list[Future[Block | None]]:
+    ) -> list[Future[KvBlock | None]]:
         """Start to read and verify blocks, in order; a result is None for an unusable one.
 
         The thread that reads a block first calls `make_room` with its place in `names`.
@@ -208,13 +211,13 @@ class ModelBlocks:
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_READERS, "edgeinfer-read")
 
-        def read(i: int, name: bytes) -> Block | None:
+        def read(i: int, name: bytes) -> KvBlock | None:
             make_room(i)
             return self.read(name)
 
         return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
 
-    def read(self, name: bytes) -> Block | None:
+    def read(self, name: bytes) -> KvBlock | None:
         """Read a block, mapped and verified; None without a usable one."""
         path = self.path(name)
         try:
@@ -231,7 +234,7 @@ class ModelBlocks:
         self.traffic.bytes_read += block.n_bytes
         return block
 
-    def _map(self, path: Path) -> Block:
+    def _map(self, path: Path) -> KvBlock:
         file = MappedFile(open_own(path), 0)
         size = os.fstat(file.descriptor).st_size
         if not size:
@@ -245,7 +248,7 @@ class ModelBlocks:
     def can_write(self) -> bool:
         return not self._store.is_full
 
-    def write(self, block: Block) -> bool:
+    def write(self, block: KvBlock) -> bool:
         """Queue a block; False if too much is pending."""
         return self.writer.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
 
@@ -272,7 +275,7 @@ class ModelBlocks:
         except OSError as error:
             self._store.stop_writing(f"the prefix cache cannot be written ({error.strerror})")
 
-    def _write(self, block: Block) -> None:
+    def _write(self, block: KvBlock) -> None:
         """Write the file, whole or not at all. In the writer's thread."""
         if self._store.has_room_for(block.n_bytes):
             n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.kv_cache.sequence_state import State, whole
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.prefix_cache.format import Block, Header, Kind, pack_tokens, unpack_tokens
+from edgeinfer.runtime.prefix_cache.format import Header, Kind, KvBlock, pack_tokens, unpack_tokens
 from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, PrefixKeys
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
@@ -134,7 +134,7 @@ class BlockWriter:
         # first: a killed process leaves no block without an owner
         for conversation in found.conversations:
             self._blocks.own(conversation, [header.name])
-        self._blocks.write(Block(header, states))
+        self._blocks.write(KvBlock(header, states))
         if superseded is not None:
             self._blocks.writer.put(lambda: self._blocks.remove(superseded))
         return True

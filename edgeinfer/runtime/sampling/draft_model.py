@@ -11,7 +11,7 @@ import numpy as np
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.context import Batch
-from edgeinfer.runtime.llama.model import LoadedModel, free_model, open_context, open_model
+from edgeinfer.runtime.llama.model import LlamaModel, free_model, open_context, open_model
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.sampling.speculative import Acceptance
@@ -27,7 +27,7 @@ _START = 0.8
 class DraftModel:
     """A draft model for `main`. Raises ModelLoadError, also for another vocabulary."""
 
-    def __init__(self, paths: tuple[str, ...], options: LoadOptions, main: LoadedModel) -> None:
+    def __init__(self, paths: tuple[str, ...], options: LoadOptions, main: LlamaModel) -> None:
         self._model = open_model(paths, msgspec.structs.replace(options, kv_type="f16"))
         try:
             self._vocab = Vocab(self._model)

@@ -35,7 +35,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 @dataclass(slots=True)
-class Clock:
+class RequestClock:
     """Monotonic seconds of a request's stages; 0.0 before each."""
 
     submitted: float = field(default_factory=time.monotonic)
@@ -66,7 +66,7 @@ class Sequence:
     banned: npt.NDArray[np.int64] | None = None
     deadline: float | None = None
     stream: EventStream = field(init=False)
-    clock: Clock = field(default_factory=Clock)
+    clock: RequestClock = field(default_factory=RequestClock)
     cached_seq: CachedSequence | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -11,11 +11,11 @@ from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import lookup
-from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
-ROOMY = Limits(max_bytes=4 << 30, margin_bytes=0)
+ROOMY = CacheLimits(max_bytes=4 << 30, margin_bytes=0)
 WORDS = "river bread moon clock whale ink bridge tea salt wool map snow stone lamp door".split()
 
 

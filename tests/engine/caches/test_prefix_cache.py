@@ -16,9 +16,9 @@ import pytest
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished, TokenLogprobs
 from edgeinfer.runtime.kv_cache.cache import common_prefix
-from edgeinfer.runtime.prefix_cache.format import Block
+from edgeinfer.runtime.prefix_cache.format import KvBlock
 from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
-from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks, retained_names
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks, retained_names
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_all, forget_conversation
 from edgeinfer.runtime.scheduler.prefixes import restoring
 from edgeinfer.runtime.scheduler.sequence import Sequence
@@ -95,7 +95,7 @@ def test_disk_patience_scales_with_the_model(smollm2: Path, gemma3: Path) -> Non
 
 
 def test_ready_block_is_never_too_slow() -> None:
-    ready, missing = Future[Block | None](), Future[Block | None]()
+    ready, missing = Future[KvBlock | None](), Future[KvBlock | None]()
     ready.set_result(None)
     for future, is_too_slow in ((ready, False), (missing, True)):
         one = Restore([future], 0, BLOCK_TOKENS, waits_since=time.monotonic() - 1000)
@@ -293,7 +293,7 @@ def test_long_prefill_evicts_idle_sequences(engine: LlamaEngine, is_prefetched: 
 @pytest.mark.parametrize("max_bytes", [4096, 8 << 20])
 def test_small_limit_stops_writing(tmp_path: Path, smollm2: Path, max_bytes: int) -> None:
     """No room for one block, and room for one of two."""
-    small = BlockStore(tmp_path / "blocks", Limits(max_bytes=max_bytes, margin_bytes=0))
+    small = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=max_bytes, margin_bytes=0))
     engine = load(smollm2, small)
     heard(engine, ask(tuple(engine.tokenize(text(600)))[:560]))
     assert engine.flush_blocks()

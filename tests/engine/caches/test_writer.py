@@ -10,7 +10,7 @@ from edgeinfer.runtime.kv_cache.cache import KvCache
 from edgeinfer.runtime.kv_cache.sequence_state import State, whole
 from edgeinfer.runtime.prefix_cache.format import unpack_tokens
 from edgeinfer.runtime.prefix_cache.keys import Names, PrefixKeys
-from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks, forget_conversation
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
@@ -38,7 +38,7 @@ class Side:
     """The parts between accounting and store."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = BlockStore(folder, Limits(max_bytes=1 << 30, margin_bytes=0))
+        self.store = BlockStore(folder, CacheLimits(max_bytes=1 << 30, margin_bytes=0))
         self.blocks: ModelBlocks = self.store.model("sha", {})
         self.kv: KvCache
         self.memory: CountingMemory

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from edgeinfer.runtime.llama.backends import files
-from edgeinfer.runtime.llama.backends.files import Facts
+from edgeinfer.runtime.llama.backends.files import LibraryFacts
 
 from ...conftest import ROOT
 
@@ -92,7 +92,7 @@ def library(folder: Path, name: str, needs: str, code: str) -> Path:
     link = ["-x", "none", "-Wl,--no-as-needed", stub]
     subprocess.run([*compiler, "-o", out, "-", *link], input=code.encode(), check=True)
     stub.unlink()
-    facts = Facts(name=name, build=build, sha256="", size_bytes=out.stat().st_size)
+    facts = LibraryFacts(name=name, build=build, sha256="", size_bytes=out.stat().st_size)
     files.facts_path(out).write_bytes(msgspec.json.encode(facts))
     return out
 
@@ -121,7 +121,7 @@ def test_the_real_cuda_library_finds_nothing_where_the_driver_is_a_stub(tmp_path
 
 def test_a_library_of_another_build_is_never_opened() -> None:
     out = library(files.added_dir(), "sycl", "libc.so.6", "int f;")
-    facts = msgspec.json.decode(files.facts_path(out).read_bytes(), type=Facts)
+    facts = msgspec.json.decode(files.facts_path(out).read_bytes(), type=LibraryFacts)
     build = msgspec.structs.replace(facts.build, ggml="0.1.0")
     facts = msgspec.structs.replace(facts, build=build)
     files.facts_path(out).write_bytes(msgspec.json.encode(facts))

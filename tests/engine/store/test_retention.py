@@ -7,7 +7,7 @@ import os
 import pytest
 
 from edgeinfer.runtime.prefix_cache import retention
-from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 
 
 def _names(*words: str) -> list[str]:
@@ -97,7 +97,7 @@ def test_shared_prefixes_are_evicted_last(tmp_path, folder):
         os.utime(path, ns=(age + 1, age + 1))
     for _ in range(2):
         retention.note_session(folder, "codex", names[:1])
-    removed, _ = retention.prune(tmp_path, Limits(max_bytes=2 << 20, margin_bytes=0))
+    removed, _ = retention.prune(tmp_path, CacheLimits(max_bytes=2 << 20, margin_bytes=0))
     assert removed >= 1
     assert (folder / f"{names[0]}{retention.SUFFIX}").exists()
     assert not (folder / f"{names[1]}{retention.SUFFIX}").exists()

@@ -19,26 +19,26 @@ from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, State, whole
 from edgeinfer.runtime.prefix_cache import retention
 from edgeinfer.runtime.prefix_cache import store as stores
-from edgeinfer.runtime.prefix_cache.format import Block, Header, decode, encode, pack_tokens
+from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, decode, encode, pack_tokens
 from edgeinfer.runtime.prefix_cache.keys import owner_name
-from edgeinfer.runtime.prefix_cache.retention import Limits
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks
 
 TOKENS = list(range(256))
-ROOMY = Limits(max_bytes=1 << 30, margin_bytes=0)
+ROOMY = CacheLimits(max_bytes=1 << 30, margin_bytes=0)
 
 
 def make_block(
     blocks: ModelBlocks, tokens: list[int], parent: bytes | None = None, *, n_bytes: int = 5000
-) -> Block:
+) -> KvBlock:
     parent = blocks.names.root() if parent is None else parent
     name = blocks.names.full(parent, tokens)
     payload = (bytes(tokens[:1]) or b"x") * n_bytes
     header = Header("full", name, parent, blocks.names.identity, pack_tokens(tokens), ())
-    return Block(header, (whole(memoryview(payload)), whole(memoryview(b"end"))))
+    return KvBlock(header, (whole(memoryview(payload)), whole(memoryview(b"end"))))
 
 
-def put(blocks: ModelBlocks, block: Block) -> bytes:
+def put(blocks: ModelBlocks, block: KvBlock) -> bytes:
     assert blocks.write(block)
     assert blocks.writer.flush(30)
     return block.header.name
@@ -69,7 +69,7 @@ def test_piece_lies_at_its_place_in_a_page(blocks: ModelBlocks) -> None:
     places = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
     state = State(tuple(memoryview(piece) for piece in made), places)
     header = make_block(blocks, TOKENS).header
-    data = memoryview(b"".join(encode(Block(header, (state, whole(memoryview(b"point")))))))
+    data = memoryview(b"".join(encode(KvBlock(header, (state, whole(memoryview(b"point")))))))
     back, point = decode(data).states
     assert [bytes(piece) for piece in back.pieces] == made
     assert bytes(data).index(b"ccc") % 4096 == 64
@@ -198,7 +198,7 @@ def test_a_symlink_in_a_file_s_place_is_not_followed(tmp_path: Path, blocks: Mod
 
 
 def test_eviction_is_lru_and_children_before_parents(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
+    store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=100_000, margin_bytes=0))
     blocks = store.model("sha", {})
     chain = [put(blocks, make_block(blocks, [n] * 256, n_bytes=16_000)) for n in range(5)]
     blocks.touch(chain[:3])
@@ -215,7 +215,7 @@ def test_eviction_is_lru_and_children_before_parents(tmp_path: Path) -> None:
 
 
 def test_future_timestamps_do_not_prevent_eviction(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
+    store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=100_000, margin_bytes=0))
     blocks = store.model("sha", {})
     name = put(blocks, make_block(blocks, TOKENS, n_bytes=40_000))
     future_s = time.time() + 1e8
@@ -228,7 +228,7 @@ def test_future_timestamps_do_not_prevent_eviction(tmp_path: Path) -> None:
 
 def test_no_room_stops_writing_and_says_so_once(tmp_path: Path) -> None:
     said: list[str] = []
-    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=4096, margin_bytes=0), said.append)
+    store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=4096, margin_bytes=0), said.append)
     blocks = store.model("sha", {})
     for n in range(3):
         put(blocks, make_block(blocks, [n] * 256))
@@ -349,7 +349,7 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, place: str) -> Non
 
 
 def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path / "blocks", Limits(max_bytes=100_000, margin_bytes=0))
+    store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=100_000, margin_bytes=0))
     blocks = store.model("sha", {})
     gone, kept, new = (make_block(blocks, [n] * 256, n_bytes=40_000) for n in range(3))
     for conversation, block in (("gone", gone), ("kept", kept)):

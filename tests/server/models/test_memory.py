@@ -21,7 +21,7 @@ from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import lookup, writer
-from edgeinfer.runtime.prefix_cache.retention import Limits, list_blocks
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
@@ -63,7 +63,7 @@ def _load(path: Path, folder: Path, name: str = "reader"):
     engine = load_engine(
         ModelFiles(name=name, paths=(str(path),)), LoadOptions(n_ctx=2048, n_parallel=4, n_threads=1)
     )
-    engine.use_blocks(BlockStore(folder, Limits(max_bytes=1 << 30, margin_bytes=0)))
+    engine.use_blocks(BlockStore(folder, CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
     return engine
 
 

@@ -44,7 +44,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
         return mine == (other.binding, other.ggml, other.machine)
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON file beside a library. `architectures` are a CUDA build's, as CMake names them."""
 
     name: str
@@ -63,7 +63,7 @@ class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: str
     added: bool
-    facts: Facts | None = None
+    facts: LibraryFacts | None = None
     problem: str = ""
 
 
@@ -117,7 +117,7 @@ def read(name: str, path: Path, *, added: bool) -> BackendFile:
     facts, problem = None, _unsafe(path)
     if not problem:
         try:
-            facts = msgspec.json.decode(facts_path(path).read_bytes(), type=Facts)
+            facts = msgspec.json.decode(facts_path(path).read_bytes(), type=LibraryFacts)
         except (OSError, msgspec.MsgspecError):
             problem = f"{facts_path(path).name} does not say which llama.cpp it was built for"
     if facts and (facts.name != name or facts.size_bytes != path.stat().st_size):

@@ -82,7 +82,7 @@ def load(name: str) -> LoadedBackend | MissingBackend:
 
 
 def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
-    probe = vulkan.probe(os.path.dirname(file.path)) if file.name == "vulkan" else vulkan.Probe()
+    probe = vulkan.probe(os.path.dirname(file.path)) if file.name == "vulkan" else vulkan.VulkanProbe()
     if probe.problem:
         return MissingBackend(name=file.name, reason=probe.problem, fix=probe.fix, absent=True)
     warning = find_cublas(file.path) if file.name == "cuda" else ""
@@ -103,12 +103,12 @@ def _measured(handle: int, loaded: LoadedBackend) -> LoadedBackend:
         msgspec.structs.replace(
             drivers[now.name], free_bytes=now.free_bytes, total_bytes=now.total_bytes
         )
-        for now in _devices(loaded.file.name, handle, vulkan.Probe())
+        for now in _devices(loaded.file.name, handle, vulkan.VulkanProbe())
     )
     return msgspec.structs.replace(loaded, devices=devices)
 
 
-def _devices(backend: str, handle: int, probe: vulkan.Probe) -> tuple[Device, ...]:
+def _devices(backend: str, handle: int, probe: vulkan.VulkanProbe) -> tuple[Device, ...]:
     base = libllama.base_library()
     described = {device.name: device for device in probe.devices}
     found = []
@@ -160,7 +160,7 @@ def _why_not(name: str, lines: list[str]) -> MissingBackend:
     return MissingBackend(name=name, reason=said or "llama.cpp gave no reason")
 
 
-def _no_device(name: str, lines: list[str], probe: vulkan.Probe) -> MissingBackend:
+def _no_device(name: str, lines: list[str], probe: vulkan.VulkanProbe) -> MissingBackend:
     software = [device.name for device in probe.devices if device.kind == "software"]
     if software and len(software) == len(probe.devices):
         reason = f"the only Vulkan device is a software one ({software[0]}), slower than the CPU itself"

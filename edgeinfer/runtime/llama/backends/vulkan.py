@@ -33,7 +33,7 @@ class VulkanDevice(msgspec.Struct, frozen=True, kw_only=True):
     driver: str
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True):
+class VulkanProbe(msgspec.Struct, frozen=True, kw_only=True):
     """The result: `devices`, or a `problem` and the command that helps."""
 
     devices: tuple[VulkanDevice, ...] = ()
@@ -91,7 +91,7 @@ class _Properties(ctypes.Structure):
     )
 
 
-def probe(folder: str) -> Probe:
+def probe(folder: str) -> VulkanProbe:
     """Ask the loader for every device. The drivers open theirs: the process cannot be dumped after it.
 
     A loader in `folder`, beside the backend library, is preferred to the system's.
@@ -102,27 +102,27 @@ def probe(folder: str) -> Probe:
         return _ask(library)
     except (OSError, AttributeError):  # AttributeError: a loader without Vulkan 1.1
         fix = "install the Vulkan loader: apt-get install libvulkan1, or dnf install vulkan-loader"
-        return Probe(problem=f"there is no Vulkan loader ({LOADER})", fix=fix)
+        return VulkanProbe(problem=f"there is no Vulkan loader ({LOADER})", fix=fix)
 
 
-def _ask(library: ctypes.CDLL) -> Probe:
+def _ask(library: ctypes.CDLL) -> VulkanProbe:
     with _instance(library) as (instance, result):
         if result == _NO_DRIVER:
             return _no_driver()
         if result:
-            return Probe(problem=f"the Vulkan loader could not start: VkResult {result}")
+            return VulkanProbe(problem=f"the Vulkan loader could not start: VkResult {result}")
         devices = tuple(_devices(library, instance))
-        return Probe(devices=devices) if devices else _no_driver()
+        return VulkanProbe(devices=devices) if devices else _no_driver()
 
 
-def _no_driver() -> Probe:
+def _no_driver() -> VulkanProbe:
     nodes = sorted(glob("/dev/dri/renderD*"))
     closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
     if closed:
         fix = "sudo usermod -aG render,video $USER, and log in again"
-        return Probe(problem=f"this user may not open {closed[0]}", fix=fix)
+        return VulkanProbe(problem=f"this user may not open {closed[0]}", fix=fix)
     fix = "for AMD and Intel: apt-get install mesa-vulkan-drivers; for NVIDIA: its own driver"
-    return Probe(problem="no Vulkan driver has a device here", fix=fix)
+    return VulkanProbe(problem="no Vulkan driver has a device here", fix=fix)
 
 
 @contextlib.contextmanager
