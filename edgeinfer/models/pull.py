@@ -158,7 +158,7 @@ def _verify(one: Fetched, todo: PullPlan, source: str, work: Path, job: Job, wan
     promises = (
         (one.sha256, "its source"),
         (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
-        (_pin(todo, source, one), "its first pull"),
+        (store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else "", "its first pull"),
     )
     for expected, origin in promises:
         if expected and digest != expected:
@@ -174,10 +174,6 @@ def _verify(one: Fetched, todo: PullPlan, source: str, work: Path, job: Job, wan
     except InvalidGgufError as error:
         kept = _set_aside(one, work)
         raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
-
-
-def _pin(todo: PullPlan, source: str, one: Fetched) -> str:
-    return store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else ""
 
 
 def _set_aside(one: Fetched, work: Path) -> str:

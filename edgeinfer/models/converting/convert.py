@@ -91,7 +91,8 @@ def _grouped(
     """Yield each tensor with its sources; the experts of one layer together, in order."""
     experts: dict[str, dict[int, str]] = {}
     for name in checkpoint.names:
-        if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq") or _dropped(name, family):
+        dropped = any(name.endswith(word) or word in name for word in family.dropped)
+        if dropped or name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
             continue
         if config.get("tie_word_embeddings") and name.endswith(("lm_head.weight", "embed_out.weight")):
             continue
@@ -107,10 +108,6 @@ def _grouped(
                 f"{group}: {len(members)} experts are there, config.json says {count}"
             )
         yield group, tuple(members[index] for index in sorted(members))
-
-
-def _dropped(name: str, family: Family) -> bool:
-    return any(name.endswith(word) or word in name for word in family.dropped)
 
 
 def _planned(
