@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -31,12 +31,7 @@ from edgeinfer.models.external_stores.reader import (
 )
 from edgeinfer.platform import paths
 
-#: (path in its repository, quantization or "") → the model's name
-_Naming = Callable[[str, str], str]
-#: the model's name → how to solve its problem
-_Fix = Callable[[str], str]
-#: file → the SHA-256 in its name, or ""
-_Digest = Callable[[str], str]
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def _grouped(
@@ -45,13 +40,14 @@ def _grouped(
     root: Path,
     *,
     store: str,
-    name: _Naming,
-    fix: _Fix,
-    promised: _Digest = lambda _path: "",
+    prefix: str,
+    fix: str,
+    suffix: str = ".gguf",
 ) -> Iterator[ExternalModel]:
     """Yield the models among a repository's files, `folder` being its top and `root` its store's.
 
-    A quantization names a model where it is the only one of it; projectors are passed over.
+    A model is called `prefix` and its quantization, if it is the only one of it, otherwise its path
+    without `suffix`. Projectors are skipped. `fix` has the name for "{}".
     """
     found = {str(path.relative_to(folder)): path for path in ggufs}
     firsts = {min(_parts(file)): file for file in sorted(found, reverse=True)}
@@ -59,16 +55,16 @@ def _grouped(
     quants = {first: names.quantization_of(first) for first in firsts}
     count = Counter(quants.values())
     for first, quant in quants.items():
-        called = name(first, quant if count[quant] == 1 else "")
+        by_quant = quant and count[quant] == 1
+        name = f"{prefix}:{quant}" if by_quant else f"{prefix}/{first[: len(first) - len(suffix)]}"
         try:
-            files = [_found_file(folder / part, root, promised) for part in _parts(first)]
+            files = [_found_file(folder / part, root) for part in _parts(first)]
         except UnusableError as error:
-            yield ExternalModel(
-                name=called, store=store, problem=error.message, fix=error.hint or fix(called)
-            )
+            problem, fix_text = error.message, error.hint or fix.replace("{}", name)
+            yield ExternalModel(name=name, store=store, problem=problem, fix=fix_text)
             continue
         stamp = max(os.stat(file.path).st_mtime for file in files)
-        yield ExternalModel(name=called, store=store, files=tuple(files), modified_s=stamp)
+        yield ExternalModel(name=name, store=store, files=tuple(files), modified_s=stamp)
 
 
 def _parts(file: str) -> list[str]:
@@ -76,17 +72,21 @@ def _parts(file: str) -> list[str]:
     return [f"{folder}{slash}{part}" for part in names.split_names(last)] or [file]
 
 
-def _found_file(path: Path, root: Path, promised: _Digest) -> ExternalFile:
+def _found_file(path: Path, root: Path) -> ExternalFile:
     if not os.path.lexists(path):
         raise UnusableError(f"its part {path.name} is missing")
     real, info = file_in(path, root)
-    return ExternalFile(path=real, size_bytes=info.st_size, sha256=promised(real))
+    blob = os.path.basename(
+        real
+    )  # Hugging Face names large files by SHA-256, small ones by Git's digest
+    digest = blob if _SHA256.fullmatch(blob) else ""
+    return ExternalFile(path=real, size_bytes=info.st_size, sha256=digest)
 
 
 HUGGING_FACE = "Hugging Face"
 HF_PREFIX = paths.FOUND[1]
 _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.ASCII)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HF_FIX = "`edgeinfer pull {}` fetches a copy of our own"
 _HF_DEPTH = 3
 
 
@@ -117,7 +117,7 @@ def _hf_repository(root: Path, repo: Path, called: str) -> Iterator[ExternalMode
         revisions = sorted(latest_first, key=lambda path: path.name != main)
         listed = {revision.name: list(ggufs(revision, _HF_DEPTH)) for revision in revisions}
     except UnusableError as error:
-        fix = error.hint or _pull(f"{HF_PREFIX}{called}")
+        fix = error.hint or _HF_FIX.replace("{}", f"{HF_PREFIX}{called}")
         yield ExternalModel(
             name=f"{HF_PREFIX}{called}", store=HUGGING_FACE, problem=error.message, fix=fix
         )
@@ -125,15 +125,16 @@ def _hf_repository(root: Path, repo: Path, called: str) -> Iterator[ExternalMode
     seen: set[tuple[str, ...]] = set()
     for revision in revisions:
         source = called if revision.name == main else f"{called}@{revision.name}"
-        for model in _grouped(
+        models = _grouped(
             listed[revision.name],
             revision,
             root,
             store=HUGGING_FACE,
-            name=_hf_naming(source),
-            fix=_pull,
-            promised=_blob_digest,
-        ):
+            prefix=f"{HF_PREFIX}{source}",
+            fix=_HF_FIX,
+            suffix="",
+        )
+        for model in models:
             if not model.files or model.paths not in seen:
                 yield model
             seen.add(model.paths)
@@ -146,23 +147,6 @@ def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
         if wanted in known:
             return wanted
     return known[0] if known else ""
-
-
-def _hf_naming(source: str) -> _Naming:
-    def name(path: str, quant: str) -> str:
-        return f"{HF_PREFIX}{source}:{quant}" if quant else f"{HF_PREFIX}{source}/{path}"
-
-    return name
-
-
-def _pull(name: str) -> str:
-    return f"`edgeinfer pull {name}` fetches a copy of our own"
-
-
-def _blob_digest(path: str) -> str:
-    """Return the SHA-256 that names a large file; small ones have Git's digest."""
-    blob = os.path.basename(path)
-    return blob if _SHA256.fullmatch(blob) else ""
 
 
 LM_STUDIO = "LM Studio"
@@ -211,16 +195,10 @@ def search_lm(root: Path) -> Iterator[ExternalModel]:
 
 
 def _lm_repository(root: Path, repo: Path, called: str) -> Iterator[ExternalModel]:
-    def name(path: str, quant: str) -> str:
-        stem = path[: -len(".gguf")]
-        return f"{LM_PREFIX}{called}:{quant}" if quant else f"{LM_PREFIX}{called}/{stem}"
-
-    fix = f"fetch it again in {LM_STUDIO}"
+    prefix, fix = f"{LM_PREFIX}{called}", f"fetch it again in {LM_STUDIO}"
     try:
         files = list(ggufs(repo, _LM_DEPTH))
     except UnusableError as error:
-        yield ExternalModel(
-            name=f"{LM_PREFIX}{called}", store=LM_STUDIO, problem=error.message, fix=fix
-        )
+        yield ExternalModel(name=prefix, store=LM_STUDIO, problem=error.message, fix=fix)
         return
-    yield from _grouped(files, repo, root, store=LM_STUDIO, name=name, fix=lambda _name: fix)
+    yield from _grouped(files, repo, root, store=LM_STUDIO, prefix=prefix, fix=fix)
