@@ -108,7 +108,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return Room(name=device.name, free_bytes=min(free, self.memory_bytes or free))
 
 
-_HELPER = "edgeinfer.runtime.llama.helpers.devices"
+_HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
 #: A slower driver is stuck.
 _PATIENCE_S = 30.0
 
