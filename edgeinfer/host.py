@@ -99,14 +99,14 @@ class OwnEngine(Protocol):
     def use_devices(self, wanted: OffloadRequest) -> None: ...
 
 
-def _said_once() -> LoadProgress:
+def _slow_stages_on_stderr() -> LoadProgress:
     """A progress that writes each stage to stderr when it takes longer than a moment."""
-    said: set[str] = set()
+    shown: set[str] = set()
     began = time.monotonic()
 
     def progress(stage: str, _fraction: float | None) -> None:
-        if stage not in said and time.monotonic() - began > _MOMENT_S:
-            said.add(stage)
+        if stage not in shown and time.monotonic() - began > _MOMENT_S:
+            shown.add(stage)
             sys.stderr.write(f"edgeinfer: {stage}\n")
 
     return progress
@@ -158,7 +158,7 @@ class Host:
         or stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
-        return ref.files(draft, progress or _said_once())
+        return ref.files(draft, progress or _slow_stages_on_stderr())
 
     def is_model(self, name: str) -> bool:
         """Return whether `name` is a model's name or an existing GGUF file, not, say, a prompt."""

@@ -201,9 +201,9 @@ class Batches:
     def begin(self, ask: Ask, folder: Path, batch: BatchObject, lines: list[BatchLine]) -> None:
         """Answer the lines in the background. Raises Problem 429 beyond `_MOST_RUNNING` batches."""
         if len(self._running) >= _MOST_RUNNING:
-            said = f"{_MOST_RUNNING} batches run already."
+            message = f"{_MOST_RUNNING} batches run already."
             raise Problem(
-                429, said, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=60
+                429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=60
             )
         write_record(folder, batch)
         task = asyncio.create_task(self._run(ask, folder, batch.id, lines))

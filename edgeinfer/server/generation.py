@@ -436,14 +436,14 @@ class _StreamResponse(_GenerationResponse, Response):
             if time.monotonic() - self._last_write >= pause_s * 0.9:
                 if self._short_cut is not None:
                     self._short_cut.close()
-                said = self._wait_text()
-                await send({"type": "http.response.body", "body": said, "more_body": True})
+                comment = self._wait_text()
+                await send({"type": "http.response.body", "body": comment, "more_body": True})
 
     def _wait_text(self) -> bytes:
         if self.task is None:
             stage, fraction = self.endpoint.models.stage(self.context.model)
-            said = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
-            return self.context.dialect.comment(said)
+            text = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
+            return self.context.dialect.comment(text)
         seen = self._progress
         if seen is None or seen.queued:
             return self.task.renderer.waiting("queued")
@@ -454,7 +454,7 @@ class _StreamResponse(_GenerationResponse, Response):
         if self._texts is None or self.task is None:
             return
         cut_short = Finished(reason="cancelled", usage=Usage(), timings=Timings())
-        for said in self._texts:
-            said.end = said.end or cut_short
+        for answer in self._texts:
+            answer.end = answer.end or cut_short
         renderer = self._spec.renderer(self.context.model, self.task.lease.engine.info)
         self.context.answer = renderer.whole(self._texts)

@@ -53,11 +53,11 @@ class Log:
             ).decode()
         else:
             trace = fields.pop("traceback", "")
-            said = " ".join(
+            text = " ".join(
                 f"{key}={value}" for key, value in fields.items() if value not in ("", None)
             )
             clock = time.strftime("%H:%M:%S", time.localtime(now))
-            line = f"{clock} {event} {said}".rstrip() + (f"\n{trace.rstrip()}" if trace else "")
+            line = f"{clock} {event} {text}".rstrip() + (f"\n{trace.rstrip()}" if trace else "")
         try:
             stream.write(line + "\n")
             stream.flush()

@@ -151,8 +151,8 @@ class Metrics:
         return Histogram(f"edgeinfer_{name}", text, labels, buckets=buckets, registry=self.registry)
 
     def _count_requests(self) -> None:
-        said = "Requests by route, outcome and API key (8 hex digits of its digest)."
-        self.requests = self._counter("requests", said, ("route", "status", "key", *_MODEL))
+        text = "Requests by route, outcome and API key (8 hex digits of its digest)."
+        self.requests = self._counter("requests", text, ("route", "status", "key", *_MODEL))
         self.ttft = self._histogram(
             "time_to_first_token_seconds",
             "From the request's arrival to its first token.",
@@ -268,8 +268,8 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = [
-            (kind(f"edgeinfer_{name}", said, labels=_MODEL), value)
-            for kind, name, said, value in _FROM_ENGINE
+            (kind(f"edgeinfer_{name}", text, labels=_MODEL), value)
+            for kind, name, text, value in _FROM_ENGINE
         ]
         engines = self._engines()
         for name, engine in engines:
@@ -310,8 +310,8 @@ def _of_replicas(engines: Sequence[tuple[str, Engine]]) -> Iterator[Metric]:
         "edgeinfer_replicas_crashed", "Replicas whose process ended by itself.", labels=_MODEL
     )
     families = [
-        (kind(f"edgeinfer_{name}", said, labels=(*_MODEL, "replica")), value)
-        for kind, name, said, value in _FROM_REPLICA
+        (kind(f"edgeinfer_{name}", text, labels=(*_MODEL, "replica")), value)
+        for kind, name, text, value in _FROM_REPLICA
     ]
     for name, engine in engines:
         if not isinstance(engine, HasReplicas):

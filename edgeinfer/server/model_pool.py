@@ -115,8 +115,8 @@ class ModelPool:
             if meant in here:
                 return self._named(meant)
         missing = alias or by_pattern or found[1]
-        said = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
-        raise UnknownModelError(f"The model '{missing}' is not here{said}", hint=_where_to_get(missing))
+        note = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
+        raise UnknownModelError(f"The model '{missing}' is not here{note}", hint=_where_to_get(missing))
 
     def _named(self, meant: str) -> str:
         return self.default if meant == DEFAULT else meant

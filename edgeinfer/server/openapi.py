@@ -178,15 +178,15 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
         lines = _EVENT if dialect.stream_type == "text/event-stream" else _LINES
         content[dialect.stream_type] = {"schema": lines}
     error = dialect.error_type
-    said = dict(_REFUSALS)
+    descriptions = dict(_REFUSALS)
     if operation.body is not None:
-        said |= _BODY_REFUSALS
+        descriptions |= _BODY_REFUSALS
     names_model = operation.body is not None or operation.query is not None
     if operation.uses_model or names_model or "{id}" in operation.path:
-        said["404"] = "No such model."
-    said |= {status: words for status, words in _RARE.items() if status in operation.also}
+        descriptions["404"] = "No such model."
+    descriptions |= {status: words for status, words in _RARE.items() if status in operation.also}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-    for status, words in sorted(said.items()):
+    for status, words in sorted(descriptions.items()):
         responses[status] = {"description": words, "content": _json(error)}
     if operation.body is not None:
         responses["408"] = _LATE

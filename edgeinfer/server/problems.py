@@ -17,8 +17,8 @@ from edgeinfer.config.load_options import LOAD_OPTIONS
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD = re.compile(r"field `([^`]*)`")
-#: Refusals of one body that are said at once.
-_MAX_SAID = 16
+#: Most refusals of one body in one message.
+_MAX_MESSAGES = 16
 
 #: How msgspec begins a message → OpenAI's code, in which `*` stands for the type.
 _CODES = (
@@ -126,14 +126,14 @@ def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem
     field = _FIELD.search(text)
     if field:
         param = f"{param}.{field[1]}" if param else field[1]
-    said = text[: path.start()] if path else text
+    message = text[: path.start()] if path else text
     if code == "unknown_parameter":
-        said = f"Unknown or unsupported parameter: '{param}'{load_time_place(param)}"
+        message = f"Unknown or unsupported parameter: '{param}'{load_time_place(param)}"
     elif code == "missing_required_parameter":
-        said = f"Missing required parameter: '{param}'"
+        message = f"Missing required parameter: '{param}'"
     elif param:
-        said = f"Invalid '{param}': {said.replace('`', '')}"
-    return Problem(400, said + ".", param=param or None, code=code)
+        message = f"Invalid '{param}': {message.replace('`', '')}"
+    return Problem(400, message + ".", param=param or None, code=code)
 
 
 def _below(path: str, within: str) -> str:
@@ -143,10 +143,10 @@ def _below(path: str, within: str) -> str:
 def merged(problems: Sequence[Problem]) -> Problem:
     """Join several refusals of one body: all the sentences, and the first one's place and code."""
     first = problems[0]
-    said = list(dict.fromkeys(problem.message for problem in problems))
-    if len(said) > _MAX_SAID:
-        said = [*said[:_MAX_SAID], f"And {len(said) - _MAX_SAID} more."]
-    return Problem(400, " ".join(said), param=first.param, code=first.code)
+    messages = list(dict.fromkeys(problem.message for problem in problems))
+    if len(messages) > _MAX_MESSAGES:
+        messages = [*messages[:_MAX_MESSAGES], f"And {len(messages) - _MAX_MESSAGES} more."]
+    return Problem(400, " ".join(messages), param=first.param, code=first.code)
 
 
 def load_time_place(param: str) -> str:
@@ -179,5 +179,5 @@ def shutting_down() -> Problem:
 
 def no_such_model(name: str) -> Problem:
     """Make the answer to an unknown model in the path."""
-    said = f"The model '{name[:200]}' does not exist."
-    return Problem(404, said, param="model", code="model_not_found")
+    message = f"The model '{name[:200]}' does not exist."
+    return Problem(404, message, param="model", code="model_not_found")

@@ -89,8 +89,8 @@ def _check_type(request: Request) -> None:
     declared = request.headers.get("content-type", "application/json")
     content_type = declared.partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
-        said = "The body must be application/json: send the header `content-type: application/json`."
-        raise Problem(415, said, code="unsupported_media_type")
+        message = "The body must be application/json: send the header `content-type: application/json`."
+        raise Problem(415, message, code="unsupported_media_type")
 
 
 def _decode_strictly(raw: bytes, kind: type[T]) -> T | None:
@@ -231,7 +231,7 @@ class LenientDecoder:
         named = f"{place}.{plan.tag_field}" if place else plan.tag_field
         other = _other_type(plan, value, tuple(plan.others))
         if plan.tag_field not in value:
-            said = Problem(
+            message = Problem(
                 400,
                 f"Missing required parameter: '{named}'.",
                 param=named,
@@ -239,18 +239,18 @@ class LenientDecoder:
             )
         elif other is not None:
             why = _reason(plan.others, other)
-            said = Problem(
+            message = Problem(
                 400, f"'{other}' is not supported here: {why}.", param=named, code="unsupported_value"
             )
         else:
             known = ", ".join(f"'{name}'" for name in plan.objects)
-            said = Problem(
+            message = Problem(
                 400,
                 f"Invalid '{named}': Invalid value {_shown(tag)}; supported are {known}.",
                 param=named,
                 code="invalid_value",
             )
-        self._problems.append(said)
+        self._problems.append(message)
         return value
 
     def _object(self, kind: type[Wire], value: dict[str, Any], place: str) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class LenientDecoder:
             field = facts.fields.get(name)
             if field is None:
                 if name != facts.tag_field:
-                    self._not_ours(facts, name, inner, here)
+                    self._unknown_or_refused(facts, name, inner, here)
             elif inner is None and not (field.required or field.nullable):
                 continue
             elif name in facts.hint_values and _is_one_of(inner, facts.hint_values[name]):
@@ -280,7 +280,7 @@ class LenientDecoder:
                 self._ignore(f"{place}={item}")
         return [item for item in value if not isinstance(item, str) or item in words]
 
-    def _not_ours(self, facts: _Facts, name: str, value: Any, place: str) -> None:
+    def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, place: str) -> None:
         known = name in facts.hints or name in facts.refused
         if known and _is_one_of(value, NOTHING):
             return
@@ -290,11 +290,11 @@ class LenientDecoder:
             if _is_one_of(value, facts.hint_values.get(name, ())):
                 self._ignore(place)
                 return
-            said = f"'{place}' is not supported here: {facts.refused[name]}."
-            self._problems.append(Problem(400, said, param=place, code="unsupported_parameter"))
+            message = f"'{place}' is not supported here: {facts.refused[name]}."
+            self._problems.append(Problem(400, message, param=place, code="unsupported_parameter"))
         elif self._refuse_unknown or load_time_place(place):
-            said = f"Unknown or unsupported parameter: '{place}'{load_time_place(place)}."
-            self._problems.append(Problem(400, said, param=place, code="unknown_parameter"))
+            message = f"Unknown or unsupported parameter: '{place}'{load_time_place(place)}."
+            self._problems.append(Problem(400, message, param=place, code="unknown_parameter"))
         else:
             self._ignore(place)
 
@@ -442,8 +442,8 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 def _missing(place: str, name: str) -> Problem:
     here = f"{place}.{name}" if place else name
-    said = f"Missing required parameter: '{here}'."
-    return Problem(400, said, param=here, code="missing_required_parameter")
+    message = f"Missing required parameter: '{here}'."
+    return Problem(400, message, param=here, code="missing_required_parameter")
 
 
 def _shown(value: Any) -> str:

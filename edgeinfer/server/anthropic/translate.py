@@ -102,13 +102,13 @@ def _user(turn: wire.UserTurn) -> list[Message]:
         return [Message(role="user", content=turn.content)]
     results = [block for block in turn.content if isinstance(block, wire.ToolResultBlock)]
     texts = [_text(block) for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
-    said = [
+    turns = [
         Message(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
         for block in results
     ]
     if texts or not results:
-        said.append(Message(role="user", content="\n".join(texts)))
-    return said
+        turns.append(Message(role="user", content="\n".join(texts)))
+    return turns
 
 
 def _text(block: _Texts) -> str:
@@ -122,10 +122,10 @@ def _text(block: _Texts) -> str:
         case wire.SearchResultBlock():
             return "\n".join([f"{block.title} ({block.source})", _joined(block.content, "\n")])
         case wire.DocumentBlock(source=source):
-            said = (
+            body = (
                 source.data if isinstance(source, wire.PlainSource) else _joined(source.content, "\n")
             )
-            return "\n".join(filter(None, [block.title, block.context, said]))
+            return "\n".join(filter(None, [block.title, block.context, body]))
 
 
 def _result(block: wire.ToolResultBlock) -> str:

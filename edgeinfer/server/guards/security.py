@@ -98,12 +98,12 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         if name is None:
             if route in OPEN_ROUTES:
                 return ""
-            said = (
+            message = (
                 "Incorrect API key provided."
                 if offered
                 else "An API key is required: send `Authorization: Bearer KEY`."
             )
-            raise Problem(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            raise Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return name
 
     def check_user(self, connection: Connection | None) -> None:

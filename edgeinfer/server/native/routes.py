@@ -163,11 +163,11 @@ def _piece(raw: bytes) -> str | list[int]:
 
 class _InferRenderer(ChatRenderer):
     def whole(self, answers: list[Collected]) -> bytes:
-        (said,) = answers
-        end = said.finished
+        (answer,) = answers
+        end = answer.finished
         return msgspec.json.encode(
             wire.InferReply(
-                result=said.text,
+                result=answer.text,
                 model=self.model,
                 finish_reason=finish_reason(end),
                 timings=wire_timings(end.usage, end.timings),

@@ -55,8 +55,8 @@ async def pull(request: Request) -> Response:
     context = context_of(request)
     body = await decode(request, wire.OllamaPullRequest)
     admin, text = _admin_of(context), source_of(named(body.model, body.name))
-    work = _Working(context, lambda report, cancel: admin.pull(text, report, cancel))
-    return await work.begun(stream=body.stream is not False)
+    work = _ModelJob(context, lambda report, cancel: admin.pull(text, report, cancel))
+    return await work.started(stream=body.stream is not False)
 
 
 def source_of(name: str) -> str:
@@ -107,8 +107,8 @@ async def create(request: Request) -> Response:
         return _done(context, stream=body.stream is not False)
     if not os.path.isabs(source):
         raise InvalidRequestError("from: a file's whole path", param="from")
-    work = _Working(context, lambda report, cancel: admin.create(name, source, report, cancel))
-    return await work.begun(stream=body.stream is not False)
+    work = _ModelJob(context, lambda report, cancel: admin.create(name, source, report, cancel))
+    return await work.started(stream=body.stream is not False)
 
 
 @ROUTES.post(
@@ -186,7 +186,7 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
     return wire.OllamaStatus(status="pulling manifest")
 
 
-class _Working(Response):
+class _ModelJob(Response):
     """Work in a thread. A client that leaves ends it; what was fetched is kept."""
 
     def __init__(self, context: RequestContext, work: Work) -> None:
@@ -199,7 +199,7 @@ class _Working(Response):
         self._stream = True
         self.background = None
 
-    async def begun(self, *, stream: bool) -> Response:
+    async def started(self, *, stream: bool) -> Response:
         """Start the work and wait for its first report. Raises what the work raises before that."""
         self._stream = stream
         threading.Thread(target=self._run, name="models", daemon=True).start()
@@ -216,14 +216,14 @@ class _Working(Response):
     def _run(self) -> None:
         outcome: Exception | None = None
         try:
-            self._work(self._tell, self._cancel)
+            self._work(self._report, self._cancel)
         except Exception as error:  # noqa: BLE001  the thread's end: whoever waits must be told
             outcome = error
-        self._tell(outcome)
+        self._report(outcome)
 
-    def _tell(self, said: PullProgress | Exception | None) -> None:
+    def _report(self, report: PullProgress | Exception | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
-            self._loop.call_soon_threadsafe(self._reports.put_nowait, said)
+            self._loop.call_soon_threadsafe(self._reports.put_nowait, report)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -243,11 +243,11 @@ class _Working(Response):
     async def _send_lines(self, send: Send) -> None:
         headers = [(b"content-type", b"application/x-ndjson")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        said: PullProgress | Exception | None = self._first
-        while isinstance(said, PullProgress):
-            await send(_body(msgspec.json.encode(progress_line(said)) + b"\n", more=True))
-            said = await self._reports.get()
-        await send(_body(self._last_line(said), more=False))
+        report: PullProgress | Exception | None = self._first
+        while isinstance(report, PullProgress):
+            await send(_body(msgspec.json.encode(progress_line(report)) + b"\n", more=True))
+            report = await self._reports.get()
+        await send(_body(self._last_line(report), more=False))
 
     def _last_line(self, error: Exception | None) -> bytes:
         if error is None:
@@ -259,11 +259,11 @@ class _Working(Response):
         return error_line(problem, self._context.id)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        said: PullProgress | Exception | None = self._first
-        while isinstance(said, PullProgress):
-            said = await self._reports.get()
-        if said is not None:
-            raise said
+        report: PullProgress | Exception | None = self._first
+        while isinstance(report, PullProgress):
+            report = await self._reports.get()
+        if report is not None:
+            raise report
         await _done(self._context, stream=False)(scope, receive, send)
 
     def _problem(self, error: Exception) -> Problem:

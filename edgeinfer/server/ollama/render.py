@@ -119,15 +119,15 @@ class OllamaRenderer:
         return self._line()
 
     def whole(self, answers: list[Collected]) -> bytes:
-        (said,) = answers
+        (answer,) = answers
         return _encode(
             self.piece(
-                said.text,
-                said.reasoning,
-                _calls(said.calls) or None,
+                answer.text,
+                answer.reasoning,
+                _calls(answer.calls) or None,
                 done=True,
-                logprobs=_logprobs(said.logprobs),
-                **self._statistics(said.finished),
+                logprobs=_logprobs(answer.logprobs),
+                **self._statistics(answer.finished),
             )
         )
 

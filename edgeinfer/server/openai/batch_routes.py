@@ -72,11 +72,11 @@ async def upload(request: Request) -> Response:
     form = _form(content_type, raw)
     content, filename = form.get("file", (b"", ""))
     if form.get("purpose", (b"", ""))[0] != b"batch" or not content:
-        said = "Send the form fields 'file', which is not empty, and 'purpose', which is 'batch'."
-        raise Problem(400, said, param="purpose", code="invalid_value")
+        message = "Send the form fields 'file', which is not empty, and 'purpose', which is 'batch'."
+        raise Problem(400, message, param="purpose", code="invalid_value")
     if sum(path.stat().st_size for path in folder.iterdir()) + len(content) > MOST_BYTES:
-        said = f"All files together may have {MOST_BYTES} bytes: DELETE some under /v1/files."
-        raise Problem(413, said, param="file", code="request_too_large")
+        message = f"All files together may have {MOST_BYTES} bytes: DELETE some under /v1/files."
+        raise Problem(413, message, param="file", code="request_too_large")
     record = new_file(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
     await asyncio.to_thread((folder / f"{record.id}.jsonl").write_bytes, content)
     write_record(folder, record)
@@ -156,11 +156,11 @@ def _lines(raw: bytes, url: str) -> list[BatchLine]:
         try:
             line = decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            said = f"Line {number}: {error}; a line is {{custom_id, method, url, body}}."
-            raise Problem(400, said, param="input_file_id", code="invalid_value") from None
+            message = f"Line {number}: {error}; a line is {{custom_id, method, url, body}}."
+            raise Problem(400, message, param="input_file_id", code="invalid_value") from None
         if line.url != url or line.body.get("stream") or line.custom_id in lines:
-            said = f"Line {number}: its url is {url}, its custom_id its own, and it does not stream."
-            raise Problem(400, said, param="input_file_id", code="invalid_value")
+            message = f"Line {number}: its url is {url}, its custom_id its own, and it does not stream."
+            raise Problem(400, message, param="input_file_id", code="invalid_value")
         lines[line.custom_id] = line
     return list(lines.values())
 

@@ -116,8 +116,8 @@ class ResponseRenderer:
             item=self._item(place, "in_progress", empty=True),
         )
         if kind == "message":
-            said = wire.OutputTextOut(text="")
-            out += self._part("response.content_part.added", part=said)
+            part = wire.OutputTextOut(text="")
+            out += self._part("response.content_part.added", part=part)
         elif kind == "reasoning":
             out += self._part("response.content_part.added", part=wire.ReasoningTextOut(text=""))
         return out

@@ -48,15 +48,15 @@ def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.
         return body
     journal = context.endpoint.journal
     if journal is None:
-        said = f"'{param}' is not supported here: {_OFF}."
-        raise Problem(400, said, param=param, code="unsupported_parameter")
+        message = f"'{param}' is not supported here: {_OFF}."
+        raise Problem(400, message, param=param, code="unsupported_parameter")
     answer = journal.find(context.key, name)
     if answer is None:
-        said = f"Previous response with id '{name}' not found."
-        raise Problem(400, said, param=param, code="previous_response_not_found")
+        message = f"Previous response with id '{name}' not found."
+        raise Problem(400, message, param=param, code="previous_response_not_found")
     if not answer.is_done:
-        said = f"Previous response with id '{name}' is still being made."
-        raise Problem(409, said, param=param, code="previous_response_in_progress")
+        message = f"Previous response with id '{name}' is still being made."
+        raise Problem(409, message, param=param, code="previous_response_in_progress")
     stored = _stored(answer)
     return msgspec.structs.replace(
         body, input=[*stored.items, *_output_items(answer), *_own_items(body)]
@@ -89,8 +89,10 @@ def find(context: RequestContext, name: str) -> tuple[AnswerJournal, JournaledAn
     journal = context.endpoint.journal
     answer = journal.find(context.key, name) if journal is not None else None
     if journal is None or answer is None:
-        said = f"Response with id '{name[:200]}' not found."
-        raise Problem(404, said if journal is not None else f"{said[:-1]}: {_OFF}.", code="not_found")
+        message = f"Response with id '{name[:200]}' not found."
+        raise Problem(
+            404, message if journal is not None else f"{message[:-1]}: {_OFF}.", code="not_found"
+        )
     return journal, answer
 
 
