@@ -3,8 +3,8 @@ loop in the same process and beside llama-bench when it is on PATH. Writes bench
 bench-out/bench.json.
 
 Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop is what
-llama.cpp gives with its own defaults (micro-batches of 512) and a greedy pick by numpy: no Python of
-ours in it.
+llama.cpp gives with its own defaults (micro-batches of 512) and a greedy pick by numpy: none of
+our Python in it.
 """
 
 from __future__ import annotations

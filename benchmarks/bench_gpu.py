@@ -35,7 +35,7 @@ from edgeinfer.runtime.llama.backends import files
 from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, device_line, survey
 
 PORT = 18420
-#: Attaching is waited for so long (seconds): a software device compiles its kernels at the first step.
+#: How long to wait for a device (s): a software one compiles its kernels at the first step.
 ATTACH_S = 600.0
 
 
@@ -100,7 +100,7 @@ class GpuBench(Bench):
         return make_llama(self.models / "tiny.gguf", 4096)
 
     def sides(self, name: str, devices: list[Device]) -> list[Side]:
-        """What is measured of a model; layers are counted with the output."""
+        """List the launches to measure; layers are counted with the output."""
         half = str((self.json("show", name)["header"]["n_layer"] + 1) // 2)
         found = [Side("CPU", "none")]
         for device in devices:

@@ -115,7 +115,7 @@ class Prompt(NamedTuple):
     times: int = 1
 
     def is_right(self, answer: str) -> bool:
-        """Whether an answer to a checked prompt is right."""
+        """Tell whether an answer to a checked prompt is right."""
         return len(re.findall(rf"\b(?:{self.holds})", answer, re.IGNORECASE)) >= self.times
 
 

@@ -1,9 +1,9 @@
-"""What is read once and remembered, beside llama-server in the same run: `make bench-memory`.
+"""Measure the prefix cache, beside llama-server in the same run: `make bench-memory`.
 
 turns      N conversations of some 1,000 tokens asked in turn over HTTP: total time, first token, memory
 restart    `kill -9` of the server, then the same conversation: exec to first token, tokens computed again
 edits      edit in the middle, regenerate, another model in between, unloaded: tokens computed beyond the new ones
-newcomer   short chats while a long prompt of somebody else is read
+chats      short chats beside the prefill of a long prompt
 cost       decode rate with writing on and off; a neighbour's longest gap while a long prefix is restored
 
 Sides take turns; medians. Each section runs in homes of its own, which are removed, and writes
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 from bench_serve_models import percentile
 from common import add_out, markdown, model_path, write_figure
 from made_decoders import make_lfm2
-from memory_beside import cost_section, cost_table, newcomer_section, newcomer_table
+from memory_beside import cost_section, cost_table, short_chats_section, short_chats_table
 from memory_restart import SHAPES, restart_section, restart_table
 from memory_sides import Answer, Rows, Side, conversation, ms, name_of, ours, theirs
 
@@ -177,7 +177,7 @@ SECTIONS: dict[str, tuple[Section, Callable[[Rows], str]]] = {
     "turns": (turns_section, turns_table),
     "restart": (restart_section, restart_table),
     "edits": (edits_section, edits_table),
-    "newcomer": (newcomer_section, newcomer_table),
+    "chats": (short_chats_section, short_chats_table),
     "cost": (cost_section, cost_table),
 }
 
@@ -205,9 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--words", type=int, default=980, help="words of a conversation: some 1,000 tokens"
     )
-    parser.add_argument(
-        "--read-words", type=int, default=5900, help="of the prompt of `newcomer`: 6,000"
-    )
+    parser.add_argument("--read-words", type=int, default=5900, help="of the prompt of `chats`: 6,000")
     parser.add_argument(
         "--long-words", type=int, default=7900, help="of the others' long prompts: 8,000"
     )

@@ -147,7 +147,7 @@ class Bench:
         return stages
 
     def _one_token(self, name: str, model: Path, few: int) -> dict[str, Any]:
-        """A prompt of one token, as it is, of ours and of llama-server's two ways to start, in turn."""
+        """Time a prompt of one token, by edgeinfer and by llama-server's two ways to start, in turn."""
         ways = (
             {"default": (), "no-repack, no-warmup": ("--no-repack", "--no-warmup")}
             if self.server

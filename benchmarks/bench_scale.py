@@ -59,7 +59,7 @@ class PeerDeployment(ModelDeployment):
 
 
 def sides(name: str, model: Path) -> dict[str, tuple[dict[str, Any], type[ModelDeployment]]]:
-    """What is compared: the settings of each."""
+    """Return the settings of each side."""
     ours = {"model": name, "idle_s": 1, "cpus": 2}
     found: dict[str, tuple[dict[str, Any], type[ModelDeployment]]] = {
         "a snapshot on the node": (ours, ModelDeployment),

@@ -165,12 +165,12 @@ class Bench:
 
 
 def _n_equal(one: Sequence[Stream], other: Sequence[Stream]) -> int:
-    """How many streams said the same, to the last token."""
+    """Count the streams with equal texts, to the last token."""
     return sum("".join(a.pieces) == "".join(b.pieces) for a, b in zip(one, other, strict=True))
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """What was measured, a column a model."""
+    """Write the table, a column a model."""
 
     def line(title: str, cell: Any) -> str:
         return f"| {title} | " + " | ".join(cell(found) for found in rows.values()) + " |"

@@ -90,7 +90,7 @@ _OURS = frozenset(
 
 
 def _answered(text: str) -> bool:
-    """Whether a word stands after the question that neither we nor the status line wrote."""
+    """Tell whether a word stands after the question that neither we nor the status line wrote."""
     _, mark, after = text.rpartition("\u276f")
     plain = re.sub(r"\x1b\[[0-9;?<>=]*[a-zA-Z]", " ", after)
     return bool(mark) and any(word not in _OURS for word in re.findall(r"[A-Za-z]+", plain))

@@ -1,7 +1,7 @@
 """`make bench-typing`: what typing costs, and what a chat that started cold costs afterwards.
 
-typing   words typed at 60 a minute into the chat at a pseudo-terminal: Enter → first token with reading
-         ahead and without, keystroke → screen (needs the model pulled; it is resumed where it is warm)
+typing   words typed at 60 a minute into the chat at a pseudo-terminal: Enter → first token with speculative
+         prefill and without, keystroke → screen (needs the model pulled; it is resumed where it is warm)
 cold     private memory of a chat that started cold, before and after it goes on in a resumed process;
          the snapshot it has built for that is removed again
 
@@ -101,13 +101,13 @@ class Typist:
         return (shown - began) * 1000
 
     def _is_answered(self, text: str) -> bool:
-        """Whether a word stands after the question that neither the typist nor the chat wrote."""
+        """Tell whether a word stands after the question that neither the typist nor the chat wrote."""
         _, mark, after = text.rpartition("\u276f")
         words = re.findall(r"[a-z]{2,}", plain(after).lower())
         return bool(mark) and any(word not in self._known for word in words)
 
     def said(self) -> dict[str, float]:
-        """What the chat says of the answer once it has ended: its first token, decode step, and the
+        """Read what the chat shows after an answer: its first token, decode step, and the
         tokens that were left to compute.
         """
         self.screen.until(lambda text: _SAID.search(plain(text)) is not None, 600.0)
@@ -142,7 +142,7 @@ def typist(settings: str, *arguments: str) -> Iterator[Typist]:
 
 
 def bench_typing(model: list[str], n_words: int) -> dict[str, Any]:
-    """Type as many words with reading ahead and without; others, for what was read is remembered."""
+    """Type as many words with speculative prefill and without; other words, as prefixes are cached."""
     found: dict[str, Any] = {}
     for name, is_on, words in (("on", "true", WORDS), ("off", "false", WORDS[::-1])):
         settings = f"[chat]\nread-ahead = {is_on}\n"
@@ -168,7 +168,7 @@ def _type(one: Typist, words: Iterable[str]) -> list[float]:
 
 
 def bench_cold(model: list[str]) -> dict[str, Any]:
-    """Private memory of the launch, before and after the hand-over."""
+    """Private memory of the launch, before and after the handoff."""
     before = _snapshots()
     settings = "[snapshots]\nidle-release-s = 10.0\n"
     with typist(settings, *model, "--ctx", str(ODD_CTX), "--temp", "0", "--max-tokens", "8") as one:
@@ -194,7 +194,7 @@ def bench_cold(model: list[str]) -> dict[str, Any]:
 
 
 def _private_bytes(pid: int) -> int:
-    """What the processes of a launch alone hold, and the kernel cannot take back."""
+    """Return the private dirty memory of a launch's processes."""
     return sum(memory_of(one, "Private_Dirty", "Swap") for one in tree_of(pid))
 
 
@@ -216,7 +216,7 @@ def typing_table(on: dict[str, Any], off: dict[str, Any], n_words: int) -> str:
     for name, share in (("p50", 0.5), ("p99", 0.99)):
         both = [f"{_quantile(side['keys_ms'], share):.1f} ms" for side in (on, off)]
         rows.append((f"keystroke → screen, {name}", *both, "≤ 30 ms" if share > 0.9 else ""))
-    return markdown(["what", "reading ahead", "without", "wanted"], rows)
+    return markdown(["what", "speculative prefill", "without", "wanted"], rows)
 
 
 def cold_table(found: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def biggest_below(pid: int) -> int:
 
 
 def is_healthy(port: int) -> bool:
-    """Whether an endpoint of this machine answers GET /health with 200."""
+    """Tell whether an endpoint of this machine answers GET /health with 200."""
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(link), contextlib.suppress(OSError):
         link.request("GET", "/health")

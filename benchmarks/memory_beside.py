@@ -21,12 +21,12 @@ _NEWCOMERS = 10
 _NEWCOMER_WORDS = 12
 
 
-def newcomer_section(options: argparse.Namespace, work: Path) -> Rows:
+def short_chats_section(options: argparse.Namespace, work: Path) -> Rows:
     """Short chats while a long prompt is read: one right after the other, and spread over the read; the
     same chats alone, which is what they take from it in any case.
     """
     rows = []
-    for side in (ours(work / "newcomer", options.model, 8192), theirs(options.model, 8192)):
+    for side in (ours(work / "chats", options.model, 8192), theirs(options.model, 8192)):
         if side is None:
             continue
         side.start()
@@ -45,8 +45,8 @@ def newcomer_section(options: argparse.Namespace, work: Path) -> Rows:
                     "how": how,
                     "alone_s": alone_s,
                     "beside_s": read_s,
-                    "newcomers": len(firsts),
-                    "newcomers_alone_s": sum(own[: len(firsts)]),
+                    "chats": len(firsts),
+                    "chats_alone_s": sum(own[: len(firsts)]),
                     "first_p50_s": statistics.median(firsts),
                     "first_max_s": max(firsts),
                 }
@@ -73,7 +73,7 @@ def _chat(side: Side, number: int) -> Answer:
 def _beside(
     side: Side, number: int, options: argparse.Namespace, pause_s: float
 ) -> tuple[float, list[float]]:
-    """Seconds of a long prompt, and each newcomer's until its first token."""
+    """Return the time (s) of a long prompt, and of each short chat until its first token."""
     took: list[float] = []
     begun = time.monotonic()
     reading = threading.Thread(target=lambda: took.append(_read(side, number, options)))
@@ -88,7 +88,7 @@ def _beside(
     return took[0], firsts
 
 
-def newcomer_table(rows: Rows) -> str:
+def short_chats_table(rows: Rows) -> str:
     head = [
         "short chats beside a long read",
         "",
@@ -105,12 +105,12 @@ def newcomer_table(rows: Rows) -> str:
         [
             [
                 r["side"],
-                f"{r['newcomers']} of them, {r['how']}",
+                f"{r['chats']} of them, {r['how']}",
                 ms(r["first_p50_s"]),
                 ms(r["first_max_s"]),
-                *(f"{r[key]:.1f} s" for key in ("alone_s", "beside_s", "newcomers_alone_s")),
+                *(f"{r[key]:.1f} s" for key in ("alone_s", "beside_s", "chats_alone_s")),
                 f"{r['beside_s'] / r['alone_s'] - 1:.0%}",
-                f"{(r['beside_s'] - r['newcomers_alone_s']) / r['alone_s'] - 1:.0%}",
+                f"{(r['beside_s'] - r['chats_alone_s']) / r['alone_s'] - 1:.0%}",
             ]
             for r in rows
         ],
@@ -118,7 +118,7 @@ def newcomer_table(rows: Rows) -> str:
 
 
 def cost_section(options: argparse.Namespace, work: Path) -> Rows:
-    """What writing costs a stream, and restoring its neighbour."""
+    """Measure what writing costs a stream, and restoring costs its neighbour."""
     sides = {
         "on": ours(work / "cost-on", options.model, 8192 + 512),
         "off": ours(work / "cost-off", options.model, 8192 + 512, blocks=False),

@@ -90,8 +90,8 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
 
 
 def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, Any], str]:
-    """What the prompt took that nobody has read before, and its answer; noted for later runs in a home
-    of ours that is kept.
+    """Return how long (s) an uncached prompt took, and its answer; noted in a home that is retained for
+    later runs.
     """
     note = home / f"{side.name}.json"
     if not note.exists():

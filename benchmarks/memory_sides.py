@@ -144,7 +144,7 @@ class Side:
 
 
 def name_of(model: Path) -> str:
-    """What a model file is called in a home of ours."""
+    """Return the name of a model file in a home of edgeinfer."""
     return model.stem.lower()
 
 

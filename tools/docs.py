@@ -207,7 +207,7 @@ def agents() -> str:
 
 
 def fields(root: str) -> str:
-    """What is honoured, taken as a hint and refused of a request, and of every object inside of it."""
+    """Write the table of fields that a request, and every object in it, honours, takes as hints and refuses."""
     module, name = root.split(":")
     kind = getattr(importlib.import_module(f"edgeinfer.server.{module}"), name)
     rows: list[str] = []

@@ -71,7 +71,7 @@ _KEPT_FIELDS = {
         "default",
     ),
 }
-#: Fields that say who asks.
+#: Fields that name the client.
 _DROPPED_FIELDS = {"metadata", "client_metadata", "user", "prompt_cache_key", "session_id"}
 
 

@@ -57,7 +57,7 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def hints(self) -> str:
-        """What of its requests changed nothing, or was moved."""
+        """List the ignored fields of its requests, and the moved lines."""
         found = [
             name
             for one in self.requests
@@ -103,12 +103,12 @@ class Server:
         self.url = next(line["url"] for line in self._lines() if line["event"] == "listening")
 
     def requests(self) -> list[dict[str, Any]]:
-        """What clients have asked so far."""
+        """Return the requests so far."""
         asked = [line for line in self._lines() if line["event"] == "request"]
         return [one for one in asked if one["route"] not in _OF_LAUNCH]
 
     def bodies(self) -> list[Path]:
-        """What was read of requests, where the endpoint keeps it (scripted.py)."""
+        """Return the bodies that the endpoint has kept (scripted.py)."""
         return sorted((self._home / "requests").iterdir())
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def _agent(client: dict[str, Any], programs: Path, server: Server) -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], folder: Path) -> str:
-    """What a program says. Raises AssertionError with it when it fails."""
+    """Return the output of a program. Raises AssertionError with it when it fails."""
     done = subprocess.run(
         command,
         cwd=folder,

@@ -60,7 +60,7 @@ def safetensors(tensors: dict[str, np.ndarray], *, bf16: bool = False) -> bytes:
 
 
 def golden(name: str) -> dict:
-    """What is kept of a family's checkpoint: its config.json, and its tensors' shapes."""
+    """Return what is kept of a family's checkpoint: its config.json, and its tensors' shapes."""
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
@@ -87,7 +87,7 @@ def make_checkpoint(name: str, folder: Path, *, shards: int = 1, bf16: bool = Fa
 
 
 def byte_symbols() -> list[str]:
-    """How a byte-level tokenizer writes each byte, by byte."""
+    """Return the symbol of each byte in a byte-level tokenizer."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]

@@ -218,7 +218,7 @@ def _copy_vocabulary(writer: gguf.GGUFWriter, source: Path) -> int:
 
 @functools.cache
 def _vocabulary(source: Path) -> list[tuple[str, Any, Any, Any]]:
-    """What a model's file says of its tokenizer; reading it takes a second."""
+    """Read the tokenizer's keys of a model's file, which takes a second."""
     found = []
     for name, field in gguf.GGUFReader(source).fields.items():
         if name.startswith("tokenizer.") and "chat_template" not in name:

@@ -101,7 +101,7 @@ def make_adapter(path: Path, seed: int, strength: float = 0.05, rank: int = LORA
     return str(path)
 
 
-#: Key of a GGUF file → the token that marks a part of a gap's surroundings.
+#: Key of a GGUF file → the token that marks a part around the text to fill in.
 FIM = {
     "fim_pre": "<|fim_prefix|>",
     "fim_suf": "<|fim_suffix|>",

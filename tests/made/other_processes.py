@@ -57,7 +57,7 @@ def engines_below(pid: int) -> list[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, reaped or not."""
+    """Tell whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     except OSError:
@@ -65,7 +65,7 @@ def has_ended(pid: int) -> bool:
 
 
 def private_bytes(pid: int) -> int:
-    """What this process alone holds and the kernel cannot take back.
+    """Return the memory that only this process holds, dirty or locked (bytes).
 
     Clean file pages are neither, and `Anonymous` would count dirty pages a second time.
     """
