@@ -67,8 +67,10 @@ class Front(Protocol):
     def leave(self) -> None: ...
 
 
-#: Commands without an argument that are the front end's alone, by its method.
+#: Commands that are the front end's alone, by its method.
 _SHOWN = {
+    "sessions": "pick_session",
+    "theme": "use_theme",
     "reasoning": "fold_reasoning",
     "stats": "show_stats",
     "settings": "show_settings",
@@ -91,7 +93,8 @@ class Commander:
         """Run one command line. Raises EdgeInferError to show, and changes nothing then."""
         typed = commands.parse(line)
         if typed.name in _SHOWN:
-            getattr(self.front, _SHOWN[typed.name])()
+            arguments = [typed.argument] if commands.BY_NAME[typed.name].argument else []
+            getattr(self.front, _SHOWN[typed.name])(*arguments)
         else:
             getattr(self, f"_{typed.name.replace('-', '_')}")(typed.argument)
 
@@ -224,9 +227,6 @@ class Commander:
         self.session.new()
         self.front.show_changed()
 
-    def _sessions(self, argument: str) -> None:
-        self.front.pick_session(argument)
-
     def _open(self, argument: str) -> None:
         if not argument.isdecimal():
             raise UsageError("a conversation's number", hint="/sessions lists them")
@@ -332,9 +332,6 @@ class Commander:
 
     def _help(self, argument: str) -> None:
         self.front.show_help(argument.removeprefix("/"))
-
-    def _theme(self, argument: str) -> None:
-        self.front.use_theme(argument)
 
 
 def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:

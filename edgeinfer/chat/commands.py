@@ -218,14 +218,6 @@ def _path(path: str, length: int) -> Completion:
     return Completion(path, length, path, "folder" if path.endswith("/") else "")
 
 
-def _commands() -> Sequence[tuple[str, str]]:
-    return [(c.name, c.summary) for c in COMMANDS]
-
-
-def _settings() -> Sequence[tuple[str, str]]:
-    return [(f"{option.label} ", option.help) for option in presets.OPTIONS.values()]
-
-
 def _adapters() -> Sequence[tuple[str, str]]:
     try:
         files = sorted(os.listdir(paths.adapters_path()))
@@ -235,8 +227,9 @@ def _adapters() -> Sequence[tuple[str, str]]:
     return [*names, ("none", "the model alone")]
 
 
-def _copies() -> Sequence[tuple[str, str]]:
-    return [("code", "the last code block"), ("all", "the conversation as Markdown")]
-
-
-_BUILT_IN: Names = {"command": _commands, "setting": _settings, "copy": _copies, "adapter": _adapters}
+_BUILT_IN: Names = {
+    "command": lambda: [(c.name, c.summary) for c in COMMANDS],
+    "setting": lambda: [(f"{option.label} ", option.help) for option in presets.OPTIONS.values()],
+    "copy": lambda: [("code", "the last code block"), ("all", "the conversation as Markdown")],
+    "adapter": _adapters,
+}

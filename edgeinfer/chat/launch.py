@@ -104,11 +104,10 @@ class Engines:
     @property
     def is_first(self) -> bool:
         """Return True if the engine in use is the launch's own, with its own adapters."""
-        is_home = self.engine is not None and self.engine is self._home
-        return is_home and self._home_key == self._first and not self._has_other_adapters()
-
-    def _has_other_adapters(self) -> bool:
-        return self._home is not None and self._home.info.lora != self._home_lora
+        engine = self.engine
+        if engine is None or engine is not self._home or self._home_key != self._first:
+            return False
+        return engine.info.lora == self._home_lora
 
     def close(self) -> None:
         """Close every engine. Idempotent."""

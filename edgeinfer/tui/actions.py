@@ -181,29 +181,22 @@ class AppFront:
     def names(self) -> Names:
         """Return functions that list the names of an argument, by its kind."""
         return {
-            "model": self._models,
-            "prompt": self._prompts,
-            "preset": self._presets,
-            "theme": self._themes,
+            "model": _catalogue,
+            "prompt": lambda: [
+                (n, " ".join(t.split("\n"))[:60]) for n, t in self.commander.prompts.items()
+            ],
+            "preset": lambda: [(n, describe(v)) for n, v in self.commander.presets.items()],
+            "theme": lambda: [(n, "") for n in sorted(self._app.available_themes)],
         }
 
-    def _models(self) -> Sequence[tuple[str, str]]:
-        from edgeinfer.models.catalog import load_catalog  # 10 ms, once `/model ` is typed
 
-        try:
-            return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().models.values()]
-        except EdgeInferError:
-            return []
+def _catalogue() -> Sequence[tuple[str, str]]:
+    from edgeinfer.models.catalog import load_catalog  # 10 ms, once `/model ` is typed
 
-    def _prompts(self) -> Sequence[tuple[str, str]]:
-        prompts = self.commander.prompts
-        return [(name, text.replace("\n", " ")[:60]) for name, text in prompts.items()]
-
-    def _presets(self) -> Sequence[tuple[str, str]]:
-        return [(name, describe(values)) for name, values in self.commander.presets.items()]
-
-    def _themes(self) -> Sequence[tuple[str, str]]:
-        return [(name, "") for name in sorted(self._app.available_themes)]
+    try:
+        return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().models.values()]
+    except EdgeInferError:
+        return []
 
 
 def _copy(app: App[Any], text: str) -> None:
