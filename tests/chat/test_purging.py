@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from fixed_chat import FixedHost, make_launch, words
+from fixed_chat import FixedHost, make_app, make_launch, words
+from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
 from other_processes import wait_until
 
@@ -57,6 +58,13 @@ def test_plain_chat_purges_deleted_conversations(tmp_path, deleted):
     assert deleted.is_gone()
 
 
+async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted):
+    app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))
+    app.chat.launch.open_store = Store.open
+    async with app.run_test() as pilot:
+        await wait_shown(pilot, deleted.is_gone)
+
+
 def test_run_purges_deleted_conversations(deleted, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
@@ -65,17 +73,8 @@ def test_run_purges_deleted_conversations(deleted, monkeypatch):
 
 def test_endpoint_purges_deleted_conversations(tmp_path, deleted):
     model = make_llama(tmp_path / "tiny.gguf")
-    command = [
-        sys.executable,
-        "-m",
-        "edgeinfer",
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--resume",
-        "never",
-    ]
+    arguments = ["serve", str(model), "--port", "0", "--resume", "never"]
+    command = [sys.executable, "-m", "edgeinfer", *arguments]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
             wait_until(deleted.is_gone, "the conversation to be purged")

@@ -11,7 +11,7 @@ from made_gguf import gguf_bytes
 from textual.widgets import Static
 
 from edgeinfer.chat.history.store import Store
-from edgeinfer.chat.history.values import Attachment, Conversation
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import (
     ContextLengthError,
@@ -20,13 +20,9 @@ from edgeinfer.errors import (
     ModelNotPulledError,
     OutOfMemoryError,
 )
-from edgeinfer.platform import paths
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
-from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.tui.handoff import unpack_state
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
@@ -506,24 +502,6 @@ async def test_crash_is_recorded_and_everything_is_stored(tmp_path):
     store = Store.open(tmp_path / "conversations.db")
     assert [t.content for t in store.turns(1).values()] == ["q", "kept"]
     store.close()
-
-
-async def test_cached_blocks_of_a_purged_conversation_are_deleted(tmp_path):
-    store = Store.open(tmp_path / "conversations.db")
-    gone = store.create(Conversation(model=MODEL)).id
-    store.clock = lambda: 0  # long ago
-    store.delete(gone)
-    store.close()
-    blocks = BlockStore(paths.blocks_dir()).model("sha", {})
-    root, tokens = blocks.names.root(), list(range(256))
-    name = blocks.names.full(root, tokens)
-    header = Header("full", name, root, blocks.names.identity, pack_tokens(tokens), ())
-    assert blocks.write(KvBlock(header, (whole(memoryview(b"abc")),)))
-    blocks.own(f"chat-{gone}", [name])
-    assert blocks.close()
-    app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))
-    async with app.run_test() as pilot:
-        await wait_until(pilot, lambda: not blocks.has(name))
 
 
 async def test_leaving_does_not_wait_for_a_load(drive):
