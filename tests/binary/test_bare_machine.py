@@ -99,12 +99,12 @@ def test_pull_over_https(used, https):
     used.run("rm", "fetched")
 
 
-def test_a_cold_answer(used):
+def test_cold_answer(used):
     done = used.run(*ASK, "--resume", "never")
     assert done.stdout.strip()
 
 
-def test_a_resumed_answer_is_the_cold_one(warm):
+def test_resumed_answer_is_the_cold_one(warm):
     cold = warm.run(*ASK, "--resume", "never")
     resumed = warm.run(*ASK, "--resume", "always", "--timings")
     assert "resumed" in resumed.stderr
@@ -116,7 +116,7 @@ def test_resumed_without_a_network(warm):
     assert done.stdout.strip()
 
 
-def test_a_resumed_endpoint_answers(warm):
+def test_resumed_endpoint_answers(warm):
     serving = warm.start("serve", MODEL, "--port", "0", "--resume", "always")
     try:
         base = f"http://127.0.0.1:{wait_for_port(serving)}"
@@ -136,7 +136,7 @@ def test_a_resumed_endpoint_answers(warm):
     assert serving.returncode in (0, 143)
 
 
-def test_a_resumed_chat_in_a_terminal(warm):
+def test_resumed_chat_in_a_terminal(warm):
     command = warm.command("chat", MODEL, "--resume", "always")
     chat = pexpect.spawn(
         command[0],

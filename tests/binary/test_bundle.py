@@ -48,7 +48,7 @@ def test_answers_on_a_machine_without_a_network(bundled, tmp_path):
     assert machine.json("doctor", "--verify")["findings"] == []
 
 
-def test_a_damaged_model_is_refused_and_nothing_is_stored(bundled, tmp_path):
+def test_damaged_model_is_refused_and_nothing_is_stored(bundled, tmp_path):
     machine = Machine(tmp_path / "root", bundled)
     shipped = open_shipped(bundled)
     with (machine.root / "usr/local/bin/edgeinfer").open("r+b") as file:

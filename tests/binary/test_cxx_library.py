@@ -19,7 +19,7 @@ print(path)
 
 
 @pytest.mark.parametrize(("theirs", "taken"), [("6.0.33", True), ("6.0.30", False), ("6.0.9", False)])
-def test_the_newer_one_is_loaded_first(tmp_path: Path, theirs: str, taken: bool) -> None:
+def test_newer_one_is_loaded_first(tmp_path: Path, theirs: str, taken: bool) -> None:
     system = tmp_path / "usr/lib"
     for folder, version in ((tmp_path / "app/_internal", "6.0.30"), (system, theirs)):
         folder.mkdir(parents=True)

@@ -66,14 +66,14 @@ def test_unpacks_once_and_says_so(machine, binary):
     assert (again.stdout, again.stderr) == (first.stdout, "")
 
 
-def test_a_home_with_other_letters(machine):
+def test_home_with_other_letters(machine):
     """A machine with libc alone has no locale but C."""
     home = f"{HOME}/\u017elu\u0165ou\u010dk\u00fd"
     machine.run("--version", EDGEINFER_HOME=home)
     assert machine.run("--version", EDGEINFER_HOME=home).stderr == ""
 
 
-def test_a_home_that_is_not_utf_8(machine):
+def test_home_that_is_not_utf_8(machine):
     done = machine.run("--version", check=False, EDGEINFER_HOME=f"{HOME}/caf\udce9")
     assert done.returncode == 70
     assert "not valid UTF-8" in done.stderr
@@ -102,7 +102,7 @@ def test_two_first_starts_at_once(machine):
     assert len(machine.apps) == 1
 
 
-def test_a_home_that_cannot_be_written(machine):
+def test_home_that_cannot_be_written(machine):
     done = machine.run("--version", options=("--read-only", HOME), check=False)
     assert done.returncode != 0
     assert "Read-only file system" in done.stderr
@@ -111,7 +111,7 @@ def test_a_home_that_cannot_be_written(machine):
     assert machine.run("--version").returncode == 0
 
 
-def test_a_disk_that_becomes_full_then_has_room(machine):
+def test_disk_that_becomes_full_then_has_room(machine):
     full = ("--tmpfs", f"{HOME}=60m", "--grow", f"{HOME}=400m")
     done = machine.run("--version", options=full)
     assert "first run: 6, left: []" in done.stderr
@@ -120,7 +120,7 @@ def test_a_disk_that_becomes_full_then_has_room(machine):
     assert done.stdout.startswith("edgeinfer ")
 
 
-def test_a_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
+def test_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
     """The check before unpacking cannot see every limit: a file-size limit hits while a library is
     written.
     """
@@ -146,7 +146,7 @@ def test_a_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["index", "block", "archive's trailer"])
-def test_a_flipped_bit_is_refused(machine, binary, place):
+def test_flipped_bit_is_refused(machine, binary, place):
     shipped = open_shipped(binary)
     at = {
         "index": shipped.payload_offset + 500,
@@ -175,7 +175,7 @@ def test_somebody_elses_application_is_not_started(machine):
     assert "does not belong to this user alone" in done.stderr
 
 
-def test_an_update_beside_a_running_version(used, second, binary, tmp_path):
+def test_update_beside_a_running_version(used, second, binary, tmp_path):
     if os.geteuid() != 0:
         pytest.skip(
             "two bare roots of an ordinary user do not see each other's processes: it needs root"

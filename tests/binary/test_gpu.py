@@ -35,7 +35,7 @@ def vulkan(machine: Machine, **environment: str):
     return next(one for one in found if one["name"] == "vulkan")
 
 
-def test_the_file_stays_small_with_it_inside(binary: Path) -> None:
+def test_file_stays_small_with_it_inside(binary: Path) -> None:
     assert binary.stat().st_size < 56_000_000
 
 

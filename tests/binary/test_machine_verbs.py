@@ -143,7 +143,7 @@ def test_bash_completes(typed, wanted):
     assert out.stderr == ""
 
 
-def test_the_man_page_has_every_verb_and_exit_code():
+def test_man_page_has_every_verb_and_exit_code():
     page = manual.page()
     for verb in (verb for verb in verbs(build_parser()) if " " not in verb.name):
         assert f".SS {verb.name}".replace("-", "\\-") in page

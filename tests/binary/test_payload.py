@@ -104,14 +104,14 @@ def test_damage_is_refused_and_leaves_nothing(shipped_file, part):
     assert [p.name for p in unpack.app_root().iterdir()] == [".lock"]
 
 
-def test_a_truncated_file_is_no_shipped_file(shipped_file):
+def test_truncated_file_is_no_shipped_file(shipped_file):
     shipped_file.write_bytes(shipped_file.read_bytes()[:-10])
     with pytest.raises(EdgeInferError, match="truncated"):
         payload.open_shipped(shipped_file)
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/outside", "a/../../outside"])
-def test_an_index_cannot_name_a_file_outside(path):
+def test_index_cannot_name_a_file_outside(path):
     document = {
         "version": "1",
         "files": [[path, 420, 0, "", 0]],
@@ -122,7 +122,7 @@ def test_an_index_cannot_name_a_file_outside(path):
     assert payload.parse_index(json.dumps(document).encode()) is None
 
 
-def test_an_executable_that_names_its_folder(tmp_path):
+def test_executable_that_names_its_folder(tmp_path):
     write_tree(tmp_path / "tree")
     app = unpack.ensure_unpacked(ship(tmp_path / "tree", tmp_path, (PLACED,)))
     raw = (app / PLACED).read_bytes()
@@ -131,7 +131,7 @@ def test_an_executable_that_names_its_folder(tmp_path):
     assert raw[at + length :] == b"\0 and the rest"
 
 
-def test_a_path_too_long_for_its_field():
+def test_path_too_long_for_its_field():
     with pytest.raises(EdgeInferError, match="too long"):
         payload.relocated(elf(100), "/" + "x" * 100)
 
@@ -141,7 +141,7 @@ def test_neutral_form_does_not_depend_on_the_place():
     assert payload.relocated(payload.relocated(elf(1023), "/a/b"), "") == neutral
 
 
-def test_a_disk_without_room(shipped_file, monkeypatch):
+def test_disk_without_room(shipped_file, monkeypatch):
     monkeypatch.setattr(unpack, "_MARGIN_BYTES", 1 << 60)
     with pytest.raises(DiskFullError, match="MiB free"):
         unpack.ensure_unpacked(shipped_file)
@@ -155,7 +155,7 @@ def test_what_a_dead_unpacking_left_is_removed(shipped_file):
     assert not leftover.exists()
 
 
-def test_a_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced(
+def test_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced(
     shipped_file, tmp_path
 ):
     first = unpack.ensure_unpacked(shipped_file)
@@ -171,7 +171,7 @@ def test_a_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replac
     assert unpack.versions() == [after]
 
 
-def test_a_version_in_use_is_not_removed(shipped_file):
+def test_version_in_use_is_not_removed(shipped_file):
     app = unpack.ensure_unpacked(shipped_file)
     shipped_file.unlink()
     process = subprocess.Popen(
@@ -186,7 +186,7 @@ def test_a_version_in_use_is_not_removed(shipped_file):
     assert unpack.remove_unused() == [app]
 
 
-def test_the_fields_of_the_real_bootloader(tmp_path):
+def test_fields_of_the_real_bootloader(tmp_path):
     raw = bootloader.build(BUILD_CACHE).read_bytes()
     named = assemble.with_field(raw, payload.APP_FIELD, "1.0-abc")
     assert payload.read_field(raw, payload.APP_FIELD) == ""

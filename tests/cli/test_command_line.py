@@ -57,21 +57,21 @@ def test_json_is_an_option_and_never_a_word(typed, wanted):
     "typed",
     [("show", "--json", "--ctx", "many"), ("show", "--ctx", "many", "--json"), ("pul", "--json")],
 )
-def test_a_command_line_with_a_mistake_still_answers_in_json(typed, capsys):
+def test_command_line_with_a_mistake_still_answers_in_json(typed, capsys):
     assert main(typed) == 2
     out = capsys.readouterr()
     assert json.loads(out.out)["error"]["code"] == "usage"
     assert out.err == ""
 
 
-def test_a_prompt_that_looks_like_an_option_does_not_change_the_output(capsys):
+def test_prompt_that_looks_like_an_option_does_not_change_the_output(capsys):
     assert main(["show", "--", "--json"]) != 0
     out = capsys.readouterr()
     assert out.out == ""
     assert out.err.startswith("error: ")
 
 
-def test_a_verb_of_snapshots_is_refused_off_linux(capsys, monkeypatch):
+def test_verb_of_snapshots_is_refused_off_linux(capsys, monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     assert main(["ps", "--json"]) == 7
     error = json.loads(capsys.readouterr().out)["error"]
@@ -128,13 +128,13 @@ def test_options_may_stand_anywhere_among_the_words():
             assert (options.max_tokens, options.raw, options.seed) == (4, True, 1)
 
 
-def test_a_prompt_may_begin_with_a_dash():
+def test_prompt_may_begin_with_a_dash():
     for typed in (["run", "-5"], ["run", "- what is this?"], ["run", "--", "--raw"], ["run", "-"]):
         options = build_parser().parse_args(typed)
         assert (options.model_or_prompt, options.raw) == (typed[-1], False)
 
 
-def test_the_launcher_knows_every_option_without_a_value():
+def test_launcher_knows_every_option_without_a_value():
     known = {
         flag
         for verb in LAUNCH_VERBS
@@ -151,7 +151,7 @@ def test_the_launcher_knows_every_option_without_a_value():
     )
 
 
-def test_an_agents_arguments_are_left_as_they_are():
+def test_agents_arguments_are_left_as_they_are():
     options = build_parser().parse_args(["launch", "--ctx", "8192", "codex", "--ctx", "1", "x"])
     assert (options.n_ctx, options.arguments) == (8192, ["--ctx", "1", "x"])
 
@@ -165,7 +165,7 @@ def test_an_agents_arguments_are_left_as_they_are():
         (["run", "x"], ["run", "x"]),
     ],
 )
-def test_the_chat_is_meant_where_no_verb_is_typed(typed, meant):
+def test_chat_is_meant_where_no_verb_is_typed(typed, meant):
     assert with_verb(typed) == meant
 
 
@@ -192,17 +192,17 @@ def test_the_chat_is_meant_where_no_verb_is_typed(typed, meant):
         ("backend add cuda", "put the library and its JSON file where `edgeinfer backend` says"),
     ],
 )
-def test_what_was_probably_meant_is_the_hint(typed, hint, capsys):
+def test_hint_names_what_was_probably_meant(typed, hint, capsys):
     assert main([*shlex.split(typed), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["hint"] == hint
 
 
-def test_a_long_list_of_choices_is_not_quoted(capsys):
+def test_long_list_of_choices_is_not_quoted(capsys):
     assert main(["quantize", "m", "banana"]) == 2
     assert len(capsys.readouterr().err) < 200
 
 
-def test_a_letter_is_near_no_model(capsys):
+def test_letter_is_near_no_model(capsys):
     assert main(["show", "x", "--json"]) == 3
     assert "did you mean" not in json.loads(capsys.readouterr().out)["error"]["hint"]
 

@@ -36,7 +36,7 @@ def gguf(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_model_s_blocks_go_and_the_others_stay(
+def test_models_blocks_go_and_the_others_stay(
     gguf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(model_key("", [str(gguf)]))
@@ -49,7 +49,7 @@ def test_a_model_s_blocks_go_and_the_others_stay(
     assert len(list_blocks(paths.blocks_dir())) == 1
 
 
-def test_a_conversation_s_blocks_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_blocks_go(capsys: pytest.CaptureFixture[str]) -> None:
     keep("one")
     assert main(["forget", "--conversation", "other"]) == 2
     assert "conversation 'other' has no cached prefixes of its own" in capsys.readouterr().err

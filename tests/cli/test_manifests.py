@@ -32,7 +32,7 @@ def _containers(value: Any) -> Iterator[dict[str, Any]]:
                 yield from _containers(inner)
 
 
-def test_the_deployment_is_what_kubernetes_takes() -> None:
+def test_deployment_is_what_kubernetes_takes() -> None:
     kinds = [
         validate(document, "1.30", strict=True) and document["kind"]
         for document in _documents("deployment.yaml")
@@ -52,7 +52,7 @@ def test_containers_are_started_and_asked_as_this_program_is(name: str) -> None:
         assert container["securityContext"]["readOnlyRootFilesystem"]
 
 
-def test_the_image_starts_as_this_program_does() -> None:
+def test_image_starts_as_this_program_does() -> None:
     lines = dict(
         line.split(" ", 1)
         for line in (FOLDER / "Containerfile").read_text().splitlines()

@@ -108,7 +108,7 @@ def test_every_verb_is_here():
     assert set(verbs.choices) == {*COMMANDS, "serve"}
 
 
-def test_an_endpoint_only_listens(home):
+def test_endpoint_only_listens(home):
     process, watch = _seen(home, "serve", MODEL, "--port", "0", *LAUNCH)
     said = []
     for line in process.stderr:
@@ -129,7 +129,7 @@ def test_an_endpoint_only_listens(home):
 
 
 @pytest.mark.parametrize("command", ASKING)
-def test_silent_where_the_network_is_asked_for(home, command):
+def test_silent_if_the_network_would_be_needed(home, command):
     process, watch = _seen(home, *command.split())
     out, err = process.communicate(timeout=250)
     watch.join()
@@ -148,7 +148,7 @@ def test_silent(home, verb):
     assert "Traceback" not in err
 
 
-def test_what_is_not_silent_is_seen():
+def test_network_access_is_seen():
     code = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('192.0.2.1', 9))"
     process, watch = run_seen(lambda: subprocess.Popen([sys.executable, "-c", code], text=True))
     process.wait()

@@ -61,7 +61,7 @@ def test_another_home_is_left_alone_unless_everywhere_is_asked(launched, tmp_pat
     assert pids(capsys, "stop", "--everywhere", str(other.pid)) == [other.pid]
 
 
-def test_a_chat_without_its_verb_is_listed(launched, capsys):
+def test_chat_without_its_verb_is_listed(launched, capsys):
     process = launched("--continue")
     assert process.pid in pids(capsys, "ps")
 

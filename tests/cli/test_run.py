@@ -81,7 +81,7 @@ def _no_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
 
 
-def test_the_answer_is_streamed_to_stdout(engine, capsys):
+def test_answer_is_streamed_to_stdout(engine, capsys):
     assert main(["run", "tiny", "Name colours"], ScriptedHost(engine)) == 0
     out = capsys.readouterr()
     assert out.out == "Red, green.\n"
@@ -93,7 +93,7 @@ def test_the_answer_is_streamed_to_stdout(engine, capsys):
     ]
 
 
-def test_raw_goes_on_with_the_prompt_itself(engine, capsys):
+def test_raw_prompt_is_sent_unchanged(engine, capsys):
     assert main(["run", "tiny", "Once upon", "--raw"], ScriptedHost(engine)) == 0
     assert (engine.asked[0].prompt, engine.asked[0].messages) == ("Once upon", ())
     assert main(["run", "tiny", "x", "--raw", "--system", "s"], ScriptedHost(engine)) == 2
@@ -125,7 +125,7 @@ def test_json_is_one_envelope(engine, capsys):
         ([], "smollm2-135m-instruct", None),
     ],
 )
-def test_what_is_the_model_and_what_the_prompt(engine, monkeypatch, typed, model, prompt):
+def test_words_are_split_into_model_and_prompt(engine, monkeypatch, typed, model, prompt):
     host = ScriptedHost(engine)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"" if prompt else b"piped")))
     assert main(["run", *typed], host) == 0
@@ -133,7 +133,7 @@ def test_what_is_the_model_and_what_the_prompt(engine, monkeypatch, typed, model
     assert engine.asked[0].messages[-1].content == (prompt or "piped")
 
 
-def test_a_pipe_follows_the_prompt(engine, monkeypatch):
+def test_pipe_follows_the_prompt(engine, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("añ\n".encode())))
     assert main(["run", "tiny", "Summarise:"], ScriptedHost(engine)) == 0
     assert engine.asked[0].messages[-1].content == "Summarise:\n\nañ\n"
@@ -176,7 +176,7 @@ def test_timings_go_to_stderr(engine, capsys):
     assert "2 tokens at 100.0/s" in line
 
 
-def test_a_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatch):
+def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatch):
     """On a clock of its own: 0.5 s until an engine is asked for, 7 s of loading."""
     clock, said = [500_000_000], ""
 
@@ -200,18 +200,18 @@ def test_a_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypa
     assert said == "tiny: cold in 7.5 s (start 500 ms, load 7.0 s)"
 
 
-def test_a_stopped_answer_keeps_its_text_and_exits_130(capsys):
+def test_stopped_answer_keeps_its_text_and_exits_130(capsys):
     stopped = Finished(reason="cancelled", usage=Usage(), timings=Timings())
     assert main(["run", "tiny", "x"], ScriptedHost(Scripted([TextDelta("so f"), stopped]))) == 130
     assert capsys.readouterr().out == "so f\n"
 
 
-def test_an_engine_error_is_words_and_an_exit_code(capsys):
+def test_engine_error_is_words_and_an_exit_code(capsys):
     assert main(["run", "tiny", "x", "--json"], ScriptedHost(Scripted([QueueFullError("full")]))) == 8
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "queue-full"
 
 
-def test_an_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
+def test_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
     broken = ScriptedHost(Scripted([ZeroDivisionError("oops")]))
     assert main(["run", "tiny", "x"], broken) == 70
     assert "Traceback" not in capsys.readouterr().err
@@ -223,12 +223,12 @@ def test_an_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "argv", [["runn"], ["run", "--nope"], ["run", "tiny", "x", "--gpu-layers", "some"]]
 )
-def test_a_mistyped_command_line_is_exit_2(argv, engine, capsys):
+def test_mistyped_command_line_is_exit_2(argv, engine, capsys):
     assert main(argv, ScriptedHost(engine)) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_an_answer_that_repeats_itself_is_ended_and_said(capsys):
+def test_answer_that_repeats_itself_is_ended_and_said(capsys):
     class Looping(Scripted):
         def __iter__(self):
             while not self.cancelled:
@@ -255,7 +255,7 @@ def test_greedy_output_is_without_the_penalty_of_the_defaults(engine, typed, dry
 # --- what the endpoint can, too
 
 
-def test_what_shapes_an_answer_reaches_the_request(engine, tmp_path):
+def test_answer_options_reach_the_request(engine, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     typed = ["run", "tiny", "x", "--stop", "END", "--stop", ".", "--think", "off"]
     assert main([*typed, "--schema", str(tmp_path / "schema.json")], ScriptedHost(engine)) == 0
@@ -269,7 +269,7 @@ def test_what_shapes_an_answer_reaches_the_request(engine, tmp_path):
     assert engine.asked[-1].constraint == Grammar('root ::= "a"')
 
 
-def test_a_file_stands_before_the_prompt(engine, tmp_path):
+def test_file_stands_before_the_prompt(engine, tmp_path):
     (tmp_path / "notes.txt").write_text("be there at nine")
     assert (
         main(["run", "tiny", "When?", "--file", str(tmp_path / "notes.txt")], ScriptedHost(engine)) == 0
@@ -293,7 +293,7 @@ def test_a_file_stands_before_the_prompt(engine, tmp_path):
         (["--temperature", "abc"], "'abc' is not a number between 0 and 10"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_model_is_loaded(engine, capsys, typed, said):
+def test_invalid_options_are_refused_before_the_model_is_loaded(engine, capsys, typed, said):
     host = ScriptedHost(engine)
     assert main(["run", "tiny", "x", *typed], host) == 2
     assert said in capsys.readouterr().err
@@ -313,14 +313,14 @@ def test_system_means_the_same_in_every_verb(verb, tmp_path):
         assert requesting.system_prompt(options.system, config) == meant
 
 
-def test_a_saved_system_prompt_is_sent(engine, monkeypatch):
+def test_saved_system_prompt_is_sent(engine, monkeypatch):
     host = ScriptedHost(engine)
     host._config = Config(chat=ChatConfig(system_prompts={"pirate": "Arr."}))
     assert main(["run", "tiny", "x", "--system", "pirate"], host) == 0
     assert engine.asked[0].messages[0].content == "Arr."
 
 
-def test_a_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
+def test_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
     class Unknown(ScriptedHost):
         def engine(self, model, options, progress=None):
             raise UnknownModelError(f"no model is called {model!r}")

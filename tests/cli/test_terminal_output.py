@@ -57,7 +57,7 @@ def test_rm_asks_on_a_terminal(answer_no, capsys):
     assert "remove m and its snapshots? [y/N]" in capsys.readouterr().err
 
 
-def test_a_stage_shows_its_elapsed_time_and_what_it_waits_for():
+def test_stage_shows_its_elapsed_time_and_what_it_waits_for():
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

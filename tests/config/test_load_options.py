@@ -36,7 +36,7 @@ def parsed(*argv: str) -> argparse.Namespace:
     return build_parser().parse_args(argv)
 
 
-def test_the_table_is_the_engines_options() -> None:
+def test_table_is_the_engines_options() -> None:
     fields = set(LoadOptions.__struct_fields__) - {"max_queue"}
     assert {option.field for option in LOAD_OPTIONS} == fields
     for option in LOAD_OPTIONS:
@@ -45,7 +45,7 @@ def test_the_table_is_the_engines_options() -> None:
 
 
 @pytest.mark.parametrize("option", TYPED, ids=lambda option: option.flag)
-def test_what_is_typed_reaches_the_engine_and_the_launcher(option: LoadOption) -> None:
+def test_typed_option_reaches_the_engine_and_the_launcher(option: LoadOption) -> None:
     value = other(option)
     argv = ["run", "m", "hello", option.flag, str(value)]
     assert getattr(requesting.load_options(parsed(*argv), LoadConfig()), option.field) == value
@@ -54,7 +54,7 @@ def test_what_is_typed_reaches_the_engine_and_the_launcher(option: LoadOption) -
 
 
 @pytest.mark.parametrize("option", CONFIGURED, ids=lambda option: option.key)
-def test_what_is_configured_reaches_the_engine_and_the_launcher(option, tmp_path, monkeypatch) -> None:
+def test_configured_option_reaches_the_engine_and_the_launcher(option, tmp_path, monkeypatch) -> None:
     value = other(option)
     path = tmp_path / "config.toml"
     path.write_text(f"[load]\n{option.key} = {msgspec.json.encode(value).decode()}\n")
@@ -91,7 +91,7 @@ def test_240_sequences_are_the_most_everywhere() -> None:
 
 
 @pytest.mark.parametrize("option", LOAD_OPTIONS, ids=lambda option: option.field)
-def test_the_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
+def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
     """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
     wanted = LoadOptions(**{option.field: other(option)})
     typed = parsed("warm", *app_host.warm_argv("m", wanted))
@@ -103,7 +103,7 @@ def test_the_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> 
     assert (option.field in snapshot_options(built)) == option.of_snapshot
 
 
-def test_the_help_is_the_tables() -> None:
+def test_help_is_the_tables() -> None:
     parser = argparse.ArgumentParser()
     options.add_load_options(parser)
     text = " ".join(parser.format_help().split())
@@ -112,6 +112,6 @@ def test_the_help_is_the_tables() -> None:
             assert " ".join(option.help.split()) in text
 
 
-def test_what_fits_one_model_is_not_taken_to_another() -> None:
+def test_options_of_one_model_are_not_used_for_another() -> None:
     mine = LoadOptions(n_ctx=512, lora="/a.gguf", draft="small")
     assert mine.for_another_model() == LoadOptions(n_ctx=512)

@@ -27,14 +27,14 @@ def beyond(option: SamplingOption) -> list[float]:
     return [option.kind(option.high + 1), option.kind(math.floor(option.low) - 1)]
 
 
-def test_the_table_is_the_engines_sampling() -> None:
+def test_table_is_the_engines_sampling() -> None:
     numbers = set(Sampling.__struct_fields__) - {"dry_sequence_breakers", "logit_bias"}
     assert {option.field for option in SAMPLING_OPTIONS} == numbers
     check_sampling(Sampling(), n_vocab=10)
 
 
 @every
-def test_the_engine_takes_the_range_and_no_more(option: SamplingOption) -> None:
+def test_engine_takes_the_range_and_no_more(option: SamplingOption) -> None:
     for value in (option.low, option.high):
         check_sampling(Sampling(**{option.field: option.kind(value)}), n_vocab=10)
     for value in (*beyond(option), math.nan):
@@ -44,7 +44,9 @@ def test_the_engine_takes_the_range_and_no_more(option: SamplingOption) -> None:
 
 
 @every
-def test_so_do_command_line_chat_catalogue_and_endpoint(option: SamplingOption, capsys) -> None:
+def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
+    option: SamplingOption, capsys
+) -> None:
     for value in beyond(option):
         if option.flag:
             argv = ["run", "m", "hello", f"{option.flag}={value}"]
@@ -66,12 +68,12 @@ def _key(struct: type[msgspec.Struct], field: str) -> str | None:
 
 
 @pytest.mark.parametrize("option", TYPED, ids=lambda option: option.field)
-def test_what_is_typed_reaches_the_request(option: SamplingOption) -> None:
+def test_typed_option_reaches_the_request(option: SamplingOption) -> None:
     options = build_parser().parse_args(["run", "m", "hello", f"{option.flag}={option.high}"])
     assert getattr(requesting.sampling(options, Sampling()), option.field) == option.high
 
 
-def test_a_model_may_set_every_option_but_the_seed() -> None:
+def test_model_may_set_every_option_but_the_seed() -> None:
     table = {option.label: option.high for option in SAMPLING_OPTIONS if option.field != "seed"}
     sampling = msgspec.convert(table, SamplingDefaults).over(Sampling())
     assert all(

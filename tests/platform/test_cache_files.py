@@ -8,7 +8,7 @@ from edgeinfer.platform import cache_files, paths
 from edgeinfer.platform.cache_files import CacheFile, CacheTable
 
 
-def test_a_value_is_kept_where_others_may_list_the_cache():
+def test_value_is_kept_where_others_may_list_the_cache():
     file = CacheFile("one.json", int)
     assert file.read() is None
     paths.cache_dir().mkdir(parents=True)
@@ -18,7 +18,7 @@ def test_a_value_is_kept_where_others_may_list_the_cache():
     assert CacheFile("one.json", str).read() is None
 
 
-def test_the_oldest_entries_are_forgotten(monkeypatch):
+def test_oldest_entries_are_forgotten(monkeypatch):
     monkeypatch.setattr(cache_files, "MOST_ENTRIES", 2)
     table = CacheTable("table.json", dict[str, int])
     assert table.read() == {}
@@ -28,7 +28,7 @@ def test_the_oldest_entries_are_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"a": "text"}', b"\xff"])
-def test_what_cannot_be_read_is_not_known_and_is_replaced(content):
+def test_unreadable_value_is_unknown_and_replaced(content):
     table = CacheTable("table.json", dict[str, int])
     table.put("a", 1)
     (paths.cache_dir() / "table.json").write_bytes(content)
@@ -37,7 +37,7 @@ def test_what_cannot_be_read_is_not_known_and_is_replaced(content):
     assert table.read() == {"b": 2}
 
 
-def test_what_cannot_be_written_is_no_error():
+def test_unwritable_cache_is_no_error():
     paths.cache_dir().parent.mkdir(parents=True, exist_ok=True)
     paths.cache_dir().write_text("a file where the folder should be")
     CacheFile("one.json", int).write(3)

@@ -11,7 +11,7 @@ from edgeinfer.errors import DiskFullError
 from edgeinfer.platform import disk
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     disk.write_whole(path, b"first", 0o600)
     with pytest.raises(ValueError, match="closed"), disk.whole_file(path) as file:
@@ -30,7 +30,7 @@ def test_two_writers_of_one_pid_have_two_temporary_files(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_file_that_does_not_replace_leaves_the_first(tmp_path):
+def test_file_that_does_not_replace_leaves_the_first(tmp_path):
     path = tmp_path / "file"
     for content in (b"first", b"second"):
         with disk.new_file(path, 0o600, replaces=False) as file:
@@ -39,13 +39,13 @@ def test_a_file_that_does_not_replace_leaves_the_first(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_fifo_is_not_opened(tmp_path):
+def test_fifo_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo", 0o600)
     with pytest.raises(PermissionError, match="not a regular file"):
         disk.open_own(tmp_path / "fifo")
 
 
-def test_no_room_is_said_with_the_place(tmp_path):
+def test_disk_full_error_names_the_place(tmp_path):
     with (
         pytest.raises(DiskFullError, match=r"full; all is well"),
         disk.room_errors(tmp_path / "full", "all is well"),
@@ -56,7 +56,7 @@ def test_no_room_is_said_with_the_place(tmp_path):
     assert disk.free_bytes(tmp_path / "not/there/yet") == disk.free_bytes(tmp_path)
 
 
-def test_a_lock_is_held_until_its_block_ends(tmp_path):
+def test_lock_is_held_until_its_block_ends(tmp_path):
     path = tmp_path / "lock"
     held = threading.Event()
     let_go = threading.Event()
@@ -77,7 +77,7 @@ def test_a_lock_is_held_until_its_block_ends(tmp_path):
     assert not disk.is_locked(path)
 
 
-def test_a_digest_is_of_the_part_that_is_asked_for(tmp_path):
+def test_digest_is_of_the_part_that_is_asked_for(tmp_path):
     path = tmp_path / "file"
     content = os.urandom(10_000)
     path.write_bytes(content)

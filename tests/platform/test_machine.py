@@ -69,7 +69,7 @@ def test_doctor_reads_without_colour():
     assert shown == "edgeinfer 1\n  ok    a   fine\n  FAIL  bb  no\n            → do this"
 
 
-def test_version_names_llama_cpp_s_commit(capsys):
+def test_version_names_llama_cpps_commit(capsys):
     code, body = result_of(capsys, "version")
     assert code == 0
     assert len(body["result"]["llama_cpp_commit"]) >= 7

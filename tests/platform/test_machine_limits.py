@@ -29,7 +29,7 @@ def test_without_limits_the_kernels_estimate_counts(tmp_path: Path) -> None:
     assert "MemAvailable" in found.reason
 
 
-def test_a_container_whose_page_cache_holds_the_weights(tmp_path: Path) -> None:
+def test_container_whose_page_cache_holds_the_weights(tmp_path: Path) -> None:
     """The root of the tree is the container's own group: its name is not seen from inside."""
     files = {
         "memory.max": f"{8 * GB}\n",
@@ -53,7 +53,7 @@ def test_limit_and_usage_come_from_the_same_group_wherever_the_limit_is(tmp_path
     assert found.reason.endswith("a/memory.max")
 
 
-def test_the_group_that_leaves_least_counts_not_the_first(tmp_path: Path) -> None:
+def test_group_that_leaves_least_counts_not_the_first(tmp_path: Path) -> None:
     files = {
         "a/b/memory.max": f"{6 * GB}\n",
         "a/b/memory.current": "0\n",
@@ -63,7 +63,7 @@ def test_the_group_that_leaves_least_counts_not_the_first(tmp_path: Path) -> Non
     assert machine.read_memory(tree(tmp_path, "0::/a/b\n", files)).available_bytes == GB
 
 
-def test_a_group_that_uses_more_than_it_may_leaves_nothing(tmp_path: Path) -> None:
+def test_group_that_uses_more_than_it_may_leaves_nothing(tmp_path: Path) -> None:
     files = {"memory.max": f"{GB}\n", "memory.current": f"{2 * GB}\n"}
     assert machine.read_memory(tree(tmp_path, "0::/\n", files)).available_bytes == 0
 
@@ -86,7 +86,7 @@ def test_version_1_groups(tmp_path: Path) -> None:
     assert machine.read_machine(root).quota == 1.5
 
 
-def test_the_least_processor_time_of_all_groups_counts(tmp_path: Path) -> None:
+def test_least_processor_time_of_all_groups_counts(tmp_path: Path) -> None:
     files = {
         "a/b/cpu.max": "400000 100000\n",
         "a/cpu.max": "250000 100000\n",
@@ -96,7 +96,7 @@ def test_the_least_processor_time_of_all_groups_counts(tmp_path: Path) -> None:
     assert machine.read_machine(tmp_path / "nothing").quota is None
 
 
-def test_where_nobody_says_memory_has_no_end(tmp_path: Path) -> None:
+def test_unknown_memory_is_unlimited(tmp_path: Path) -> None:
     found = machine.read_memory(tmp_path)
     assert (found.total_bytes, found.available_bytes) == (0, 1 << 62)
 
@@ -108,13 +108,13 @@ def test_this_machine() -> None:
     assert machine.resident_bytes() > 1 << 20
 
 
-def test_the_rate_of_a_disk_is_measured_or_unknown(tmp_path: Path) -> None:
+def test_rate_of_a_disk_is_measured_or_unknown(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(5_000_001))
     assert machine.read_rate(tmp_path / "file") >= 0
     assert machine.read_rate(tmp_path / "none") == 0.0
 
 
-def test_a_gpu_is_where_there_is_a_device_file(tmp_path: Path) -> None:
+def test_gpu_is_where_there_is_a_device_file(tmp_path: Path) -> None:
     assert not machine.has_gpu(tmp_path)
     (tmp_path / "dev/dri").mkdir(parents=True)
     (tmp_path / "dev/dri/card0").touch()

@@ -57,7 +57,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
 @pytest.mark.skipif(
     not SESSION.exists(), reason="this kernel shares the processor among processes alone"
 )
-def test_what_runs_in_the_background_steps_back_with_its_session_and_with_no_other():
+def test_background_process_steps_back_with_its_own_session_only():
     def found(leads):
         command = [sys.executable, "-c", STEP_BACK]
         run = subprocess.run(command, start_new_session=leads, capture_output=True, text=True)
