@@ -71,9 +71,7 @@ _started: list[subprocess.Popen] = []
 
 @pytest.fixture(autouse=True)
 def _close_pipes():
-    """What a test leaves open of its programs is closed with it, and not by the collector in some later
-    test.
-    """
+    """Close the pipes of a test's programs with it, not by the collector in a later test."""
     yield
     while _started:
         process = _started.pop()

@@ -67,7 +67,7 @@ def test_a_code_of_another_version_gives_the_root():
     assert type(from_fields({"code": "of-tomorrow", "message": "x"})) is EdgeInferError
 
 
-#: The real main of a child of ours on descriptor argv[1], whose work runs out of memory.
+#: The real main of a child process on descriptor argv[1], whose work runs out of memory.
 PARK = """
 import os, sys
 from edgeinfer.errors import OutOfMemoryError

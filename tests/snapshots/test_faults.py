@@ -277,7 +277,7 @@ def test_two_warms_and_a_launch_at_once(warm):
 
 @pytest.mark.parametrize("offset_s", [-1000, 1_000_000])
 def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, offset_s):
-    """What a reboot does to it. A time namespace stands in, which only root may make."""
+    """Stand in for a reboot with a time namespace, which only root may make."""
     if os.getuid() != 0:
         pytest.skip("a time namespace needs root")
     if time.monotonic() + offset_s < 0:

@@ -77,14 +77,12 @@ class Stream(threading.Thread):
 
 
 def _counting(start: int) -> str:
-    """What is continued in one way only, so that no other rounding of the logits shows."""
+    """Return a prompt with one continuation, whatever the rounding of the logits."""
     return "".join(f"{n}, " for n in range(start, start + 20)).rstrip()
 
 
 def assert_same(endpoint: Endpoint, stream: Stream, undisturbed: Stream) -> None:
-    """What `stream` has said is how `undisturbed` begins, or parts from it where both tokens are as
-    likely: nothing was lost or said twice.
-    """
+    """Assert that `stream` is a prefix of `undisturbed`, or diverges where both tokens are as likely."""
     pairs = itertools.takewhile(
         lambda pair: pair[0] == pair[1], zip(stream.text, undisturbed.text, strict=False)
     )

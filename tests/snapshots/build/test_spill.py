@@ -35,7 +35,7 @@ def buffer():
     del anchor
 
 
-def _resident(low: int, high: int) -> int:
+def _present_pages(low: int, high: int) -> int:
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         entries = memoryview(os.pread(file.fileno(), (high - low) // PAGE * 8, low // PAGE * 8)).cast(
             "Q"
@@ -67,9 +67,9 @@ def test_zero_pages_are_released(buffer, tmp_path):
     at, area = buffer
     low = -(-(at + STRETCH_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
     high = low + STRETCH_BYTES - 2 * BLOCK_BYTES
-    assert _resident(low, high) == (high - low) // PAGE
+    assert _present_pages(low, high) == (high - low) // PAGE
     spill([(at + PAGE, at + SIZE)], str(tmp_path / "buffers.img"), lambda _: None)
-    assert _resident(low, high) == 0
+    assert _present_pages(low, high) == 0
     assert area[STRETCH_BYTES : 2 * STRETCH_BYTES] == bytes(STRETCH_BYTES)
 
 
@@ -110,7 +110,7 @@ def test_untouched_memory_is_not_read(sparse, tmp_path, monkeypatch, kernel_says
 
 
 def expected_bytes(at: int) -> int:
-    """What has to be written of `sparse`: whole blocks with something in them."""
+    """Return the bytes written of `sparse`: whole blocks that are not zeros."""
     blocks = {a // BLOCK_BYTES for a in range(at, at + STRETCH_BYTES, PAGE)}
     blocks.add((at + SIZE - PAGE) // BLOCK_BYTES)
     low, high = at, at + SIZE

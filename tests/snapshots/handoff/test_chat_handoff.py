@@ -50,7 +50,7 @@ class Chat:
         self.terminal.until(lambda: "writing" not in self.terminal.screen())
 
     def said(self):
-        """What was said, from the last question on."""
+        """Return the conversation from the last question on."""
         return self.terminal.screen().partition("╭")[0].rpartition("❯")[2]
 
     def answer(self):
@@ -178,7 +178,7 @@ def test_chat_handoff_aborts_if_target_dies_with_the_terminal(user, tmp_path):
         apps = chat.apps()
         wait_until(lambda: (user.home / "took").exists(), "no successor was asked")
         wait_until(lambda: (user.home / "took").read_bytes() == b"t", "it was not given the terminal")
-        chat.terminal.type(" three colours.")  # nobody reads the terminal now
+        chat.terminal.type(" three colours.")  # neither process reads the terminal now
         open(user.home / "die", "wb").close()  # its end is what the other reads
         chat.terminal.until_shown("Name three colours.")
         assert "no handoff to the snapshot" in user.logged("no handoff")

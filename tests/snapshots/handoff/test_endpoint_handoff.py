@@ -81,7 +81,7 @@ class Caller:
 
 
 def starts(endpoint: Endpoint) -> list[str]:
-    """How the processes of this endpoint began, in the order in which they could answer."""
+    """List how this endpoint's processes started, in the order of their readiness."""
     lines = [line for line in endpoint.log.read_text().splitlines() if line.startswith("{")]
     entries = [json.loads(line) for line in lines]
     return [entry["start"] for entry in entries if entry.get("event") == "ready"]

@@ -260,7 +260,7 @@ TAMPERINGS = {
 
 
 def refused(folder: Path) -> EdgeInferError:
-    """What an import of a folder ends with; nothing is published."""
+    """Return the error of importing a folder; assert that nothing is published."""
     source = Layout(folder)
     with pytest.raises(EdgeInferError) as error:
         importing.Importing(

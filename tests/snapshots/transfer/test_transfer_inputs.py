@@ -44,7 +44,7 @@ def exporter(warm):
 
 @pytest.fixture(scope="module")
 def exported(exporter) -> Path:
-    """That snapshot, in a folder."""
+    """Export that snapshot to a folder."""
     folder = exporter.home / "with adapters"
     words = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"), "--draft", TWIN)
     name = exporter.run("warm", MODEL, *words, "--json").result["snapshot"]["name"]
