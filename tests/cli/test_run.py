@@ -147,22 +147,8 @@ def test_no_prompt_says_what_to_type(engine, capsys):
 
 def test_options_reach_the_request(engine):
     host = ScriptedHost(engine)
-    argv = [
-        "run",
-        "tiny",
-        "x",
-        "--temperature",
-        "0",
-        "--seed",
-        "7",
-        "--max-tokens",
-        "3",
-        "--system",
-        "",
-        "--ctx",
-        "512",
-    ]
-    assert main(argv, host) == 0
+    typed = "run tiny x --temperature 0 --seed 7 --max-tokens 3 --ctx 512".split()
+    assert main([*typed, "--system", ""], host) == 0
     request = engine.asked[0]
     assert (request.sampling.temperature, request.sampling.seed, request.max_tokens) == (0.0, 7, 3)
     assert [turn.role for turn in request.messages] == ["user"]
