@@ -57,7 +57,7 @@ def _described(path: Path) -> PulledAdapter:
 
 
 def is_adapter(text: str) -> bool:
-    """Whether `text` is a folder that PEFT wrote."""
+    """Return whether `text` is a folder that PEFT wrote."""
     return names.is_path(text) and (Path(text).expanduser() / ADAPTER_CONFIG).is_file()
 
 

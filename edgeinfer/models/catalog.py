@@ -140,7 +140,7 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def stored_is_estimate(self) -> bool:
-        """Whether `stored_bytes` is estimated from the parameters."""
+        """Return whether `stored_bytes` is estimated from the parameters."""
         return bool(self.quantize) or not self.size_bytes
 
     @property

@@ -83,7 +83,7 @@ def sanitize_file_name(text: str) -> str:
 
 
 def is_path(text: str) -> bool:
-    """Whether `text` means a file: it ends in .gguf, or begins like a path."""
+    """Return whether `text` means a file: it ends in .gguf, or begins like a path."""
     return text.startswith(("/", "./", "../", "~")) or (
         text.lower().endswith(".gguf") and ":" not in text
     )

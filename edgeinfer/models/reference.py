@@ -136,7 +136,7 @@ def _find_pulled(text: str) -> PulledModel | None:
 
 
 def is_model(text: str) -> bool:
-    """Whether `text` is an existing GGUF file or a known or pulled model; never raises."""
+    """Return whether `text` is an existing GGUF file or a known or pulled model; never raises."""
     if names.is_path(text):
         return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
     if "/" in text:

@@ -204,5 +204,5 @@ _SCHEMES = ("hf:", "https:", "http:", "file:", "wheel:", "s3:", "gs:", "oci:")
 
 
 def looks_like_source(text: str) -> bool:
-    """Whether `text` is a source rather than a catalogue name: it has a scheme or a slash."""
+    """Return whether `text` is a source rather than a catalogue name: it has a scheme or a slash."""
     return "/" in text or text.startswith(_SCHEMES)

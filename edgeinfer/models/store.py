@@ -128,7 +128,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_place(self) -> bool:
-        """Whether the record points at files elsewhere."""
+        """Return whether the record points at files elsewhere."""
         return any(os.path.isabs(file.path) for file in self.files)
 
     @property

@@ -461,7 +461,7 @@ def test_control_characters_are_not_printed(home: Path, capsys) -> None:
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
-def test_model_of_ollamas_becomes_one_of_ours_by_a_name(home: Path, capsys) -> None:
+def test_ollama_model_is_pulled_under_a_name(home: Path, capsys) -> None:
     made = OllamaStore(home, TINY)
     before = picture(made.root)
     assert main(["pull", made.name, "--name", "mine"]) == 0

@@ -41,8 +41,8 @@ def drop(path: Path) -> None:
     os.close(descriptor)
 
 
-def is_resident(path: Path) -> bool:
-    """Whether a file is in memory, but for some pages: a kernel that is short of them takes any back."""
+def is_in_page_cache(path: Path) -> bool:
+    """Return whether a file is in memory but for 5 %: a kernel short of pages takes any back."""
     return cached_bytes(path) > 0.95 * path.stat().st_size
 
 
@@ -54,7 +54,7 @@ def test_models_file_is_in_memory_afterwards(model, capsys) -> None:
     again = preloaded(capsys)
     assert again["was_resident_bytes"] == dropped
     assert again["size_bytes"] == path.stat().st_size
-    assert is_resident(path)
+    assert is_in_page_cache(path)
 
 
 @pytest.mark.parametrize(("repack", "n_files"), [("on", 2), ("off", 3)])
@@ -92,4 +92,4 @@ def test_pulled_file_is_in_the_page_cache(server) -> None:
         f"{server.url}/tiny.gguf", options=PullOptions(name="tiny", retry_policy=retry_policy)
     )
     [path] = record.paths
-    assert is_resident(path)
+    assert is_in_page_cache(path)

@@ -133,7 +133,7 @@ def transform_of(family: Family, name: str) -> Transform | None:
 
 
 def _is(name: str, end: str) -> bool:
-    """Whether a row's `end` means the tensor: with its kind at the end, or both weight and bias."""
+    """Return whether a row's `end` matches the tensor: with its kind, or both weight and bias."""
     if end.endswith((".weight", ".bias")):
         return name.endswith(end)
     return re.search(rf"\.{end}\.(weight|bias)$", name) is not None

@@ -314,7 +314,7 @@ def _specials(folder: Path, tokenizer: Values) -> Values:
 
 
 def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
-    """Whether a special token goes before one text, and after it; None if nothing says."""
+    """Return whether a special token goes before one text, and after it; None if nothing says."""
     if step is None:
         return None, None
     if step["type"] == "Sequence":

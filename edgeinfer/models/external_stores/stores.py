@@ -48,7 +48,7 @@ _STORES = (
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` can only mean a model of Ollama or LM Studio."""
+    """Return whether `text` can only mean a model of Ollama or LM Studio."""
     return text.lower().startswith((ollama.PREFIX, repositories.LM_PREFIX))
 
 

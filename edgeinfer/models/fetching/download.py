@@ -180,7 +180,7 @@ def _receive(
 def _worth_splitting(
     state: _PartialState, response: httpx2.Response, total: int, part: Path, job: Job
 ) -> bool:
-    """Whether several connections help: much is missing, and no two files can be mixed."""
+    """Return whether several connections help: much is missing, and no two files can be mixed."""
     missing = total - fetched_bytes(part)
     known = bool(state.sha256 or state.validator)
     begun = missing >= job.retry_policy.parallel_bytes or _spans_path(part).exists()
@@ -238,7 +238,7 @@ class _Segment:
         return self.end - self.at
 
     def is_slow(self) -> bool:
-        """Whether its rest would take more seconds than another connection should be idle for."""
+        """Return whether its rest would take longer than another connection should be idle."""
         age = time.monotonic() - self.began
         return age > _IDLE_S and self.missing * age > _IDLE_S * (self.at - self.start)
 
@@ -421,7 +421,7 @@ class _ConnectionPool:
             if self._remote.validator and http_client.validator(response) != self._remote.validator:
                 raise _ChangedError
             if response.status_code == 200 and segment.at:
-                raise NoRangesError("the server gives the file as a whole only")
+                raise NoRangesError("the server gives no ranges of the file")
             if http_client.placement(response, segment.at)[1] != self._size_bytes:
                 raise _ChangedError
             self._receive(segment, response)

@@ -188,7 +188,7 @@ def _refuse_no_model(path: Path) -> None:
 
 
 def writable_by_others(path: Path) -> bool:
-    """Whether another user than root may change or replace the file at `path`."""
+    """Return whether another user than root may change or replace the file at `path`."""
     folder = path.parent.stat()
     return _others_write(path.stat()) or (not folder.st_mode & stat.S_ISVTX and _others_write(folder))
 

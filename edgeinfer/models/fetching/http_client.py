@@ -45,7 +45,7 @@ def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, with or without a port, is this machine by its name."""
+    """Return whether a host, with or without a port, is this machine by its name."""
     name = host.rpartition(":")[0] if host.count(":") == 1 else host
     return name == "localhost" or name.startswith("127.") or name in ("::1", "[::1]")
 
@@ -95,12 +95,12 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
 
 
 def has_ranges(response: httpx2.Response) -> bool:
-    """Whether the server gives parts of the file: it just did, or says so."""
+    """Return whether the server gives parts of the file: it just did, or says so."""
     return response.status_code == 206 or response.headers.get("Accept-Ranges", "").lower() == "bytes"
 
 
 def validator(response: httpx2.Response) -> str:
-    """What If-Range may carry: a strong ETag, else Last-Modified, else nothing."""
+    """Return the value for If-Range: a strong ETag, otherwise Last-Modified, or ""."""
     etag = response.headers.get("ETag", "")
     if etag.startswith('"'):
         return etag
@@ -138,7 +138,7 @@ def hang_up(response: httpx2.Response) -> None:
 
 
 def is_untrusted(error: BaseException | None) -> bool:
-    """Whether the server's certificate was refused: no later attempt finds another."""
+    """Return whether the server's certificate was refused: no later attempt finds another."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -173,7 +173,7 @@ class Registry:
         return self._client.request(method, url, headers=all_headers, content=content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
-        """Whether an address is the registry's own, which alone gets the credentials."""
+        """Return whether an address is the registry's own, which alone gets the credentials."""
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
@@ -199,7 +199,7 @@ class Registry:
 
 
 def _same_owner(one: str, other: str) -> bool:
-    """Whether two hosts are one or in one domain, as auth.docker.io and its registry are."""
+    """Return whether two hosts are one or in one domain, as auth.docker.io and its registry are."""
     domain = one.split(".")[-2:]
     return one == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
 

@@ -139,7 +139,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
 
     `name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX. `score_tokens` bounds the scored
-    text; 0 takes all. `text` is a file to score, and to make the importance matrix of, instead of ours.
+    text; 0 takes all. `text` is a file to score and to make the importance matrix of.
     """
 
     name: str | None = None

@@ -54,7 +54,7 @@ def options() -> PullOptions:
 
 @pytest.fixture
 def store_settings(monkeypatch) -> None:
-    """What a person's environment says, and no question to a cloud's metadata service."""
+    """Set credentials in the environment, and ask no cloud's metadata service."""
     for name, value in {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
