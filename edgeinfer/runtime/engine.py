@@ -34,8 +34,8 @@ from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import make_states, run_check, scratch_id
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_length, preparing
-from edgeinfer.runtime.sampling.draft_model import DraftModel
 from edgeinfer.runtime.sampling.grammar import Constraints
+from edgeinfer.runtime.sampling.speculative import DraftModel
 from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler

@@ -22,10 +22,9 @@ from edgeinfer.runtime.requests import (
     check_request,
     preparing,
 )
-from edgeinfer.runtime.sampling.draft_model import DraftModel
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
-from edgeinfer.runtime.sampling.speculative import Drafter, Drafting, NgramDrafter
+from edgeinfer.runtime.sampling.speculative import Drafter, Drafting, DraftModel, NgramDrafter
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 
