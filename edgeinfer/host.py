@@ -1,7 +1,7 @@
-"""What the process around a verb gives it: its start, its loaded model, its launcher.
+"""The host of a verb: how the process started, its engine, its launcher.
 
-A verb asks its host for an engine and never learns whether the model was loaded just now, was in the
-snapshot this process resumed from, or lives in a worker process.
+A verb gets its engine from the host and does not know whether the model was loaded just now, came with
+the snapshot, or runs in a worker process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: A stage that takes longer is told to whoever waits for a verb that shows no progress.
+#: A loading stage that takes longer (s) is shown by verbs that show no progress.
 _MOMENT_S = 0.5
 
 #: (stage, fraction 0..1 or None when unknown); called from any thread.
@@ -39,10 +39,10 @@ LoadProgress = Callable[[str, float | None], None]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """How this process came to run its verb. `reason` says why it was not resumed.
+    """How this process started. `reason` says why it was not resumed.
 
-    `stages_ms` are milliseconds from exec at which each stage began: of a launch `launcher`, `restore`,
-    `running` and `request`, then `load`, an engine was asked for, and `ready`, it could compute.
+    `stages_ms` is the time (ms) from exec at which each stage began: `launcher`, `restore`, `running`
+    and `request` of a launch, then `load` (an engine was requested) and `ready` (it could compute).
     """
 
     how: Literal["resumed", "cold"] = "cold"
@@ -57,7 +57,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of what a running process has loaded; `was_built`: it was not there already."""
+    """A snapshot of a running process's model; `was_built` is False if it existed already."""
 
     name: str
     disk_bytes: int
