@@ -76,7 +76,7 @@ def docker_registry(program: str, folder: Path, htpasswd: str = "") -> Iterator[
 def push(
     address: str, name: str, tag: str, layers: list[tuple[str, bytes]], authorization: str = ""
 ) -> str:
-    """Push an artefact of (media type, content) layers; its manifest's digest."""
+    """Push an artifact of (media type, content) layers; its manifest's digest."""
     base = f"http://{address}/v2/{name}"
 
     def send(method: str, url: str, body: bytes, kind: str) -> dict[str, str]:

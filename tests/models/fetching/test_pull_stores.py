@@ -172,7 +172,7 @@ def registry(tmp_path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", [OLLAMA, DOCKER])
-def test_artefact_of_a_registry(registry, body, options, kind) -> None:
+def test_artifact_of_a_registry(registry, body, options, kind) -> None:
     others = [("application/vnd.ollama.image.params", b"{}"), ("text/plain", b"a licence")]
     digest = push(registry, "library/tiny", "1b", [others[0], (kind, body), others[1]])
     seen: list[PullProgress] = []
@@ -185,7 +185,7 @@ def test_artefact_of_a_registry(registry, body, options, kind) -> None:
         pull(f"oci://{registry}/library/tiny:7b", options=msgspec.structs.replace(options, name="x"))
 
 
-def test_artefact_of_several_files_and_one_without(registry, options) -> None:
+def test_artifact_of_several_files_and_one_without(registry, options) -> None:
     two = entry("split.count", 2, struct.pack("<H", 2))
     parts = [
         gguf_bytes(
