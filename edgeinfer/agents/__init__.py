@@ -1,8 +1,7 @@
 """Coding agents that a local endpoint serves: how each is configured, and what their prompts repeat.
 
-    commands/launch ─┬─ table.py           how each is pointed at the endpoint, for one process alone
-                     ├─ endpoint.py        finds, starts and asks `serve`
-                     └─ running.py         runs the agent until it ends
+    cli/verbs/launch ┬─ table.py                 points an agent at the endpoint, and runs it
+                     └─ endpoint.py              finds, starts and calls `serve`
     server ──────────┬─ prompt_normalization.py  moves lines that change behind the shared prefix
                      └─ predicted_prefix.py      first lines of a session in another folder
 

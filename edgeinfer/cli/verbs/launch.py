@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import msgspec
 
-from edgeinfer.agents import endpoint, running
+from edgeinfer.agents import endpoint
 from edgeinfer.agents.endpoint import RemoteEndpoint
-from edgeinfer.agents.table import AGENTS, Agent, AgentTarget
+from edgeinfer.agents.table import AGENTS, Agent, AgentTarget, find_program, run_agent
 from edgeinfer.cli.options import add_load_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
@@ -99,12 +99,12 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     if not options.agent:
         raise UsageError("name an agent", hint="`edgeinfer launch --list` shows them")
     agent = AGENTS[options.agent]
-    running.find_program(agent)  # before a model is loaded for it
+    find_program(agent)  # before a model is loaded for it
     target = find_target(agent, options, host)
     print(f"{agent.title} asks {target.model} at {target.url}", file=sys.stderr)  # noqa: T201
     recalling = threading.Thread(target=_recall, args=(agent, target), daemon=True)
     recalling.start()
-    status = running.run(agent, target, options.arguments)
+    status = run_agent(agent, target, options.arguments)
     return LaunchResult(agent=agent.name, model=target.model, status=status)
 
 
