@@ -39,8 +39,7 @@ from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actu
 from edgeinfer.snapshots.running import became, describe
 
 #: Our packages whose every module is imported before the dump.
-_ROOMS = "cli chat runtime server snapshots tui workers".split()
-OWN_PACKAGES = [f"edgeinfer.{room}" for room in _ROOMS]
+OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
 #: What a launch would import. tests/snapshots/test_resume.py keeps it complete.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
@@ -92,7 +91,7 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
 def import_everything() -> list[str]:
     """Import what chat, run and serve need; return what is not there (an extra, a part)."""
     missing = []
-    for package in OWN_PACKAGES:
+    for package in (f"edgeinfer.{name}" for name in OWN_PACKAGES):
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             if not module.name.endswith("__main__"):
                 missing += _import(module.name)
