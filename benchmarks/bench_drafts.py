@@ -48,7 +48,7 @@ TASKS = {
 
 
 def ask(engine: LlamaEngine, prompt: str, how: str, n: int) -> tuple[float, int, int]:
-    """Tokens a second, guesses, and guesses accepted of one answer."""
+    """Return the rate (tokens/s), draft tokens, and accepted draft tokens of one answer."""
     request = GenerateRequest(
         prompt=prompt, sampling=Sampling(temperature=0), max_tokens=n, ignore_eos=True, speculative=how
     )

@@ -257,7 +257,7 @@ def test_named_snapshot_is_found_by_name_alone(root):
     assert "m,work" in (caught.value.hint or "")
 
 
-def test_a_refused_snapshot_gives_way_to_the_next_that_fits(root):
+def test_refused_snapshot_is_replaced_by_the_next_that_fits(root):
     publish(root, "m", 1)
     spoiled = publish(root, "m,ctx512", 2, requested={"n_ctx": "512"})
     (spoiled / format.MEMORY).write_bytes(b"")

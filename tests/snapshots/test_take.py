@@ -25,7 +25,7 @@ pytestmark = pytest.mark.criu
 
 QUIET = "[snapshots]\nauto-warm = false\nhand-over = false\n"
 STREAMS = 8
-#: With such a cache, and on one thread, company changes few bits (decision 022): where two streams
+#: With such a cache, and on one thread, batching changes few bits (decision 022): where two streams
 #: part, the model must have found both tokens as likely, to so much (nats).
 TIE = 0.5
 EXACT = ("--kv-type", "q8_0", "--threads", "1")
