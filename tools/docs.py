@@ -202,7 +202,10 @@ def agents() -> str:
             sizes = f"{agent.first_tokens:,} | {agent.needs_tokens:,}"
             rows.append(f"| `{agent.name}` | {agent.title} | {sizes} | {', '.join(told)} |")
     return (
-        "\n".join(["| name | | first request | needs | configured through |", "|---|---|---|---|---|", *rows]) + "\n"
+        "\n".join(
+            ["| name | | first request | needs | configured through |", "|---|---|---|---|---|", *rows]
+        )
+        + "\n"
     )
 
 
