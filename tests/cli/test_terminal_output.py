@@ -47,9 +47,12 @@ def test_escapes_in_an_error_are_not_shown():
     assert not {"\x1b", "\x07", "\x9b"} & set(shown)
 
 
-def test_forget_and_rm_ask_on_a_terminal(answer_no, capsys):
+def test_forget_asks_on_a_terminal(answer_no, capsys):
     assert main(["forget", "all"]) == 130
     assert "forget the cached prefixes of all? [y/N]" in capsys.readouterr().err
+
+
+def test_rm_asks_on_a_terminal(answer_no, capsys):
     assert main(["rm", "m"]) == 130
     assert "remove m and its snapshots? [y/N]" in capsys.readouterr().err
 
