@@ -116,6 +116,8 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("fast")
         sys.meta_path.insert(0, _LargePackages())
         sys.addaudithook(_refuse_programs)
+        # a skipped test leaves its sockets to the collector
+        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
     if not WORKER:
         return
     number, workers = int(WORKER.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])

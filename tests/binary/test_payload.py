@@ -186,6 +186,7 @@ def test_version_in_use_is_not_removed(shipped_file):
     assert unpack.remove_unused() == [app]
 
 
+@pytest.mark.binary
 def test_fields_of_the_real_bootloader(tmp_path):
     raw = bootloader.build(BUILD_CACHE).read_bytes()
     named = assemble.with_field(raw, payload.APP_FIELD, "1.0-abc")

@@ -106,5 +106,5 @@ def test_token_service_in_the_open_is_refused() -> None:
 
 def test_registry_is_not_opened_offline(monkeypatch) -> None:
     monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
-    with pytest.raises(OfflineError, match="offline switch"), opened(SOURCE):
+    with pytest.raises(OfflineError, match="offline mode is on"), opened(SOURCE):
         pass
