@@ -105,7 +105,9 @@ async def _serve(
         keep_alive_s=pick(options.keep_alive, host.config.serve.keep_alive_s),
         aliases=host.config.serve.aliases,
     )
-    payloads = PayloadLog(Path(options.payload_log)) if options.payload_log else None
+    payloads = (
+        PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None
+    )
     log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
     config = host.config.serve
     most = limits(options, config.max_queue)

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +29,7 @@ from edgeinfer.server.native.routes import NATIVE
 from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
-from edgeinfer.server.payload_log import PayloadLog
+from edgeinfer.server.payload_log import Content, PayloadLog
 from edgeinfer.server.problems import Problem, from_error, internal
 from edgeinfer.server.request_body import read_body
 from edgeinfer.server.responses.routes import RESPONSES
@@ -135,9 +136,21 @@ class PayloadMiddleware:
             "outcome": context.outcome,
         }
         try:
-            self._payloads.write(facts, context.body, context.answer)
+            self._payloads.write(facts, context.body, _typed_answer(context))
         except OSError as error:
             self._log.error("payload-log", error)
+
+
+def _typed_answer(context: RequestContext) -> Content:
+    kind = context.operation.reply if context.operation else None
+    if context.status >= 400:
+        kind = context.dialect.error_type
+    if kind is None or not isinstance(context.answer, bytes):
+        return context.answer
+    try:
+        return msgspec.json.decode(context.answer, type=kind)
+    except msgspec.DecodeError:
+        return context.answer
 
 
 class ErrorMiddleware(_EndpointMiddleware):

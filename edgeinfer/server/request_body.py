@@ -82,6 +82,7 @@ async def decode(request: Request, kind: type[T]) -> T:
         value = await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
     elif value is None:
         value = _decode_leniently(context, raw, kind)
+    context.body = value
     return value
 
 

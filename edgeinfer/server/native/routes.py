@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,19 +122,38 @@ async def apply_template(request: Request) -> Response:
     return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
 
 
-@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply)
-@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply)
+@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
+@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
 async def rerank(request: Request) -> Response:
     """Rank documents by relevance."""
     body = await decode(request, wire.RerankRequest)
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    given = body.documents if body.texts is None else body.texts
+    if not given or (body.documents and body.texts):
+        raise InvalidRequestError("give either documents or TEI's texts", param="documents")
+    texts = [document if isinstance(document, str) else document.text for document in given]
 
     def work(engine: Engine) -> wire.RerankReply:
         if not engine.info.can_rerank:
             raise InvalidRequestError(f"{engine.info.model} is no reranker", param="model")
         return _ranked(engine, body, texts)
 
-    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
+    reply = await with_engine(context_of(request), body.model, body.keep_alive, work)
+    return json_reply(reply if body.texts is None else _as_tei(reply, body, texts))
+
+
+def _as_tei(
+    reply: wire.RerankReply, body: wire.RerankRequest, texts: Sequence[str]
+) -> list[wire.TeiRank]:
+    return [
+        wire.TeiRank(
+            index=one.index,
+            score=one.relevance_score
+            if body.raw_scores
+            else (1 + math.tanh(one.relevance_score / 2)) / 2,
+            text=texts[one.index] if body.return_text else msgspec.UNSET,
+        )
+        for one in reply.results
+    ]
 
 
 def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:

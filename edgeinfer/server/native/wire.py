@@ -114,10 +114,13 @@ class RerankDocument(Wire, frozen=True, kw_only=True):
 
 
 class RerankRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/rerank."""
+    """POST /v1/rerank. TEI's clients say `texts`, and get TEI's answer."""
 
     query: Annotated[str, Meta(min_length=1, max_length=65_536)]
-    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)]
+    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)] | None = None
+    texts: Annotated[list[Text], Meta(min_length=1, max_length=1024)] | None = None
+    raw_scores: bool = False
+    return_text: bool = False
     model: ModelName | None = None
     top_n: Annotated[int, Meta(ge=1, le=4096)] | None = None
     return_documents: bool = False
@@ -128,6 +131,14 @@ class RerankResult(Reply, frozen=True, kw_only=True):
     index: int
     relevance_score: float
     document: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TeiRank(Reply, frozen=True, kw_only=True):
+    """One of TEI's list, best first; `score` is between 0 and 1 unless `raw_scores` were asked for."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankUsage(Reply, frozen=True, kw_only=True):

@@ -190,6 +190,18 @@ def test_tokenizer_of_a_model_is_told_as_vllm_tells_it(serve):
     assert here.client.post("/detokenize", json={"tokens": [104]}).json()["prompt"] == "h"
 
 
+def test_rerank_in_teis_shape(serve):
+    here = serve(FakeEngine())
+    ask = {"query": "red fox", "texts": ["a dog", "a red fox"], "return_text": True}
+    best, other = here.client.post("/rerank", json=ask | {"raw_scores": True}).json()
+    assert (best["index"], best["score"], best["text"]) == (1, 1.0, "a red fox")
+    assert other["index"] == 0
+    normal = here.client.post("/rerank", json=ask).json()
+    assert normal[0]["score"] == pytest.approx(1 / (1 + math.exp(-1.0)))
+    neither = here.client.post("/rerank", json={"query": "x"})
+    assert (neither.status_code, neither.json()["error"]["param"]) == (400, "documents")
+
+
 def test_llama_cpps_other_routes(here):
     ranked = here.client.post("/reranking", json={"query": "a", "documents": ["a", "b"]}).json()
     assert ranked["results"][0]["index"] == 0
