@@ -177,7 +177,7 @@ def once_nothing_runs(call, refused):
 def uninstall(machine, *arguments):
     return once_nothing_runs(
         lambda: machine.run("uninstall", *arguments, check=False),
-        lambda done: "close the chats and endpoints first" in done.stderr,
+        lambda done: "close them first" in done.stderr,
     )
 
 
@@ -189,7 +189,7 @@ def asked_to_uninstall(machine):
         asking = pexpect.spawn(
             command[0], command[1:], env=machine.environment(), timeout=60, encoding="utf-8"
         )
-        return asking, asking.expect(["models: ", "close the chats and endpoints first"])
+        return asking, asking.expect(["models: ", "close them first"])
 
     return once_nothing_runs(ask, lambda asked: asked[1] == 1)[0]
 
