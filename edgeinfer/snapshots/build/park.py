@@ -218,6 +218,7 @@ def mapped_files() -> tuple[str, ...]:
 
 def _let_go(link: socket.socket, parked: Parked) -> None:
     """Answer the builder, then exchange its socket for one that nobody is connected to."""
+    gc.collect()  # first: what was parked before may close a number that `mine` would have
     mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parked = msgspec.structs.replace(
         parked,
@@ -226,7 +227,6 @@ def _let_go(link: socket.socket, parked: Parked) -> None:
         wake_inode=os.fstat(WAKE_FD).st_ino,
     )
     messages.send(link, messages.Payload(content=msgspec.json.encode(parked)))
-    gc.collect()
     gc.freeze()  # what is here stays: collections after a resume neither visit nor write it
     process.silence()
     number = mine.detach()
