@@ -230,9 +230,9 @@ async def _preload(endpoint: Endpoint) -> None:
 
 
 class _HandoffSource:
-    """Leaves the endpoint to a resumed process: the sockets stay, and no client is refused.
+    """Hand the endpoint off to a resumed process: the sockets stay, and no client is refused.
 
-    Waits for the launcher's words, on the event loop; `leave` ends this process gently.
+    Follows the launcher's messages on the event loop; `leave` ends this process gently.
     """
 
     def __init__(

@@ -141,9 +141,9 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
 
 
 class Slot(Reply, frozen=True, kw_only=True):
-    """A generation that has ended, and what of its prompt was remembered.
+    """A generation that has ended, and how much of its prompt was cached.
 
-    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with what is remembered;
+    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with the cached prefix;
     `cause` as in `Divergence`.
     """
 

@@ -1,4 +1,4 @@
-"""`edgeinfer ps`: what runs, its replicas of a model, and what it remembered of its latest prompt."""
+"""`edgeinfer ps`: what runs, its replicas of a model, and how much of its latest prompt was cached."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class PsResult(Result, frozen=True, kw_only=True):
         if not self.running:
             return "nothing is running"
         rows = [("PID", "AGE", "PRIVATE", "SHARED", "SNAPSHOT", "COMMAND"), *map(_row, self.running)]
-        remembered = [
-            f"{process.pid} {said}" for process in self.running for said in _remembered(process)
+        reports = [
+            f"{process.pid} {report}" for process in self.running for report in _cache_reports(process)
         ]
-        return "\n\n".join([table(rows), *(["\n".join(remembered)] if remembered else [])])
+        return "\n\n".join([table(rows), *(["\n".join(reports)] if reports else [])])
 
 
-def _remembered(process: Running) -> list[str]:
+def _cache_reports(process: Running) -> list[str]:
     replicas = [f"{found.model}: {found.words}" for found in process.replicas]
     return replicas + [f"{last.model}: {last.summary}" for last in process.last_prompts]
 

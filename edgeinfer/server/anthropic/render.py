@@ -126,7 +126,7 @@ class MessageRenderer:
             self._prompt_tokens = event.total_tokens
             if event.queued or self._started:
                 return b""
-            # what is there before anything was computed was remembered
+            # tokens that are there before the first step came from the prefix cache
             is_read = event.done_tokens == event.total_tokens
             self._cached_tokens = 0 if is_read else event.done_tokens
             return self._start()

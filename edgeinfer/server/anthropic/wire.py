@@ -319,7 +319,7 @@ class ToolUseOut(Reply, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class AnthropicUsage(Reply, frozen=True, kw_only=True):
-    """`input_tokens` were prefilled, `cache_read_input_tokens` were remembered.
+    """`input_tokens` were prefilled, `cache_read_input_tokens` were cached.
 
     Of these, `cache_read_disk_input_tokens` came from the disk; that field is ours.
     """
