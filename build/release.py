@@ -34,8 +34,7 @@ import notices  # noqa: E402
 import pack  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
-from edgeinfer.cli.parser import build_parser  # noqa: E402
-from edgeinfer.cli.verbs.completion import script  # noqa: E402
+from edgeinfer.cli.verbs.completion import SCRIPTS  # noqa: E402
 from edgeinfer.models.reference import resolve  # noqa: E402
 
 WORK = ROOT / "work"
@@ -148,7 +147,7 @@ def publish(tree: Path, out: Path) -> None:
     (share / "edgeinfer.1").write_text(manual.page())
     shutil.copyfile(ROOT / "docs/start/install.md", share / "INSTALL.md")
     for shell, name in (("bash", "edgeinfer.bash"), ("zsh", "_edgeinfer"), ("fish", "edgeinfer.fish")):
-        (share / "completions" / name).write_text(script(shell, build_parser()) + "\n")
+        (share / "completions" / name).write_text(SCRIPTS[shell] + "\n")
     for name in ("edgeinfer.1", "INSTALL.md"):
         shutil.copyfile(share / name, out / name)
     shutil.copytree(share / "completions", out / "completions", dirs_exist_ok=True)

@@ -159,7 +159,7 @@ def test_resumed_chat_in_a_terminal(warm):
 def test_completions_and_names(used):
     script = used.run("completion", "bash").stdout
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    assert MODEL in used.run("completion", "models").stdout.split()
+    assert MODEL in used.run("completion", "words", "run", "").stdout.split()
 
 
 def once_nothing_runs(call, refused):

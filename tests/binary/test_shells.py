@@ -1,6 +1,4 @@
-"""The completions of zsh and fish in the shells themselves; bash completes without a terminal
-(test_machine_verbs.py).
-"""
+"""Completion in the shells themselves."""
 
 import shutil
 import subprocess
@@ -16,10 +14,12 @@ TYPED = [
     ("edgeinfer run --resu", "--resume"),
     ("edgeinfer run --resume ne", "never"),
     ("edgeinfer completion fi", "fish"),
+    ("edgeinfer launch cod", "codex"),
     ("edgeinfer run smollm2-135", "smollm2-135m-instruct"),
     ("edgeinfer snapshots prune --al", "--all"),
     ("edgeinfer snapshots show my-", "my-snapshot"),
     ("edgeinfer run --snapshot my-", "my-snapshot"),
+    ("edgeinfer run --lora my-", "my-adapter"),
 ]
 
 
@@ -34,7 +34,23 @@ def environment(tmp_path):
     snapshot = tmp_path / "ei/cache/snapshots/my-snapshot@1-program"
     snapshot.mkdir(parents=True)
     (snapshot / "manifest").touch()
+    adapter = tmp_path / "ei/data/adapters/my-adapter.gguf"
+    adapter.parent.mkdir(parents=True)
+    adapter.touch()
     return {**shell_environment(tmp_path), "EDGEINFER_HOME": str(tmp_path / "ei")}
+
+
+@needs("bash")
+def test_bash_completes(environment):
+    for typed, wanted in TYPED:
+        words = typed.split()
+        code = (
+            f'eval "$(edgeinfer completion bash)"; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; '
+            'IFS=" "; _edgeinfer; echo "${COMPREPLY[@]}"'
+        )
+        asked = ["bash", "--norc", "-c", code]
+        done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True)
+        assert (done.stdout.strip(), done.stderr) == (wanted, "")
 
 
 @needs("fish")
