@@ -219,17 +219,6 @@ class Config(_Section, frozen=True, kw_only=True):
     chat: ChatConfig = ChatConfig()
 
 
-#: Old keys by section, which stand for new ones for one release.
-_RENAMED = {
-    "serve": {
-        "copies": "replicas",
-        "copies-wait-s": "replicas-wait-s",
-        "copies-idle-s": "replicas-idle-s",
-        "settled-lines": "normalize-prompts",
-    }
-}
-
-
 def config_path() -> Path:
     """Return `EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
     return Path(paths.config_file())
@@ -250,7 +239,6 @@ def load_config(path: Path | None = None) -> Config:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
-    _rename_keys(document)
     refuse_unknown_keys(document, Config, str(source))
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     if bundled:
@@ -259,18 +247,6 @@ def load_config(path: Path | None = None) -> Config:
         return msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from error
-
-
-def _rename_keys(document: dict[str, Any]) -> None:
-    for section, keys in _RENAMED.items():
-        table = document.get(section)
-        if isinstance(table, dict):
-            for old, new in keys.items():
-                if old in table:
-                    table.setdefault(new, table.pop(old))
-            rules = table.get("normalize-prompts")
-            if isinstance(rules, list) and "clock" in rules:  # a rule once, of no known agent
-                rules.remove("clock")
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

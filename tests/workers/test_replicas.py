@@ -44,13 +44,6 @@ def test_wrong_range_is_refused(text, tmp_path):
         load_config(config)
 
 
-def test_old_keys_of_the_configuration_stand_for_the_new_ones(tmp_path):
-    config = tmp_path / "config.toml"
-    config.write_text('[serve]\ncopies = "2..4"\ncopies-wait-s = 1\n')
-    assert load_config(config).serve.replicas == "2..4"
-    assert load_config(config).serve.replicas_wait_s == 1
-
-
 def _step(scaling: Autoscaling, now: float, replicas: int, oldest_wait_s: float = 0, load: int = 8):
     return scaling.step(now, replicas=replicas, oldest_wait_s=oldest_wait_s, load=load, slots=8)
 

@@ -81,7 +81,6 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         metavar="N|MIN..MAX",
         help="replicas of the model, each in its own process; as many of a range as requests need",
     )
-    where.add_argument("--copies", dest="replicas", type=_replicas, help=argparse.SUPPRESS)
     where.add_argument(
         "--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM"
     )

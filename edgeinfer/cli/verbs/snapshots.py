@@ -182,8 +182,6 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
         action="store_true",
         help="build the same here instead, from the same model and options",
     )
-    # accepted until v0.3: a rebuild ends when it is done
-    bring.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     for parser in (export, bring):
         add_quiet(parser)
     trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")

@@ -55,7 +55,6 @@ class WarmResult(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT|@FILE", default="", help=SYSTEM)
-    parser.add_argument("--agent", help=argparse.SUPPRESS)  # removed: answered with what to type
     parser.add_argument(
         "--preload",
         action="store_true",
@@ -72,11 +71,6 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad system prompt."""
     if options.preload:
         return _preload(options, host)
-    if options.agent:
-        raise UsageError(
-            "`warm --agent` was removed: an agent's second session caches its system preamble",
-            hint=f"edgeinfer launch {options.agent}",
-        )
     format.refuse_bad_name(options.name)
     start_s = time.monotonic()
     ref = host.resolve(options.model or host.config.default_model)

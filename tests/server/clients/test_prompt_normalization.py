@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.agents.prompt_normalization import NAMES, PromptNormalizer, Reminders, normalize
-from edgeinfer.config.config_file import ServeConfig, load_config
+from edgeinfer.config.config_file import ServeConfig
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.requests import Message
 
@@ -204,11 +204,7 @@ def test_prompt_stays_without_a_rule_or_a_known_agent(serve, rules, user_agent):
     assert (reported["rules"], "claude" in reported["agents"]) == (list(rules), True)
 
 
-def test_configuration_has_every_rule_and_reads_the_old_key(tmp_path, monkeypatch):
-    path = tmp_path / "config.toml"
-    path.write_text('[serve]\nsettled-lines = ["day", "clock"]\n')
-    monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
-    assert load_config().serve.normalize_prompts == ("day",)
+def test_configuration_has_every_rule():
     assert ServeConfig().normalize_prompts == NAMES
 
 
