@@ -143,5 +143,5 @@ def _models() -> list[str]:
     from edgeinfer.models.external_stores import stores
     from edgeinfer.models.store import list_pulled
 
-    pulled = (model.name for model in (*list_pulled(), *stores.usable()))
-    return sorted({*load_catalog().models, *pulled})
+    pulled = {model.name for model in list_pulled()}
+    return sorted({*load_catalog().models, *pulled, *(model.name for model in stores.usable())})
