@@ -16,13 +16,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.errors import (
-    DecodeError,
-    EngineClosedError,
-    EngineError,
-    ModelLoadError,
-    OutOfMemoryError,
-)
+from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends import files as backend_files
@@ -37,7 +31,7 @@ from edgeinfer.runtime.llama.model import (
     open_model,
     with_another_context,
 )
-from edgeinfer.runtime.memory_plan.offload import Offload, Room, fewer, make_offload
+from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
 from edgeinfer.runtime.memory_plan.plan import choose_repack
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
@@ -118,7 +112,11 @@ class GpuOffload:
 
     def _attach(self, wanted: OffloadRequest) -> None:
         devices = find_devices(wanted)
-        device_context = self._load(devices, tuple(map(wanted.room, devices)), wanted.layers)
+        rooms = tuple(map(wanted.room, devices))
+        offload = make_offload(self._cpu.shape, self._cpu.plan, rooms, wanted.layers)
+        if not offload.parts:
+            raise OffloadRefused(offload.reason)
+        device_context = self._load(devices, offload)
         try:
             device_context.warm_up()  # before a client waits for a token
             self._call(lambda: self._switch(device_context))
@@ -126,28 +124,9 @@ class GpuOffload:
             if self._device_context is None:
                 device_context.loaded.free()
             raise
-        if device_context.failed:
-            _log.warning(
-                "the devices had room for %s: %s", device_context.offload, device_context.failed
-            )
 
-    def _load(
-        self, devices: Sequence[Device], rooms: tuple[Room, ...], layers: int | str
-    ) -> DeviceContext:
-        """Load the model again with `layers` on devices, or fewer if they do not fit."""
-        cpu, failed = self._cpu, ""
-        offload = make_offload(cpu.shape, cpu.plan, rooms, layers)
-        while offload.parts:
-            try:
-                found = self._load_offload(devices, offload)
-                found.failed = failed
-                return found
-            except (ModelLoadError, OutOfMemoryError) as error:
-                failed = failed or error.message
-                offload = fewer(cpu.shape, cpu.plan, rooms, offload)
-        raise OffloadRefused(failed or offload.reason)
-
-    def _load_offload(self, devices: Sequence[Device], offload: Offload) -> DeviceContext:
+    def _load(self, devices: Sequence[Device], offload: Offload) -> DeviceContext:
+        """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
         cpu = self._cpu
         pointers = {device.name: device.pointer for device in devices}
         placement = Placement([pointers[part.device] for part in offload.parts], offload)
@@ -280,16 +259,12 @@ _WARM_UP_TOKENS = 64
 
 @dataclass(slots=True)
 class DeviceContext:
-    """A model's second load, with layers on devices. llama.cpp may read `placement` until it is freed.
-
-    `failed` is why fewer layers than planned were loaded, "" for none.
-    """
+    """A model's second load, with layers on devices. llama.cpp may read `placement` until the end."""
 
     loaded: LlamaModel
     active: ActiveContext
     offload: Offload
     placement: Placement
-    failed: str = ""
 
     def warm_up(self) -> None:
         """Compile the devices' kernels for a prompt and an answer. Raises DecodeError."""

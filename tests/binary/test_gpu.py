@@ -46,7 +46,7 @@ def test_it_starts_on_the_oldest_libc_and_nothing_is_opened_without_a_loader(use
     command = ["gcc", "-x", "c", "-shared", "-fPIC", "-nostdlib", "-o", library, "-"]
     subprocess.run(command, input=LOADER.encode(), check=True)
     try:
-        assert vulkan(used)["reason"] == "its driver could not start"
+        assert vulkan(used)["reason"] == "no Vulkan driver has a device here"
     finally:
         library.unlink()
     licences = {one["name"] for one in used.json("version", "--licenses")["components"]}
@@ -66,4 +66,3 @@ def test_it_finds_a_device(modern: Machine) -> None:
         GGML_VK_VISIBLE_DEVICES="0",
     )["devices"]
     assert "llvmpipe" in device["description"]
-    assert "Mesa" in device["driver"]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from edgeinfer.platform.machine import Machine, Memory
-from edgeinfer.runtime.memory_plan.offload import Offload, Room, fewer, make_offload
+from edgeinfer.runtime.memory_plan.offload import Offload, Room, make_offload
 from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape
 from edgeinfer.runtime.options import LoadOptions
@@ -114,18 +114,6 @@ def test_what_is_asked_is_taken_at_its_word() -> None:
     assert spread(DENSE, 24.0, wanted="none").parts == ()
     assert spread(DENSE, 24.0, wanted=0).reason == "as asked"
     assert "no device" in spread(DENSE, wanted="all").reason
-
-
-@pytest.mark.parametrize("shape", [DENSE, EXPERTS, TINY])
-def test_after_no_room_fewer_are_tried_until_none(shape: Shape) -> None:
-    found, tries = spread(shape, 24.0), 0
-    plan = plan_of(shape)
-    while found.parts:
-        before = found
-        found, tries = fewer(shape, plan, devices_with(24.0), found), tries + 1
-        held = (found.n_layers, -found.n_without_experts)
-        assert held < (before.n_layers, -before.n_without_experts)
-    assert 3 < tries < 25
 
 
 def test_a_person_reads_it() -> None:

@@ -18,8 +18,6 @@ from edgeinfer.units import format_bytes
 #: of the free memory.
 _MARGIN_BYTES = 256 << 20
 _MARGIN_SHARE = 16
-#: Share of the layers to try after a device had no room.
-_FEWER = 0.75
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,20 +93,6 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
             return _offload(parts, n_all, n_without, reason)
     reason = f"{_free(rooms)} do not hold all layers; --gpu-layers N puts N there"
     return Offload(n_layers=0, n_all=n_all, n_without_experts=0, parts=(), reason=reason)
-
-
-def fewer(shape: Shape, plan: Plan, rooms: tuple[Room, ...], failed: Offload) -> Offload:
-    """Plan the next try after a device had no room for `failed`; without parts if nothing is left."""
-    sizes = _sizes(shape, plan)
-    n_without, n_layers = failed.n_without_experts, failed.n_layers
-    if sizes.experts and n_without < shape.n_layer:
-        n_without = min(shape.n_layer, n_without + -(-shape.n_layer // 4))
-    else:
-        n_layers = int(n_layers * _FEWER)
-    if not n_layers:
-        return make_offload(shape, plan, rooms, "none")
-    parts = _spread(sizes, rooms, n_layers, failed.n_all, n_without, must_fit=False)
-    return _offload(parts, failed.n_all, n_without, f"no room for {failed.n_layers}")
 
 
 def _offload(parts: tuple[DeviceShare, ...], n_all: int, n_without: int, reason: str) -> Offload:

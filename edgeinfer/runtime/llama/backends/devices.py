@@ -24,7 +24,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One device of a loaded backend, as it was when probed.
 
     `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid in this process alone.
-    `driver` is name and version in one line, "" if unknown. `id` is the PCI address, "" for none.
+    `id` is the PCI address, "" for none.
     Memory in bytes, of the whole device; a driver without that figure reports all of it as free.
     """
 
@@ -32,7 +32,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     kind: Kind
     backend: str
-    driver: str = ""
     id: str = ""
     total_bytes: int = 0
     free_bytes: int = 0
@@ -65,8 +64,7 @@ class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"
 def device_line(device: Device) -> str:
     kind = {"gpu": "", "integrated": ", integrated", "software": ", in software"}.get(device.kind, "")
     memory = f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"
-    driver = f"; {device.driver}" if device.driver else ""
-    return f"{device.name}: {device.description}{kind}, {memory}{driver}"
+    return f"{device.name}: {device.description}{kind}, {memory}"
 
 
 class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):

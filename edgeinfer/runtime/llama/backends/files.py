@@ -19,11 +19,8 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
 
-#: Every backend there is a name for, those to prefer first: a vendor's own before Vulkan, which shows
-#: the same devices again.
-NAMES = ("cuda", "rocm", "sycl", "vulkan")
-#: What ggml calls a backend where we call it by its vendor's name.
-_GGML = {"rocm": "hip"}
+#: Every backend, preferred ones first: a vendor's own before Vulkan, which shows its devices again.
+NAMES = ("cuda", "vulkan")
 
 
 class Build(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,13 +42,12 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON file beside a library. `architectures` are a CUDA build's, as CMake names them."""
+    """The JSON file beside a library."""
 
     name: str
     build: Build
     sha256: str
     size_bytes: int
-    architectures: tuple[str, ...] = ()
 
 
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +72,7 @@ def file_name(name: str) -> str:
     """`vulkan` → `libggml-vulkan.so`. Raises UsageError for a name that no backend has."""
     if name not in NAMES:
         raise UsageError(f"there is no backend {name!r}: one of {', '.join(NAMES)}")
-    return f"libggml-{_GGML.get(name, name)}.so"
+    return f"libggml-{name}.so"
 
 
 def facts_path(library: Path) -> Path:

@@ -12,23 +12,28 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from glob import glob
 
 import msgspec
 
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.backends import files, vulkan
+from edgeinfer.runtime.llama.backends import files
 from edgeinfer.runtime.llama.backends.devices import Device, Kind, LoadedBackend, MissingBackend
 from edgeinfer.runtime.llama.backends.files import BackendFile, Build
 
 #: ggml_backend_dev_type.
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
+#: How the descriptions of devices begin that compute on the CPU: Mesa's and Google's.
+_SOFTWARE = ("llvmpipe", "SwiftShader")
+_VULKAN_LOADER = "libvulkan.so.1"
 _NVIDIA = "install NVIDIA's driver, 580 or newer"
 #: The library that a failure names → the missing part and the command that helps.
 _MISSING = {
     "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", _NVIDIA),
-    "libvulkan.so.1": ("there is no Vulkan loader (libvulkan.so.1)", "apt-get install libvulkan1"),
-    "libamdhip64.so": ("there is no ROCm runtime (libamdhip64.so)", "install AMD's ROCm"),
-    "libsycl.so": ("there is no SYCL runtime (libsycl.so)", "install Intel's oneAPI runtime"),
+    _VULKAN_LOADER: (
+        f"there is no Vulkan loader ({_VULKAN_LOADER})",
+        "install the Vulkan loader: apt-get install libvulkan1, or dnf install vulkan-loader",
+    ),
 }
 
 _lock = threading.Lock()
@@ -68,7 +73,8 @@ def load(name: str) -> LoadedBackend | MissingBackend:
     """
     with _lock:
         if name in _loaded:
-            return _measured(*_loaded[name])
+            handle, loaded = _loaded[name]
+            return msgspec.structs.replace(loaded, devices=_devices(name, handle))
         build = this_build()
         file = files.find(name, build)
         if file is None:
@@ -82,50 +88,35 @@ def load(name: str) -> LoadedBackend | MissingBackend:
 
 
 def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
-    probe = vulkan.probe(os.path.dirname(file.path)) if file.name == "vulkan" else vulkan.VulkanProbe()
-    if probe.problem:
-        return MissingBackend(name=file.name, reason=probe.problem, fix=probe.fix, absent=True)
+    beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
+    if file.name == "vulkan" and os.path.isfile(beside):
+        ctypes.CDLL(beside)  # the linker takes it for the one that the library needs
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     handle, lines = libllama.load_backend(file.path)
     if not handle:
         return _why_not(file.name, lines)
-    devices = _devices(file.name, handle, probe)
-    loaded = LoadedBackend(file=file, devices=devices, warning=warning)
+    loaded = LoadedBackend(file=file, devices=_devices(file.name, handle), warning=warning)
     if not loaded.devices:
-        return _no_device(file.name, lines, probe)
+        return _no_device(file.name, lines)
     _loaded[file.name] = handle, loaded
     return loaded
 
 
-def _measured(handle: int, loaded: LoadedBackend) -> LoadedBackend:
-    drivers = {device.name: device for device in loaded.devices}
-    devices = tuple(
-        msgspec.structs.replace(
-            drivers[now.name], free_bytes=now.free_bytes, total_bytes=now.total_bytes
-        )
-        for now in _devices(loaded.file.name, handle, vulkan.VulkanProbe())
-    )
-    return msgspec.structs.replace(loaded, devices=devices)
-
-
-def _devices(backend: str, handle: int, probe: vulkan.VulkanProbe) -> tuple[Device, ...]:
+def _devices(backend: str, handle: int) -> tuple[Device, ...]:
     base = libllama.base_library()
-    described = {device.name: device for device in probe.devices}
     found = []
     for index in range(base.ggml_backend_reg_dev_count(handle)):
         pointer = base.ggml_backend_reg_dev_get(handle, index)
         props = _Props()
         base.ggml_backend_dev_get_props(pointer, ctypes.addressof(props))
         description = props.description.decode("utf-8", "replace")
-        same = described.get(description)
-        kind = _KINDS.get(props.type, "accelerator")
+        is_software = description.startswith(_SOFTWARE)
         found.append(
             Device(
                 name=props.name.decode(),
                 description=description,
-                kind="software" if same and same.kind == "software" else kind,
+                kind="software" if is_software else _KINDS.get(props.type, "accelerator"),
                 backend=backend,
-                driver=same.driver if same else _driver(backend),
                 id=(props.id or b"").decode(),
                 total_bytes=props.total,
                 free_bytes=props.free,
@@ -133,16 +124,6 @@ def _devices(backend: str, handle: int, probe: vulkan.VulkanProbe) -> tuple[Devi
             )
         )
     return tuple(found)
-
-
-def _driver(backend: str) -> str:
-    """Read the driver's version from the kernel's module, "" without one."""
-    module = {"cuda": "nvidia", "rocm": "amdgpu"}.get(backend, "")
-    try:
-        with open(f"/sys/module/{module}/version") as file:
-            return f"{module} {file.read().strip()}"
-    except OSError:
-        return ""
 
 
 def _why_not(name: str, lines: list[str]) -> MissingBackend:
@@ -154,17 +135,30 @@ def _why_not(name: str, lines: list[str]) -> MissingBackend:
             if library.startswith(known):
                 return MissingBackend(name=name, reason=reason, fix=fix, absent=True)
         return MissingBackend(name=name, reason=f"{library}, which it needs, is not on this machine")
+    if "returned NULL" in text and name == "vulkan":
+        return _no_vulkan_device()
     if "returned NULL" in text:
         return MissingBackend(name=name, reason="its driver could not start")
     said = re.sub(r"^.*?failed to \w+ \S+: ", "", text)
     return MissingBackend(name=name, reason=said or "llama.cpp gave no reason")
 
 
-def _no_device(name: str, lines: list[str], probe: vulkan.VulkanProbe) -> MissingBackend:
-    software = [device.name for device in probe.devices if device.kind == "software"]
-    if software and len(software) == len(probe.devices):
-        reason = f"the only Vulkan device is a software one ({software[0]}), slower than the CPU itself"
-        return MissingBackend(name=name, reason=reason, absent=True)
+def _no_vulkan_device() -> MissingBackend:
+    closed = [
+        node for node in sorted(glob("/dev/dri/renderD*")) if not os.access(node, os.R_OK | os.W_OK)
+    ]
+    if closed:
+        reason = f"this user may not open {closed[0]}"
+        fix = "sudo usermod -aG render,video $USER, and log in again"
+    else:
+        reason = "no Vulkan driver has a device here"
+        fix = "for AMD and Intel: apt-get install mesa-vulkan-drivers; for NVIDIA: its own driver"
+    return MissingBackend(name="vulkan", reason=reason, fix=fix, absent=True)
+
+
+def _no_device(name: str, lines: list[str]) -> MissingBackend:
+    if name == "vulkan":
+        return _no_vulkan_device()  # ggml leaves out software devices, which are slower than the CPU
     if "driver version is insufficient" in " ".join(lines):
         reason = "the NVIDIA driver is too old for this library"
         return MissingBackend(name=name, reason=reason, fix=_NVIDIA)
