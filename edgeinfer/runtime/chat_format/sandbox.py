@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextvars
 import json
 import re
-import string
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,9 +43,6 @@ _TICK_COST = 16
 _NODE_COST = 256
 _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
-_DIGITS = re.compile(r"\d{1,9}")
-#: The longest text of one number or constant, written out by a format.
-_NUMBER_LENGTH = 2000
 #: Where `splitlines` splits, besides \n.
 _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 #: Methods that compare each character with each of the argument's, 16 in the time of a unit.
@@ -58,9 +54,10 @@ _FILTERS = (
     " max min reject rejectattr replace reverse round safe select selectattr sort string title tojson "
     "trim unique upper"
 )
-#: Likewise the methods of a text.
+#: Likewise the methods of a text. `format` and the operator % pad to any width, and no template in use
+#: calls them.
 _STR_METHODS = (
-    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal "
+    "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal "
     "isdigit isidentifier islower"
     " isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
     "replace rfind rindex rjust"
@@ -187,29 +184,6 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
         fuel.afford(len(items) * len(text))
         return (items, *args[1:])
     return args
-
-
-def _check_format(text: str, values: tuple[Any, ...]) -> None:
-    characters = _measure(values)
-    most = len(text)
-    for _, field, spec, conversion in string.Formatter().parse(text):
-        if field is not None and spec is not None:
-            if "{" in spec:
-                raise ExhaustedError("the chat template pads to a width that is not written out")
-            most += characters * (10 if conversion else 1) + _NUMBER_LENGTH + _widths(spec)
-    _fuel.get().afford(most)
-
-
-def _check_percent(text: str, values: Any) -> None:
-    if "*" in text:
-        raise ExhaustedError("the chat template pads to a width that is not written out")
-    escaped = 10 if "r" in text or "a" in text else 1
-    most = text.count("%") * (_measure((values,)) * escaped + _NUMBER_LENGTH)
-    _fuel.get().afford(len(text) + most + _widths(text))
-
-
-def _widths(text: str) -> int:
-    return sum(int(found[0]) for found in _DIGITS.finditer(text))
 
 
 def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -381,17 +355,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return attr in self.str_methods
         return not isinstance(obj, (int, float, bytes)) and super().is_safe_attribute(obj, attr, value)
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        formatter = super().wrap_str_format(value)
-        if formatter is None or value.__name__ != "format":
-            return None
-        text = str(value.__self__)
-
-        def checked(*args: Any, **kwargs: Any) -> str:
-            _check_format(text, (*args, *kwargs.values()))
-            return formatter(*args, **kwargs)
-
-        return checked
+    def wrap_str_format(self, value: Any) -> None:
+        """Leave `str.format` to `is_safe_attribute`, which refuses it."""
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -400,7 +365,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if left.bit_length() * abs(right) > _MAX_BITS:
                 raise ExhaustedError("the chat template makes too large a number")
         elif operator == "%" and isinstance(left, str):
-            _check_percent(left, right)
+            raise SecurityError("the chat template formats a text with %")
         elif operator == "+" and isinstance(left, int) and left.bit_length() > _MAX_BITS:
             raise ExhaustedError("the chat template makes too large a number")
         return weigh(super().call_binop(context, operator, left, right))
