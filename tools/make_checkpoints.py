@@ -41,7 +41,6 @@ GEMMA = GROUPED | {
     "num_hidden_layers": 7,
 }
 MOE = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-OLD = {"vocab_size": made.N_VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -68,14 +67,6 @@ CONFIGS = {
     "mistral": hf.MistralConfig(**GROUPED, head_dim=16, sliding_window=None),
     "mixtral": hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "smollm3": hf.SmolLM3Config(**GROUPED | {"num_hidden_layers": 5}),
-    "granite": hf.GraniteConfig(
-        **GROUPED,
-        embedding_multiplier=6.0,
-        residual_multiplier=0.5,
-        attention_multiplier=0.25,
-        logits_scaling=4.0,
-        tie_word_embeddings=True,
-    ),
     "qwen2": hf.Qwen2Config(**GROUPED, tie_word_embeddings=True),
     "qwen2-yarn": hf.Qwen2Config(
         **GROUPED,
@@ -86,7 +77,6 @@ CONFIGS = {
             "original_max_position_embeddings": 64,
         },
     ),
-    "qwen2moe": hf.Qwen2MoeConfig(**MOE, shared_expert_intermediate_size=40, norm_topk_prob=False),
     "qwen3": hf.Qwen3Config(**GROUPED, head_dim=16),
     "qwen3moe": hf.Qwen3MoeConfig(**MOE, head_dim=16, norm_topk_prob=True),
     "olmo2": hf.Olmo2Config(**GROUPED),
@@ -99,19 +89,12 @@ CONFIGS = {
         rope_parameters=LONG,
         original_max_position_embeddings=256,
     ),
-    "gpt2": hf.GPT2Config(**OLD, n_embd=32, n_layer=2, n_head=4, n_positions=256),
-    "starcoder2": hf.Starcoder2Config(**GROUPED, sliding_window=None),
-    "bert": hf.BertConfig(**SIZE),
-    "xlm-roberta": hf.XLMRobertaConfig(
-        **SIZE | {"pad_token_id": 1, "bos_token_id": 0}, type_vocab_size=1
-    ),
 }
 
 
 def logits_of(name: str, config: object) -> tuple[dict, np.ndarray]:
     """Save a model of this shape, write our weights into it, and read the tokens."""
-    encoder = "bert" in name
-    auto = hf.AutoModel if encoder else hf.AutoModelForCausalLM
+    auto = hf.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         auto.from_config(config).save_pretrained(folder)
         place = Path(folder) / "model.safetensors"
@@ -127,8 +110,7 @@ def logits_of(name: str, config: object) -> tuple[dict, np.ndarray]:
         model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         saved = json.loads((Path(folder) / "config.json").read_text())
     with torch.no_grad():
-        out = model(torch.tensor([made.token_ids()]))
-    rows = (out.last_hidden_state if encoder else out.logits)[0].numpy()
+        rows = model(torch.tensor([made.token_ids()])).logits[0].numpy()
     print(f"{name:16} {rows.shape} of size {np.abs(rows).max():.2f}")
     return {"config": saved, "tensors": shapes}, rows[list(made.KEPT)]
 

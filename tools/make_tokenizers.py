@@ -12,11 +12,9 @@ import gzip
 import json
 import sys
 import tempfile
-import unicodedata
 from pathlib import Path
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import (
     AddedToken,
     Regex,
@@ -77,45 +75,26 @@ def split(pattern: str) -> object:
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-def sentence_piece(kind: str, *, gemma: bool = False) -> dict:
+def sentence_piece(*, gemma: bool) -> dict:
     """Trained by SentencePiece, converted by transformers as the makers do."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("\n".join(corpus()))
-        rules = {"normalization_rule_name": "identity"}
-        if kind != "bpe":
-            rules = {"normalization_rule_tsv": str(_compatibility(Path(folder)))}
         sentencepiece.SentencePieceTrainer.train(
             input=str(text),
             model_prefix=f"{folder}/m",
             vocab_size=SIZE,
-            model_type=kind,
-            byte_fallback=kind == "bpe",
-            **rules,
-            remove_extra_whitespaces=kind != "bpe",
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
             add_dummy_prefix=not gemma,
-            allow_whitespace_only_pieces=kind == "bpe",
-            split_digits=kind == "bpe",
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
             minloglevel=2,
             character_coverage=0.99,
         )
-        if kind != "bpe":
-            return _as_xlm_roberta(Path(f"{folder}/m.model"))
         return _as_llama(f"{folder}/m.model", gemma=gemma)
-
-
-def _compatibility(folder: Path) -> Path:
-    """The rules of NFKC for the characters of the strings: the whole table takes 100 KB."""
-    chars = sorted({char for text in nasty_strings() for char in text} | set("\t\n\r"))
-    rows = [(char, " " if char.isspace() else unicodedata.normalize("NFKC", char)) for char in chars]
-    lines = [
-        f"{ord(char):X}\t{' '.join(f'{ord(one):X}' for one in whole)}"
-        for char, whole in rows
-        if char != whole
-    ]
-    place = folder / "rules.tsv"
-    place.write_text("\n".join(lines) + "\n")
-    return place
 
 
 def _as_llama(path: str, *, gemma: bool) -> dict:
@@ -155,40 +134,6 @@ def _as_llama(path: str, *, gemma: bool) -> dict:
     return json.loads(tokenizer.to_str())
 
 
-def _as_xlm_roberta(path: Path) -> dict:
-    """tokenizer.json of a Unigram model: the normalizer's table as it is, words marked by ▁."""
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.ParseFromString(path.read_bytes())
-    vocab = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    vocab += [(piece.piece, piece.score) for piece in proto.pieces[3:]]
-    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=3, byte_fallback=False))
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap),
-            normalizers.Replace(Regex(" {2,}"), " "),
-        ]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
-    )
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
-    return json.loads(tokenizer.to_str())
-
-
-def word_piece() -> dict:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer.train_from_iterator(
-        corpus(),
-        trainers.WordPieceTrainer(vocab_size=SIZE, special_tokens=special, show_progress=False),
-    )
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return json.loads(tokenizer.to_str())
-
-
 def kinds() -> dict[str, dict]:
     """A tokenizer.json for each row."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -202,16 +147,8 @@ def kinds() -> dict[str, dict]:
         "tekken": byte_level(split(TEKKEN), plain, whole=True, bos=True),
         "phi4-mini": byte_level(split(O200K), plain),
         "smollm": byte_level(pre_tokenizers.Digits(individual_digits=True), gpt2),
-        "falcon": byte_level(
-            pre_tokenizers.Punctuation("contiguous"),
-            gpt2,
-            pre_tokenizers.Digits(individual_digits=False),
-            split("[0-9][0-9][0-9]"),
-        ),
-        "llama2": sentence_piece("bpe"),
-        "gemma": sentence_piece("bpe", gemma=True),
-        "bert": word_piece(),
-        "xlm-roberta": sentence_piece("unigram"),
+        "llama2": sentence_piece(gemma=False),
+        "gemma": sentence_piece(gemma=True),
     }
 
 

@@ -24,16 +24,11 @@ def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Values that BF16 holds exactly, float32: norms around 1, matrices that keep a signal's size."""
     count = math.prod(shape)
     raw = np.frombuffer(hashlib.shake_128(name.encode()).digest(count), np.int8).reshape(shape)
-    if "norm" in name.lower() or ".ln_" in name:
-        base = 1.0 if name.endswith("weight") else 0.0
-        return (base + (raw >> 2) / 64).astype(np.float32)
+    if "norm" in name:
+        return (1 + (raw >> 2) / 64).astype(np.float32)
     if len(shape) < 2:
         return (raw / 512).astype(np.float32)
-    scale = (
-        1.0
-        if "embed" in name or "wte" in name or "wpe" in name
-        else 2.0 ** round(-math.log2(shape[-1]) / 2)
-    )
+    scale = 1.0 if "embed" in name else 2.0 ** round(-math.log2(shape[-1]) / 2)
     return (raw / 128 * 2 * scale).astype(np.float32)
 
 
@@ -69,8 +64,7 @@ def make_checkpoint(name: str, folder: Path, *, shards: int = 1, bf16: bool = Fa
     kept = golden(name)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(kept["config"]))
-    tokenizer = tiny_word_piece() if "Bert" in kept["config"]["architectures"][0] else tiny_byte_level()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer.json").write_text(json.dumps(tiny_byte_level()))
     tensors = {tensor: weights(tensor, tuple(shape)) for tensor, shape in kept["tensors"].items()}
     if shards == 1:
         (folder / "model.safetensors").write_bytes(safetensors(tensors, bf16=bf16))
@@ -110,29 +104,5 @@ def tiny_byte_level() -> dict:
             "type": "BPE",
             "vocab": {token: index for index, token in enumerate(tokens)},
             "merges": [["t", "h"]],
-        },
-    }
-
-
-def tiny_word_piece() -> dict:
-    """A WordPiece tokenizer.json."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
-    tokens = special + letters + [f"##{letter}" for letter in letters]
-    tokens = tokens[:N_VOCAB]
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": index, "content": word, "special": True} for index, word in enumerate(special)
-        ],
-        "normalizer": {"type": "BertNormalizer", "lowercase": True, "strip_accents": None},
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {"type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2]},
-        "decoder": {"type": "WordPiece", "prefix": "##"},
-        "model": {
-            "type": "WordPiece",
-            "unk_token": "[UNK]",
-            "continuing_subword_prefix": "##",
-            "vocab": {token: index for index, token in enumerate(tokens)},
         },
     }

@@ -27,28 +27,19 @@ def loaded(path: Path, *, vocab_only: bool = False) -> Iterator[object]:
         L.llama_model_free(model)
 
 
-def _context(model: object, *, encoder: bool) -> object:
+def _context(model: object) -> object:
     parameters = L.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = 128
     parameters.type_k = parameters.type_v = 0
     parameters.flash_attn_type = 0
     parameters.n_threads = parameters.n_threads_batch = 1
-    if encoder:
-        parameters.embeddings = True
-        parameters.pooling_type = 0
     return L.llama_init_from_model(model, parameters)
 
 
-def read(
-    path: Path,
-    tokens: Sequence[int],
-    *,
-    encoder: bool = False,
-    adapters: dict[Path, float] | None = None,
-) -> np.ndarray:
-    """Logits of every position, [tokens, vocabulary]; an encoder's vectors, [tokens, width]."""
+def read(path: Path, tokens: Sequence[int], *, adapters: dict[Path, float] | None = None) -> np.ndarray:
+    """Logits of every position, [tokens, vocabulary]."""
     with loaded(path) as model:
-        context = _context(model, encoder=encoder)
+        context = _context(model)
         batch = L.llama_batch_init(len(tokens), 0, 1)
         try:
             _set_adapters(model, context, adapters or {})
@@ -59,16 +50,10 @@ def read(
                 batch.n_seq_id[at] = 1
                 batch.seq_id[at][0] = 0
                 batch.logits[at] = 1
-            assert (L.llama_encode if encoder else L.llama_decode)(context, batch) == 0
-            if encoder:
-                width, get = L.llama_model_n_embd(model), L.llama_get_embeddings_ith
-            else:
-                width = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
-                get = L.llama_get_logits_ith
-            rows = [
-                np.ctypeslib.as_array(get(context, at), (width,)).copy() for at in range(len(tokens))
-            ]
-            return np.array(rows)
+            assert L.llama_decode(context, batch) == 0
+            width = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
+            rows = [L.llama_get_logits_ith(context, at) for at in range(len(tokens))]
+            return np.array([np.ctypeslib.as_array(row, (width,)) for row in rows])
         finally:
             L.llama_batch_free(batch)
             L.llama_free(context)

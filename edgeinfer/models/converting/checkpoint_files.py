@@ -21,7 +21,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 DIRECT = ("F32", "F16", "BF16", "Q8_0")
 _FOLDER = "checkpoint"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-#: Beside the weights, what a conversion reads; `1_Pooling` is sentence-transformers'.
+#: Beside the weights, what a conversion reads.
 _WORDS = (
     CONFIG,
     INDEX,
@@ -30,7 +30,6 @@ _WORDS = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
-    "1_Pooling/config.json",
 )
 
 
@@ -61,11 +60,6 @@ def checkpoint_files(paths: list[str]) -> list[str]:
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     weights = weight_files(paths) if CONFIG in paths else []
     return [*(word for word in _WORDS if word in paths), *weights] if weights else []
-
-
-def flat_name(path: str) -> str:
-    """Return a file's name in a flat folder."""
-    return path.replace("/", "-")
 
 
 def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:

@@ -26,7 +26,7 @@ from edgeinfer.models.converting.checkpoint import (
 )
 from edgeinfer.models.converting.families import Family
 from edgeinfer.models.converting.hyperparameters import Values, lookup, needed
-from edgeinfer.models.converting.tensor_transforms import Transform, drop_padding_rows, transpose
+from edgeinfer.models.converting.tensor_transforms import Transform
 from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _EXPERT = re.compile(r"(.*\.layers\.\d+\..*experts)\.(\d+)\.(\w+)\.weight")
 #: Small, and read one value at a time or summed: of full precision in any file.
-_EXACT = ("_norm.weight", "ffn_gate_inp.weight", "token_types.weight", "ffn_gate_inp_shexp.weight")
+_EXACT = ("_norm.weight", "ffn_gate_inp.weight")
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal")
 
 
@@ -60,7 +60,7 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     table = gguf.get_tensor_name_map(arch, needed(config, "block_count", MAX_LAYERS))
     planned = []
-    for name, sources in _grouped(checkpoint, family, config):
+    for name, sources in _grouped(checkpoint, config):
         new = table.get_name(plain_name(name), try_suffixes=(".weight", ".bias"))
         if new is None:
             raise ConversionError(
@@ -77,24 +77,19 @@ def plain_name(name: str) -> str:
         ("model.language_model.", "model."),
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),
-        ("bert.", ""),
-        ("roberta.", ""),
     ):
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)
     return name
 
 
-def _grouped(
-    checkpoint: ModelCheckpoint, family: Family, config: Values
-) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _grouped(checkpoint: ModelCheckpoint, config: Values) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each tensor with its sources; the experts of one layer together, in order."""
     experts: dict[str, dict[int, str]] = {}
     for name in checkpoint.names:
-        dropped = any(name.endswith(word) or word in name for word in family.dropped)
-        if dropped or name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
+        if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
             continue
-        if config.get("tie_word_embeddings") and name.endswith(("lm_head.weight", "embed_out.weight")):
+        if config.get("tie_word_embeddings") and name.endswith("lm_head.weight"):
             continue
         if expert := _EXPERT.fullmatch(name):
             group = f"{expert[1]}.{expert[3]}.weight"
@@ -116,15 +111,9 @@ def _planned(
     first = checkpoint.tensor(sources[0])
     if any(checkpoint.tensor(source).shape != first.shape for source in sources):
         raise ConversionError(f"{first.name} and its fellow experts differ in shape")
-    transform = transform_of(family, name)
-    shape = first.shape
-    if transform is transpose:
-        shape = shape[::-1]
-    if transform is drop_padding_rows:
-        shape = (shape[0] - 2, *shape[1:])
-    whole = (len(sources), *shape) if len(sources) > 1 else shape
-    exact = len(shape) < 2 or name.endswith(_EXACT) or (family.embeds and "position_embd" in name)
-    return Planned(name, whole, sources, transform, exact)
+    shape = (len(sources), *first.shape) if len(sources) > 1 else first.shape
+    exact = len(first.shape) < 2 or name.endswith(_EXACT)
+    return Planned(name, shape, sources, transform_of(family, name), exact)
 
 
 def transform_of(family: Family, name: str) -> Transform | None:
@@ -150,7 +139,6 @@ _BLOCK_BYTES = 64 << 20
 #: Far above any vocabulary known: each token takes memory.
 _MOST_TOKENS = 1 << 22
 _STORED_AS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
-_POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 
 
 def own_type(checkpoint: ModelCheckpoint) -> str:
@@ -186,9 +174,7 @@ class _Conversion:
         self.type_name = type_name
         self.heads = hyperparameters.count_heads(checkpoint.config)
         self.planned = _plan(checkpoint, family, checkpoint.config)
-        self.made = (
-            hyperparameters.rope_tensors(checkpoint.config, self.heads.head_dim) if family.rope else {}
-        )
+        self.made = hyperparameters.rope_tensors(checkpoint.config, self.heads.head_dim)
 
     def write(self, target: Path, job: Job) -> None:
         writer = self.gguf.GGUFWriter(target, self.family.arch)
@@ -229,8 +215,6 @@ class _Conversion:
         writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
         for key, value in hyperparameters.metadata(self.family, config).items():
             _add(writer, f"{self.family.arch}.{key}", value)
-        if self.family.embeds:
-            writer.add_uint32(f"{self.family.arch}.pooling_type", self._pooling())
         for key, value in tokenizer.metadata(self.checkpoint.folder, self._n_vocab()).items():
             _add(writer, f"tokenizer.{key}", value)
 
@@ -243,12 +227,6 @@ class _Conversion:
                 hint="the model was resized (`resize_token_embeddings`) without its config.json",
             )
         return wanted
-
-    def _pooling(self) -> int:
-        """Return the pooling type of sentence-transformers' own file; mean without one."""
-        pooling = read_json(self.checkpoint.folder / "1_Pooling" / "config.json")
-        pooling = pooling or read_json(self.checkpoint.folder / "1_Pooling-config.json")
-        return next((number for word, number in _POOLINGS.items() if pooling.get(word)), 1)
 
     def _data(self, writer: gguf.GGUFWriter, job: Job) -> None:
         assert writer.fout is not None

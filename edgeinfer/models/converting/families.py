@@ -14,22 +14,11 @@ import msgspec
 
 from edgeinfer.errors import ConversionError
 from edgeinfer.models.converting.hyperparameters import Values, rope_parameters
-from edgeinfer.models.converting.tensor_transforms import (
-    Transform,
-    drop_padding_rows,
-    pair_keys,
-    pair_queries,
-    plus_one,
-    transpose,
-)
+from edgeinfer.models.converting.tensor_transforms import Transform, pair_keys, pair_queries, plus_one
 
 _NORM_PAIRS: dict[str, Transform] = {"attn_q": pair_queries, "attn_k": pair_keys}
 _PLUS_ONE: dict[str, Transform] = {"norm.weight": plus_one}
-_CONV1D: dict[str, Transform] = dict.fromkeys(
-    ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"), transpose
-)
 _SILU = ("silu", "swish")
-_GELU = ("gelu",)
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 
 
@@ -37,29 +26,17 @@ class Family(msgspec.Struct, frozen=True):
     """One row. `checkpoints` are values of `architectures`, `arch` is llama.cpp's.
 
     `transforms` go by the GGUF name's end; `needs` are values without which it is refused. `extra`
-    computes keys under the architecture's name; `dropped` are tensors that nothing reads.
+    computes keys under the architecture's name.
     """
 
     title: str
     arch: str
     checkpoints: tuple[str, ...]
     activations: tuple[str, ...]
-    rope: bool = True
     transforms: dict[str, Transform] = {}
     extra: Callable[[Values], Values] | None = None
     needs: dict[str, tuple[Any, ...]] = {}
     defaults: Values = {}
-    dropped: tuple[str, ...] = ()
-    embeds: bool = False
-
-
-def _granite(config: Values) -> Values:
-    return {
-        "embedding_scale": float(config.get("embedding_multiplier", 1.0)),
-        "residual_scale": float(config.get("residual_multiplier", 1.0)),
-        "attention.scale": float(config.get("attention_multiplier", 1.0)),
-        "logit_scale": float(config.get("logits_scaling", 1.0)),
-    }
 
 
 def _gemma2(config: Values) -> Values:
@@ -74,25 +51,9 @@ def _gemma3(config: Values) -> Values:
     return _gemma2(config) | {"rope.freq_base_swa": base}
 
 
-def _experts(config: Values) -> Values:
-    shared = config.get("shared_expert_intermediate_size")
-    return {"expert_shared_feed_forward_length": int(shared)} if shared else {}
-
-
-def _encoder(_config: Values) -> Values:
-    return {"attention.causal": False}
-
-
-def _roberta(config: Values) -> Values:
-    """Positions are counted from 2, so two of them are never used."""
-    return {"attention.causal": False, "context_length": int(config["max_position_embeddings"]) - 2}
-
-
 _LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "LLaMAForCausalLM")
 _GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
-_ALL_SPARSE = _NO_WINDOW | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
-_POOLER = ("pooler.dense.weight", "pooler.dense.bias", "position_ids")
 
 FAMILIES = (
     Family(
@@ -110,25 +71,15 @@ FAMILIES = (
         transforms=_NORM_PAIRS,
         needs=_NO_WINDOW | {"no_rope_layer_interval": (4,)},
     ),
-    Family(
-        "Granite 3", "granite", ("GraniteForCausalLM",), _SILU, transforms=_NORM_PAIRS, extra=_granite
-    ),
     Family("Qwen2 and 2.5", "qwen2", ("Qwen2ForCausalLM",), _SILU, needs=_NO_WINDOW),
-    Family(
-        "Qwen2 MoE",
-        "qwen2moe",
-        ("Qwen2MoeForCausalLM",),
-        _SILU,
-        extra=_experts,
-        needs=_ALL_SPARSE | {"norm_topk_prob": (False,)},
-    ),
     Family("Qwen3", "qwen3", ("Qwen3ForCausalLM",), _SILU, needs=_NO_WINDOW),
     Family(
         "Qwen3 MoE",
         "qwen3moe",
         ("Qwen3MoeForCausalLM",),
         _SILU,
-        needs=_ALL_SPARSE | {"norm_topk_prob": (True,)},
+        needs=_NO_WINDOW
+        | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
     ),
     Family("OLMo 2", "olmo2", ("Olmo2ForCausalLM",), _SILU),
     Family("Gemma", "gemma", ("GemmaForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE),
@@ -155,38 +106,6 @@ FAMILIES = (
         },
     ),
     Family("Phi-3, 3.5 and Phi-4", "phi3", ("Phi3ForCausalLM",), _SILU),
-    Family(
-        "GPT-2",
-        "gpt2",
-        ("GPT2LMHeadModel",),
-        _GELU_TANH,
-        rope=False,
-        transforms=_CONV1D,
-        needs={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
-        dropped=(".attn.bias", ".attn.masked_bias"),
-    ),
-    Family("StarCoder2", "starcoder2", ("Starcoder2ForCausalLM",), _GELU_TANH),
-    Family(
-        "BERT embedders (BGE, E5, GTE, MiniLM)",
-        "bert",
-        ("BertModel", "BertForMaskedLM"),
-        _GELU,
-        rope=False,
-        extra=_encoder,
-        dropped=(*_POOLER, "cls.predictions"),
-        embeds=True,
-    ),
-    Family(
-        "XLM-RoBERTa embedders (multilingual E5, BGE-M3)",
-        "bert",
-        ("XLMRobertaModel", "XLMRobertaForMaskedLM"),
-        _GELU,
-        rope=False,
-        transforms={"position_embd.weight": drop_padding_rows},
-        extra=_roberta,
-        dropped=(*_POOLER, "lm_head."),
-        embeds=True,
-    ),
 )
 
 

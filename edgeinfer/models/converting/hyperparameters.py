@@ -37,13 +37,12 @@ def _key(name: str, kind: type, spellings: str) -> MetadataKey:
 #: A key that config.json lacks, or has as null, is left out.
 KEYS = (
     _key("vocab_size", int, "vocab_size"),
-    _key("context_length", int, "max_position_embeddings n_positions n_ctx"),
-    _key("embedding_length", int, "hidden_size n_embd"),
-    _key("block_count", int, "num_hidden_layers n_layer"),
-    _key("feed_forward_length", int, "intermediate_size n_inner"),
-    _key("attention.head_count", int, "num_attention_heads n_head"),
+    _key("context_length", int, "max_position_embeddings"),
+    _key("embedding_length", int, "hidden_size"),
+    _key("block_count", int, "num_hidden_layers"),
+    _key("feed_forward_length", int, "intermediate_size"),
+    _key("attention.head_count", int, "num_attention_heads"),
     _key("attention.layer_norm_rms_epsilon", float, "rms_norm_eps"),
-    _key("attention.layer_norm_epsilon", float, "layer_norm_eps layer_norm_epsilon norm_epsilon"),
     _key("expert_count", int, "num_local_experts num_experts"),
     _key("expert_used_count", int, "num_experts_per_tok"),
     _key("expert_feed_forward_length", int, "moe_intermediate_size"),
@@ -94,8 +93,7 @@ def metadata(family: Family, config: Values) -> dict[str, Any]:
     keys.setdefault("feed_forward_length", 4 * keys["embedding_length"])
     keys["attention.head_count_kv"] = heads.n_head_kv
     keys["attention.key_length"] = keys["attention.value_length"] = heads.head_dim
-    if family.rope:
-        keys |= _rope_metadata(config, heads.head_dim)
+    keys |= _rope_metadata(config, heads.head_dim)
     if family.extra:
         keys |= family.extra(config)
     return keys

@@ -27,7 +27,7 @@ from edgeinfer.models.converting.checkpoint import (
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from edgeinfer.models.converting.convert import plain_name, transform_of
 from edgeinfer.models.converting.families import FAMILIES, Family
-from edgeinfer.models.converting.tensor_transforms import Heads, plus_one, transpose
+from edgeinfer.models.converting.tensor_transforms import Heads, plus_one
 from edgeinfer.models.gguf import GgufHeader
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
@@ -71,7 +71,7 @@ def _convert_checked(folder: Path, base: GgufHeader, base_name: str, target: Pat
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise ConversionError(f"the adapter's {name} holds numbers that are none (NaN, infinity)")
         transform = transform_of(family, name)
-        if transform is not None and transform not in (transpose, plus_one):
+        if transform is not None and transform is not plus_one:
             b = transform(b, _heads(base))
         writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
         writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))

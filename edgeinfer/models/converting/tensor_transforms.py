@@ -42,16 +42,6 @@ def pair_keys(values: Array, heads: Heads) -> Array:
     return _interleaved(values, heads.n_head_kv)
 
 
-def transpose(values: Array, _heads: Heads) -> Array:
-    """Transpose [in, out] to [out, in], as GPT-2 stores its matrices."""
-    return np.ascontiguousarray(values.T)
-
-
 def plus_one(values: Array, _heads: Heads) -> Array:
     """Add one to norms that are stored as the difference from one, float32."""
     return values + np.float32(1)
-
-
-def drop_padding_rows(values: Array, _heads: Heads) -> Array:
-    """Drop the first two rows: RoBERTa counts positions from 2."""
-    return np.ascontiguousarray(values[2:])

@@ -1,20 +1,19 @@
 """Map a tokenizer.json to the keys of a GGUF.
 
-Four kinds: byte-level BPE, BPE over text with byte fallback (SentencePiece's: Llama 2, Gemma),
-WordPiece (BERT) and Unigram (XLM-RoBERTa). llama.cpp has a fixed set of ways to split text before BPE,
-each under the name of the model that brought it (`llama-vocab.cpp`); the name is chosen by the steps
-that tokenizer.json lists, never by the model's name.
+Two kinds: byte-level BPE, and BPE over text with byte fallback (SentencePiece's: Llama 2, Gemma).
+llama.cpp has a fixed set of ways to split text before BPE, each under the name of the model that
+brought it (`llama-vocab.cpp`); the name is chosen by the steps that tokenizer.json lists, never by the
+model's name.
 """
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import ConversionError
 from edgeinfer.models.converting.checkpoint import read_json
-from edgeinfer.runtime.normalizing import BARE_LOWER_CASE, NFC, NORMALIZER_KEY
+from edgeinfer.runtime.normalizing import NFC, NORMALIZER_KEY
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,8 +34,6 @@ QWEN35 = (
 TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_SLASH_TAIL}"
 O200K = rf"{_CASED % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_SLASH_TAIL}"
 _DIGIT = "digit"
-_DIGITS = "digits"
-_PUNCTUATION = "punctuation"
 
 #: The steps in order → (name, name where whole words in the vocabulary are taken as they are). The one
 #: called gpt-4o leaves combining marks out of words, so O200K goes by another that has its pattern.
@@ -48,7 +45,6 @@ _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
     (TEKKEN,): ("", "tekken"),
     (O200K,): ("granite-embed-multi-97m", "granite-embed-multi-97m"),
     (_DIGIT, GPT2): ("smollm", ""),
-    (_PUNCTUATION, GPT2, _DIGITS, "[0-9][0-9][0-9]"): ("falcon", ""),
 }
 
 
@@ -77,10 +73,8 @@ def _steps(step: dict[str, Any] | None) -> list[str]:
             return []
         case {"type": "ByteLevel", "add_prefix_space": False}:
             return [GPT2]
-        case {"type": "Digits", "individual_digits": individual}:
-            return [_DIGIT if individual else _DIGITS]
-        case {"type": "Punctuation", "behavior": "Contiguous"}:
-            return [_PUNCTUATION]
+        case {"type": "Digits", "individual_digits": True}:
+            return [_DIGIT]
         case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"}:
             return [pattern]
         case {
@@ -103,7 +97,6 @@ USER_DEFINED = 4
 UNUSED = 5
 BYTE = 6
 
-_SPACE = "\u2581"
 _FORM = NORMALIZER_KEY.removeprefix("tokenizer.")
 #: tokenizer_config.json's key → llama.cpp's.
 _SPECIAL = {
@@ -146,12 +139,9 @@ def metadata(folder: Path, n_vocab: int) -> Values:
         )
     vocabulary = Vocabulary(n_vocab)
     keys = _model(tokenizer, vocabulary)
-    types = read_json(folder / "config.json").get("type_vocab_size")
-    if types:
-        keys["ggml.token_type_count"] = int(types)
     _added(tokenizer, vocabulary)
     keys |= {"ggml.tokens": vocabulary.tokens, "ggml.token_type": vocabulary.types}
-    if keys["ggml.model"] in ("llama", "t5"):
+    if keys["ggml.model"] == "llama":
         keys["ggml.scores"] = vocabulary.scores
     return keys | _specials(folder, tokenizer) | _template(folder)
 
@@ -159,17 +149,9 @@ def metadata(folder: Path, n_vocab: int) -> Values:
 def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     kind = model.get("type") or ("BPE" if "merges" in model else "")
-    if kind == "BPE" and _is_byte_level(tokenizer):
-        return _byte_level(tokenizer, vocabulary)
-    if kind == "BPE":
-        return _sentence_piece(tokenizer, vocabulary)
-    if kind == "WordPiece":
-        return _word_piece(tokenizer, vocabulary)
-    if kind == "Unigram":
-        return _unigram(tokenizer, vocabulary)
-    raise ConversionError(
-        f"tokenizer.json is of the kind {kind!r}; BPE, WordPiece and Unigram are known"
-    )
+    if kind != "BPE":
+        raise ConversionError(f"tokenizer.json is of the kind {kind!r}; BPE alone is known")
+    return (_byte_level if _is_byte_level(tokenizer) else _sentence_piece)(tokenizer, vocabulary)
 
 
 def _is_byte_level(tokenizer: Values) -> bool:
@@ -231,49 +213,6 @@ def _prefixes(tokenizer: Values) -> bool:
     return '"Metaspace"' in steps and '"prepend_scheme": "never"' not in steps
 
 
-def _word_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
-    """llama.cpp marks the beginning of a word, WordPiece its continuation."""
-    model = tokenizer["model"]
-    more = model.get("continuing_subword_prefix", "##")
-    for token, index in model["vocab"].items():
-        if token.startswith(more):
-            vocabulary.put(index, token.removeprefix(more), NORMAL)
-        else:
-            whole = token.startswith("[") and token.endswith("]")
-            vocabulary.put(index, token if whole else _SPACE + token, NORMAL)
-    keys: Values = {"ggml.model": "bert", "ggml.pre": "default"}
-    normalizer = tokenizer.get("normalizer") or {}
-    if normalizer.get("type") == "BertNormalizer":
-        lowercase = bool(normalizer.get("lowercase", True))
-        accents = normalizer.get("strip_accents")
-        keys["ggml.normalizer.lowercase"] = False
-        keys["ggml.normalizer.strip_accents"] = False
-        if lowercase and accents in (None, True):
-            keys[_FORM] = BARE_LOWER_CASE
-        elif lowercase or accents:
-            raise ConversionError(
-                "tokenizer.json strips accents or letter case, not both: not known here"
-            )
-    return keys
-
-
-def _unigram(tokenizer: Values, vocabulary: Vocabulary) -> Values:
-    model = tokenizer["model"]
-    for index, (token, score) in enumerate(model["vocab"]):
-        vocabulary.put(index, token, UNKNOWN if index == model.get("unk_id") else NORMAL, float(score))
-    keys: Values = {
-        "ggml.model": "t5",
-        "ggml.pre": "default",
-        "ggml.add_space_prefix": True,
-        "ggml.remove_extra_whitespaces": True,
-    }
-    steps = tokenizer.get("normalizer") or {}
-    for step in (steps, *steps.get("normalizers", ())):
-        if step.get("type") == "Precompiled" and step.get("precompiled_charsmap"):
-            keys["ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
-    return keys
-
-
 def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:
     """Put the tokens that are matched before text is split: special ones, and whole words."""
     for token in tokenizer.get("added_tokens") or ():
@@ -284,9 +223,8 @@ def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:
 
 
 def _ids(tokenizer: Values) -> dict[str, int]:
-    vocab = tokenizer["model"]["vocab"]
-    plain = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
-    return plain | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    return vocab | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
 
 
 def _specials(folder: Path, tokenizer: Values) -> Values:
@@ -294,11 +232,8 @@ def _specials(folder: Path, tokenizer: Values) -> Values:
     config = read_json(folder / "config.json")
     special = read_json(folder / "special_tokens_map.json")
     special |= read_json(folder / "tokenizer_config.json")
-    model = tokenizer["model"]
+    special = {"unk_token": tokenizer["model"].get("unk_token")} | special
     keys: Values = {}
-    if isinstance(model.get("unk_id"), int):
-        keys["ggml.unknown_token_id"] = model["unk_id"]
-    special = {"unk_token": model.get("unk_token")} | special
     for word, key in _SPECIAL.items():
         token = special.get(word)
         text = token.get("content") if isinstance(token, dict) else token
@@ -320,8 +255,6 @@ def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
     if step["type"] == "Sequence":
         frames = [_frame(one) for one in step["processors"]]
         return next((one for one in frames if one != (None, None)), (None, None))
-    if step["type"] in ("BertProcessing", "RobertaProcessing"):
-        return True, True
     if step["type"] == "TemplateProcessing":
         pieces = step["single"]
         return "SpecialToken" in pieces[0], "SpecialToken" in pieces[-1]

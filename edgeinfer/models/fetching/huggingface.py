@@ -20,7 +20,7 @@ from edgeinfer.errors import (
     SourceNotFoundError,
 )
 from edgeinfer.models import names
-from edgeinfer.models.converting.checkpoint_files import checkpoint_files, flat_name
+from edgeinfer.models.converting.checkpoint_files import checkpoint_files
 from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.sources import HubFile, HubQuant
 
@@ -101,14 +101,13 @@ def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Rem
         head = get_hf_file_metadata(
             url, token=api.token, timeout=_TIMEOUT_S, endpoint=api.endpoint, retry_on_errors=True
         )
-    is_gguf = file.rfilename.lower().endswith(".gguf")
     listed = file.lfs.sha256 if file.lfs else ""
     announced = head.etag if head.etag and _SHA256.fullmatch(head.etag) else ""
     if listed and announced and listed != announced:
         raise ChecksumError(f"{source}: the hub lists SHA-256 {listed} and serves {announced}")
     return Remote(
         url=url,
-        file_name=names.file_name(file.rfilename if is_gguf else flat_name(file.rfilename)),
+        file_name=names.file_name(file.rfilename),
         origin=f"hf:{source.repo}/{file.rfilename}",
         size_bytes=head.size or file.size or 0,
         sha256=announced or listed,

@@ -15,7 +15,7 @@ from typing import Any
 
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError, UsageError
 from edgeinfer.models import names
-from edgeinfer.models.converting.checkpoint_files import checkpoint_files, flat_name
+from edgeinfer.models.converting.checkpoint_files import checkpoint_files
 from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.sources import StoredObject
 
@@ -52,7 +52,7 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
             f"{source} has no config.json with safetensors beside it",
             hint="name a GGUF by its whole key",
         )
-    return [(source.key + path, names.file_name(flat_name(path))) for path in files]
+    return [(source.key + path, names.file_name(path)) for path in files]
 
 
 def _client(source: StoredObject, region: str) -> Any:
