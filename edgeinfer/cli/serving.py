@@ -105,9 +105,7 @@ async def _serve(
         keep_alive_s=pick(options.keep_alive, host.config.serve.keep_alive_s),
         aliases=host.config.serve.aliases,
     )
-    payloads = (
-        PayloadLog(Path(options.payload_log), redact=options.redact) if options.payload_log else None
-    )
+    payloads = PayloadLog(Path(options.payload_log)) if options.payload_log else None
     log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
     config = host.config.serve
     most = limits(options, config.max_queue)
@@ -366,7 +364,7 @@ def pick(typed: T | None, default: T) -> T:
 
 
 class ModelAdmin:
-    """Pulls, names, copies and removes models for `serve --ollama`. Thread-safe.
+    """Pulls and removes models for `serve --ollama`. Thread-safe.
 
     The modules that change models are imported on first use: 60 ms that few endpoints need.
     """
@@ -378,16 +376,6 @@ class ModelAdmin:
         from edgeinfer.models import pull
 
         pull.pull(text, report, cancel)
-
-    def create(self, name: str, path: str, report: OnProgress, cancel: threading.Event) -> None:
-        from edgeinfer.models import pull
-
-        pull.pull(path, report, cancel, pull.PullOptions(name=name, in_place=True))
-
-    def copy(self, source: str, name: str) -> None:
-        from edgeinfer.models import remove
-
-        remove.copy(source, name)
 
     def remove(self, name: str) -> None:
         from edgeinfer.cli.verbs import rm

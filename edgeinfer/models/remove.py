@@ -1,4 +1,4 @@
-"""Copy and remove models; a record is removed first, so that no process sees a model without files."""
+"""Remove models; a record is removed first, so that no process sees a model without files."""
 
 from __future__ import annotations
 
@@ -64,19 +64,3 @@ def remove(text: str, *, forget: bool = False) -> RemovedModel:
 
 def _bytes_under(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def copy(text: str, name: str) -> store.PulledModel:
-    """Store the model `text` under `name` too; either can be removed without the other.
-
-    Raises UsageError if `name` is taken or no name, or for an external store's model,
-    UnknownModelError, ModelNotPulledError, ModelBusyError.
-    """
-    ref = resolve(text)
-    if ref.external is not None:
-        raise UsageError(
-            f"{ref.name} belongs to {ref.external.store}: it is used where it is, under its name"
-        )
-    if ref.pulled is None:
-        raise ref.absence()
-    return store.copy(ref.pulled, name)

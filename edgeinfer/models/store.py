@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError, UsageError
+from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError
 from edgeinfer.models import gguf, names
 from edgeinfer.models.names import Reference
 from edgeinfer.models.pull_plan import Fetched
@@ -237,37 +237,6 @@ def remove_stale_files(folder: Path, record: PulledModel) -> None:
     for child in folder.iterdir():
         if child.is_file() and child.name not in ours:
             child.unlink()
-
-
-def copy(source: PulledModel, name: str) -> PulledModel:
-    """Link the files of `source` under `name` too; either can be removed without the other.
-
-    Raises UsageError if `name` is taken or no name, ModelBusyError, CatalogError.
-    """
-    ref = names.parse_reference(name)
-    with model_lock(ref):
-        folder = names.folder(ref)
-        if read_record(folder) is not None:
-            raise UsageError(f"a model is called {ref} already", hint=f"`edgeinfer rm {ref}`")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        record = msgspec.structs.replace(
-            source, name=str(ref), files=tuple(_linked(source, file, folder) for file in source.files)
-        )
-        sync(folder)
-        write_record(record)
-    return record
-
-
-def _linked(source: PulledModel, file: PulledFile, folder: Path) -> PulledFile:
-    if os.path.isabs(file.path):
-        return file
-    place = folder / file.path
-    try:
-        place.unlink(missing_ok=True)
-        os.link(source.folder / file.path, place)
-    except OSError as error:
-        raise CatalogError(f"{place}: {error.strerror or error}") from error
-    return file
 
 
 _PINS_SUFFIX = ".lock.json"

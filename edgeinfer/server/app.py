@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,7 +28,7 @@ from edgeinfer.server.native.routes import NATIVE
 from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
-from edgeinfer.server.payload_log import Content, PayloadLog
+from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.problems import Problem, from_error, internal
 from edgeinfer.server.request_body import read_body
 from edgeinfer.server.responses.routes import RESPONSES
@@ -125,9 +124,9 @@ class PayloadMiddleware:
             await self._app(scope, receive, send)
         finally:
             if context.body is not None:
-                self._write(context)
+                self._write(context, context.body)
 
-    def _write(self, context: RequestContext) -> None:
+    def _write(self, context: RequestContext, body: bytes) -> None:
         facts = {
             "request_id": context.id,
             "route": context.route,
@@ -136,21 +135,9 @@ class PayloadMiddleware:
             "outcome": context.outcome,
         }
         try:
-            self._payloads.write(facts, context.body, _typed_answer(context))
+            self._payloads.write(facts, body, context.answer)
         except OSError as error:
             self._log.error("payload-log", error)
-
-
-def _typed_answer(context: RequestContext) -> Content:
-    kind = context.operation.reply if context.operation else None
-    if context.status >= 400:
-        kind = context.dialect.error_type
-    if kind is None or not isinstance(context.answer, bytes):
-        return context.answer
-    try:
-        return msgspec.json.decode(context.answer, type=kind)
-    except msgspec.DecodeError:
-        return context.answer
 
 
 class ErrorMiddleware(_EndpointMiddleware):
@@ -269,6 +256,7 @@ async def _route(scope: Scope, receive: Receive, send: Send) -> None:
     if context.operation is None:
         raise _nothing_here(scope["path"])
     answer = await context.operation.handler(Request(scope, receive, send))
+    context.answer = getattr(answer, "body", None)  # a generation has none yet, and records its own
     await answer(scope, receive, send)
 
 

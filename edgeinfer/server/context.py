@@ -20,7 +20,6 @@ from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
-from edgeinfer.server.payload_log import Content
 from edgeinfer.server.request_fields import keep_alive_s
 from edgeinfer.server.wire_types import Slot
 
@@ -59,10 +58,9 @@ class RequestContext:
         self.completion_tokens = 0
         self.ttft_s: float | None = None
         self.outcome = ""
-        #: For the payload log: the wire value or, where it fits none, the bytes that came.
-        self.body: Content = None
-        #: The JSON of the answer, or its wire value.
-        self.answer: Content = None
+        #: For the payload log: the request as it came, and the answer; a stream's as if it were whole.
+        self.body: bytes | None = None
+        self.answer: bytes | None = None
         #: The answer in the journal, if it may be read again.
         self.journaled: JournaledAnswer | None = None
         #: Headers that go onto the answer, whoever makes it.
@@ -197,7 +195,6 @@ async def with_engine(
     try:
         context.version = version_of(lease.engine.info.sha256)
         reply: R = await context.endpoint.in_thread(work, lease.engine)
-        context.answer = reply
         return reply
     except EngineClosedError:
         lease.failed()

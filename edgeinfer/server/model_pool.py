@@ -469,12 +469,6 @@ class ModelAdministrator(Protocol):
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
         """Pull a model by name or source."""
 
-    def create(self, name: str, path: str, report: OnProgress, cancel: threading.Event) -> None:
-        """Name a GGUF file of this machine, which stays where it is."""
-
-    def copy(self, source: str, name: str) -> None:
-        """Give a model another name beside its own."""
-
     def remove(self, name: str) -> None:
         """Remove a model with its snapshots and cached prefixes."""
 

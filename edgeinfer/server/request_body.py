@@ -82,7 +82,6 @@ async def decode(request: Request, kind: type[T]) -> T:
         value = await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
     elif value is None:
         value = _decode_leniently(context, raw, kind)
-    context.body = value
     return value
 
 
@@ -146,17 +145,16 @@ def _json_only() -> Iterator[None]:
 def decode_query(request: Request, kind: type[T]) -> T:
     """Decode the query string as `kind`; numbers are parsed from text. Raises Problem 400."""
     context = context_of(request)
-    context.body = request.url.query.encode()
     pairs = request.query_params.multi_items()
     fields: dict[str, str] = {}
     for name, text in pairs:
         if name in fields:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
         fields[name] = text
+    context.body = msgspec.json.encode(fields)
     decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown, strict=False)
     value = decoder.read(fields, kind)
     context.ignore(decoder.ignored)
-    context.body = value
     return value
 
 

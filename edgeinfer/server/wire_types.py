@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.config.sampling_options import BY_FIELD
-from edgeinfer.server.payload_log import WORDS
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
@@ -63,7 +62,7 @@ TokenCount = Annotated[
 TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="As max_tokens elsewhere; -1 sets no limit.")
 ]
-TokenId = Annotated[int, Meta(ge=0, lt=_INT32, extra=WORDS)]
+TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
 #: Bounded by the body limit alone.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]

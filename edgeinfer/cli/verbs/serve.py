@@ -104,9 +104,6 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--payload-log", metavar="FILE", help="write requests and answers to FILE (rotated, 0600)"
     )
-    where.add_argument(
-        "--redact", action="store_true", help="with --payload-log: lengths instead of texts"
-    )
 
 
 def _replicas(text: str) -> str:

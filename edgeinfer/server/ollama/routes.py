@@ -91,9 +91,9 @@ async def _load_or_unload(
         (await models.acquire(context.model, stay_s)).release()
     clock = Clock(context.started)
     reason = "unload" if stay_s == 0 else "load"
-    reply = shape(body.model, clock).piece(done=True, done_reason=reason, load_duration=clock.load_ns)
-    context.answer = reply
-    return json_reply(reply)
+    return json_reply(
+        shape(body.model, clock).piece(done=True, done_reason=reason, load_duration=clock.load_ns)
+    )
 
 
 @ROUTES.post("/api/embed", body=wire.OllamaEmbedRequest, reply=wire.OllamaEmbedReply)
@@ -163,9 +163,9 @@ async def show(request: Request) -> Response:
     body = await decode(request, wire.OllamaShowRequest)
     models = context.endpoint.models
     model = await model_view.find(context, model_view.named(body.model, body.name))
-    reply = await context.endpoint.in_thread(model_view.describe, model, models.info(model.name))
-    context.answer = reply
-    return json_reply(reply)
+    return json_reply(
+        await context.endpoint.in_thread(model_view.describe, model, models.info(model.name))
+    )
 
 
 @ROUTES.get("/api/ps", reply=wire.OllamaProcesses)

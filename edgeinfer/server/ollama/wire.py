@@ -31,7 +31,6 @@ from edgeinfer.server.wire_types import (
 )
 
 _WHOLE = 1 << 53
-_IN_CATALOGUE = "models.toml says how to talk to a model"
 Whole = Annotated[float, Meta(ge=-_WHOLE, le=_WHOLE)]
 Format = Literal["", "json"] | JsonObject
 Think = bool | Effort
@@ -196,34 +195,6 @@ class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
 
     model: OptionalName = ""
     name: OptionalName = ""
-
-
-class OllamaCopyRequest(Wire, frozen=True, kw_only=True):
-    """POST /api/copy."""
-
-    source: ModelName
-    destination: ModelName
-
-
-class OllamaCreateRequest(Wire, frozen=True, kw_only=True):
-    """POST /api/create: `from` is the whole path of a GGUF file, or a model that is here."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "files": "files are not uploaded; `from` takes the path of one on this machine",
-        "adapters": "`edgeinfer serve --lora` loads them",
-        "template": _IN_CATALOGUE,
-        "system": _IN_CATALOGUE,
-        "parameters": _IN_CATALOGUE,
-        "license": _IN_CATALOGUE,
-        "messages": _IN_CATALOGUE,
-        "quantize": "`edgeinfer quantize` does it",
-        "modelfile": "`from` says what it is made from",
-    }
-
-    model: OptionalName = ""
-    name: OptionalName = ""
-    from_: Annotated[str, Meta(max_length=4096)] | None = msgspec.field(name="from", default=None)
-    stream: bool | None = None
 
 
 class OllamaError(Reply, frozen=True, kw_only=True):

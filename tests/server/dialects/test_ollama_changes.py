@@ -1,4 +1,4 @@
-"""Pulling, naming, copying and removing models as Ollama's clients do, on real files and a fake hub."""
+"""Pulling and removing models as Ollama's clients do, on real files and a fake hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from made_models import FIM, make_llama
 from edgeinfer.cli.serving import ModelAdmin, pulled_models
 from edgeinfer.config.config_file import Config
 from edgeinfer.host import Host
-from edgeinfer.models import store
+from edgeinfer.models import pull, store
 from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
@@ -64,28 +64,22 @@ def _post(here, path, **body):
     return here.client.post(path, json=body)
 
 
-def _create(here, gguf, name="mine"):
-    return _post(here, "/api/create", model=name, **{"from": str(gguf)}, stream=False)
+@pytest.fixture
+def mine(here, gguf):
+    pull.pull(str(gguf), options=pull.PullOptions(name="mine", in_place=True))
 
 
-def test_a_file_is_named_where_it_is_asked_copied_and_removed(here, gguf):
-    assert _create(here, gguf, "mine:latest").json() == {"status": "success"}
+def test_a_pulled_model_is_listed_asked_and_removed(here, gguf, mine):
     assert "mine:latest" in _names(here)
-    record = resolve("mine").pulled
-    assert record.in_place
-    assert _post(here, "/api/copy", source="mine", destination="yours").json() == {"status": "success"}
-    assert _post(here, "/api/create", model="third", **{"from": "mine"}).status_code == 200
-    asked = _post(here, "/api/generate", model="yours", prompt="x", raw=True, stream=False)
+    asked = _post(here, "/api/generate", model="mine", prompt="x", raw=True, stream=False)
     assert asked.json()["done"], asked.json()
-    for name in ("mine", "yours:latest", "third"):
-        removed = here.client.request("DELETE", "/api/delete", json={"model": name})
-        assert removed.json() == {"status": "success"}
+    removed = here.client.request("DELETE", "/api/delete", json={"name": "mine:latest"})
+    assert removed.json() == {"status": "success"}
     assert _names(here) == ["fake:latest"]
     assert gguf.exists()
 
 
-def test_show_of_a_cold_model_reads_its_file(here, gguf):
-    _create(here, gguf)
+def test_show_of_a_cold_model_reads_its_file(here, gguf, mine):
     shown = _post(here, "/api/show", model="mine").json()
     assert shown["capabilities"] == ["completion", "tools", "insert"]
     assert shown["model_info"]["llama.context_length"] == 256
@@ -93,16 +87,6 @@ def test_show_of_a_cold_model_reads_its_file(here, gguf):
     assert "add_generation_prompt" in shown["template"]
     assert shown["details"]["family"] == "llama"
     assert shown["modelfile"].startswith(f"FROM {gguf}")
-
-
-def test_a_copy_outlives_what_it_was_copied_from(here, hub):
-    assert _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0", stream=False).status_code == 200
-    name = "someone.tiny-gguf-q8_0"
-    _post(here, "/api/copy", source=name, destination="kept")
-    here.client.request("DELETE", "/api/delete", json={"name": name})
-    (path,) = resolve("kept").pulled.paths
-    assert path.stat().st_nlink == 1
-    resolve("kept").files()
 
 
 def test_a_pull_says_how_far_it_is(here, hub):
@@ -164,31 +148,7 @@ def test_a_pull_that_fails_later_says_so_in_its_last_line(here, hub, monkeypatch
 def test_a_pull_reads_no_files_and_asks_no_other_servers(here, name):
     answer = _post(here, "/api/pull", model=name)
     assert answer.status_code == 400
-    assert "/api/create" in answer.json()["error"]
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"from": "made.gguf"}, "whole path"),
-        ({"from": "/no/such/file.gguf"}, "there is no file"),
-        ({"from": "nobody"}, "not found"),
-        ({"from": "fake", "system": "x"}, "'system' is not supported"),
-        ({"from": "fake", "quantize": "q4_0"}, "edgeinfer quantize"),
-        ({"files": {"a": "sha256:0"}}, "'files' is not supported"),
-    ],
-)
-def test_what_cannot_be_made_is_refused(here, body, said):
-    answer = _post(here, "/api/create", model="mine", **body)
-    *_, last = answer.text.splitlines()
-    assert said in json.loads(last)["error"]
-
-
-def test_a_name_that_is_taken_stays(here, gguf):
-    _create(here, gguf)
-    answer = _post(here, "/api/copy", source="mine", destination="mine")
-    assert answer.status_code == 400
-    assert "already" in answer.json()["error"]
+    assert "edgeinfer pull" in answer.json()["error"]
 
 
 def test_what_is_not_here_is_not_removed(here):
@@ -196,19 +156,9 @@ def test_what_is_not_here_is_not_removed(here):
     assert answer.status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/api/push", f"/api/blobs/sha256:{'0' * 64}"])
-def test_nothing_is_pushed_or_uploaded(here, path):
-    assert _post(here, path, model="fake").status_code == 400
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body"),
-    [
-        ("POST", "/api/pull", {"model": "fake"}),
-        ("POST", "/api/create", {"model": "mine", "from": "fake"}),
-        ("POST", "/api/copy", {"source": "fake", "destination": "mine"}),
-        ("DELETE", "/api/delete", {"model": "fake"}),
-    ],
+    [("POST", "/api/pull", {"model": "fake"}), ("DELETE", "/api/delete", {"model": "fake"})],
 )
 def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method, path, body):
     answer = serve(FakeEngine()).client.request(method, path, json=body)
@@ -231,13 +181,9 @@ def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(here, gguf, unt
     assert (said["model"], said["done"]) == ("tiny:1b", True)
     assert _post(here, "/v1/completions", model="tiny:1b", prompt="x", max_tokens=1).status_code == 200
     assert [model["name"] for model in here.client.get("/api/ps").json()["models"]][-1] == "tiny:1b"
-    for method, path, body in (
-        ("DELETE", "/api/delete", {"model": "tiny:1b"}),
-        ("POST", "/api/copy", {"source": "tiny:1b", "destination": "mine"}),
-    ):
-        refused = here.client.request(method, path, json=body)
-        assert refused.status_code == 400
-        assert "belongs to Ollama" in refused.json()["error"]
+    refused = here.client.request("DELETE", "/api/delete", json={"model": "tiny:1b"})
+    assert refused.status_code == 400
+    assert "belongs to Ollama" in refused.json()["error"]
     assert kept.file.exists()
 
 

@@ -223,8 +223,6 @@ def test_admin_routes_are_those_that_change_what_others_get():
         "/lora-adapters",
         "/metrics",
         "/api/pull",
-        "/api/create",
-        "/api/copy",
         "/api/delete",
     }
 
