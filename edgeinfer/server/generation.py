@@ -29,7 +29,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import Connection, ShortCut, disconnected
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
-from edgeinfer.server.metrics import TokenClock, version_of
+from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem, from_error, internal, shutting_down
 
@@ -224,12 +224,12 @@ class _GenerationResponse:
         self.task: GenerationTask | None = None
         self.client_left = False
         self._last_token = 0.0
-        self._clock: TokenClock | None = None
 
     def _attach(self, task: GenerationTask) -> None:
         self.task = task
         self.endpoint.running.update(task.generations)
-        self._clock = self.endpoint.metrics.clock(self.context.model, self.context.version)
+        model = (self.context.model, self.context.version)
+        self._between_tokens = self.endpoint.metrics.between_tokens.labels(*model)
         if self.client_left:
             self._cancel()
 
@@ -239,8 +239,7 @@ class _GenerationResponse:
         elif not isinstance(event, Progress):
             now = time.perf_counter()
             if self._last_token:
-                assert self._clock is not None
-                self._clock.observe(now - self._last_token)
+                self._between_tokens.observe(now - self._last_token)
             else:
                 self.context.first_token()
             self._last_token = now

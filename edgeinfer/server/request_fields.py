@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
-from edgeinfer.server.wire_types import LoraChoice
+from edgeinfer.server.wire_types import GenerationFields, LoraChoice
 from edgeinfer.units import parse_duration
 
 
@@ -103,29 +103,16 @@ def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-class Caching(Protocol):
-    """A body with the fields that say what is shared with other requests, and whose it is."""
-
-    @property
-    def cache_prompt(self) -> bool: ...
-
-    @property
-    def cache_salt(self) -> str | None: ...
-
-    @property
-    def prompt_cache_key(self) -> str | None: ...
-
-
-def caching(body: Caching) -> dict[str, Any]:
-    """Return the GenerateRequest fields of the prefix cache.
+def common_fields(body: GenerationFields) -> dict[str, Any]:
+    """Return what a GenerateRequest has of the fields that every API takes.
 
     `store: "none"`, where a dialect has it, keeps nothing, as `cache_prompt: false` does.
     """
-    keeps = body.cache_prompt and getattr(body, "store", None) != "none"
     return {
-        "cache_prompt": keeps,
+        "cache_prompt": body.cache_prompt and getattr(body, "store", None) != "none",
         "cache_salt": body.cache_salt or "",
         "conversation": body.prompt_cache_key or "",
+        "deadline_s": body.deadline_s,
     }
 
 

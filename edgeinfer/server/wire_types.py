@@ -113,7 +113,23 @@ Deadline = Annotated[
 ]
 
 
-class SamplingFields(Wire, frozen=True, kw_only=True):
+class ModelFields(Wire, frozen=True, kw_only=True):
+    """Which model is meant, the default one unless it is said, and how long it stays."""
+
+    model: ModelName | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class GenerationFields(ModelFields, frozen=True, kw_only=True):
+    """What every route takes that generates, whatever its API."""
+
+    cache_prompt: CachePrompt = True
+    cache_salt: CacheSalt | None = None
+    prompt_cache_key: PromptCacheKey | None = None
+    deadline_s: Deadline | None = None
+
+
+class SamplingFields(GenerationFields, frozen=True, kw_only=True):
     """llama.cpp's sampling options, accepted on every generating route under llama.cpp's names."""
 
     top_k: TopK | None = None
@@ -130,13 +146,8 @@ class SamplingFields(Wire, frozen=True, kw_only=True):
     mirostat_tau: Annotated[float, _range("mirostat_tau")] | None = None
     mirostat_eta: Annotated[float, _range("mirostat_eta")] | None = None
     ignore_eos: bool = False
-    cache_prompt: CachePrompt = True
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: PromptCacheKey | None = None
     overflow: Literal["refuse", "shift"] = "refuse"
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"
-    deadline_s: Deadline | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class Slot(Reply, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.request_fields import (
-    caching,
+    common_fields,
     loras,
     named_tool,
     overridden,
@@ -49,9 +49,8 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
         max_tokens=body.max_tokens,
         stop=stop_strings(body.stop_sequences),
         constraint=None if form is None else JsonSchema(form.schema),
-        deadline_s=body.deadline_s,
         lora=loras(body.lora),
-        **caching(body),
+        **common_fields(body),
     )
 
 

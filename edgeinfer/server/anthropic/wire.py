@@ -13,15 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.wire_types import (
-    CachePrompt,
-    CacheSalt,
-    Deadline,
+    GenerationFields,
     JsonObject,
-    KeepAlive,
     LoraChoices,
-    ModelName,
     Probability,
-    PromptCacheKey,
     ReasoningBudget,
     Reply,
     ShortText,
@@ -241,8 +236,8 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+class CountRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens, which takes what is going to be asked."""
 
     hints: ClassVar = _CACHE | frozenset(
         "betas billing_policy context_management diagnostics fallback_credit_token fallbacks "
@@ -258,13 +253,11 @@ class CountRequest(Wire, frozen=True, kw_only=True):
     messages: Annotated[
         list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1, max_length=4096)
     ]
-    model: ModelName | None = None
     system: str | SystemBlocks | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=256)] | None = None
     tool_choice: AutoChoice | AnyChoice | OneChoice | NoChoice | None = None
     thinking: ThinkingOff | ThinkingAdaptive | ThinkingBetweenTools | ThinkingOn | None = None
     output_config: OutputConfig | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -276,11 +269,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
-    cache_prompt: CachePrompt = True
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: PromptCacheKey | None = None
     lora: LoraChoices | None = None
-    deadline_s: Deadline | None = None
 
 
 # --- responses

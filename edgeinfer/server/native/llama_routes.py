@@ -32,7 +32,7 @@ from edgeinfer.server.native.render import LlamaRenderer
 from edgeinfer.server.openai.translate import limit_of, prompts, sampling_of
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_list, decode_query
-from edgeinfer.server.request_fields import caching, refuse_infill, stop_strings
+from edgeinfer.server.request_fields import common_fields, refuse_infill, stop_strings
 
 ROUTES = RouteTable()
 
@@ -80,10 +80,9 @@ def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
         "stop": stop_strings(body.stop),
         "ignore_eos": body.ignore_eos,
         "overflow": body.overflow,
-        "deadline_s": body.deadline_s,
         "speculative": body.speculative,
         "lora": chosen_of_request(body.lora, info),
-        **caching(body),
+        **common_fields(body),
     }
 
 

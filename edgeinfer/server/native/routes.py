@@ -31,7 +31,7 @@ from edgeinfer.server.openai.render import ChatRenderer, error_body, error_event
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
 from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode, decode_query
-from edgeinfer.server.request_fields import caching, loras, overridden, seed_of, stop_strings
+from edgeinfer.server.request_fields import common_fields, loras, overridden, seed_of, stop_strings
 
 ROUTES = RouteTable()
 
@@ -195,7 +195,7 @@ class _InferRenderer(ChatRenderer):
         )
 
 
-def _infer_request(body: wire.InferRequest | wire.InferQuery, info: EngineInfo) -> GenerateRequest:
+def _infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
     """Make a request of one user turn, with the model's system prompt unless another is given."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
@@ -203,7 +203,7 @@ def _infer_request(body: wire.InferRequest | wire.InferQuery, info: EngineInfo) 
     user = Message(role="user", content=body.prompt)
     stop = stop_strings(body.stop) if isinstance(body, wire.InferRequest) else ()
     lora = loras(body.lora) if isinstance(body, wire.InferRequest) else None
-    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, "lora": lora, **caching(body)}
+    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, "lora": lora, **common_fields(body)}
     if not info.has_chat_template:
         max_tokens = 256 if body.max_tokens is None else body.max_tokens
         return GenerateRequest(prompt=body.prompt, max_tokens=max_tokens, **shared)
@@ -224,7 +224,7 @@ async def infer_post(request: Request) -> Response:
     return await _infer(request, await decode(request, wire.InferRequest))
 
 
-async def _infer(request: Request, body: wire.InferRequest | wire.InferQuery) -> Response:
+async def _infer(request: Request, body: wire.InferQuery) -> Response:
     context = context_of(request)
 
     chat = ChatRequest(messages=[])

@@ -11,15 +11,13 @@ from msgspec import Meta
 from edgeinfer.server.model_pool import LoadedModel, LoadingModel
 from edgeinfer.server.openai.wire import LogitBias, Messages, Prompt, Tools
 from edgeinfer.server.wire_types import (
-    CachePrompt,
-    CacheSalt,
+    GenerationFields,
     JsonObject,
-    KeepAlive,
     LoraChoices,
+    ModelFields,
     ModelName,
     OpenAIPenalty,
     Probability,
-    PromptCacheKey,
     Reply,
     SamplingFields,
     Seed,
@@ -37,7 +35,7 @@ from edgeinfer.server.wire_types import (
 )
 
 
-class TokenizeRequest(Wire, frozen=True, kw_only=True):
+class TokenizeRequest(ModelFields, frozen=True, kw_only=True):
     """POST /tokenize: llama.cpp's `content`, or vLLM's `prompt` or `messages`."""
 
     content: Text | None = None
@@ -47,11 +45,9 @@ class TokenizeRequest(Wire, frozen=True, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
-    model: ModelName | None = None
     add_special: bool = False
     parse_special: bool = False
     with_pieces: bool = False
-    keep_alive: KeepAlive | None = None
 
 
 class TokenPiece(Reply, frozen=True, kw_only=True):
@@ -71,12 +67,10 @@ class TokenizeReply(Reply, frozen=True, kw_only=True):
     token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
-class DetokenizeRequest(Wire, frozen=True, kw_only=True):
+class DetokenizeRequest(ModelFields, frozen=True, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[TokenId]
-    model: ModelName | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class DetokenizeReply(Reply, frozen=True, kw_only=True):
@@ -95,14 +89,12 @@ class TokenizerInfo(Reply, frozen=True, kw_only=True):
     model_max_length: int
 
 
-class ApplyTemplateRequest(Wire, frozen=True, kw_only=True):
+class ApplyTemplateRequest(ModelFields, frozen=True, kw_only=True):
     """POST /apply-template."""
 
     messages: Messages
-    model: ModelName | None = None
     tools: Tools | None = None
     chat_template_kwargs: JsonObject | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class ApplyTemplateReply(Reply, frozen=True, kw_only=True):
@@ -113,7 +105,7 @@ class RerankDocument(Wire, frozen=True, kw_only=True):
     text: Text
 
 
-class RerankRequest(Wire, frozen=True, kw_only=True):
+class RerankRequest(ModelFields, frozen=True, kw_only=True):
     """POST /v1/rerank. TEI's clients say `texts`, and get TEI's answer."""
 
     query: Annotated[str, Meta(min_length=1, max_length=65_536)]
@@ -121,10 +113,8 @@ class RerankRequest(Wire, frozen=True, kw_only=True):
     texts: Annotated[list[Text], Meta(min_length=1, max_length=1024)] | None = None
     raw_scores: bool = False
     return_text: bool = False
-    model: ModelName | None = None
     top_n: Annotated[int, Meta(ge=1, le=4096)] | None = None
     return_documents: bool = False
-    keep_alive: KeepAlive | None = None
 
 
 class RerankResult(Reply, frozen=True, kw_only=True):
@@ -155,27 +145,17 @@ class RerankReply(Reply, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
 
 
-class InferFields(Wire, frozen=True, kw_only=True):
-    """What both ways of asking share."""
+class InferQuery(GenerationFields, frozen=True, kw_only=True):
+    """GET /infer, and POST /infer with a query. A longer prompt belongs into a body."""
 
-    model: ModelName | None = None
+    prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
     system: Annotated[str, Meta(max_length=4096)] | None = None
     max_tokens: TokenCount | None = None
     temperature: Temperature | None = None
     seed: Seed | None = None
-    cache_prompt: CachePrompt = True
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: PromptCacheKey | None = None
-    keep_alive: KeepAlive | None = None
 
 
-class InferQuery(InferFields, frozen=True, kw_only=True):
-    """GET /infer, and POST /infer with a query. A longer prompt belongs into a body."""
-
-    prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
-
-
-class InferRequest(InferFields, frozen=True, kw_only=True):
+class InferRequest(InferQuery, frozen=True, kw_only=True):
     """POST /infer with a body."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=1_048_576)]
@@ -335,7 +315,6 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     }
 
     lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None
-    model: ModelName | None = None
     n_predict: TokenLimit = -1
     stream: bool = False
     temperature: Temperature | None = None

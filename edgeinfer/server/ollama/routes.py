@@ -62,7 +62,7 @@ async def generate(request: Request) -> Response:
 
 async def _answer(
     context: RequestContext,
-    body: wire.GenerationFields,
+    body: wire.OllamaFields,
     request: Callable[[EngineInfo], GenerateRequest],
     shape: Shape,
 ) -> Response:
@@ -79,9 +79,7 @@ async def _answer(
     )
 
 
-async def _load_or_unload(
-    context: RequestContext, body: wire.GenerationFields, shape: Shape
-) -> Response:
+async def _load_or_unload(context: RequestContext, body: wire.OllamaFields, shape: Shape) -> Response:
     models = context.endpoint.models
     context.model = models.resolve(body.model)
     stay_s = context.stay_s(body.keep_alive)

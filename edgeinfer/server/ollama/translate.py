@@ -131,7 +131,7 @@ def tools_of(tools: Sequence[wire.FunctionToolParam] | None) -> tuple[Tool, ...]
     return unique_tools(found)
 
 
-def _shared(body: wire.GenerationFields, info: EngineInfo) -> dict[str, Any]:
+def _shared(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
     options = body.options or wire.Options()
     predict = int(options.num_predict or 0)
     goes_on = info.can_shift and body.truncate is not False and body.shift is not False

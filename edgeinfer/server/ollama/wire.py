@@ -63,7 +63,7 @@ class Options(Wire, frozen=True, kw_only=True):
     num_ctx: Whole | None = None
 
 
-class GenerationFields(Wire, frozen=True, kw_only=True):
+class OllamaFields(Wire, frozen=True, kw_only=True):
     """What a conversation and a prompt share. A missing `stream` streams."""
 
     model: ModelName
@@ -127,14 +127,14 @@ class FunctionToolParam(Wire, frozen=True, kw_only=True):
     type: Literal["function"] | None = None
 
 
-class OllamaChatRequest(GenerationFields, frozen=True, kw_only=True):
+class OllamaChatRequest(OllamaFields, frozen=True, kw_only=True):
     """POST /api/chat. Without messages the model is only loaded or unloaded."""
 
     messages: Annotated[list[MessageParam], Meta(max_length=4096)] | None = None
     tools: Annotated[list[FunctionToolParam], Meta(max_length=256)] | None = None
 
 
-class OllamaGenerateRequest(GenerationFields, frozen=True, kw_only=True):
+class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
     """POST /api/generate. Without a prompt the model is only loaded or unloaded."""
 
     refused: ClassVar[Mapping[str, str]] = {

@@ -90,7 +90,7 @@ class _OpenAI:
     """What both shapes share: `count` answers, `body.n` of each prompt."""
 
     def __init__(
-        self, request_id: str, model: str, info: EngineInfo, body: wire.GenerationFields, count: int
+        self, request_id: str, model: str, info: EngineInfo, body: wire.OpenAIFields, count: int
     ) -> None:
         self.id = request_id
         self.model = model

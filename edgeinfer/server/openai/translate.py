@@ -30,7 +30,7 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.openai import wire
 from edgeinfer.server.request_fields import (
     allowed,
-    caching,
+    common_fields,
     loras,
     named_tool,
     overridden,
@@ -204,7 +204,7 @@ def tool_choice(
 
 
 def constraint(
-    response_format: wire.ResponseFormat | None, body: wire.GenerationFields
+    response_format: wire.ResponseFormat | None, body: wire.OpenAIFields
 ) -> Constraint | None:
     """Return the request's constraint. Raises InvalidRequestError if it has two."""
     asked: list[tuple[str, Constraint]] = []
@@ -286,15 +286,14 @@ def limit_of(max_tokens: int | None) -> int | None:
     return None if max_tokens == -1 else max_tokens
 
 
-def _shared(body: wire.GenerationFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:
+def _shared(body: wire.OpenAIFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:
     return {
         "sampling": sampling_of(body, info.sampling),
         "stop": stop_strings(body.stop),
         "ignore_eos": body.ignore_eos,
         "constraint": limit,
         "overflow": body.overflow,
-        "deadline_s": body.deadline_s,
-        **caching(body),
+        **common_fields(body),
         "lora": loras(body.lora),
         "speculative": body.speculative,
     }

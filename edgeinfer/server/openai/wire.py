@@ -15,9 +15,8 @@ from msgspec import Meta
 from edgeinfer.server.wire_types import (
     Effort,
     JsonObject,
-    KeepAlive,
     LoraChoices,
-    ModelName,
+    ModelFields,
     OpenAIPenalty,
     OpenAITemperature,
     Probability,
@@ -272,13 +271,12 @@ ELSEWHERE = {
 }
 
 
-class GenerationFields(SamplingFields, frozen=True, kw_only=True):
+class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     """What chat and plain completions share."""
 
     hints: ClassVar = frozenset({"user", "metadata", "id_slot", "return_progress", "timings_per_token"})
     refused: ClassVar[Mapping[str, str]] = ELSEWHERE
 
-    model: ModelName | None = None
     temperature: OpenAITemperature | None = None
     top_p: Probability | None = None
     presence_penalty: OpenAIPenalty | None = None
@@ -296,7 +294,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     lora: LoraChoices | None = None
 
 
-class ChatRequest(GenerationFields, frozen=True, kw_only=True):
+class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     hints: ClassVar = frozenset(
@@ -336,7 +334,7 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
-class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,)}
@@ -350,16 +348,14 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
 
 
-class EmbeddingRequest(Wire, frozen=True, kw_only=True):
+class EmbeddingRequest(ModelFields, frozen=True, kw_only=True):
     """POST /v1/embeddings."""
 
     hints: ClassVar = frozenset({"user", "metadata"})
 
     input: Prompt
-    model: ModelName | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class ErrorBody(Reply, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.request_fields import (
     allowed,
-    caching,
+    common_fields,
     loras,
     named_tool,
     overridden,
@@ -45,9 +45,8 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
         constraint=_constraint(body),
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         overflow="shift" if body.truncation == "auto" else "refuse",
-        deadline_s=body.deadline_s,
         lora=loras(body.lora),
-        **caching(body),
+        **common_fields(body),
     )
 
 

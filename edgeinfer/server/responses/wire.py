@@ -9,17 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.wire_types import (
-    CachePrompt,
-    CacheSalt,
-    Deadline,
     Effort,
+    GenerationFields,
     JsonObject,
-    KeepAlive,
     LoraChoices,
-    ModelName,
     OpenAITemperature,
     Probability,
-    PromptCacheKey,
     ReasoningBudget,
     Reply,
     ShortText,
@@ -203,7 +198,7 @@ class ReasoningConfig(Wire, frozen=True, kw_only=True):
     effort: Effort | None = None
 
 
-class ResponsesRequest(Wire, frozen=True, kw_only=True):
+class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
     hints: ClassVar = frozenset(
@@ -222,7 +217,6 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     }
 
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
-    model: ModelName | None = None
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
     temperature: OpenAITemperature | None = None
@@ -239,12 +233,7 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
     store: bool | Literal["none"] | None = None
     previous_response_id: ShortText | None = None
-    cache_prompt: CachePrompt = True
-    cache_salt: CacheSalt | None = None
-    prompt_cache_key: PromptCacheKey | None = None
     lora: LoraChoices | None = None
-    deadline_s: Deadline | None = None
-    keep_alive: KeepAlive | None = None
 
 
 class StoredQuery(Wire, frozen=True, kw_only=True):

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import msgspec
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgeinfer.runtime.events import Finished, Timings, Usage
@@ -19,7 +18,7 @@ from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import Log
-from edgeinfer.server.metrics import MAX_KEYS, Metrics, TokenClock, version_of
+from edgeinfer.server.metrics import MAX_KEYS, Metrics, version_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 KEY = "test-key-0123456789abcdef"
@@ -56,14 +55,6 @@ def test_requests_tokens_and_times_are_counted(serve):
         f"edgeinfer_num_requests_running{{{version}}} 0.0",
     ):
         assert line in text, line
-
-
-def test_the_token_clock_puts_times_into_their_buckets():
-    clock = TokenClock()
-    for seconds in (0.002, 0.0021, 6.0):
-        clock.observe(seconds)
-    assert (clock.counts[0], clock.counts[1], clock.counts[-1]) == (1, 1, 1)
-    assert clock.sum_s == pytest.approx(6.0041)
 
 
 def test_a_loaded_model_is_counted_with_its_stages():
