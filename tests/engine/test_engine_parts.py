@@ -367,6 +367,7 @@ def test_batch_refuses_input_that_aborts_llama_cpp() -> None:
             batch.add(**bad)  # type: ignore[arg-type]
     assert batch.add([1, 2, 3], 0, 0, outputs=1) == 0
     assert batch.add([4], 0, 1, outputs=1) == 3
+    batch._write()
     native_batch = batch._native
     assert [native_batch.token[i] for i in range(4)] == [1, 2, 3, 4]
     assert [native_batch.pos[i] for i in range(4)] == [0, 1, 2, 0]

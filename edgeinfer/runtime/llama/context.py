@@ -82,6 +82,15 @@ class ActiveContext:
             raise DecodeError(f"token {index} of the batch has no logits")
         return _floats(pointer, n_vocab)
 
+    def rows(self, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
+        """View the last batch's `n_outputs` rows of logits, in its order; valid until the next decode.
+
+        One view a step: `logits` for each of 32 rows takes 0.1 to 0.2 ms.
+        """
+        if not n_outputs:
+            return np.empty((0, n_vocab), np.float32)
+        return _floats(L.llama_get_logits(self.context), n_outputs * n_vocab).reshape(-1, n_vocab)
+
     def embedding(self, seq_id: int, width: int) -> npt.NDArray[np.float64]:
         """Return a copy of the pooled embedding of a sequence. Raises DecodeError without one."""
         pointer = L.llama_get_embeddings_seq(self.context, seq_id)
@@ -108,6 +117,7 @@ class Batch:
         self._n_vocab = n_vocab
         self._n_seq_max = n_seq_max
         self._n_cells = n_cells
+        self._rows: list[tuple[int, int, int, int]] = []
         self._token = np.zeros(capacity, np.int32)
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
@@ -126,11 +136,15 @@ class Batch:
             seq_id=self._seq_pointers,
             logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-        self.n_tokens = 0
         self.n_outputs = 0
 
     def clear(self) -> None:
-        self.n_tokens = self.n_outputs = 0
+        self._rows.clear()
+        self.n_outputs = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self._rows)
 
     @property
     def room(self) -> int:
@@ -138,16 +152,9 @@ class Batch:
 
     def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
         """Add `tokens`, the last `outputs` with logits; return the first's row. Raises DecodeError."""
-        start, end = self.n_tokens, self.n_tokens + len(tokens)
+        start, silent = self.n_tokens, len(tokens) - outputs
         self._check(tokens, pos, seq_id, outputs)
-        self._token[start:end] = tokens
-        self._pos[start:end] = (
-            range(pos, pos + len(tokens)) if len(tokens) < 8 else np.arange(pos, pos + len(tokens))
-        )
-        self._seq[start:end] = seq_id
-        self._output[start : end - outputs] = 0
-        self._output[end - outputs : end] = 1
-        self.n_tokens = end
+        self._rows += [(t, pos + i, seq_id, i >= silent) for i, t in enumerate(tokens)]
         self.n_outputs += outputs
         return start
 
@@ -165,9 +172,14 @@ class Batch:
         if not 0 <= outputs <= len(tokens) or self.n_outputs + outputs > self.max_outputs:
             raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
 
+    def _write(self) -> None:
+        """Fill llama.cpp's arrays, all rows at once: one by one they cost 7 µs each."""
+        n = self._native.n_tokens = self.n_tokens
+        self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
+
     def decode(self, active: ActiveContext) -> int:
         """Run llama_decode and return its code: 0, or 1 without KV cells; negative is fatal."""
-        self._native.n_tokens = self.n_tokens
+        self._write()
         return libllama.decode(active.context, self._native)
 
 

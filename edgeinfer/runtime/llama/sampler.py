@@ -44,7 +44,10 @@ class Sampler:
         self.history = 0 if self._greedy else _history(sampling, n_ctx)
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """Sample from batch row `row`, which `logits` views, and accept the token into the history."""
+        """Sample from row `row`, which `logits` views, and accept the token into the history.
+
+        A negative row counts from the end of the batch's rows with logits.
+        """
         if self._chain is None:
             return int(logits.argmax())
         return int(L.llama_sampler_sample(self._chain, context, row))

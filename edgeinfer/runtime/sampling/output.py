@@ -64,7 +64,7 @@ class Output:
         if logprobs is not None:
             self.note(logprobs)
         events = self._parsed(self._text.feed(self._vocab.piece(token, special=self._special)))
-        self.reasoning_tokens += any(isinstance(event, ReasoningDelta) for event in events)
+        self.reasoning_tokens += bool(events) and isinstance(events[0], ReasoningDelta)
         return self._with_logprobs(events)
 
     def note(self, logprobs: TokenLogprobs) -> None:

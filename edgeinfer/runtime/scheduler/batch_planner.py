@@ -112,25 +112,25 @@ class BatchPlanner:
         entries: list[BatchEntry] = []
         spare = min(self._batch.max_outputs, self._kv.free_cells, self._batch.capacity) - len(decoding)
         price = self._costs.price(len(decoding), self._chunks.s_per_token)
+        exact = self._invariant_rows() - len(decoding)
         for seq in decoding:
-            drafts = self._drafts(seq, min(spare, self._invariant_room(seq, decoding)), price)
+            is_named = seq.request.speculative != "auto"  # such a drafter's rows may round otherwise
+            drafts = self._drafts(seq, spare if is_named else min(spare, exact), price)
             spare -= len(drafts)
+            exact -= len(drafts)
             assert seq.cached_seq is not None
             tokens = [seq.tokens[-1], *drafts]
-            row = self._batch.add(tokens, seq.n_past, seq.cached_seq.seq_id, outputs=len(tokens))
+            row = self._batch.n_outputs
+            self._batch.add(tokens, seq.n_past, seq.cached_seq.seq_id, outputs=len(tokens))
             entries.append(BatchEntry(seq, row, tokens, drafts))
         return entries
 
-    def _invariant_room(self, seq: Sequence, decoding: list[Sequence]) -> int:
-        """Count the draft rows that keep answers bit-identical; a named drafter may round otherwise."""
-        if seq.request.speculative != "auto":
-            return self._batch.capacity
-        if seq.adapters:  # products with a LoRA's small matrices round otherwise in a batch
-            return 0
+    def _invariant_rows(self) -> int:
+        """Count the rows of a step that keeps answers bit-identical."""
         exact = self.batch_invariance
-        if exact.cells is not None and self._kv.used_cells > exact.cells:
-            return 0
-        return exact.rows - self._batch.n_tokens - (len(decoding) - decoding.index(seq))
+        is_beyond = exact.cells is not None and self._kv.used_cells > exact.cells
+        # products with a LoRA's small matrices round otherwise in a batch
+        return 0 if is_beyond or self._last_group else exact.rows
 
     def _drafts(self, seq: Sequence, spare: int, price: Price | None) -> list[int]:
         if not self._kv.supports_truncation or spare <= 0:
@@ -184,10 +184,9 @@ class BatchPlanner:
         complete = past + len(tokens) == len(seq.tokens)
         wanted = complete and seq.max_tokens > 0
         n_outputs = len(tokens) if scores else int(wanted)
-        row = self._batch.add(tokens, past, seq.cached_seq.seq_id, outputs=n_outputs)
-        entries.append(
-            BatchEntry(seq, row + len(tokens) - 1, tokens, has_output=wanted, is_prefill=True)
-        )
+        self._batch.add(tokens, past, seq.cached_seq.seq_id, outputs=n_outputs)
+        row = self._batch.n_outputs - 1
+        entries.append(BatchEntry(seq, row, tokens, has_output=wanted, is_prefill=True))
         return len(tokens)
 
     def _preempt_for(self, seq: Sequence, entries: list[BatchEntry]) -> None:

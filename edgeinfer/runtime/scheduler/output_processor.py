@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import PromptLogprobs
@@ -35,8 +34,11 @@ class OutputProcessor:
         self._kv = kv
         self._queue, self._prefixes = queue, prefixes
         self._counters = counters
+        self._rows = np.empty((0, vocab.n_vocab), np.float32)
 
-    def process(self, entries: list[BatchEntry]) -> None:
+    def process(self, entries: list[BatchEntry], n_outputs: int) -> None:
+        """Process a batch that has `n_outputs` rows with logits."""
+        self._rows = self._active.rows(n_outputs, self._vocab.n_vocab)
         for entry in entries:
             if entry.is_prefill:
                 entry.seq.progress()
@@ -53,18 +55,15 @@ class OutputProcessor:
         if n_top is None or seq.cached_seq is None:
             return
         n_before = seq.n_past - len(entry.tokens)
-        first_row = entry.row - len(entry.tokens) + 1
+        rows = self._rows[entry.row - len(entry.tokens) + 1 :]
         following = seq.tokens[n_before + 1 : min(seq.n_past + 1, seq.prompt_tokens)]
-        for row, token in enumerate(following, first_row):
-            logprobs, top = token_logprobs(self._vocab, self._row(row), n_top)
+        for row, token in zip(rows, following, strict=False):
+            logprobs, top = token_logprobs(self._vocab, row, n_top)
             seq.prompt_logprobs.append(chosen_logprobs(self._vocab, token, logprobs, top))
         seq.cached_seq.n_top, seq.cached_seq.logprobs = n_top, seq.prompt_logprobs
         if n_before < seq.prompt_tokens <= seq.n_past and not seq.n_generated:
             first = self._vocab.piece(seq.tokens[0], special=True)
             seq.stream.put(PromptLogprobs(first, tuple(seq.prompt_logprobs)))
-
-    def _row(self, index: int) -> npt.NDArray[np.float32]:
-        return self._active.logits(index, self._vocab.n_vocab)
 
     def _sample_or_fail(self, entry: BatchEntry) -> None:
         """Sample; a constraint that outgrew its parser ends its own request and no other."""
@@ -74,21 +73,16 @@ class OutputProcessor:
             self._queue.fail(entry.seq, error)
 
     def _sample(self, entry: BatchEntry) -> None:
-        seq = entry.seq
+        seq, row = entry.seq, entry.row
         first = not seq.n_generated
         before = seq.clock.last
-        reason = None
-        for i in range(len(entry.drafts) + 1):
+        for draft in (*entry.drafts, None):
             length = len(seq.tokens)
             reason = seq.sample(
-                self._vocab, self._active.context, entry.row + i, self._row(entry.row + i)
+                self._vocab, self._active.context, row - len(self._rows), self._rows[row]
             )
-            accepted = (
-                i < len(entry.drafts)
-                and len(seq.tokens) == length + 1
-                and seq.tokens[-1] == entry.drafts[i]
-            )
-            if reason is not None or not accepted:
+            row += 1
+            if reason is not None or seq.tokens[length:] != [draft]:
                 break
         self._verify_drafts(entry)
         if first:

@@ -111,6 +111,8 @@ class Prefixes:
 
     def restore(self, running: list[Sequence]) -> None:
         """Restore blocks that were read, for a bounded time, so that running streams do not stall."""
+        if not any(seq.restore for seq in running):
+            return
         streams = any(s.is_decoding for s in running)
         until = time.monotonic() + (_RESTORE_BESIDE_S if streams else _RESTORE_ALONE_S)
         for seq in restoring(running):

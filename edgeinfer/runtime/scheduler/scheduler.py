@@ -44,6 +44,7 @@ class Scheduler:
         states: SequenceStates | None = None,
     ) -> None:
         self.kv = kv
+        self._batch = batch
         self._active = active
         self._batch_invariance = batch_invariance
         self._adapters = adapters
@@ -90,7 +91,7 @@ class Scheduler:
             return
         if decode_s is None:
             return
-        self._output_processor.process(entries)
+        self._output_processor.process(entries, self._batch.n_outputs)
         self.counters.steps_total += 1
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         if self.prefixes.blocks is not None:

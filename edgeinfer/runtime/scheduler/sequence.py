@@ -244,7 +244,10 @@ class Sequence:
 
 @dataclass(slots=True)
 class BatchEntry:
-    """A sequence's share of a batch: its tokens with draft tokens, and the first row with logits."""
+    """A sequence's share of a batch: its tokens with draft tokens.
+
+    `row`: the first of its rows to sample from, among the batch's rows with logits.
+    """
 
     seq: Sequence
     row: int
