@@ -120,8 +120,8 @@ async def apply_template(request: Request) -> Response:
     return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
 
 
-@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
-@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
+@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply | list[wire.TeiRank])
+@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply | list[wire.TeiRank])
 async def rerank(request: Request) -> Response:
     """Rank documents by relevance."""
     body = await decode(request, wire.RerankRequest)

@@ -23,6 +23,7 @@ from edgeinfer.runtime.events import (
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.dialect import sse_comment, wire_timings
 from edgeinfer.server.openai.render import sentence, wire_logprobs
+from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.translate import offered
@@ -202,7 +203,7 @@ class ResponseRenderer:
         self, status: Any, output: list[wire.OutputItem], usage: Usage | None
     ) -> wire.ResponseReply:
         body = self._request
-        text = (body.text and body.text.format) or wire.PlainText()
+        text = (body.text and body.text.format) or TextFormat()
         return wire.ResponseReply(
             id=self.id,
             created_at=self.created,
