@@ -141,7 +141,7 @@ def decode_query(request: Request, kind: type[T]) -> T:
         if name in fields:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
         fields[name] = text
-    context.body = msgspec.json.encode(fields)
+    context.body = context.body or msgspec.json.encode(fields)
     decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown, strict=False)
     value = decoder.read(fields, kind)
     context.ignore(decoder.ignored)
