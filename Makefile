@@ -94,7 +94,11 @@ bench-loops: full  ## how often small models repeat themselves, by penalty, and 
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_loops.py $(ARGS)
 
-bench-attention: full  ## steps behind a long context, with attention of our own and llama.cpp's; 135M and a 4B shape
+bench-matmul: full  ## matrix products by type and rows, with kernels of our own and llama.cpp's
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_matmul.py $(ARGS)
+
+bench-attention: full  ## steps behind a long context, with kernels of our own and llama.cpp's; 135M and a 4B shape
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_attention.py $(ARGS)
 

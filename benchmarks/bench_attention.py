@@ -1,4 +1,4 @@
-"""`make bench-attention`: whole steps of a model behind a long context, with attention of our own and llama.cpp's.
+"""`make bench-attention`: whole steps of a model behind a long context, with kernels of our own and llama.cpp's.
 
 Each side is a process of its own that holds the model with the same context read; steps of each length
 alternate between them. Figures are medians of `--runs` with the least and the greatest, and their ratio.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import add_out, model_path, spread, write_figure
+from common import add_out, load_only, model_path, spread, write_figure
 from memory_restart import model_of
 
 from edgeinfer.runtime.llama import libedgeinfer, libllama
@@ -32,7 +31,7 @@ class Steps:
 
     def __init__(self, model: str, depth: int, cache: str, variant: str) -> None:
         if variant:
-            _load_only(variant)
+            load_only(variant)
         self._lib = lib = libllama.lib()
         loaded = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
         params = lib.llama_context_default_params()
@@ -65,21 +64,12 @@ class Steps:
         return took_s
 
 
-def _load_only(variant: str) -> None:
-    name = f"libggml-cpu-{variant}.so"
-    path = next(folder / name for folder in libllama.variant_dirs() if (folder / name).exists())
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(path, folder)
-        libllama.variant_dirs = lambda: [Path(folder)]
-        libllama.lib()
-
-
 def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> None:
     """One side, asked for steps on its standard input."""
     if side != "ours":
-        libedgeinfer.use_attention = lambda ggml, base: libedgeinfer.Attention()
+        libedgeinfer.use_kernels = lambda ggml, base, version: libedgeinfer.Kernels()
     steps = Steps(model, int(depth), cache, variant)
-    print(libllama.build_info().attention or "-", flush=True)
+    print(libllama.build_info().kernels or "-", flush=True)
     for line in sys.stdin:
         print(steps.step(int(line)), flush=True)
 
@@ -93,7 +83,7 @@ def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, d
         sides[side] = subprocess.Popen(
             [*command, side, *what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        print(f"{model.name}, {cache}, {side}: attention {sides[side].stdout.readline()}", end="")
+        print(f"{model.name}, {cache}, {side}: kernels {sides[side].stdout.readline()}", end="")
     found: dict[int, dict[str, list[float]]] = {
         rows: {side: [] for side in SIDES} for rows in options.rows
     }
@@ -111,7 +101,7 @@ def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, d
 def table(found: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> str:
     """The rows of the figure."""
     lines = [
-        "| model | cache | rows | llama.cpp's attention | ours | of llama.cpp's |",
+        "| model | cache | rows | llama.cpp's kernels | ours | of llama.cpp's |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for (model, cache), by_rows in found.items():

@@ -11,6 +11,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,5 +164,17 @@ def _llama() -> str:
     )
 
     info = libllama.build_info()
-    variant = f"CPU variant {info.cpu_variant}, attention {info.attention or 'its own'}"
+    variant = f"CPU variant {info.cpu_variant}, kernels {info.kernels or 'its own'}"
     return f"llama.cpp {info.llama_version} ({info.ggml_commit}), {variant}"
+
+
+def load_only(variant: str) -> None:
+    """Have this process use one of ggml's CPU variants instead of the best."""
+    from edgeinfer.runtime.llama import libllama
+
+    name = f"libggml-cpu-{variant}.so"
+    path = next(folder / name for folder in libllama.variant_dirs() if (folder / name).exists())
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, folder)
+        libllama.variant_dirs = lambda: [Path(folder)]
+        libllama.lib()

@@ -1,4 +1,4 @@
-// libedgeinfer-attention.so.1: flash attention for ggml's CPU backend, many rows at a time.
+// Flash attention for ggml's CPU backend, many rows at a time.
 //
 // ggml computes GGML_OP_FLASH_ATTN_EXT row by row where there are fewer than 64, and always where the cache is
 // quantized. Here the rows that read the same head of the cache (query heads of a group, tokens) are the lanes of
@@ -6,8 +6,7 @@
 // that it sees, in their order: not on where these lie, how many rows there are, which lanes they have, or how many threads
 // compute them. What is not seen adds exact zeros, and what is summed shrinks by powers of two alone, which rounds nothing.
 //
-// It hooks into ggml as its repacked weights do: an "extra buffer type" is asked for each operation of a graph, in ggml's
-// own threads. This one is never a place for weights. The online softmax is that of Milakov and Gimelshein,
+// The online softmax is that of Milakov and Gimelshein,
 // https://arxiv.org/abs/1805.02867.
 #include <immintrin.h>
 
@@ -15,38 +14,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
-#include "ggml-backend.h"
-#include "ggml.h"
-
-struct ggml_threadpool;
-struct ggml_compute_params {  // ggml-cpu-impl.h
-    int ith, nth;
-    size_t wsize;
-    void *wdata;
-    ggml_threadpool *threadpool;
-    bool use_ref;
-};
-namespace ggml::cpu {  // traits.h
-class tensor_traits {
-public:
-    virtual ~tensor_traits() {}
-    virtual bool work_size(int n_threads, const ggml_tensor *op, size_t &size) = 0;
-    virtual bool compute_forward(ggml_compute_params *params, ggml_tensor *op) = 0;
-};
-class extra_buffer_type {
-public:
-    virtual ~extra_buffer_type() {}
-    virtual bool supports_op(ggml_backend_dev_t device, const ggml_tensor *op) = 0;
-    virtual tensor_traits *get_tensor_traits(const ggml_tensor *op) = 0;
-};
-}  // namespace ggml::cpu
-struct ggml_backend_buffer_type {  // ggml-backend-impl.h
-    void *interface[6];
-    ggml_backend_dev_t device;
-    void *context;
-};
+#include "hook.h"
 
 namespace {
 
@@ -392,7 +361,6 @@ private:
     float *base_, *sum_, *values_;  // by rows, of 2^base: the exponent of the largest score, the sum of weights, weighted values
 };
 
-void (*g_barrier)(ggml_threadpool *);
 
 class Attention : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
@@ -431,24 +399,10 @@ class Attention : public ggml::cpu::tensor_traits {
     }
 };
 
-class Hook : public ggml::cpu::extra_buffer_type {
-    bool supports_op(ggml_backend_dev_t, const ggml_tensor *) override { return false; }
-    ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
-        return op->op == GGML_OP_FLASH_ATTN_EXT ? &attention_ : nullptr;
-    }
-    Attention attention_;
-};
-
-Hook g_hook;
-ggml_backend_buffer_type g_entry;
+Attention g_attention;
 
 }  // namespace
 
-// `types` is ggml_backend_cpu_get_extra_buffer_types, `barrier` ggml_barrier. A second call does nothing.
-extern "C" void edgeinfer_attention(std::vector<ggml_backend_buffer_type *> &(*types)(),
-                                    void (*barrier)(ggml_threadpool *)) {
-    if (g_entry.context) return;
-    g_barrier = barrier;
-    g_entry.context = static_cast<ggml::cpu::extra_buffer_type *>(&g_hook);
-    types().push_back(&g_entry);
+ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op) {
+    return op->op == GGML_OP_FLASH_ATTN_EXT ? &g_attention : nullptr;
 }

@@ -114,7 +114,7 @@ install_vulkan() {
 
 install_native() {
   [ "$(uname -s)" = Linux ] || return 0
-  native/build.sh >&2 || say "our own C++ did not compile: llama.cpp's attention serves, and a GPU that is lost ends the process"
+  native/build.sh >&2 || say "our own C++ did not compile: llama.cpp's kernels serve, and a GPU that is lost ends the process"
 }
 
 # Packages come from the lock files, each checked against its hashes; `make lock` writes those. A full environment is not

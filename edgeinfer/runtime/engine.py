@@ -375,7 +375,7 @@ def _scheduler(loaded: LlamaModel, active: ActiveContext, lora: LoraAdapters) ->
 def _batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     rows = invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_ours = flash == "on" and libllama.build_info().attention
+    is_ours = flash == "on" and libllama.build_info().kernels
     if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
         return BatchInvariance(rows, cells=None)
     return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells)

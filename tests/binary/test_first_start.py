@@ -228,9 +228,9 @@ def test_needs_no_newer_libc_than_promised(used):
     assert (app / "criu/bin/criu").exists()
 
 
-def test_attention_of_our_own_opens_on_the_oldest_libc(used):
+def test_kernels_of_our_own_open_on_the_oldest_libc(used):
     found = used.json("version")
-    assert found["attention"] == libedgeinfer.LEVELS.get(found["cpu_variant"], "")
+    assert found["kernels"] == libedgeinfer.LEVELS.get(found["cpu_variant"], "")
 
 
 def elf_files(app):

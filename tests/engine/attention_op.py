@@ -272,7 +272,7 @@ def main(level: str) -> None:
     libedgeinfer.LEVELS.clear()
     libedgeinfer.LEVELS.update(levels)
     ggml = Ggml()
-    assert libllama.build_info().attention == ("" if level == "none" else level)
+    assert libllama.build_info().kernels == ("" if level == "none" else level)
     print(json.dumps({str(case): asdict(outcome(ggml, case)) for case in (*OURS, *LEFT)}))
 
 

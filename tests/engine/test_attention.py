@@ -45,7 +45,7 @@ for first, n in ((0, 300), (300, 8)):
         batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, first > 0
     assert L.llama_decode(context, batch) == 0
 np.save(out, np.stack([np.ctypeslib.as_array(L.llama_get_logits_ith(context, i), (n_vocab,)) for i in range(8)]))
-print(libllama.build_info().attention)
+print(libllama.build_info().kernels)
 """
 
 
@@ -55,9 +55,9 @@ def can_run(level: str) -> bool:
         flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
     except (OSError, IndexError):
         return False
-    return {"v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl"}}[level] <= set(
-        flags
-    )
+    return {"v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}}[
+        level
+    ] <= set(flags)
 
 
 def run(*args: str | Path) -> str:
@@ -113,21 +113,21 @@ def test_logits_are_close_to_those_of_llama_cpp(smollm2: Path, tmp_path: Path) -
     assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.99
 
 
-def test_attention_level_fits_the_cpu_variant() -> None:
+def test_kernel_level_fits_the_cpu_variant() -> None:
     build = libllama.build_info()
-    assert build.attention == libedgeinfer.LEVELS.get(build.cpu_variant, "")
-    assert bool(build.attention_version) == bool(build.attention)
+    assert build.kernels == libedgeinfer.LEVELS.get(build.cpu_variant, "")
+    assert bool(build.kernels_version) == bool(build.kernels)
     assert libedgeinfer.variant_of("/a place/libggml-cpu-haswell.so") == "haswell"
     assert libedgeinfer.LEVELS["haswell"] == "v3"
-    assert libedgeinfer.LEVELS["skylakex"] == "v4"
+    assert libedgeinfer.LEVELS["skylakex"] == "v3"
     assert "sandybridge" not in libedgeinfer.LEVELS
 
 
 @pytest.mark.parametrize("content", [None, b"no library"])
-def test_llama_cpp_attention_serves_without_the_library(content: bytes | None, tmp_path: Path) -> None:
+def test_llama_cpp_kernels_serve_without_the_library(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
-        for level in ("v3", "v4"):
-            (tmp_path / f"libedgeinfer-attention-{level}.so.1").write_bytes(content)
+        for level in libedgeinfer.LEVELS.values():
+            (tmp_path / f"libedgeinfer-kernels-{level}.so.1").write_bytes(content)
     program = (
         "import sys\nfrom pathlib import Path\nfrom edgeinfer.cli.main import main\n"
         "from edgeinfer.runtime.llama import libedgeinfer\n"
@@ -141,7 +141,7 @@ def test_llama_cpp_attention_serves_without_the_library(content: bytes | None, t
         timeout=120,
         check=False,
     )
-    assert ", its own attention: " in done.stdout
+    assert ", its own kernels: " in done.stdout
 
 
 def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
@@ -151,7 +151,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
         "import llama_cpp\nllama_cpp.__version__ = '9.9.9'\n"
         "from edgeinfer.runtime.llama import libllama\nfrom edgeinfer.runtime.llama import cells as cell_copies\n"
         "libllama.guard_decode()\n"
-        "print(repr(libllama.build_info().attention), cell_copies._find(), 'decode' in libllama._state)"
+        "print(repr(libllama.build_info().kernels), cell_copies._find(), 'decode' in libllama._state)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
@@ -162,13 +162,13 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
     assert line.endswith(f"type: pip install {pin}")
 
 
-def test_block_identity_depends_on_the_attention(
+def test_block_identity_depends_on_the_kernels(
     smol: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = libllama.build_info()
     found = set()
     for level, version in (("", ""), ("v3", "a"), ("v4", "a"), ("v4", "b")):
-        other = msgspec.structs.replace(build, attention=level, attention_version=version)
+        other = msgspec.structs.replace(build, kernels=level, kernels_version=version)
         monkeypatch.setattr(libllama, "build_info", lambda other=other: other)
         found.add(tuple(opening.identity(smol._loaded, 256).items()))
     assert len(found) == 4

@@ -210,6 +210,12 @@ class Searching(Sessions):
         await wait_until(pilot, lambda: pilot.app.screen.found and pilot.app.screen.found[0].snippet)
 
 
+class Settings(Answered):
+    async def prepare(self, pilot):
+        await super().prepare(pilot)
+        await pilot.press("f4")
+
+
 class Help(Answered):
     async def prepare(self, pilot):
         await super().prepare(pilot)
@@ -233,6 +239,7 @@ SCENES = {
         First,
         Sessions,
         Searching,
+        Settings,
         Help,
     )
 }

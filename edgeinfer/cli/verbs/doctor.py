@@ -137,9 +137,9 @@ def _llama() -> Check:
 
     build = build_info()
     variant = f"{build.cpu_variant} variant, " if build.cpu_variant else ""
-    attention = f"attention of our own ({build.attention})" if build.attention else "its own attention"
+    kernels = f"kernels of our own ({build.kernels})" if build.kernels else "its own kernels"
     version = f"{build.llama_version} ({build.ggml_commit})"
-    return Check("llama.cpp", "ok", f"{version}; {variant}{attention}: {' '.join(build.flags)}")
+    return Check("llama.cpp", "ok", f"{version}; {variant}{kernels}: {' '.join(build.flags)}")
 
 
 def _gpu() -> list[Check]:

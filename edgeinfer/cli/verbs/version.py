@@ -19,7 +19,7 @@ from edgeinfer.shipping import shipped
 class VersionResult(Result, frozen=True, kw_only=True):
     """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports.
 
-    `attention` is the level of our attention kernel in use ("v3", "v4"), or "" for llama.cpp's.
+    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"), or "" for llama.cpp's.
     """
 
     kind: ClassVar[str] = "version"
@@ -31,14 +31,14 @@ class VersionResult(Result, frozen=True, kw_only=True):
     llama_cpp_commit: str
     llama_cpp_flags: tuple[str, ...]
     cpu_variant: str
-    attention: str
+    kernels: str
 
     def human(self) -> str:
         return (
             f"edgeinfer {self.edgeinfer}\npython {self.python}\nllama-cpp-python "
             f"{self.llama_cpp_python}\n"
             f"llama.cpp {self.llama_cpp}, commit {self.llama_cpp_commit}, {self.cpu_variant or 'one'} "
-            f"variant, attention {self.attention or 'its own'}\n"
+            f"variant, kernels {self.kernels or 'its own'}\n"
             f"flags {' '.join(self.llama_cpp_flags)}"
         )
 
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
         llama_cpp_commit=build.ggml_commit,  # one repository: ggml's build stamp is llama.cpp's
         llama_cpp_flags=build.flags,
         cpu_variant=build.cpu_variant,
-        attention=build.attention,
+        kernels=build.kernels,
     )
 
 

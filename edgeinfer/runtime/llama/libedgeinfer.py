@@ -1,8 +1,8 @@
-"""The in-tree C++ libraries (native/): their folder, and attention for ggml's CPU backend.
+"""The in-tree C++ libraries (native/): their folder, and the kernels for ggml's CPU backend.
 
 ggml offers each operation to its "extra buffer types" before it computes it, which is how its repacked
-weights work. The attention library is one more of them, and holds no weights
-(docs/decisions/095-attention-kernels.md).
+weights work. The kernels (attention, matrix products) are one more of them, and hold no weights
+(docs/decisions/095-attention-kernels.md, 098-matrix-kernels.md).
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ BUILT_FOR = "0.3.36"
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 #: ggml_backend_dev_type.
 _CPU = 0
-#: ggml's CPU variant → the x86-64 level that the attention for it is compiled for.
-LEVELS = {"haswell": "v3", "alderlake": "v3"} | dict.fromkeys(
-    "skylakex cannonlake cascadelake cooperlake icelake zen4 sapphirerapids".split(), "v4"
-)
+#: ggml's CPU variant → the level that the kernels for it are compiled for: x86-64-v3, with AVX-VNNI, or
+#: x86-64-v4 with VNNI.
+LEVELS = {
+    "haswell": "v3",
+    "skylakex": "v3",
+    "cannonlake": "v3",
+    "alderlake": "v3-vnni",
+} | dict.fromkeys("cascadelake cooperlake icelake zen4 sapphirerapids".split(), "v4")
 
 
-class Attention(msgspec.Struct, frozen=True):
-    """The attention in use. `level` is "v3", "v4", or "" for llama.cpp's own, which has no `version`.
+class Kernels(msgspec.Struct, frozen=True):
+    """The kernels in use. `level` is one of `LEVELS`, or "" for llama.cpp's own.
 
-    `version` is a digest of the library's sources.
+    `version` is a digest of the library's sources, "" for llama.cpp's own.
     """
 
     level: str = ""
@@ -46,7 +50,7 @@ def folder() -> Path:
 
 
 def library(name: str) -> Path:
-    """Return the path of a library: "guard", "attention-v3"."""
+    """Return the path of a library: "guard", "kernels-v3"."""
     return folder() / f"libedgeinfer-{name}.so.1"
 
 
@@ -84,30 +88,30 @@ def variant_of(path: str) -> str:
     return Path(path).stem.removeprefix("libggml-cpu-")
 
 
-def use_attention(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Attention:
-    """Register the attention library with the loaded CPU backend; called once.
+def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Kernels:
+    """Register the library of kernels with the loaded CPU backend; called once.
 
-    llama.cpp's own stays if the library is missing, does not open, or is not compiled for this variant.
+    llama.cpp's own stay if the library is missing, does not open, or is not compiled for this variant.
     `ggml` and `base` are libggml and libggml-base, with their functions declared.
     """
     path = cpu_library()
     level = LEVELS.get(variant_of(path), "")
     if not level:
-        return Attention()
+        return Kernels()
     try:
-        ours = open_library(f"attention-{level}", binding_version)
+        ours = open_library(f"kernels-{level}", binding_version)
         cpu = ctypes.CDLL(path)
         functions = (getattr(cpu, name) for name in (_EXTRA_TYPES, "ggml_barrier"))
         types, barrier = (ctypes.cast(function, ctypes.c_void_p) for function in functions)
-        hook, version = ours.edgeinfer_attention, ours.edgeinfer_version
+        hook, version = ours.edgeinfer_kernels, ours.edgeinfer_version
     except (OSError, AttributeError):
-        return Attention()
+        return Kernels()
     version.restype = ctypes.c_char_p
     hook.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     hook.restype = None
     _list_buffer_types(ggml, base)
     hook(types, barrier)
-    return Attention(level, version().decode())
+    return Kernels(level, version().decode())
 
 
 def _list_buffer_types(ggml: ctypes.CDLL, base: ctypes.CDLL) -> None:

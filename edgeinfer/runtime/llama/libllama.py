@@ -63,8 +63,8 @@ _listeners: list[list[str]] = []
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How llama.cpp was built. `cpu_variant` "": one library serves every CPU.
 
-    `attention` is the level of the in-tree attention in use, "v3" or "v4", and `attention_version` a
-    digest of its sources; both are "" for llama.cpp's own.
+    `kernels` is the level of the in-tree kernels in use (`libedgeinfer.LEVELS`), and `kernels_version`
+    a digest of their sources; both are "" for llama.cpp's own.
     """
 
     binding_version: str
@@ -72,8 +72,8 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
     ggml_version: str
     ggml_commit: str
     cpu_variant: str
-    attention: str
-    attention_version: str
+    kernels: str
+    kernels_version: str
     flags: tuple[str, ...]
     devices: tuple[str, ...]
     supports_gpu: bool
@@ -87,7 +87,7 @@ def lib() -> Any:
             _capture_logs()
             _say_aborts()
             _state["ggml"] = _load_backends()
-            _state["attention"] = libedgeinfer.use_attention(
+            _state["kernels"] = libedgeinfer.use_kernels(
                 _state["ggml"], base_library(), llama_cpp.__version__
             )
             L.llama_backend_init()
@@ -284,8 +284,8 @@ def build_info() -> BuildInfo:
         ggml_version=base.ggml_version().decode(),
         ggml_commit=base.ggml_commit().decode(),
         cpu_variant=libedgeinfer.variant_of(libedgeinfer.cpu_library()),
-        attention=_state["attention"].level,
-        attention_version=_state["attention"].version,
+        kernels=_state["kernels"].level,
+        kernels_version=_state["kernels"].version,
         flags=tuple(
             flag.strip().removesuffix(" = 1")
             for flag in system.split(":", 1)[-1].split("|")

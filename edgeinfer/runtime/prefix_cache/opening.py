@@ -104,7 +104,7 @@ def identity(loaded: LlamaModel, size: int) -> dict[str, str]:
     return chosen | {
         "llama": f"{build.binding_version} {build.llama_version} {build.ggml_commit}",
         "cpu": build.cpu_variant,
-        "attention": f"{build.attention} {build.attention_version}".strip(),
+        "kernels": f"{build.kernels} {build.kernels_version}".strip(),
         "flash": str(loaded.choices["flash_attention"].value),
         # factors for long contexts are another set than those for short ones
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.wire_types import (
     Effort,
     GenerationFields,
@@ -170,6 +169,10 @@ class AllowedChoice(Wire, frozen=True, tag="allowed_tools", tag_field="type"):
     tools: Annotated[list[AllowedName], Meta(max_length=256)]
 
 
+class PlainText(Wire, frozen=True, tag="text", tag_field="type"):
+    """No constraint."""
+
+
 class AnyJson(Wire, frozen=True, tag="json_object", tag_field="type"):
     """Any JSON object."""
 
@@ -184,7 +187,7 @@ class SchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
 class TextConfig(Wire, frozen=True, kw_only=True):
     hints: ClassVar = frozenset({"verbosity"})
 
-    format: TextFormat | AnyJson | SchemaFormat | None = None
+    format: PlainText | AnyJson | SchemaFormat | None = None
 
 
 class ReasoningConfig(Wire, frozen=True, kw_only=True):

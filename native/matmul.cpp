@@ -1,0 +1,737 @@
+// Products of quantized weights and activations for ggml's CPU backend (MUL_MAT, MUL_MAT_ID), on the weights as they lie in
+// the mapped GGUF file.
+//
+// Weight rows are the lanes of vectors: a few dwords of 16 rows (8 with AVX2) are transposed as they are read, so that no
+// sum is horizontal. Activations are quantized to 8 bits by blocks of 32, with float scales. Products within a block are
+// integers, and so exact; floats are summed by block, from the first to the last. A row's bits depend on its activations and
+// on the weights alone: not on how many rows there are, on threads, or on the kernel that computes it.
+//
+// Three kernels: up to kFew columns (rows of the batch), weights are unpacked in registers for all of them; more columns share
+// a slab of 32 rows that is unpacked to the L2 cache.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#include "hook.h"
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+namespace {
+
+// ---- vectors: a dword (four bytes of weights) or a float of each lane
+
+#if defined(__AVX512VNNI__)
+constexpr int kLanes = 16, kFew = 16, kColumns = 8, kTile = 6;
+constexpr bool kExactBytes = true;  // the dot instruction takes weights up to 255 without saturation
+#elif defined(__AVXVNNI__)
+constexpr int kLanes = 8, kFew = 8, kColumns = 4, kTile = 4;
+constexpr bool kExactBytes = true;
+#else
+constexpr int kLanes = 8, kFew = 8, kColumns = 4, kTile = 4;
+constexpr bool kExactBytes = false;
+#endif
+typedef uint32_t Dwords __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+
+template <class T> INLINE T load(const void *p) {
+    T v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class T> INLINE void store(void *p, T v) { memcpy(p, &v, sizeof v); }
+
+#if defined(__AVX512VNNI__)
+INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x)); }  // the low ones
+INLINE Dwords look_up(__m128i table, Dwords x) {
+    return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)x);
+}
+INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0, 4, 8 and 12
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 4 * stride)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
+    return (Dwords)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
+}
+#define UNPACK(name, x, y, width) ((Dwords)_mm512_unpack##name##_epi##width((__m512i)(x), (__m512i)(y)))
+#else
+INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE Floats halves(Dwords x) {
+    const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+    return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
+INLINE Dwords look_up(__m128i table, Dwords x) {
+    return (Dwords)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)x);
+}
+INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0 and 4
+    return (Dwords)_mm256_set_m128i(_mm_loadu_si128((const __m128i *)(p + 4 * stride)), _mm_loadu_si128((const __m128i *)p));
+}
+#define UNPACK(name, x, y, width) ((Dwords)_mm256_unpack##name##_epi##width((__m256i)(x), (__m256i)(y)))
+#endif
+INLINE Floats floats(Integers x) { return __builtin_convertvector(x, Floats); }
+INLINE Floats floats(Dwords x) { return __builtin_convertvector((Integers)x, Floats); }
+INLINE Integers all(int32_t x) { return Integers{} + x; }
+INLINE Floats all(float x) { return Floats{} + x; }
+
+// n dwords of each row from p on; the last ones are read together with some before them
+template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
+    static_assert(n >= 4);
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i += 4) {
+        const int at = i + 4 <= n ? i : n - 4;
+        Dwords z[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) z[j] = of_rows(p + 4 * at + j * stride, stride);
+        const Dwords a = UNPACK(lo, z[0], z[1], 32), b = UNPACK(hi, z[0], z[1], 32);
+        const Dwords c = UNPACK(lo, z[2], z[3], 32), d = UNPACK(hi, z[2], z[3], 32);
+        out[at] = UNPACK(lo, a, c, 64), out[at + 1] = UNPACK(hi, a, c, 64);
+        out[at + 2] = UNPACK(lo, b, d, 64), out[at + 3] = UNPACK(hi, b, d, 64);
+    }
+}
+INLINE Dwords funnel(Dwords low, Dwords high) { return low >> 16 | high << 16; }  // from byte 2 of `low` on
+INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
+
+// ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
+// is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
+
+// what kernels need to know of a format; kMost matters where the dot instruction saturates
+template <int sub, bool min, int most> struct Shape {
+    static constexpr int kSub = sub, kMost = most;
+    static constexpr bool kMin = min;
+    using Kernels = Shape<sub, min, kExactBytes ? 0 : most>;
+};
+struct Block {
+    Dwords w[8];
+    Floats d, m;
+};
+INLINE void nibbles(const Dwords *from, Block &b) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) b.w[i] = from[i] & 0x0f0f0f0f, b.w[4 + i] = from[i] >> 4 & 0x0f0f0f0f;
+}
+INLINE void straddling_nibbles(const Dwords *from, Block &b) {
+    const Dwords n[4] = {funnel(from[0], from[1]), funnel(from[1], from[2]), funnel(from[2], from[3]), funnel(from[3], from[4])};
+    nibbles(n, b);
+}
+INLINE void fifth_bits(Dwords high, Block &b) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) b.w[i] |= (high >> 4 * i & 15) * 0x02040810 & 0x10101010;  // bits 0 to 3 to bit 4 of bytes
+}
+
+struct Q4_0 : Shape<32, false, 15> {
+    static constexpr int kGroup = 64, kBytes = 36, kZero = 8;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[9];
+        Block b;
+        dwords<9>(p, stride, x);
+        straddling_nibbles(x, b), b.d = halves(x[0]), f(b);
+        nibbles(x + 5, b), b.d = halves(x[4] >> 16), f(b);
+    }
+};
+struct Q4_1 : Shape<32, true, 15> {
+    static constexpr int kGroup = 64, kBytes = 40, kZero = 0;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[10];
+        Block b;
+        dwords<10>(p, stride, x);
+#pragma GCC unroll 2
+        for (int i = 0; i < 10; i += 5) nibbles(x + i + 1, b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
+    }
+};
+struct Q5_0 : Shape<32, false, 31> {
+    static constexpr int kGroup = 64, kBytes = 44, kZero = 16;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[11];
+        Block b;
+        dwords<11>(p, stride, x);
+        straddling_nibbles(x + 1, b), fifth_bits(funnel(x[0], x[1]), b), b.d = halves(x[0]), f(b);
+        nibbles(x + 7, b), fifth_bits(x[6], b), b.d = halves(x[5] >> 16), f(b);
+    }
+};
+struct Q5_1 : Shape<32, true, 31> {
+    static constexpr int kGroup = 64, kBytes = 48, kZero = 0;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[12];
+        Block b;
+        dwords<12>(p, stride, x);
+#pragma GCC unroll 2
+        for (int i = 0; i < 12; i += 6)
+            nibbles(x + i + 2, b), fifth_bits(x[i + 1], b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
+    }
+};
+// bytes of 8 bits are signed where the dot instruction saturates
+constexpr int kMiddle = kExactBytes ? 128 : 0, kMostByte = kExactBytes ? 255 : -1;
+constexpr uint32_t kFlip = kMiddle * 0x01010101u;
+struct Q8_0 : Shape<32, false, kMostByte> {
+    static constexpr int kGroup = 64, kBytes = 68, kZero = kMiddle;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[17];
+        Block b;
+        dwords<17>(p, stride, x);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) b.w[i] = funnel(x[i], x[i + 1]) ^ kFlip;
+        b.d = halves(x[0]), f(b);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) b.w[i] = x[9 + i] ^ kFlip;
+        b.d = halves(x[8] >> 16), f(b);
+    }
+};
+INLINE void look_up_nibbles(Block &b, __m128i table) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) b.w[i] = look_up(table, b.w[i]);
+}
+INLINE void iq4_values(Block &b) {
+    const __m128i table = _mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
+    look_up_nibbles(b, _mm_xor_si128(table, _mm_set1_epi32(kFlip)));
+}
+struct IQ4_NL : Shape<32, false, kMostByte> {
+    static constexpr int kGroup = 64, kBytes = 36, kZero = kMiddle;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Q4_0::read(p, stride, [&](Block &b) __attribute__((always_inline)) { iq4_values(b), f(b); });
+    }
+};
+struct MXFP4 : Shape<32, false, 24> {
+    static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
+    static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
+        const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
+        return (Floats)(e < 2 ? denormal : normal);
+    }
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+        Dwords x[5], y[4];
+        Block b;
+        dwords<5>(p, stride, x), dwords<4>(p + 18, stride, y);
+        const Dwords n[4] = {x[0] >> 8 | x[1] << 24, x[1] >> 8 | x[2] << 24, x[2] >> 8 | x[3] << 24, x[3] >> 8 | x[4] << 24};
+        nibbles(n, b), look_up_nibbles(b, table), b.d = scale(x[0] & 255), f(b);
+        nibbles(y, b), look_up_nibbles(b, table), b.d = scale(byte(x[4], 1)), f(b);
+    }
+};
+struct Q4_K : Shape<32, true, 15> {
+    static constexpr int kGroup = 256, kBytes = 144, kZero = 0;
+    // 6 bits each: scales and minima of the blocks 0 to 3 and 4 to 7
+    static INLINE void scales(const Dwords *x, Dwords *s, Dwords *m) {
+        s[0] = x[0] & 0x3f3f3f3f, m[0] = x[1] & 0x3f3f3f3f;
+        s[1] = (x[2] & 0x0f0f0f0f) | (x[0] >> 2 & 0x30303030);
+        m[1] = (x[2] >> 4 & 0x0f0f0f0f) | (x[1] >> 2 & 0x30303030);
+    }
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { read_with<false>(p, stride, f); }
+    template <bool kFifth, class F> static INLINE void read_with(const uint8_t *p, size_t stride, F f) {
+        Dwords x[4], s[2], m[2], high[8];
+        Block b;
+        dwords<4>(p, stride, x);
+        scales(x + 1, s, m);
+        const Floats d = halves(x[0]), least = -halves(x[0] >> 16);
+        if (kFifth) dwords<8>(p + 16, stride, high);
+        p += kFifth ? 48 : 16;
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2, p += 32) {
+            Dwords q[8];
+            dwords<8>(p, stride, q);
+#pragma GCC unroll 2
+            for (int j = i; j < i + 2; j++) {
+#pragma GCC unroll 8
+                for (int k = 0; k < 8; k++) {
+                    b.w[k] = q[k] >> 4 * (j - i) & 0x0f0f0f0f;
+                    if (kFifth) b.w[k] |= (high[k] >> j & 0x01010101) << 4;
+                }
+                b.d = d * floats(byte(s[j / 4], j % 4)), b.m = least * floats(byte(m[j / 4], j % 4)), f(b);
+            }
+        }
+    }
+};
+struct Q5_K : Shape<32, true, 31> {
+    static constexpr int kGroup = 256, kBytes = 176, kZero = 0;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { Q4_K::read_with<true>(p, stride, f); }
+};
+struct Q6_K : Shape<16, false, 63> {
+    static constexpr int kGroup = 256, kBytes = 210, kZero = 32;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords s[4], last[4];
+        Block b;
+        dwords<4>(p + 192, stride, s), dwords<4>(p + 194, stride, last);
+        const Floats d = halves(last[3] >> 16);
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            Dwords low[16], high[8];
+            dwords<16>(p + 64 * n, stride, low), dwords<8>(p + 128 + 32 * n, stride, high);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {  // blocks of 16
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) {
+                    const int at = 4 * (i % 2) + k, quarter = i / 2;
+                    const Dwords top = quarter < 2 ? high[at] << (4 - 2 * quarter) : high[at] >> (2 * quarter - 4);
+                    b.w[k] = (low[8 * (quarter % 2) + at] >> 4 * (quarter / 2) & 0x0f0f0f0f) | (top & 0x30303030);
+                }
+                const Integers scale = (Integers)(s[2 * n + i / 4] << (24 - 8 * (i % 4))) >> 24;
+                b.d = d * floats(scale), f(b);
+            }
+        }
+    }
+};
+struct Q3_K : Shape<16, false, 7> {
+    static constexpr int kGroup = 256, kBytes = 110, kZero = 4;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords high[8], x[4], last[4];
+        Block b;
+        dwords<8>(p, stride, high), dwords<4>(p + 92, stride, x), dwords<4>(p + 94, stride, last);
+        const Floats d = halves(last[3] >> 16);
+        const Dwords a0 = x[1], a1 = x[2], a2 = x[3];
+        const Dwords s[4] = {(a0 & 0x0f0f0f0f) | (a2 & 0x03030303) << 4, (a1 & 0x0f0f0f0f) | (a2 >> 2 & 0x03030303) << 4,
+                             (a0 >> 4 & 0x0f0f0f0f) | (a2 >> 4 & 0x03030303) << 4,
+                             (a1 >> 4 & 0x0f0f0f0f) | (a2 >> 6 & 0x03030303) << 4};
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            Dwords q[8];
+            dwords<8>(p + 32 + 32 * n, stride, q);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) {
+                    const int at = 4 * (i % 2) + k;
+                    b.w[k] = (q[at] >> 2 * (i / 2) & 0x03030303) | (high[at] >> (4 * n + i / 2) & 0x01010101) << 2;
+                }
+                b.d = d * floats((Integers)byte(s[2 * n + i / 4], i % 4) - 32), f(b);
+            }
+        }
+    }
+};
+struct Q2_K : Shape<16, true, 3> {
+    static constexpr int kGroup = 256, kBytes = 84, kZero = 0;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords s[4], last[4];
+        Block b;
+        dwords<4>(p, stride, s), dwords<4>(p + 68, stride, last);
+        const Floats d = halves(last[3]), least = -halves(last[3] >> 16);
+#pragma GCC unroll 2
+        for (int n = 0; n < 2; n++) {
+            Dwords q[8];
+            dwords<8>(p + 16 + 32 * n, stride, q);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) b.w[k] = q[4 * (i % 2) + k] >> 2 * (i / 2) & 0x03030303;
+                const Dwords scale = byte(s[2 * n + i / 4], i % 4);
+                b.d = d * floats(scale & 15), b.m = least * floats(scale >> 4), f(b);
+            }
+        }
+    }
+};
+struct IQ4_XS : Shape<32, false, kMostByte> {
+    static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[4];
+        Block b;
+        dwords<4>(p, stride, x);
+        const Floats d = halves(x[0]);
+        const Dwords high = x[0] >> 16, low = x[1];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            Dwords q[4];
+            dwords<4>(p + 8 + 16 * i, stride, q);
+            nibbles(q, b), iq4_values(b);
+            b.d = d * floats((Integers)((low >> 4 * i & 15) | (high >> 2 * i & 3) << 4) - 32), f(b);
+        }
+    }
+};
+
+// ---- activations
+
+// What a block of activations adds beside its bytes: its scale; and where the integer sum begins (-kZero * sum of bytes) or,
+// for formats with minima, scale * sum of bytes.
+struct Extra {
+    float scale;
+    union { int32_t start; float sum; };
+};
+
+// Quantized activations by groups of columns: [group][block of 32][column][32], and extras [group][block of kSub][column].
+struct Layout {
+    int n, blocks, width;
+    Layout(int n, int k) : n(n), blocks(k / 32), width(kTile) {
+        const int passes = (n + kColumns - 1) / kColumns;
+        if (n <= kFew) width = (n + passes - 1) / std::max(passes, 1);
+    }
+    int groups() const { return (n + width - 1) / width; }
+    int size(int g) const { return std::min(width, n - g * width); }
+    size_t at(int column, int block) const {
+        const int g = column / width;
+        return (size_t)g * width * blocks + (size_t)block * size(g) + column % width;
+    }
+};
+
+// One block of 32. The largest is found among the bits: these order NaN above infinity, and a scale that is NaN stays one.
+template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra *extras, int between) {
+    constexpr int kParts = 32 / kLanes;
+    Floats v[kParts];
+    Integers most{};
+    for (int i = 0; i < kParts; i++) {
+        v[i] = load<Floats>(x + i * kLanes);
+        const Integers bits = (Integers)v[i] & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    int32_t largest = 0;
+    for (int i = 0; i < kLanes; i++) largest = std::max(largest, most[i]);
+    float top;
+    memcpy(&top, &largest, 4);
+    const float by = top > 1e-36f ? 127.0f / top : 0.0f;  // below, 127 / top is infinite
+    int sums[2] = {0, 0};
+    for (int i = 0; i < kParts; i++) {
+#if defined(__AVX512VNNI__)
+        const __m512i q = _mm512_cvtps_epi32((__m512)(v[i] * by));
+        _mm_storeu_si128((__m128i *)(to + i * 16), _mm512_cvtsepi32_epi8(q));
+        sums[i] = _mm512_reduce_add_epi32(q);
+#else
+        const Integers q = (Integers)_mm256_cvtps_epi32((__m256)(v[i] * by));
+        for (int j = 0; j < 8; j++) to[i * 8 + j] = (int8_t)q[j], sums[i / 2] += q[j];
+#endif
+    }
+    const float scale = top / 127.0f;
+    constexpr int kSubs = 32 / T::kSub;
+    if (kSubs == 1) sums[0] += sums[1];
+    for (int i = 0; i < kSubs; i++) {
+        Extra &e = extras[i * between];
+        e.scale = scale;
+        if (T::kMin) e.sum = scale * sums[i];
+        else e.start = -T::kZero * sums[i];
+    }
+}
+
+// ---- kernels
+
+INLINE Dwords broadcast(const int8_t *x) {
+    int32_t v;
+    memcpy(&v, x, 4);
+    return (Dwords)all(v);
+}
+// the dots of four bytes each, where they cannot saturate
+INLINE Integers dot(Integers sum, Dwords w, Dwords x) {
+#if defined(__AVX512VNNI__)
+    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#else
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+    return sum + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+
+// sums[r][c] += the product of one block of weights (kR vectors of rows) and of activations (kC columns, 32 bytes apart)
+template <class T, int kR, int kC>
+INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const int8_t *x,
+                     const Extra *e, Floats (&sums)[kR][kC]) {
+    constexpr int kN = T::kSub / 4;
+    Integers dots[kR][kC];
+    UNROLL for (int c = 0; c < kC; c++)
+        UNROLL for (int r = 0; r < kR; r++) dots[r][c] = T::kMin ? Integers{} : all(e[c].start);
+    if constexpr (kExactBytes || T::kMost > 0) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+        UNROLL for (int j = 0; j < kN; j++) {
+            UNROLL for (int c = 0; c < kC; c++) {
+                const Dwords v = broadcast(x + c * 32 + j * 4);
+                UNROLL for (int r = 0; r < kR; r++) dots[r][c] = dot(dots[r][c], w[r][j], v);
+            }
+        }
+#else
+        // sums of pairs stay 16 bits for as long as they fit: kMost * 127 * 2 each
+        constexpr int kAdds = std::min(kN, 32767 / (T::kMost > 0 ? T::kMost * 254 : 254));
+        UNROLL for (int j = 0; j < kN; j += kAdds) {
+            UNROLL for (int c = 0; c < kC; c++) {
+                UNROLL for (int r = 0; r < kR; r++) {
+                    __m256i pairs = _mm256_maddubs_epi16((__m256i)w[r][j], (__m256i)broadcast(x + c * 32 + j * 4));
+                    for (int i = 1; i < std::min(kAdds, kN - j); i++)
+                        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)w[r][j + i],
+                                                                             (__m256i)broadcast(x + c * 32 + (j + i) * 4)));
+                    dots[r][c] += (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+                }
+            }
+        }
+#endif
+    } else {
+#if !defined(__AVX512VNNI__)
+        UNROLL for (int j = 0; j < kN; j++) {  // signed weights: |w| * (x with the sign of w)
+            UNROLL for (int c = 0; c < kC; c++) {
+                const Dwords v = broadcast(x + c * 32 + j * 4);
+                UNROLL for (int r = 0; r < kR; r++)
+                    dots[r][c] = dot(dots[r][c], (Dwords)_mm256_abs_epi8((__m256i)w[r][j]),
+                                     (Dwords)_mm256_sign_epi8((__m256i)v, (__m256i)w[r][j]));
+            }
+        }
+#endif
+    }
+    UNROLL for (int c = 0; c < kC; c++) {
+        UNROLL for (int r = 0; r < kR; r++) {
+            sums[r][c] = fma(floats(dots[r][c]), d[r] * e[c].scale, sums[r][c]);
+            if (T::kMin) sums[r][c] = fma(m[r], all(e[c].sum), sums[r][c]);
+        }
+    }
+}
+
+// where a kernel is in the activations of a group of columns
+template <class T, int kC> struct Position {
+    const int8_t *x;
+    const Extra *e;
+    int half = 0;
+    INLINE void step() {
+        e += kC;
+        if (T::kSub == 32) x += 32 * kC;
+        else if (half ^= 1) x += 16;
+        else x += 32 * kC - 16;
+    }
+};
+
+// Prefetches the next rows' share of one block, to the L2 cache: to L1, decode has half the bandwidth, and a group at a time
+// is too many at once.
+template <class T> INLINE const uint8_t *prefetch(const uint8_t *p) {
+    constexpr int kShare = T::kBytes * kLanes / (T::kGroup / T::kSub);
+    for (int i = 0; i < kShare; i += 64) _mm_prefetch((const char *)p + i, _MM_HINT_T1);
+    return p + kShare;
+}
+
+// kLanes rows and kC columns; out[column][lane]. `ahead`: the weights that are wanted next.
+template <class T, int kC>
+void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e, float *out, const uint8_t *ahead) {
+    Floats sums[1][kC]{};
+    Position<T, kC> at{x, e};
+    for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
+        T::read(w, stride, [&](Block &b) __attribute__((always_inline)) {
+            ahead = prefetch<T>(ahead);
+            multiply<typename T::Kernels, 1, kC>({b.w}, {b.d}, {b.m}, at.x, at.e, sums);
+            at.step();
+        });
+    }
+    for (int c = 0; c < kC; c++) store(out + c * kLanes, sums[0][c]);
+}
+
+// A slab: [block][vector of rows]{bytes, d, m}
+constexpr int kRows = 2 * kLanes;
+constexpr int kChunk = 2560;  // weights of a row that are unpacked at a time: 100 KB or more, which stay in L2
+template <class T> struct alignas(64) Unpacked {
+    Dwords w[T::kSub / 4];
+    Floats d, m[T::kMin ? 1 : 0];
+};
+template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead) {
+    for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
+        T::read(w, stride, [&](Block &b) __attribute__((always_inline)) {
+            ahead = prefetch<T>(ahead);
+            UNROLL for (int j = 0; j < T::kSub / 4; j++) to->w[j] = b.w[j];
+            to->d = b.d;
+            if constexpr (T::kMin) to->m[0] = b.m;
+            to += 2;
+        });
+    }
+}
+// sums[column][2 * kLanes], which go on from what they are unless this is the first chunk
+template <class T, int kC> void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *out, bool is_first) {
+    Floats sums[2][kC];
+    for (int c = 0; c < kC; c++)
+        for (int r = 0; r < 2; r++) sums[r][c] = is_first ? Floats{} : load<Floats>(out + c * kRows + r * kLanes);
+    Position<T, kC> at{x, e};
+    for (int i = 0; i < k; i += T::kSub, w += 2, at.step()) {
+        Floats m[2]{};
+        if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
+        multiply<T, 2, kC>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
+    }
+    for (int c = 0; c < kC; c++)
+        for (int r = 0; r < 2; r++) store(out + c * kRows + r * kLanes, sums[r][c]);
+}
+
+// ---- operations
+
+size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
+
+struct Place { int32_t slot, token; };  // a column of MUL_MAT_ID
+
+// MUL_MAT, or one expert of MUL_MAT_ID: the weights, and the columns that they are multiplied with
+struct Product {
+    const uint8_t *weights;
+    const ggml_tensor *op;
+    const Place *places;  // null for MUL_MAT
+    Layout layout;
+    int8_t *bytes;
+    Extra *extras;
+
+    const float *source(int c) const {
+        const ggml_tensor *x = op->src[1];
+        const char *data = (const char *)x->data;
+        if (!places) return (const float *)(data + c * x->nb[1]);
+        return (const float *)(data + places[c].slot % x->ne[1] * x->nb[1] + places[c].token * x->nb[2]);
+    }
+    float *target(int c) const {
+        char *data = (char *)op->data;
+        if (!places) return (float *)(data + c * op->nb[1]);
+        return (float *)(data + places[c].slot * op->nb[1] + places[c].token * op->nb[2]);
+    }
+};
+
+template <class T> struct Operation {
+    static constexpr int kSubs = 32 / T::kSub;
+    const ggml_tensor *op, *w, *x, *ids;
+    int k, rows, n, experts;
+    Operation(const ggml_tensor *op) : op(op), w(op->src[0]), x(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr) {
+        k = w->ne[0], rows = w->ne[1], experts = ids ? w->ne[2] : 1;
+        n = ids ? ids->ne[0] * ids->ne[1] : x->ne[1];
+    }
+    static size_t slab_size() { return sizeof(Unpacked<typename T::Kernels>) * 2 * (kChunk / T::kSub); }
+    size_t places_size() const { return ids ? round_up(n * sizeof(Place)) + round_up((experts + 1) * 4) : 0; }
+    size_t shared_size() const {
+        return 64 + places_size() + round_up((size_t)n * k) + round_up((size_t)n * (k / T::kSub) * sizeof(Extra));
+    }
+    size_t thread_size() const { return slab_size() + round_up((size_t)n * kRows * sizeof(float)); }
+    size_t work_size(int n_threads) const { return 64 + shared_size() + n_threads * thread_size(); }
+
+    void compute(ggml_compute_params *params) const {
+        uint8_t *work = (uint8_t *)round_up((uintptr_t)params->wdata);
+        auto &next = *(std::atomic<int> *)work;
+        Place *places = (Place *)(work + 64);
+        int32_t *firsts = (int32_t *)((uint8_t *)places + round_up(n * sizeof(Place)));
+        int8_t *bytes = (int8_t *)work + 64 + places_size();
+        Extra *extras = (Extra *)(bytes + round_up((size_t)n * k));
+        uint8_t *own = work + shared_size() + params->ith * thread_size();
+        if (params->ith == 0) {
+            next.store(params->nth, std::memory_order_relaxed);
+            if (ids) sort_by_expert(places, firsts);
+        }
+        if (ids) g_barrier(params->threadpool);
+        auto product = [&](int expert) {
+            const int first = ids ? firsts[expert] : 0, count = ids ? firsts[expert + 1] - first : n;
+            return Product{(const uint8_t *)w->data + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
+                           Layout(count, k), bytes + (size_t)first * k, extras + (size_t)first * (k / T::kSub)};
+        };
+        int at = 0;  // blocks of 32 of all products
+        const int all = n * (k / 32), begin = (int64_t)all * params->ith / params->nth,
+                  end = (int64_t)all * (params->ith + 1) / params->nth;
+        for (int expert = 0; expert < experts; at += product(expert).layout.n * (k / 32), expert++)
+            quantize(product(expert), std::max(begin - at, 0), end - at);
+        g_barrier(params->threadpool);
+
+        int unit = params->ith, before = 0;  // units are claimed one early: the next one's weights are prefetched
+        for (int expert = 0; expert < experts; expert++) {
+            const Product p = product(expert);
+            if (!p.layout.n) continue;
+            const int step = p.layout.n <= kFew ? kLanes : kRows, units = (rows + step - 1) / step;
+            while (unit - before < units) {
+                const int after = next.fetch_add(1, std::memory_order_relaxed);
+                const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
+                const int soon = std::min((after - before) * step, rows - step);
+                const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
+                if (p.layout.n <= kFew) compute_few(p, row, skipped, from, ahead);
+                else compute_many(p, row, skipped, from, ahead, own);
+                unit = after;
+            }
+            before += units;
+        }
+    }
+
+    void sort_by_expert(Place *places, int32_t *firsts) const {
+        auto expert_of = [&](int slot, int token) {
+            return *(const int32_t *)((const char *)ids->data + slot * ids->nb[0] + token * ids->nb[1]);
+        };
+        std::fill(firsts, firsts + experts + 1, 0);
+        for (int token = 0; token < ids->ne[1]; token++)
+            for (int slot = 0; slot < ids->ne[0]; slot++) firsts[expert_of(slot, token) + 1]++;
+        for (int e = 0; e < experts; e++) firsts[e + 1] += firsts[e];
+        for (int token = 0; token < ids->ne[1]; token++)
+            for (int slot = 0; slot < ids->ne[0]; slot++) places[firsts[expert_of(slot, token)]++] = {slot, token};
+        for (int e = experts; e > 0; e--) firsts[e] = firsts[e - 1];
+        firsts[0] = 0;
+    }
+
+    void quantize(const Product &p, int begin, int end) const {
+        const Layout &l = p.layout;
+        end = std::min(end, l.n * l.blocks);
+        for (int i = begin; i < end; i++) {
+            const int column = i / l.blocks, block = i % l.blocks;
+            const size_t at = l.at(column, block);
+            const int g = column / l.width, size = l.size(g);
+            Extra *e = p.extras + (size_t)g * l.width * l.blocks * kSubs + (size_t)block * kSubs * size + column % l.width;
+            quantize_block<T>(p.source(column) + block * 32, p.bytes + at * 32, e, size);
+        }
+    }
+
+    void put(const Product &p, int column, int row, int skipped, const float *from, int lanes) const {
+        memcpy(p.target(column) + row + skipped, from + skipped, (lanes - skipped) * sizeof(float));
+    }
+
+    void compute_few(const Product &p, int row, int skipped, const uint8_t *from, const uint8_t *ahead) const {
+        const Layout &l = p.layout;
+        alignas(64) float out[kColumns * kLanes];
+        for (int g = 0; g < l.groups(); g++) {
+            const size_t at = (size_t)g * l.width * l.blocks;
+            const int8_t *x = p.bytes + at * 32;
+            const Extra *e = p.extras + at * kSubs;
+            const uint8_t *soon = g ? from : ahead;
+            switch (l.size(g)) {
+#define FEW(C) case C: if constexpr (C <= kColumns) few<T, C>(from, w->nb[1], k, x, e, out, soon); break;
+                FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8)
+            }
+            for (int c = 0; c < l.size(g); c++) put(p, g * l.width + c, row, skipped, out + c * kLanes, kLanes);
+        }
+    }
+
+    void compute_many(const Product &p, int row, int skipped, const uint8_t *from, const uint8_t *ahead, uint8_t *own) const {
+        const Layout &l = p.layout;
+        auto *slab = (Unpacked<typename T::Kernels> *)own;
+        float *sums = (float *)(own + slab_size());
+        for (int i = 0; i < k; i += kChunk) {
+            const int some = std::min(kChunk, k - i);
+            const size_t done = (size_t)i / T::kGroup * T::kBytes;
+            const uint8_t *soon = ahead + done * kRows;
+            unpack<T>(from + done, w->nb[1], some, slab, soon);
+            unpack<T>(from + done + kLanes * w->nb[1], w->nb[1], some, slab + 1, soon + some / T::kGroup * T::kBytes * kLanes);
+            for (int g = 0; g < l.groups(); g++) {
+                const size_t at = (size_t)g * l.width * l.blocks + (size_t)(i / 32) * l.size(g);
+                const int8_t *x = p.bytes + at * 32;
+                const Extra *e = p.extras + at * kSubs;
+                float *out = sums + g * l.width * kRows;
+                switch (l.size(g)) {
+#define TILE(C) case C: if constexpr (C <= kTile) tile<typename T::Kernels, C>(slab, some, x, e, out, i == 0); break;
+                    TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+                }
+            }
+        }
+        for (int c = 0; c < l.n; c++) put(p, c, row, skipped, sums + c * kRows, kRows);
+    }
+};
+
+// f(Format{}) for the tensor's type; false for others
+template <class F> bool with_format(ggml_type type, F f) {
+    switch (type) {
+#define FORMAT(name) case GGML_TYPE_##name: f(name{}); return true;
+        FORMAT(Q4_0) FORMAT(Q4_1) FORMAT(Q5_0) FORMAT(Q5_1) FORMAT(Q8_0) FORMAT(IQ4_NL) FORMAT(MXFP4) FORMAT(Q2_K)
+        FORMAT(Q3_K) FORMAT(Q4_K) FORMAT(Q5_K) FORMAT(Q6_K) FORMAT(IQ4_XS)
+        default: return false;
+    }
+}
+
+class MulMat : public ggml::cpu::tensor_traits {
+public:
+    static bool accepts(const ggml_tensor *op) {
+        const ggml_tensor *w = op->src[0], *x = op->src[1];
+        bool is_known = false;
+        with_format(w->type, [&](auto format) { is_known = w->ne[0] % decltype(format)::kGroup == 0; });
+        if (!is_known || x->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32) return false;
+        if (w->ne[1] < kRows || w->nb[0] != ggml_type_size(w->type) || x->nb[0] != 4 || op->nb[0] != 4) return false;
+        if (w->buffer && !ggml_backend_buffer_is_host(w->buffer)) return false;  // another device's, or repacked
+        if (op->op == GGML_OP_MUL_MAT_ID) return w->ne[3] == 1 && x->ne[3] == 1;
+        return op->op_params[1] == 0 && w->ne[2] == 1 && w->ne[3] == 1 && x->ne[2] == 1 && x->ne[3] == 1;
+    }
+    bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
+        if (!accepts(op)) return false;
+        return with_format(op->src[0]->type, [&](auto f) { size = Operation<decltype(f)>(op).work_size(n_threads); });
+    }
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        if (!accepts(op)) return false;
+        return with_format(op->src[0]->type, [&](auto f) { Operation<decltype(f)>(op).compute(params); });
+    }
+};
+
+MulMat g_product;
+
+}  // namespace
+
+ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op) {
+    return op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID ? &g_product : nullptr;
+}

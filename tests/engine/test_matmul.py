@@ -1,0 +1,46 @@
+"""The matrix kernels of our own (native/matmul.cpp), called through ggml."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matmul_ops import TYPES
+
+from .test_attention import can_run, run
+
+
+def outcomes(level: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(Path(__file__).with_name("matmul_op.py"), level))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llamas() -> dict[str, Any]:
+    """Every type as llama.cpp's own kernels compute it."""
+    return outcomes("none")
+
+
+@pytest.fixture(scope="module", params=["v3", "v4"])
+def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Every type with our kernels of one level."""
+    if not can_run(request.param):
+        pytest.skip(f"this processor has not the instructions of {request.param}")
+    return outcomes(request.param)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_products_are_as_exact_as_those_of_llama_cpp(
+    kind: str, ours: dict[str, Any], llamas: dict[str, Any]
+) -> None:
+    assert ours[kind]["digest"] != llamas[kind]["digest"], "this is llama.cpp's own"
+    assert ours[kind]["error"] < 1.02 * llamas[kind]["error"]
+    assert ours[kind]["experts_error"] < 1.02 * llamas[kind]["experts_error"]
+    assert ours[kind]["is_nan_kept"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_product_bits_do_not_depend_on_the_batch(kind: str, ours: dict[str, Any]) -> None:
+    assert ours[kind]["same"], "a row's bits depend on its company, or on the threads"
