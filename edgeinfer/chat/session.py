@@ -286,8 +286,8 @@ class ChatSession:
             copy = msgspec.structs.replace(turn, conversation_id=self.conversation.id, parent_id=parent)
             parent = self._append(self.store.add(copy)).id
 
-    def cut(self, turn_id: int, summary: str | None) -> None:
-        """Stop sending the turns before this one; `summary` stands for them. None undoes that."""
+    def cut(self, turn_id: int, summary: str) -> None:
+        """Stop sending the turns before this one; `summary` stands for them."""
         self.store.cut(turn_id, summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 

@@ -5,7 +5,7 @@ import pytest
 
 from edgeinfer.chat import context
 from edgeinfer.chat.history.store import Store
-from edgeinfer.chat.history.values import Attachment, sent_part
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession, title_of
 from edgeinfer.errors import (
     ContextLengthError,
@@ -292,13 +292,6 @@ class TestContext:
         session.ask("y" * 2000)
         with pytest.raises(ContextLengthError):
             context.first_kept(session, engine)
-
-    def test_taking_the_cut_back(self, store):
-        session, _ = self.long(store)
-        last = session.path[-2]
-        session.cut(last.id, "s")
-        session.cut(last.id, None)
-        assert sent_part(session.path) == ("", session.path)
 
 
 @pytest.mark.parametrize(

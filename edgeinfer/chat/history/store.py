@@ -290,8 +290,8 @@ class Store:
                 (self.clock(), turn.conversation_id),
             )
 
-    def cut(self, turn_id: int, summary: str | None) -> None:
-        """Stop sending the turns before this one; `summary` stands for them. None undoes the cut."""
+    def cut(self, turn_id: int, summary: str) -> None:
+        """Stop sending the turns before this one; `summary` stands for them."""
         self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
 
     def clean_up(self) -> int:

@@ -89,10 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     parser.add_argument(
-        "--pure", action="store_true", help="use TYPE for every tensor, with no mix of types"
-    )
-    parser.add_argument("--keep-output", action="store_true", help="leave the output tensor as it is")
-    parser.add_argument(
         "--imatrix",
         default="",
         metavar="FILE|make",
@@ -113,8 +109,6 @@ def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
     start_s = time.monotonic()
     quantize_options = QuantizeOptions(
         name=options.name,
-        pure=options.pure,
-        keep_output=options.keep_output,
         threads=options.threads,
         imatrix=options.imatrix,
         perplexity=not options.no_perplexity,

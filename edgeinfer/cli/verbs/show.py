@@ -24,7 +24,7 @@ from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
 from edgeinfer.runtime.llama.backends.devices import LoadedBackend, OffloadRequest, survey
-from edgeinfer.runtime.memory_plan.offload import DeviceShare, make_offload
+from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
 from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning
 from edgeinfer.runtime.memory_plan.shape import Buffers, Shape
 from edgeinfer.units import format_bytes, format_parameters
@@ -46,20 +46,7 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
     tensor_types: dict[str, int]
 
 
-class DevicesShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers on GPUs, the output counted as one. `reason` tells why no more, or none."""
-
-    n_layers: int
-    n_all: int
-    n_without_experts: int
-    parts: tuple[DeviceShare, ...]
-    reason: str
-    summary: str
-
-
-def _planned_devices(
-    shape: Shape, plan: Plan, layers: int | str, config: GpuConfig
-) -> DevicesShown | None:
+def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuConfig) -> Offload | None:
     """Plan the offload to this machine's GPUs; None if there are none, or offload is off."""
     wanted = OffloadRequest.of(layers, config.devices, config.max_memory_gib)
     if not wanted.opens_backends():
@@ -68,15 +55,7 @@ def _planned_devices(
     devices = next((chosen for answer in answers if (chosen := wanted.chosen(answer.devices))), ())
     if not devices:
         return None
-    offload = make_offload(shape, plan, tuple(map(wanted.room, devices)), layers)
-    return DevicesShown(
-        n_layers=offload.n_layers,
-        n_all=offload.n_all,
-        n_without_experts=offload.n_without_experts,
-        parts=offload.parts,
-        reason=offload.reason,
-        summary=str(offload),
-    )
+    return make_offload(shape, plan, tuple(map(wanted.room, devices)), layers)
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +75,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     repack_reason: str = ""
     from_disk: bool = False
     warning: str = ""
-    devices: DevicesShown | None = None
+    devices: Offload | None = None
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
@@ -124,11 +103,8 @@ class ShowResult(Result, frozen=True, kw_only=True):
     header: HeaderShown | None = None
     memory: MemoryShown | None = None
     notes: tuple[str, ...] = ()
-    template_only: bool = False
 
     def human(self) -> str:
-        if self.template_only:
-            return self.chat_template
         rows = [
             *_about(self),
             *_header_rows(self.header),
@@ -230,11 +206,11 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
     return rows + _device_rows(memory.devices)
 
 
-def _device_rows(devices: DevicesShown | None) -> Rows:
+def _device_rows(devices: Offload | None) -> Rows:
     if devices is None:
         return []
     because = f": {devices.reason}" if devices.parts else ""
-    rows = [("layers on GPUs", f"{devices.summary}{because}")]
+    rows = [("layers on GPUs", f"{devices}{because}")]
     for part in devices.parts:
         sizes = (part.weights_bytes, part.kv_bytes, part.compute_bytes)
         names = ("weights", "KV cache", "compute")
@@ -250,7 +226,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-type", choices=KV_TYPE.choices, help=KV_TYPE.help)
     add_load_option(parser, GPU_LAYERS)
-    parser.add_argument("--template", action="store_true", help="print the chat template alone")
 
 
 def run(options: argparse.Namespace, host: Host) -> ShowResult:
@@ -326,7 +301,6 @@ def _describe(
         header=header,
         memory=memory,
         notes=notes,
-        template_only=options.template,
     )
 
 

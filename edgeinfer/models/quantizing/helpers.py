@@ -136,15 +136,12 @@ NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`pure` gives every tensor one type; `keep_output` leaves the output tensor as it is.
+    """`name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX.
 
-    `name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX. `score_tokens` bounds the scored
-    text; 0 takes all. `text` is a file to score and to make the importance matrix of.
+    `score_tokens` bounds the scored text; 0 takes all. `text` is a file to score and to make the importance matrix of.
     """
 
     name: str | None = None
-    pure: bool = False
-    keep_output: bool = False
     threads: int = 0
     imatrix: str = ""
     perplexity: bool = True
@@ -161,8 +158,6 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
         "source": str(source),
         "target": str(target),
         "ftype": kind,
-        "pure": options.pure,
-        "keep_output": options.keep_output,
         "threads": options.threads,
         "imatrix": options.imatrix,
         "spans": imatrix_spans(Path(options.imatrix)) if options.imatrix else [],

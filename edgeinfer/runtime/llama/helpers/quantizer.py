@@ -40,13 +40,11 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """`ftype` is a llama_ftype; `pure` gives every tensor that type; 0 threads: all we may use."""
+    """`ftype` is a llama_ftype; 0 threads: all we may use."""
 
     source: str
     target: str
     ftype: int
-    pure: bool = False
-    keep_output: bool = False
     threads: int = 0
     imatrix: str = ""
     spans: tuple[ImatrixSpan, ...] = ()
@@ -107,8 +105,6 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
     params.ftype = job.ftype
     params.nthread = job.threads or len(os.sched_getaffinity(0))
     params.allow_requantize = True
-    params.quantize_output_tensor = not job.keep_output
-    params.pure = job.pure
     params.dry_run = dry
     return params
 
