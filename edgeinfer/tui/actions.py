@@ -23,7 +23,7 @@ from edgeinfer.chat.session import Answer
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.answering import Answering
-from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark
+from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, TurnEntry
 from edgeinfer.tui.view import View
 from edgeinfer.tui.widgets.composer import AttachmentList
 from edgeinfer.tui.widgets.transcript import Transcript
@@ -267,13 +267,13 @@ class TurnActions:
     def act(self, what: str) -> None:
         """Do `what` to the chosen turn; errors are shown."""
         entry = self._transcript.chosen
-        if isinstance(entry, Question | AnswerEntry):
+        if isinstance(entry, TurnEntry):
             try:
                 self._act(what, entry)
             except EdgeInferError as error:
                 self._view.show_error(error)
 
-    def _act(self, what: str, entry: Question | AnswerEntry) -> None:
+    def _act(self, what: str, entry: TurnEntry) -> None:
         turn = entry.turn
         match what:
             case "copy":

@@ -53,8 +53,8 @@ def _rows(text: str, width: int) -> int:
     return sum(1 + len(line) // max(width, 1) for line in text.split("\n"))
 
 
-class Question(Entry):
-    """A user's turn as typed, its attachments as names. `page` is (which, of how many) alternatives."""
+class TurnEntry(Entry):
+    """A turn. `page` is (which, of how many) alternatives."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
@@ -66,6 +66,10 @@ class Question(Entry):
     def toggle(self) -> None:
         self.folded = not self.folded
         self.invalidate()
+
+
+class Question(TurnEntry):
+    """A user's turn as typed, its attachments as names; a long one is folded."""
 
     def _draw(self, width: int) -> list[Line]:
         rows: list[Line] = []
@@ -102,16 +106,12 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
     return [styled(f"{side}{label}{side}"[:width], "rule"), BLANK]
 
 
-class AnswerEntry(Entry):
+class AnswerEntry(TurnEntry):
     """A model's turn. It grows by `grow` while it streams; `finish` draws it whole."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
-        super().__init__()
-        self.turn = turn
-        self.turn_id = turn.id
-        self.page = page
+        super().__init__(turn, page)
         self.streaming = streaming
-        self.folded = True
         self.waiting = ""
         self._body: Body | None = None
         self._thought: Body | None = None
@@ -141,10 +141,6 @@ class AnswerEntry(Entry):
         if words != self.waiting:
             self.waiting = words
             self.invalidate()
-
-    def toggle(self) -> None:
-        self.folded = not self.folded
-        self.invalidate()
 
     @property
     def has_reasoning(self) -> bool:
@@ -185,14 +181,10 @@ class AnswerEntry(Entry):
     def _foot(self, width: int, has_text: bool) -> list[Line]:
         lines: list[Line] = []
         if self.turn.status == "failed":
-            lines += [
-                prefixed(line, "  ")
-                for line in wrap(styled(f"✗ {clean(self.turn.error)}", "error"), width - 2)
-            ]
+            lines += wrap(styled(f"✗ {clean(self.turn.error)}", "error"), width - 2)
         elif self.turn.cut:
-            lines += [
-                prefixed(line, "  ") for line in wrap(styled(f"◌ {self.turn.cut}", "dim"), width - 2)
-            ]
+            lines += wrap(styled(f"◌ {self.turn.cut}", "dim"), width - 2)
+        lines = [prefixed(line, "  ") for line in lines]
         if self.page[1] > 1:
             lines.append(styled(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
         if not has_text and not lines:
@@ -225,6 +217,9 @@ class Remark(Entry):
         return _rows(self.text, width - 4) + bool(self.hint) + 1
 
 
+_FIRST_KEYS = {"Enter": "asks", "Ctrl+J": "a new line", "/": "commands", "@": "files", "F1": "help"}
+
+
 class Welcome(Entry):
     """The entry of an empty conversation: the model, and keys to begin with."""
 
@@ -239,23 +234,9 @@ class Welcome(Entry):
             *(prefixed(line, "  ") for line in wrap(styled(clean(self.model), "dim"), width - 2)),
             BLANK,
         ]
-        for keys, words in (
-            ("Enter", "asks"),
-            ("Ctrl+J", "a new line"),
-            ("/", "commands"),
-            ("@", "files"),
-            ("F1", "help"),
-        ):
-            label = f"  {keys:<8}"
-            rows.append(
-                Line(
-                    label + words,
-                    (
-                        Span(2, 2 + len(keys), "bullet"),
-                        Span(len(label), len(label) + len(words), "dim"),
-                    ),
-                )
-            )
+        for keys, words in _FIRST_KEYS.items():
+            line = prefixed(styled(words, "dim"), f"  {keys:<8}")
+            rows.append(Line(line.text, (Span(2, 2 + len(keys), "bullet"), *line.spans)))
         return rows
 
     def _estimate(self, width: int) -> int:

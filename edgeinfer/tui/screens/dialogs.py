@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -19,12 +19,40 @@ from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
 from edgeinfer.tui.drawing.lines import Line, wrap
 from edgeinfer.tui.textual_internals import keymap
 
+Answer = TypeVar("Answer")
+
 
 def sheet(title: str, keys: str, *, small: bool = False) -> Vertical:
     """Return a screen's frame with its title, and its keys at the bottom."""
     frame = Vertical(classes="sheet -small" if small else "sheet")
     frame.border_title, frame.border_subtitle = title, keys
     return frame
+
+
+class ListScreen(ModalScreen[Answer]):
+    """A text field over a list; the arrow keys choose in the list while the field keeps the focus."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down", "step(1)", "Next", show=False, priority=True),
+        Binding("up", "step(-1)", "Before", show=False, priority=True),
+    ]
+
+    def field(self, placeholder: str, words: str = "") -> Input:
+        """Make the field, whose cursor does not blink."""
+        field = Input(words, placeholder=placeholder, id="words")
+        field.cursor_blink = False
+        return field
+
+    @property
+    def at(self) -> int:
+        """Return the index of the chosen row, -1 if there is none."""
+        highlighted = self.query_one(OptionList).highlighted
+        return -1 if highlighted is None else highlighted
+
+    def action_step(self, by: int) -> None:
+        listed = self.query_one(OptionList)
+        if listed.option_count:
+            listed.highlighted = min(max(self.at + by, 0), listed.option_count - 1)
 
 
 class ChoiceScreen(ModalScreen[str | None]):

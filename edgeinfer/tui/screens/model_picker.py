@@ -9,7 +9,6 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -20,7 +19,7 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.models.progress import progress_text
 from edgeinfer.tui.bindings import bindings
-from edgeinfer.tui.screens.dialogs import sheet
+from edgeinfer.tui.screens.dialogs import ListScreen, sheet
 
 if TYPE_CHECKING:
     from edgeinfer.models.fits import FirstRunChoice
@@ -32,7 +31,7 @@ _KEYS_NARROW = "Enter use or pull · Esc"
 _ROOM_FOR_ALL = 56
 
 
-class ModelScreen(ModalScreen[str | None]):
+class ModelScreen(ListScreen[str | None]):
     """The answer is the model to use.
 
     `first`: no model is here yet, so the wanted one is offered, or three that suit this machine.
@@ -40,8 +39,6 @@ class ModelScreen(ModalScreen[str | None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Leave", show=False),
-        Binding("down", "step(1)", "Next", show=False, priority=True),
-        Binding("up", "step(-1)", "Before", show=False, priority=True),
         *bindings("models"),
     ]
 
@@ -67,9 +64,7 @@ class ModelScreen(ModalScreen[str | None]):
                     classes="text first",
                     markup=False,
                 )
-            field = Input(placeholder="Type to filter", id="words")
-            field.cursor_blink = False
-            yield field
+            yield self.field("Type to filter")
             yield OptionList(id="models")
             yield Static("", classes="detail", markup=False)
             yield Static("", classes="progress", markup=False)
@@ -126,11 +121,6 @@ class ModelScreen(ModalScreen[str | None]):
         note = f"{choice.role}, ~{choice.tokens_per_s:.0f} tok/s" if choice else ""
         return _row(row, row.name == self.wanted and not self.first, room, note)
 
-    def action_step(self, by: int) -> None:
-        listed = self.query_one(OptionList)
-        if self.rows:
-            listed.highlighted = min(max((listed.highlighted or 0) + by, 0), len(self.rows) - 1)
-
     def _found_elsewhere(self, rows: list[ModelChoice]) -> str:
         found = [row for row in rows if row.store]
         if not found:
@@ -144,8 +134,7 @@ class ModelScreen(ModalScreen[str | None]):
 
     @property
     def chosen(self) -> ModelChoice | None:
-        at = self.query_one(OptionList).highlighted
-        return self.rows[at] if at is not None and at < len(self.rows) else None
+        return self.rows[self.at] if 0 <= self.at < len(self.rows) else None
 
     @on(OptionList.OptionHighlighted)
     def _detail(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +10,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
@@ -22,16 +22,14 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.drawing.lines import clean
-from edgeinfer.tui.screens.dialogs import AskScreen, sheet
+from edgeinfer.tui.screens.dialogs import AskScreen, ListScreen, sheet
 
 
-class SessionScreen(ModalScreen[int | None]):
+class SessionScreen(ListScreen[int | None]):
     """The answer is the conversation to open, None if it was left."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Leave", show=False),
-        Binding("down", "step(1)", "Next", show=False, priority=True),
-        Binding("up", "step(-1)", "Before", show=False, priority=True),
         *bindings("sessions"),
     ]
 
@@ -49,9 +47,7 @@ class SessionScreen(ModalScreen[int | None]):
             else "Enter open · ^D delete · Esc"
         )
         with sheet("Conversations", keys):
-            field = Input(self._words, placeholder="Search", id="words")
-            field.cursor_blink = False
-            yield field
+            yield self.field("Search", self._words)
             yield OptionList(id="found")
 
     def on_mount(self) -> None:
@@ -79,13 +75,7 @@ class SessionScreen(ModalScreen[int | None]):
 
     @property
     def chosen(self) -> Summary | None:
-        at = self.query_one(OptionList).highlighted
-        return self.found[at] if at is not None and at < len(self.found) else None
-
-    def action_step(self, by: int) -> None:
-        listed = self.query_one(OptionList)
-        if self.found:
-            listed.highlighted = min(max((listed.highlighted or 0) + by, 0), len(self.found) - 1)
+        return self.found[self.at] if 0 <= self.at < len(self.found) else None
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
@@ -113,23 +103,13 @@ class SessionScreen(ModalScreen[int | None]):
 
     def action_delete(self) -> None:
         chosen = self.chosen
-        if chosen is None:
-            return
-        try:
-            self.commander.delete(chosen.id)
-        except EdgeInferError as error:
-            self._show_error(error)
-            return
-        self.notify(f"Deleted “{chosen.title}”. Ctrl+U brings it back.", timeout=4)
-        self._search()
+        if chosen is not None and self._done(lambda: self.commander.delete(chosen.id)):
+            self.notify(f"Deleted “{chosen.title}”. Ctrl+U brings it back.", timeout=4)
+            self._search()
 
     def action_undelete(self) -> None:
-        try:
-            self.commander.undelete()
-        except EdgeInferError as error:
-            self._show_error(error)
-            return
-        self._search()
+        if self._done(self.commander.undelete):
+            self._search()
 
     def action_export(self) -> None:
         chosen = self.chosen
@@ -145,6 +125,15 @@ class SessionScreen(ModalScreen[int | None]):
             self._show_error(error)
             return
         self.notify(f"Written to {path}", timeout=4, markup=False)
+
+    def _done(self, action: Callable[[], object]) -> bool:
+        """Run an action; show its error and return False if it has one."""
+        try:
+            action()
+        except EdgeInferError as error:
+            self._show_error(error)
+            return False
+        return True
 
     def _show_error(self, error: EdgeInferError) -> None:
         self.notify(f"{error.message}\n{hint(error)}".strip(), severity="error", markup=False)

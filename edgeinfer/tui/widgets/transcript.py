@@ -15,7 +15,7 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
-from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question
+from edgeinfer.tui.drawing.entry import Entry, TurnEntry
 from edgeinfer.tui.drawing.lines import Line
 
 #: Text wider than this (cells) is hard to read.
@@ -285,7 +285,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def toggle_fold(self, entry: Entry | None) -> bool:
         """Fold or unfold the reasoning of an answer, or a long question."""
-        if isinstance(entry, AnswerEntry | Question):
+        if isinstance(entry, TurnEntry):
             entry.toggle()
             self._relayout()
             return True
