@@ -373,7 +373,7 @@ def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
     assert main(["show", "ollama/tiny:1b"]) == 0
     out = capsys.readouterr().out
     assert "not used: template: Go templates are not read" in out
-    assert "not used: num_ctx 4096: --ctx says it" in out
+    assert "not used: num_ctx 4096" in out
     assert "not used: top_k -3" in out
     assert "not used: projector" in out
 

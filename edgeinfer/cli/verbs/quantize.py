@@ -96,9 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "types need one, small ones gain most",
     )
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="threads; 0 takes all we may use"
-    )
-    parser.add_argument(
         "--no-perplexity", action="store_true", help="do not measure the perplexity of both"
     )
     add_quiet(parser)
@@ -109,7 +106,6 @@ def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
     start_s = time.monotonic()
     quantize_options = QuantizeOptions(
         name=options.name,
-        threads=options.threads,
         imatrix=options.imatrix,
         perplexity=not options.no_perplexity,
         text=options.text,

@@ -14,10 +14,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from edgeinfer.config.sampling_options import BY_FIELD
+from edgeinfer.config.sampling_options import BY_FIELD, SamplingOption
 from edgeinfer.models.external_stores.reader import (
     MAX_TEXT_BYTES,
     ExternalFile,
@@ -27,6 +28,7 @@ from edgeinfer.models.external_stores.reader import (
     file_in,
     folders,
     small_file,
+    unusable,
 )
 from edgeinfer.platform import paths
 
@@ -81,13 +83,8 @@ def _model(root: Path, manifest: Path) -> ExternalModel:
         files = {kind: _blob(root, layer) for kind, layer in layers.items()}
         weights = _weights(files)
     except UnusableError as error:
-        typed = name.removeprefix(PREFIX)
-        return ExternalModel(
-            name=name,
-            store=STORE,
-            problem=error.message,
-            fix=error.hint or f"fetch it again with its owner: `ollama pull {typed}`",
-        )
+        fix = f"fetch it again with its owner: `ollama pull {name.removeprefix(PREFIX)}`"
+        return unusable(name, STORE, error, fix)
     others = {kind: file.path for kind, file in files.items() if kind != "model"}
     return ExternalModel(
         name=name, store=STORE, files=(weights,), layers=others, modified_s=info.st_mtime
@@ -130,13 +127,6 @@ def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
 
 #: Stop strings that a model may bring, and their length in characters.
 _STOPS, _STOP_CHARACTERS = 32, 200
-_OPTIONS = {
-    "num_ctx": "--ctx",
-    "num_predict": "--max-tokens",
-    "num_thread": "--threads",
-    "num_gpu": "--gpu-layers",
-    "num_batch": "--batch",
-}
 
 
 class OllamaSettings(msgspec.Struct, kw_only=True):
@@ -151,71 +141,51 @@ class OllamaSettings(msgspec.Struct, kw_only=True):
 
 def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSettings:
     """Read the layers of a model whose GGUF has a template, or none. Never raises."""
-    settings = OllamaSettings(used=[], unused=[])
+    settings = OllamaSettings()
     for kind, path in sorted(layers.items()):
-        if kind == "license":
-            continue
-        take = _READERS.get(kind)
-        if take is None:
+        if kind == "system":
+            settings.system_prompt = _text(path).strip()
+            settings.used += ["system prompt"] * bool(settings.system_prompt)
+        elif kind == "params":
+            _read_parameters(settings, _text(path))
+        elif kind == "template":
+            own = "the GGUF's own is used instead"
+            other = "Go templates are not read; `chat-template` in models.toml can say it"
+            settings.unused.append(f"template: {own if has_template else other}")
+        elif kind != "license":
             settings.unused.append(f"{kind}: not supported here")
-        elif not take(settings, _text(path), has_template):
-            settings.unused.append(f"{kind}: it can't be read")
     return settings
 
 
 def _text(path: str) -> str:
     try:
-        with open(Path(path), "rb") as file:
+        with open(path, "rb") as file:
             return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
-def _read_template(settings: OllamaSettings, _text: str, has_template: bool) -> bool:
-    own = "the GGUF's own is used instead"
-    other = "Go templates are not read; `chat-template` in models.toml can say it"
-    settings.unused.append(f"template: {own if has_template else other}")
-    return True
-
-
-def _read_system(settings: OllamaSettings, text: str, _has_template: bool) -> bool:
-    settings.system_prompt = text.strip()
-    if settings.system_prompt:
-        settings.used.append("system prompt")
-    return True
-
-
-def _read_parameters(settings: OllamaSettings, text: str, _has_template: bool) -> bool:
+def _read_parameters(settings: OllamaSettings, text: str) -> None:
     try:
-        given = msgspec.json.decode(text)
+        given = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        return False
-    if not isinstance(given, dict):
-        return False
+        settings.unused.append("params: it can't be read")
+        return
     for key, value in given.items():
-        if not _set_parameter(settings, key, value):
-            option = _OPTIONS.get(key)
-            settings.unused.append(
-                f"{key[:40]} {value!r:.40}" + (f": {option} says it" if option else "")
-            )
-    return True
+        option = BY_FIELD.get(key)
+        if key == "stop":
+            stops = value if isinstance(value, list) else [value]
+            fitting = [s for s in stops if isinstance(s, str) and 0 < len(s) <= _STOP_CHARACTERS]
+            settings.stop = tuple(fitting[:_STOPS])
+            settings.used += ["stop strings"] * bool(fitting)
+        elif option and key != "seed" and _fits(option, value):
+            settings.sampling[key] = option.kind(value)
+            settings.used.append(f"{option.label} {value:g}")
+        else:
+            settings.unused.append(f"{key[:40]} {value!r:.40}")
 
 
-def _set_parameter(settings: OllamaSettings, key: str, value: object) -> bool:
-    if key == "stop":
-        stops = value if isinstance(value, list) else [value]
-        settings.stop = tuple(s for s in stops if isinstance(s, str) and 0 < len(s) <= _STOP_CHARACTERS)
-        settings.stop = settings.stop[:_STOPS]
-        settings.used += ["stop strings"] * bool(settings.stop)
-        return bool(settings.stop)
-    option = BY_FIELD.get(key)
-    if option is None or key == "seed" or not isinstance(value, int | float) or isinstance(value, bool):
+def _fits(option: SamplingOption, value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    if not option.low <= value <= option.high or option.kind(value) != value:
-        return False
-    settings.sampling[key] = option.kind(value)
-    settings.used.append(f"{option.label} {value:g}")
-    return True
-
-
-_READERS = {"template": _read_template, "system": _read_system, "params": _read_parameters}
+    return option.low <= value <= option.high and option.kind(value) == value

@@ -101,6 +101,11 @@ class UnusableError(Exception):
         self.hint = hint
 
 
+def unusable(name: str, store: str, error: UnusableError, fix: str) -> ExternalModel:
+    """Return a model that cannot be used; `fix` is said unless the error has a better hint."""
+    return ExternalModel(name=name, store=store, problem=error.message, fix=error.hint or fix)
+
+
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """List a folder by name; empty if absent. Raises UnusableError if it is not readable."""
     try:

@@ -28,6 +28,7 @@ from edgeinfer.models.external_stores.reader import (
     folders,
     ggufs,
     small_file,
+    unusable,
 )
 from edgeinfer.platform import paths
 
@@ -60,16 +61,14 @@ def _grouped(
         try:
             files = [_found_file(folder / part, root) for part in _parts(first)]
         except UnusableError as error:
-            problem, fix_text = error.message, error.hint or fix.replace("{}", name)
-            yield ExternalModel(name=name, store=store, problem=problem, fix=fix_text)
+            yield unusable(name, store, error, fix.replace("{}", name))
             continue
         stamp = max(os.stat(file.path).st_mtime for file in files)
         yield ExternalModel(name=name, store=store, files=tuple(files), modified_s=stamp)
 
 
 def _parts(file: str) -> list[str]:
-    folder, slash, last = file.rpartition("/")
-    return [f"{folder}{slash}{part}" for part in names.split_names(last)] or [file]
+    return [str(part) for part in names.split_parts(Path(file))]
 
 
 def _found_file(path: Path, root: Path) -> ExternalFile:
@@ -117,10 +116,8 @@ def _hf_repository(root: Path, repo: Path, called: str) -> Iterator[ExternalMode
         revisions = sorted(latest_first, key=lambda path: path.name != main)
         listed = {revision.name: list(ggufs(revision, _HF_DEPTH)) for revision in revisions}
     except UnusableError as error:
-        fix = error.hint or _HF_FIX.replace("{}", f"{HF_PREFIX}{called}")
-        yield ExternalModel(
-            name=f"{HF_PREFIX}{called}", store=HUGGING_FACE, problem=error.message, fix=fix
-        )
+        name = f"{HF_PREFIX}{called}"
+        yield unusable(name, HUGGING_FACE, error, _HF_FIX.replace("{}", name))
         return
     seen: set[tuple[str, ...]] = set()
     for revision in revisions:
@@ -151,8 +148,6 @@ def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
 
 LM_STUDIO = "LM Studio"
 LM_PREFIX = paths.FOUND[2]
-_HOMES = (".lmstudio", ".cache/lm-studio")
-_POINTER = ".lmstudio-home-pointer"
 _LM_DEPTH = 2
 
 
@@ -161,29 +156,14 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def lm_roots(_environment: Mapping[str, str]) -> list[Path]:
-    """Return the folders of its homes, old and new, and the configured one."""
-    homes = [Path.home() / home for home in _HOMES]
-    pointer = _text(Path.home() / _POINTER)
-    if pointer.startswith("/") and "\0" not in pointer:
-        homes.insert(0, Path(pointer))
-    told = [folder for home in homes if (folder := _downloads(home)) is not None]
-    return told + [home / "models" for home in homes]
-
-
-def _downloads(home: Path) -> Path | None:
+    """Return the configured folder, and the usual one."""
+    home = Path.home() / ".lmstudio"
     try:
-        settings = msgspec.json.decode(_text(home / "settings.json") or "{}", type=_Settings)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    told = settings.downloadsFolder
-    return Path(told) if told.startswith("/") and "\0" not in told else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return small_file(path, Path(os.path.realpath(path.parent))).decode("utf-8", "replace").strip()
-    except UnusableError:
-        return ""
+        content = small_file(home / "settings.json", Path(os.path.realpath(home)))
+        told = msgspec.json.decode(content, type=_Settings).downloadsFolder
+    except (UnusableError, msgspec.MsgspecError, RecursionError):
+        told = ""
+    return [Path(told)] * (told.startswith("/") and "\0" not in told) + [home / "models"]
 
 
 def search_lm(root: Path) -> Iterator[ExternalModel]:
@@ -199,6 +179,6 @@ def _lm_repository(root: Path, repo: Path, called: str) -> Iterator[ExternalMode
     try:
         files = list(ggufs(repo, _LM_DEPTH))
     except UnusableError as error:
-        yield ExternalModel(name=prefix, store=LM_STUDIO, problem=error.message, fix=fix)
+        yield unusable(prefix, LM_STUDIO, error, fix)
         return
     yield from _grouped(files, repo, root, store=LM_STUDIO, prefix=prefix, fix=fix)

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from edgeinfer.errors import (
@@ -74,8 +75,7 @@ def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
 
 
 def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
-    folder, slash, name = path.rpartition("/")
-    parts = [f"{folder}{slash}{part}" for part in names.split_names(name)] or [path]
+    parts = [str(part) for part in names.split_parts(Path(path))]
     missing = [part for part in parts if part not in paths]
     if missing:
         raise SourceNotFoundError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,60 +19,37 @@ from edgeinfer.platform.disk import free_bytes
 from edgeinfer.platform.process import child_command
 
 
-def events(module: str, *args: str, job: Job) -> Generator[dict[str, Any]]:
-    """Run `module` and yield its events; end it when the generator is closed or ends.
+def run_child(module: str, *args: str, job: Job) -> dict[str, Any]:
+    """Run `module`, report its progress, and return its "done" or "error"; it has ended then.
 
-    Raises InterruptedByUser, and QuantizeError when it dies of a signal or without an "error" or
-    "done".
+    Raises InterruptedByUser, and QuantizeError when it dies without either.
     """
+    event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(
+        with subprocess.Popen(
             child_command(module, *args),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=complaints,
-        )
-        last: dict[str, Any] = {}
-        try:
+        ) as process:
             assert process.stdout is not None
-            with job.waking(process.kill):
-                for line in process.stdout:
-                    last = msgspec.json.decode(line, type=dict[str, Any])
-                    yield last
-                process.wait()
-            job.check()
-        finally:
-            if process.poll() is None:
+            try:
+                with job.waking(process.kill):
+                    for line in process.stdout:
+                        event = msgspec.json.decode(line, type=dict[str, Any])
+                        if event["event"] == "progress":
+                            job.at(event["done"], event["total"])
+                job.check()
+            except BaseException:
                 process.kill()
-                process.wait()
-            if process.stdout:
-                process.stdout.close()
-        if last.get("event") not in ("done", "error"):
-            complaints.seek(0)
-            raise QuantizeError(
-                f"{module} {_death(process.returncode)}: {_last_line(complaints.read())}"
-            )
-
-
-def follow(module: str, *args: str, job: Job) -> dict[str, Any]:
-    """Report the progress of `module` and return its "error" or "done". Raises as `events`."""
-    event: dict[str, Any] = {}
-    with closing(events(module, *args, job=job)) as work:
-        for event in work:
-            if event["event"] == "progress":
-                job.at(int(event["done"]), int(event["total"]))
-    return event
-
-
-def _death(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with status {code}"
-
-
-def _last_line(text: bytes) -> str:
-    lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it printed nothing"
+                raise
+        if event.get("event") in ("done", "error"):
+            return event
+        complaints.seek(0)
+        said = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+    code = process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    raise QuantizeError(f"{module} {how}: {said or 'it printed nothing'}")
 
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -116,7 +91,7 @@ def make_imatrix(model: Path, text: Path, target: Path, job: Job, skipped_tokens
     """
     job.begin("weighing", model.name)
     arguments = (str(model), str(text), str(target), str(skipped_tokens))
-    event = follow("edgeinfer.runtime.llama.helpers.importance", *arguments, job=job)
+    event = run_child("edgeinfer.runtime.llama.helpers.importance", *arguments, job=job)
     if event["event"] == "error":
         raise QuantizeError(f"no importance matrix of {model.name} can be made: {event['message']}")
     return int(event["n_tokens"])
@@ -138,12 +113,11 @@ NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX.
 
-    `score_tokens` bounds the scored text; 0 takes all. `text` is a file to score and to make the matrix
-    of.
+    `score_tokens` bounds the scored text; 0 takes all. `text` is a file to score and to make the
+    importance matrix of.
     """
 
     name: str | None = None
-    threads: int = 0
     imatrix: str = ""
     perplexity: bool = True
     score_tokens: int = 0
@@ -159,20 +133,13 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
         "source": str(source),
         "target": str(target),
         "ftype": kind,
-        "threads": options.threads,
         "imatrix": options.imatrix,
         "spans": imatrix_spans(Path(options.imatrix)) if options.imatrix else [],
     }
     job.begin("quantizing", f"{source.name} → {FILE_TYPES[kind]}")
-    event: dict[str, object] = {}
+    child = "edgeinfer.runtime.llama.helpers.quantizer"
     try:
-        work = events(
-            "edgeinfer.runtime.llama.helpers.quantizer", msgspec.json.encode(wish).decode(), job=job
-        )
-        with closing(work):  # the process is gone before the target is, also when the report raises
-            for event in work:
-                if event["event"] == "tensor":
-                    job.at(int(str(event["done"])), int(str(event["total"])))
+        event = run_child(child, msgspec.json.encode(wish).decode(), job=job)
         if event["event"] == "error":
             raise _quantizer_error(event, target, kind)
         gguf.check(target)
@@ -204,7 +171,7 @@ def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
     child = "edgeinfer.runtime.llama.helpers.perplexity"
-    event = follow(child, model, str(text), limit, compared, job=job)
+    event = run_child(child, model, str(text), limit, compared, job=job)
     if event["event"] == "error":
         raise QuantizeError(
             f"the perplexity of {Path(model).name} cannot be measured: {event['message']}"

@@ -226,7 +226,7 @@ def test_dead_quantizer_is_an_error(smol: str, monkeypatch) -> None:
 
 
 def test_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:
-    wish = {"source": str(gemma3), "target": str(tmp_path / "x.gguf"), "ftype": 7, "threads": 1}
+    wish = {"source": str(gemma3), "target": str(tmp_path / "x.gguf"), "ftype": 7}
     program = (
         "import subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-m', 'edgeinfer.runtime.llama.helpers.quantizer', "

@@ -1,8 +1,8 @@
 """Run llama.cpp's quantizer in a process of its own: `python -m` this, JOB in JSON.
 
-It writes one JSON object a line to stdout: `{"event": "planned", "bytes"}`, `{"event": "tensor",
-"done", "total", "name"}`, and at the end `{"event": "done"}` or `{"event": "error", "kind",
-"message"}`. A model file that makes llama.cpp abort takes this process along and nothing else.
+It writes a line of JSON to stdout for each tensor, `{"event": "progress", "done", "total"}`, and at the
+end `{"event": "done"}` or `{"event": "error", "kind", "message"}`. A model file that makes llama.cpp
+abort takes this process along and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.helpers import say
 from edgeinfer.runtime.llama.libllama import L
 
-_TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+(\S+)")
+_TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+\S")
 _SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
 _FAILED = re.compile(r"failed to quantize: (.*)")
 #: Metadata beside the tensors: generous, and small against any model.
@@ -40,12 +40,11 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """`ftype` is a llama_ftype; 0 threads: all we may use."""
+    """`ftype` is a llama_ftype."""
 
     source: str
     target: str
     ftype: int
-    threads: int = 0
     imatrix: str = ""
     spans: tuple[ImatrixSpan, ...] = ()
 
@@ -64,7 +63,6 @@ def main(argv: list[str]) -> int:
         return say(
             1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free"
         )
-    say(event="planned", bytes=planned)
     log.reports_progress = True
     params = _params(job)
     kept = _imatrix(job)
@@ -88,7 +86,7 @@ class _Log:
         self._lines.append(line)
         match = _TENSOR.search(line)
         if match and self.reports_progress:
-            say(event="tensor", done=int(match[1]), total=int(match[2]), name=match[3])
+            say(event="progress", done=int(match[1]), total=int(match[2]))
 
     def planned_bytes(self) -> int:
         """Return the size llama.cpp expects; 0 if unknown."""
@@ -103,7 +101,7 @@ class _Log:
 def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
     params = L.llama_model_quantize_default_params()
     params.ftype = job.ftype
-    params.nthread = job.threads or len(os.sched_getaffinity(0))
+    params.nthread = len(os.sched_getaffinity(0))
     params.allow_requantize = True
     params.dry_run = dry
     return params
