@@ -70,13 +70,10 @@ def make_checkpoint(name: str, folder: Path, *, shards: int = 1, bf16: bool = Fa
         (folder / "model.safetensors").write_bytes(safetensors(tensors, bf16=bf16))
         return folder
     names = list(tensors)
-    index: dict[str, str] = {}
     for number in range(shards):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
-        mine = names[number::shards]
-        (folder / file).write_bytes(safetensors({one: tensors[one] for one in mine}, bf16=bf16))
-        index |= dict.fromkeys(mine, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        mine = {one: tensors[one] for one in names[number::shards]}
+        (folder / file).write_bytes(safetensors(mine, bf16=bf16))
     return folder
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import ConversionError
-from edgeinfer.models.converting.checkpoint_files import CONFIG, INDEX, weight_files
+from edgeinfer.models.converting.checkpoint_files import CONFIG, weight_files
 from edgeinfer.platform.disk import open_regular
 
 Array = npt.NDArray[Any]
@@ -156,9 +157,11 @@ def conversion_errors(folder: Path) -> Iterator[None]:
 
 
 class ModelCheckpoint:
-    """An open checkpoint. `config` is the text model's; `whole_config` is as the file has it.
+    """An open checkpoint; `home` is the file of each tensor.
 
-    Raises ConversionError when a shard is missing, torn, or not what the index says.
+    `config` is the text model's; `whole_config` is as the file has it.
+
+    Raises SourceNotFoundError when a numbered shard is missing, ConversionError when one is torn.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -169,48 +172,22 @@ class ModelCheckpoint:
         _refuse_packed(self.whole_config)
         text = self.whole_config.get("text_config")
         self.config: Config = self.whole_config | (text if isinstance(text, dict) else {})
-        self._home: dict[str, Safetensors] = {}
+        self.home: dict[str, Safetensors] = {}
         for file in self._open():
             for name in file.tensors:
-                if name in self._home:
-                    raise ConversionError(f"{name} is in {self._home[name].path} and in {file.path}")
-                self._home[name] = file
-        self._compare_with_index()
+                if name in self.home:
+                    raise ConversionError(f"{name} is in {self.home[name].path} and in {file.path}")
+                self.home[name] = file
 
     def _open(self) -> list[Safetensors]:
         try:
             here = [child.name for child in self.folder.iterdir() if child.is_file()]
         except OSError as error:
             raise ConversionError(f"{self.folder} cannot be read: {error.strerror}") from error
-        named = sorted(set(self._index().values()))
-        missing = [name for name in named if name not in here]
-        if missing:
-            raise ConversionError(
-                f"{self.folder} lacks {len(missing)} of the {len(named)} shards its index names: "
-                f"{', '.join(missing[:4])}",
-                hint="fetch what is missing; a file ending in .part or .incomplete is half of one",
-            )
-        files = named or weight_files(here)
+        files = weight_files(here)
         if not files:
             raise _no_weights(self.folder, here)
         return [Safetensors(self.folder / name) for name in files]
-
-    def _index(self) -> dict[str, str]:
-        files = read_json(self.folder / INDEX).get("weight_map", {})
-        if not isinstance(files, dict) or not all(
-            isinstance(file, str) and file and "/" not in file for file in files.values()
-        ):
-            raise ConversionError(f"{self.folder / INDEX} has no usable weight_map")
-        return files
-
-    def _compare_with_index(self) -> None:
-        for name, file in self._index().items():
-            if name not in self._home:
-                raise ConversionError(f"{INDEX} says {name} is in {file}, which has no such tensor")
-            if self._home[name].path.name != file:
-                raise ConversionError(
-                    f"{INDEX} says {name} is in {file}, it is in {self._home[name].path.name}"
-                )
 
     @property
     def architectures(self) -> list[str]:
@@ -218,13 +195,9 @@ class ModelCheckpoint:
         names = self.whole_config.get("architectures") or []
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._home)
-
     def tensor(self, name: str) -> Tensor:
         """Return where `name` lies. Raises ConversionError if it holds no floating-point numbers."""
-        tensor = self._home[name].tensors[name]
+        tensor = self.home[name].tensors[name]
         if tensor.dtype not in FLOATS:
             raise ConversionError(
                 f"{name} is of type {tensor.dtype}: weights that are packed already are not converted",
@@ -232,22 +205,14 @@ class ModelCheckpoint:
             )
         return tensor
 
-    def view(self, name: str) -> Array:
-        """Return the stored values in the tensor's shape."""
-        return self._home[name].view(name)
-
-    def release(self, name: str) -> None:
-        """Give a tensor's pages back to the kernel."""
-        self._home[name].release(name)
-
     @property
-    def commonest_dtype(self) -> str:
-        """The type of most of the bytes."""
-        bytes_of: dict[str, int] = {}
-        for file in set(self._home.values()):
+    def own_type(self) -> str:
+        """The type that loses least of most of the bytes: BF16 or F16."""
+        bytes_of: Counter[str] = Counter()
+        for file in set(self.home.values()):
             for tensor in file.tensors.values():
-                bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + tensor.n_bytes
-        return max(bytes_of, key=lambda dtype: bytes_of[dtype])
+                bytes_of[tensor.dtype] += tensor.n_bytes
+        return "BF16" if bytes_of.most_common(1)[0][0] == "BF16" else "F16"
 
 
 def _refuse_packed(config: Config) -> None:

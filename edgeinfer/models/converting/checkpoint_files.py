@@ -13,7 +13,6 @@ from edgeinfer.platform.disk import sha256_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 #: What PEFT writes.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -24,7 +23,6 @@ _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 #: Beside the weights, what a conversion reads.
 _WORDS = (
     CONFIG,
-    INDEX,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -86,7 +86,7 @@ def plain_name(name: str) -> str:
 def _grouped(checkpoint: ModelCheckpoint, config: Values) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each tensor with its sources; the experts of one layer together, in order."""
     experts: dict[str, dict[int, str]] = {}
-    for name in checkpoint.names:
+    for name in checkpoint.home:
         if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
             continue
         if config.get("tie_word_embeddings") and name.endswith("lm_head.weight"):
@@ -141,11 +141,6 @@ _MOST_TOKENS = 1 << 22
 _STORED_AS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
-def own_type(checkpoint: ModelCheckpoint) -> str:
-    """Return the type that loses least of the checkpoint's: BF16 or F16."""
-    return "BF16" if checkpoint.commonest_dtype == "BF16" else "F16"
-
-
 def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
     """Write the checkpoint in `folder` to `target` as one of `DIRECT`; "" takes its own type.
 
@@ -157,7 +152,7 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
             family = families.find_family(checkpoint.architectures)
             checkpoint.config = family.defaults | checkpoint.config
             families.check(family, checkpoint.config)
-            type_name = type_name or own_type(checkpoint)
+            type_name = type_name or checkpoint.own_type
             _Conversion(checkpoint, family, type_name).write(target, job)
     except BaseException:
         target.unlink(missing_ok=True)
@@ -246,7 +241,8 @@ class _Conversion:
     def _blocks(self, one: Planned, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
         for source in one.sources:
             stored = self.checkpoint.tensor(source).dtype
-            values = self.checkpoint.view(source)
+            file = self.checkpoint.home[source]
+            values = file.view(source)
             if one.transform is not None:
                 if one.exact:
                     values, stored = to_float32(values, stored), "F32"
@@ -256,7 +252,7 @@ class _Conversion:
             for at in range(0, len(rows), step):
                 yield self._encode(rows[at : at + step], stored, kind)
             del values, rows
-            self.checkpoint.release(source)
+            file.release(source)
 
     def _encode(self, rows: Array, stored: str, kind: gguf.GGMLQuantizationType) -> Array:
         if _STORED_AS.get(stored) == kind.name:
@@ -278,16 +274,5 @@ def _n_bytes(gguf_package: Any, shape: tuple[int, ...], kind: gguf.GGMLQuantizat
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list() | bytes():
-            writer.add_array(key, value)
-        case _:
-            raise ConversionError(f"{key} cannot be {value!r}")
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from edgeinfer.errors import ConversionError
@@ -22,47 +21,35 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 
 
-class MetadataKey(msgspec.Struct, frozen=True):
-    """A key of a GGUF under the architecture's name, and what config.json may call it."""
-
-    name: str
-    kind: type
-    spellings: tuple[str, ...]
-
-
-def _key(name: str, kind: type, spellings: str) -> MetadataKey:
-    return MetadataKey(name, kind, tuple(spellings.split()))
-
-
-#: A key that config.json lacks, or has as null, is left out.
-KEYS = (
-    _key("vocab_size", int, "vocab_size"),
-    _key("context_length", int, "max_position_embeddings"),
-    _key("embedding_length", int, "hidden_size"),
-    _key("block_count", int, "num_hidden_layers"),
-    _key("feed_forward_length", int, "intermediate_size"),
-    _key("attention.head_count", int, "num_attention_heads"),
-    _key("attention.layer_norm_rms_epsilon", float, "rms_norm_eps"),
-    _key("expert_count", int, "num_local_experts num_experts"),
-    _key("expert_used_count", int, "num_experts_per_tok"),
-    _key("expert_feed_forward_length", int, "moe_intermediate_size"),
-    _key("attn_logit_softcapping", float, "attn_logit_softcapping"),
-    _key("final_logit_softcapping", float, "final_logit_softcapping"),
-)
+#: A GGUF's key under the architecture's name → its kind, and what config.json may call it. A key that
+#: config.json lacks, or has as null, is left out.
+KEYS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "vocab_size": (int, ("vocab_size",)),
+    "context_length": (int, ("max_position_embeddings",)),
+    "embedding_length": (int, ("hidden_size",)),
+    "block_count": (int, ("num_hidden_layers",)),
+    "feed_forward_length": (int, ("intermediate_size",)),
+    "attention.head_count": (int, ("num_attention_heads",)),
+    "attention.layer_norm_rms_epsilon": (float, ("rms_norm_eps",)),
+    "expert_count": (int, ("num_local_experts", "num_experts")),
+    "expert_used_count": (int, ("num_experts_per_tok",)),
+    "expert_feed_forward_length": (int, ("moe_intermediate_size",)),
+    "attn_logit_softcapping": (float, ("attn_logit_softcapping",)),
+    "final_logit_softcapping": (float, ("final_logit_softcapping",)),
+}
 
 
-def lookup(config: Values, name: str) -> Any:
-    """Return the value of the GGUF key `name` in config.json, or None."""
-    spellings = next(key.spellings for key in KEYS if key.name == name)
-    return next((config[word] for word in spellings if config.get(word) is not None), None)
+def lookup(config: Values, key: str) -> Any:
+    """Return the value of a GGUF's key in config.json, or None."""
+    return next((config[word] for word in KEYS[key][1] if config.get(word) is not None), None)
 
 
-def needed(config: Values, name: str, most: int = 1 << 31) -> int:
-    """Return the count at the GGUF key `name`. Raises ConversionError for a missing or invalid one."""
-    value = lookup(config, name)
+def needed(config: Values, key: str, most: int = 1 << 31) -> int:
+    """Return the count at a GGUF's key. Raises ConversionError for a missing or invalid one."""
+    value = lookup(config, key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        spellings = next(key.spellings for key in KEYS if key.name == name)
-        raise ConversionError(f"config.json has no {spellings[0]} between 1 and {most}: {value!r}")
+        word = KEYS[key][1][0]
+        raise ConversionError(f"config.json has no {word} between 1 and {most}: {value!r}")
     return value
 
 
@@ -86,10 +73,10 @@ def metadata(family: Family, config: Values) -> dict[str, Any]:
     heads = count_heads(config)
     needed(config, "context_length")
     keys: dict[str, Any] = {}
-    for key in KEYS:
-        value = lookup(config, key.name)
+    for key, (kind, _) in KEYS.items():
+        value = lookup(config, key)
         if value is not None and value is not False:
-            keys[key.name] = key.kind(value)
+            keys[key] = kind(value)
     keys.setdefault("feed_forward_length", 4 * keys["embedding_length"])
     keys["attention.head_count_kv"] = heads.n_head_kv
     keys["attention.key_length"] = keys["attention.value_length"] = heads.head_dim
