@@ -24,7 +24,7 @@ from edgeinfer.chat.session import Answer
 from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
-from edgeinfer.models.progress import PlainLines
+from edgeinfer.models.progress import ProgressLines
 from edgeinfer.runtime.events import Progress, TextDelta
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.safe_text import without_controls
@@ -261,7 +261,7 @@ class Repl:
         """Pull the model that the user agrees to; return its name. Raises `error` for none."""
         rows = list_choices(self.launch.host.warm_models())
         offered = model_choices.first_run_offer(self.launch, rows)
-        report = PlainLines(self._out).report
+        report = ProgressLines(self._out).report
         if offered:
             for number, choice in enumerate(offered, 1):
                 self.show_text(f"{number}. {choice.name}: {model_choices.describe_offer(choice)}")

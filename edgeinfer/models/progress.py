@@ -1,17 +1,18 @@
 """Report progress of pulls and quantizations, and cancel them.
 
-On stderr: a bar on a terminal, a plain line now and then elsewhere.
+On stderr: one line in place on a terminal, a line now and then elsewhere.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import Literal, TextIO
 
 import msgspec
 
@@ -171,8 +172,10 @@ class Job:
         self._on_progress(self._now)
 
 
-#: Without a bar, a line this often is enough to tell a slow download from a dead one.
+#: Where nothing is written in place, a line this often tells a slow download from a dead one.
 _PLAIN_INTERVAL_S = 5.0
+#: Back to the line's beginning, and clear it.
+_CLEAR = "\r\x1b[K"
 
 #: What a person reads for a stage, if it is another word.
 _LABELS: dict[Stage, str] = {"resolving": "looking up", "scoring": "measuring"}
@@ -202,76 +205,46 @@ def amount_text(now: PullProgress) -> str:
     return ", ".join(parts)
 
 
-class PlainLines:
-    """Write a line at every new stage, at every note, and every few seconds."""
+class ProgressLines:
+    """Write a line at every new stage and note; in between every few seconds, or one in place.
 
-    def __init__(self, out: TextIO, interval_s: float = _PLAIN_INTERVAL_S) -> None:
+    `in_place` is for a terminal: the latest line is written over, and gone at the next whole one.
+    """
+
+    def __init__(
+        self, out: TextIO, interval_s: float = _PLAIN_INTERVAL_S, *, in_place: bool = False
+    ) -> None:
         self._out = out
         self._interval_s = interval_s
+        self._in_place = in_place
         self._last: PullProgress | None = None
         self._written_at = 0.0
 
     def report(self, now: PullProgress) -> None:
-        last = self._last
+        last, self._last = self._last, now
         new = last is None or (last.stage, last.file, last.index) != (now.stage, now.file, now.index)
+        noted = bool(now.note) and now.note != (last.note if last else "")
         due = time.monotonic() - self._written_at >= self._interval_s
-        if new or due or (now.note and now.note != (last.note if last else "")):
+        if self._in_place:
+            text = progress_text(now)
+            width = shutil.get_terminal_size().columns - 1
+            self._out.write(f"{_CLEAR}{text}\n" if noted else f"{_CLEAR}{text[:width]}")
+        elif new or due or noted:
             self._out.write(progress_text(now) + "\n")
-            self._out.flush()
             self._written_at = time.monotonic()
-        self._last = now
-
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+        self._out.flush()
 
 
 @contextmanager
 def progress_on(stream: TextIO | None = None, *, quiet: bool = False) -> Iterator[OnProgress]:
-    """Yield a reporter: rich's bar when `stream` (stderr) is a terminal, plain lines otherwise."""
+    """Yield a reporter: one line in place if `stream` (stderr) is a terminal, otherwise plain lines."""
     out = stream or sys.stderr
     if quiet:
         yield lambda _: None
-    elif out.isatty():
-        with _bar(out) as report:
-            yield report
-    else:
-        yield PlainLines(out).report
-
-
-@contextmanager
-def _bar(out: TextIO) -> Iterator[OnProgress]:
-    from rich.console import Console  # 60–90 ms, only on a terminal
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.fields[verb]} {task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-    )
-    with Progress(*columns, console=Console(file=out), transient=True) as bars:
-        yield _Bars(bars).report
-
-
-class _Bars:
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._task = bars.add_task("", total=None, verb="", amount="")
-        self._stage: tuple[str, str, int] | None = None
-
-    def report(self, now: PullProgress) -> None:
-        if now.note:
-            self._bars.console.print(progress_text(now), highlight=False, markup=False)
-        stage = (now.stage, now.file, now.index)
-        if stage != self._stage:
-            self._stage = stage
-            self._bars.reset(self._task, total=now.total_bytes)
-        amount = amount_text(now) if not now.note else ""
-        self._bars.update(
-            self._task,
-            completed=now.done_bytes,
-            total=now.total_bytes,
-            description=now.file.rsplit("/", 1)[-1],
-            verb=_LABELS.get(now.stage, now.stage),
-            amount=amount,
-        )
+        return
+    try:
+        yield ProgressLines(out, in_place=out.isatty()).report
+    finally:
+        if out.isatty():
+            out.write(_CLEAR)
+            out.flush()

@@ -12,7 +12,7 @@ from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.cli.main import main
 from edgeinfer.models.names import parse_reference
-from edgeinfer.models.progress import Job, PlainLines, PullProgress, progress_on, progress_text
+from edgeinfer.models.progress import Job, ProgressLines, PullProgress, progress_on, progress_text
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.store import BlockStore
@@ -88,28 +88,10 @@ def test_model_verbs_print_text(local: Path, capsys) -> None:
     assert "edgeinfer run mine" in out
     assert "copying tiny.gguf" in err
     _, out, _ = run(capsys, "list")
-    assert out.splitlines()[0].split() == [
-        "NAME",
-        "HERE",
-        "SIZE",
-        "PARAMETERS",
-        "QUANT",
-        "CONTEXT",
-        "SNAPSHOTS",
-        "LICENCE",
-        "FOR",
-    ]
+    assert out.split()[:9] == "NAME HERE SIZE PARAMETERS QUANT CONTEXT SNAPSHOTS LICENCE FOR".split()
     _, out, _ = run(capsys, "show", "mine")
-    for word in (
-        "architecture",
-        "sha256",
-        "KV cache",
-        "for 1,000 tokens",
-        "compute",
-        "available",
-        "trained context",
-    ):
-        assert word in out
+    words = ("architecture", "sha256", "KV cache", "for 1,000 tokens", "compute", "trained context")
+    assert all(word in out for word in words)
     _, out, _ = run(capsys, "show", "qwen3-8b")
     assert "not here yet: edgeinfer pull qwen3-8b" in out
     _, out, _ = run(capsys, "rm", "mine")
@@ -239,23 +221,11 @@ def test_errors_have_codes_and_no_traceback(argv, code, kind, capsys) -> None:
     assert "\nhint: " in err
 
 
-def test_offline_error_names_a_way_out(monkeypatch, capsys) -> None:
-    monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
-    code, out, _ = run(capsys, "pull", "qwen3-4b", "--json")
-    assert code == 4
-    assert json.loads(out)["error"]["code"] == "offline"
-
-
 def test_progress_is_one_line_with_what_is_known() -> None:
     now = PullProgress(
-        stage="downloading",
-        file="x.gguf",
-        index=1,
-        n_files=3,
-        done_bytes=12_000_000,
-        total_bytes=98_400_000,
+        stage="downloading", file="x", index=1, n_files=3, done_bytes=12_000_000, total_bytes=98_400_000
     )
-    assert progress_text(now) == "downloading x.gguf (2 of 3): 12.0 MB of 98.4 MB"
+    assert progress_text(now) == "downloading x (2 of 3): 12.0 MB of 98.4 MB"
     fast = PullProgress(
         stage="downloading", file="x", done_bytes=5_000, rate_bytes_per_s=3.1e6, left_s=200, note="why"
     )
@@ -268,7 +238,7 @@ def test_progress_is_one_line_with_what_is_known() -> None:
 
 def test_plain_lines_are_few() -> None:
     out = io.StringIO()
-    lines = PlainLines(out, interval_s=3600)
+    lines = ProgressLines(out, interval_s=3600)
     for done in range(100):
         lines.report(PullProgress(stage="downloading", file="x", done_bytes=done, total_bytes=100))
     lines.report(
@@ -278,7 +248,7 @@ def test_plain_lines_are_few() -> None:
     assert len(out.getvalue().splitlines()) == 3
 
 
-def test_bar_on_a_terminal() -> None:
+def test_progress_on_a_terminal_is_written_in_place() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -288,9 +258,10 @@ def test_bar_on_a_terminal() -> None:
         job = Job(report)
         job.begin("downloading", "x.gguf", total=100)
         job.at(50)
-        job.note("the connection was dropped; trying again")
+        job.note("the connection was dropped")
         job.at(100)
         job.begin("verifying", "x.gguf", total=100)
-    said = out.getvalue()
-    assert "x.gguf" in said
-    assert "the connection was dropped" in said
+    first, last = out.getvalue().split("\n")
+    assert first.endswith("\x1b[Kdownloading x.gguf: 50 B of 100 B: the connection was dropped")
+    assert "\x1b[Kverifying x.gguf" in last
+    assert last.endswith("\r\x1b[K")
