@@ -17,7 +17,7 @@ import msgspec
 from edgeinfer.config.config_file import key_doc, refuse_unknown_keys
 from edgeinfer.config.load_options import LORA
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
-from edgeinfer.errors import ConfigError, UnknownModelError, UsageError
+from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models import sources as places
 from edgeinfer.models.gguf import FILE_TYPES, file_type
@@ -159,13 +159,6 @@ class Catalog(msgspec.Struct, frozen=True):
 
     def get(self, name: str) -> Model | None:
         return self.models.get(name)
-
-    def find(self, name: str) -> Model:
-        """Return the model called `name`. Raises UnknownModelError with the nearest names."""
-        model = self.models.get(name)
-        if model is None:
-            raise UnknownModelError(f"no model is called {name!r}", hint=nearest(name, self.models))
-        return model
 
 
 def nearest(name: str, known: Any) -> str | None:

@@ -242,17 +242,14 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
             if size == 0:
                 raise InvalidGgufError(f"{place} is empty, not a GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return _Walker(view, str(place), None, vocabulary).header()
+                return parse(view, str(place), vocabulary=vocabulary)
     except OSError as error:
         raise InvalidGgufError(f"{place} cannot be read: {error.strerror or error}") from error
 
 
-def parse(view: bytes | mmap.mmap, name: str = "buffer", file_bytes: int | None = None) -> GgufHeader:
-    """Parse the header in `view`, which is not kept. Raises InvalidGgufError.
-
-    `file_bytes` is the whole file's length when `view` holds only its beginning.
-    """
-    return _Walker(view, name, file_bytes).header()
+def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = False) -> GgufHeader:
+    """Parse the header in `view`, a whole file, which is not kept. Raises as `read_header`."""
+    return _Walker(view, name, vocabulary).header()
 
 
 def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
@@ -295,15 +292,12 @@ def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
 class _Walker:
     """One pass over a header. `at` only grows and never passes `end`."""
 
-    def __init__(
-        self, view: bytes | mmap.mmap, name: str, file_bytes: int | None, vocabulary: bool = False
-    ) -> None:
+    def __init__(self, view: bytes | mmap.mmap, name: str, vocabulary: bool) -> None:
         self.view = view
         self.name = name
         self.vocabulary = vocabulary
         self.at = 0
         self.end = len(view)
-        self.file_bytes = self.end if file_bytes is None else file_bytes
 
     def header(self) -> GgufHeader:
         version, n_tensors, n_metadata = self._preamble()
@@ -314,7 +308,7 @@ class _Walker:
         return GgufHeader(
             path=self.name,
             version=version,
-            file_bytes=self.file_bytes,
+            file_bytes=self.end,
             alignment=alignment,
             data_offset=data_offset,
             metadata=metadata,
@@ -483,8 +477,8 @@ class _Walker:
             if offset != expected:
                 self.bad(f"tensor {name} is at {offset} of the data, not at {expected}")
             expected = _padded(offset + size, alignment)
-            if data_offset + offset + size > self.file_bytes:
-                missing = data_offset + offset + size - self.file_bytes
+            if data_offset + offset + size > self.end:
+                missing = data_offset + offset + size - self.end
                 self.bad(f"tensor {name} ends {missing} bytes past the end of the file: it is cut off")
             placed.append(TensorInfo(name, kind, shape, data_offset + offset, size))
         return tuple(placed)

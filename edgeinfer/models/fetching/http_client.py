@@ -112,18 +112,21 @@ def refuse_status(origin: str, response: httpx2.Response) -> None:
     status = response.status_code
     if status in (200, 206):
         return
-    if status in (401, 403):
-        raise AuthenticationError(
-            f"{origin}: the server refuses ({status}): a token or an accepted licence is missing"
-        )
-    if status in (404, 410):
-        raise SourceNotFoundError(
-            f"{origin}: the server has no such file ({status})", hint="check the address"
-        )
     if status in _AGAIN:
         after = response.headers.get("Retry-After", "")
         raise RetryableError(f"the server answers {status}", float(after) if after.isdecimal() else 0.0)
-    raise DownloadError(f"{origin}: the server answers {status}")
+    raise status_error(origin, "server", status)
+
+
+def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
+    """Return the error of a refusing answer of `who`; `login` is the hint of 401 and 403."""
+    if status in (401, 403):
+        what = f"the {who} refuses ({status}): a token or an accepted licence is missing"
+        return AuthenticationError(f"{origin}: {what}", hint=login)
+    if status in (404, 410):
+        what = f"the {who} has no such file or revision ({status})"
+        return SourceNotFoundError(f"{origin}: {what}", hint="check the address")
+    return DownloadError(f"{origin}: the {who} answers {status}")
 
 
 def hang_up(response: httpx2.Response) -> None:

@@ -23,6 +23,7 @@ from edgeinfer.errors import (
 from edgeinfer.models import names
 from edgeinfer.models.converting.checkpoint_files import checkpoint_files
 from edgeinfer.models.fetching.download import Remote
+from edgeinfer.models.fetching.http_client import status_error
 from edgeinfer.models.sources import HubFile, HubQuant
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -120,38 +121,22 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
     import httpx2  # already imported by huggingface_hub
     from huggingface_hub import errors as hf
 
+    page = f"https://huggingface.co/{source.repo}"
     try:
         yield
     except hf.GatedRepoError as error:
         raise AuthenticationError(
             f"{source}: the repository is gated",
-            hint=f"accept its licence on {_page(source)}, then set HF_TOKEN and pull again",
+            hint=f"accept its licence on {page}, then set HF_TOKEN and pull again",
         ) from error
     except hf.OfflineModeIsEnabled as error:
         raise OfflineError(f"{source}: Hugging Face's offline switch is on") from error
     except hf.HfHubHTTPError as error:
-        raise _by_status(source, error) from error
+        check = f"check that there is {page}; if it is private, set HF_TOKEN and pull again"
+        raise status_error(str(source), "hub", error.response.status_code, check) from error
     except hf.HFValidationError as error:
         raise SourceNotFoundError(f"{source}: {error}") from error
     except (httpx2.HTTPError, OSError) as error:
         raise DownloadError(
             f"{source}: Hugging Face cannot be reached: {error or type(error).__name__}"
         ) from error
-
-
-def _page(source: HubFile | HubQuant) -> str:
-    return f"https://huggingface.co/{source.repo}"
-
-
-def _by_status(source: HubFile | HubQuant, error: Any) -> DownloadError:
-    from huggingface_hub import errors as hf
-
-    status = error.response.status_code
-    if status in (401, 403):
-        return AuthenticationError(
-            f"{source}: the hub refuses ({status}): there is no such repository, or it wants a token",
-            hint=f"check {_page(source)}; if it is private or gated, set HF_TOKEN and pull again",
-        )
-    if isinstance(error, hf.EntryNotFoundError | hf.RevisionNotFoundError) or status == 404:
-        return SourceNotFoundError(f"{source}: the hub has no such repository, revision or file")
-    return DownloadError(f"{source}: the hub answers {status}")

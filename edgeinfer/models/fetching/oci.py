@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 
-from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
+from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.models import names
 from edgeinfer.models.fetching import http_client
 from edgeinfer.models.fetching.download import Remote
@@ -153,14 +153,8 @@ class Registry:
             response = self._ask(method, url, headers, content)
         if response.status_code in wanted:
             return response
-        if response.status_code in (401, 403):
-            raise AuthenticationError(
-                f"{self._source}: the registry refuses ({response.status_code})",
-                hint=f"log in first: `docker login {self._source.registry}`",
-            )
-        if response.status_code == 404:
-            raise SourceNotFoundError(f"{self._source}: the registry has no such artifact")
-        raise DownloadError(f"{self._source}: the registry answers {response.status_code}")
+        login = f"log in first: `docker login {self._source.registry}`"
+        raise http_client.status_error(str(self._source), "registry", response.status_code, login)
 
     def _ask(
         self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None

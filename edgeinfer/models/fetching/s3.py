@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError, UsageError
+from edgeinfer.errors import DownloadError, SourceNotFoundError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models.converting.checkpoint_files import checkpoint_files
 from edgeinfer.models.fetching.download import Remote
+from edgeinfer.models.fetching.http_client import status_error
 from edgeinfer.models.sources import StoredObject
 
 _GOOGLE = "https://storage.googleapis.com"
@@ -102,17 +103,11 @@ def _botocore_errors(source: StoredObject) -> Iterator[None]:
     try:
         yield
     except (BotoCoreError, ClientError) as error:
-        raise _as_ours(source, error) from error
-
-
-def _as_ours(source: StoredObject, error: Exception) -> DownloadError:
-    response = getattr(error, "response", None) or {}
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    if status in (401, 403) or "Credentials" in type(error).__name__:
-        return AuthenticationError(
-            f"{source}: the store refuses: {error}",
-            hint="check AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL; the object's readers",
-        )
-    if status == 404:
-        return SourceNotFoundError(f"{source}: the store has no such bucket or object")
-    return DownloadError(f"{source}: {error}")
+        response = getattr(error, "response", None) or {}
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if "Credentials" in type(error).__name__:
+            status = 401
+        login = "check AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL; the object's readers"
+        if not status:
+            raise DownloadError(f"{source}: {error}") from error
+        raise status_error(f"{source}: {error}", "store", status, login) from error

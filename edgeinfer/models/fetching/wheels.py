@@ -102,10 +102,8 @@ def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) 
 
 def _watched(command: list[str], work: Path, job: Job) -> str | None:
     """Run pip, reporting how its files grow; return its output if it failed, otherwise None."""
-    environment = {
-        **os.environ,
-        "TMPDIR": str(work),
-    }  # so that its unfinished wheel is where we look, and on that disk
+    # its unfinished wheel is then where we look, and on that disk
+    environment = os.environ | {"TMPDIR": str(work)}
     log = work / "pip.log"
     with room_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:
         process = subprocess.Popen(

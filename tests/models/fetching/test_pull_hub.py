@@ -132,8 +132,9 @@ def test_token_opens_the_gate_and_stays_on_the_hub(server, repo, body, options, 
 
 
 def test_no_such_repository(server, repo, options) -> None:
-    with pytest.raises(AuthenticationError, match="no such repository, or it wants a token"):
+    with pytest.raises(AuthenticationError, match="hub refuses") as caught:
         pull("someone/else:Q8_0", options=options)
+    assert "https://huggingface.co/someone/else" in (caught.value.hint or "")
 
 
 def test_no_such_file_names_those_there_are(server, repo, options) -> None:

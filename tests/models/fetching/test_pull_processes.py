@@ -10,8 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -146,64 +144,6 @@ def test_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start
     pull(url, options=PullOptions(name="tiny"))
     assert server.gets("/tiny.gguf")[-1].headers["range"] == "bytes=700000-"
     nothing_wrong_is_published(body)
-
-
-def namespace() -> tuple[str, ...]:
-    """A command prefix that gives a mount namespace, or () where the kernel gives us none."""
-    for prefix in (("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")):
-        probe = subprocess.run(
-            [*prefix, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
-        )
-        if probe.returncode == 0:
-            return prefix
-    return ()
-
-
-def test_really_full_disk(server, url, body, tmp_path, monkeypatch) -> None:
-    prefix = namespace()
-    if not prefix:
-        pytest.skip(
-            "this kernel gives us no mount namespace to put a small disk in; RLIMIT_FSIZE is tested "
-            "beside"
-        )
-    server.always.no_length = True  # a server that says the length is refused before a byte is written
-    small = tmp_path / "small"
-    small.mkdir()
-    monkeypatch.setenv("EDGEINFER_HOME", str(small))
-    script = tmp_path / "script.py"
-    script.write_text(_FULL_DISK.format(url=url, small=small))
-    ran = subprocess.run(
-        [*prefix, sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
-    assert said["error"] == "DiskFullError"
-    assert 0 < said["kept"] < len(body)
-    assert said["sha256"] == hashlib.sha256(body).hexdigest()
-
-
-_FULL_DISK = """
-import json, pathlib, subprocess
-from edgeinfer.models.pull import pull, PullOptions
-from edgeinfer.errors import DiskFullError
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "{small}"], check=True)
-filler = pathlib.Path("{small}/filler")  # a namespace of an ordinary user may not change the size later
-filler.write_bytes(bytes(63 << 20))
-said = {{}}
-try:
-    pull("{url}", options=PullOptions(name="tiny"))
-except DiskFullError as error:
-    said["error"] = type(error).__name__
-part = pathlib.Path("{small}/data/models/.partial/tiny/tiny.gguf.part")
-said["kept"] = part.stat().st_size
-filler.unlink()
-said["sha256"] = pull("{url}", options=PullOptions(name="tiny")).sha256
-print(json.dumps(said))
-"""
 
 
 def wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
