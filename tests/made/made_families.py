@@ -230,47 +230,41 @@ def _t5(n: int) -> Shapes:
     return _RMS | _T5_ATTENTION | _GATED | first
 
 
+_T5 = Family(
+    "t5",
+    {"enc.output_norm": (E,), "dec.output_norm": (E,)}
+    | {f"enc.blk.{n}.{name}": shape for n in range(LAYERS) for name, shape in _t5(n).items()}
+    | {
+        f"dec.blk.{n}.{name}": shape for n in range(LAYERS) for name, shape in (_t5(n) | _CROSS).items()
+    },
+    lambda _: {},
+    {"attention.relative_buckets_count": _BUCKETS, "decoder_start_token_id": 256},
+)
+
+
 def make_t5(path: Path) -> Path:
     """Write an encoder-decoder."""
-    made = Family(
-        "t5",
-        {},
-        lambda _: {},
-        {"attention.relative_buckets_count": _BUCKETS, "decoder_start_token_id": 256},
-    )
-    writer = gguf.GGUFWriter(path, made.architecture)
-    n_vocab = add_byte_vocabulary(writer)
-    _add_metadata(writer, made)
-    whole = {
-        "token_embd": (n_vocab, E),
-        "output": (n_vocab, E),
-        "enc.output_norm": (E,),
-        "dec.output_norm": (E,),
-    }
-    rng = np.random.default_rng(3)
-    for before, shapes in [
-        ("", whole),
-        *((f"enc.blk.{n}.", _t5(n)) for n in range(LAYERS)),
-        *((f"dec.blk.{n}.", _t5(n) | _CROSS) for n in range(LAYERS)),
-    ]:
-        for tensor, shape in _named(before, shapes):
-            writer.add_tensor(tensor, _values(tensor, shape, rng))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    writer = gguf.GGUFWriter(path, _T5.architecture)
+    return write_family(writer, path, _T5, add_byte_vocabulary(writer), N_CTX)
 
 
 def make_family(path: Path, name: str) -> Path:
-    """Write the model of a family of FAMILIES."""
-    family = FAMILIES[name]
-    writer = gguf.GGUFWriter(path, family.architecture)
-    n_vocab = add_byte_vocabulary(writer)
-    _add_metadata(writer, family)
+    """Write the model of a family of FAMILIES, with a token a byte."""
+    writer = gguf.GGUFWriter(path, FAMILIES[name].architecture)
+    return write_family(writer, path, FAMILIES[name], add_byte_vocabulary(writer), N_CTX)
+
+
+def write_family(writer: gguf.GGUFWriter, path: Path, family: Family, n_vocab: int, n_ctx: int) -> Path:
+    """Write metadata and tensors of a family beside the vocabulary that `writer` has already."""
+    _add_metadata(writer, family, n_ctx)
     rng = np.random.default_rng(3)
     for tensor, shape in _tensors(family, n_vocab):
         writer.add_tensor(tensor, _values(tensor, shape, rng))
+    return finish(writer, path)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -278,8 +272,8 @@ def make_family(path: Path, name: str) -> Path:
     return path
 
 
-def _add_metadata(writer: gguf.GGUFWriter, family: Family) -> None:
-    writer.add_context_length(N_CTX)
+def _add_metadata(writer: gguf.GGUFWriter, family: Family, n_ctx: int) -> None:
+    writer.add_context_length(n_ctx)
     writer.add_embedding_length(E)
     writer.add_feed_forward_length(FF)
     writer.add_block_count(family.n_layers)
@@ -287,9 +281,9 @@ def _add_metadata(writer: gguf.GGUFWriter, family: Family) -> None:
     writer.add_head_count_kv(family.kv_heads)
     writer.add_layer_norm_eps(1e-5)
     writer.add_layer_norm_rms_eps(1e-5)
-    if "mpt" not in family.architecture and family.kv_heads:
-        writer.add_rope_dimension_count(HEAD)
-    for key, value in family.metadata.items():
+    rotates = "mpt" not in family.architecture and family.kv_heads
+    rotated = {"rope.dimension_count": HEAD} if rotates else {}
+    for key, value in (rotated | family.metadata).items():
         full = f"{family.architecture}.{key}"
         if isinstance(value, bool):
             writer.add_bool(full, value)

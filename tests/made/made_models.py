@@ -6,7 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from made_families import add_byte_vocabulary
+from made_families import add_byte_vocabulary, finish
 
 N_EMBD = 64
 N_FF = 128
@@ -74,11 +74,7 @@ def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
         add("cls.bias", N_EMBD, scale=0.01)
         add("cls.output.weight", 1, N_EMBD)
         add("cls.output.bias", 1, scale=0.01)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def make_adapter(path: Path, seed: int, strength: float = 0.05, rank: int = LORA_RANK) -> str:
@@ -94,11 +90,7 @@ def make_adapter(path: Path, seed: int, strength: float = 0.05, rank: int = LORA
             f"{name}.lora_a", rng.normal(0, strength, (rank, LORA_EMBD)).astype(np.float32)
         )
         writer.add_tensor(f"{name}.lora_b", rng.normal(0, 0.5, (LORA_EMBD, rank)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
+    return str(finish(writer, path))
 
 
 #: Key of a GGUF file → the token that marks a part around the text to fill in.
@@ -149,8 +141,4 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = ()) -> Pa
         add(f"{block}.ffn_gate", N_FF, N_EMBD)
         add(f"{block}.ffn_up", N_FF, N_EMBD)
         add(f"{block}.ffn_down", N_EMBD, N_FF)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
