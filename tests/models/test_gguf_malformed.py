@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from made_gguf import gguf_bytes
+from made_gguf import entry, gguf_bytes
+from made_gguf import text as name
 
 from edgeinfer.errors import EdgeInferError, InvalidGgufError
 from edgeinfer.models.gguf import GgufHeader, check, parse
@@ -21,16 +22,12 @@ U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 HUGE = (2**63, 2**64 - 1, 2**62, 2**40, 2**33)
 
 
-def name(text: str) -> bytes:
-    return U64.pack(len(text)) + text.encode()
-
-
 def string_entry(key: str, value: str) -> bytes:
-    return name(key) + U32.pack(8) + name(value)
+    return entry(key, 8, name(value))
 
 
 def uint_entry(key: str, value: int) -> bytes:
-    return name(key) + U32.pack(4) + U32.pack(value)
+    return entry(key, 4, U32.pack(value))
 
 
 BASE = [string_entry("general.architecture", "llama"), uint_entry("llama.block_count", 2)]
@@ -82,31 +79,10 @@ def truncations(rng: random.Random) -> Iterator[Case]:
 
 
 def preambles(rng: random.Random) -> Iterator[Case]:
-    for magic in (
-        b"GGML",
-        b"gguf",
-        b"FUGG",
-        b"GGU\0",
-        b"\x7fELF",
-        b"PK\3\4",
-        b"\0\0\0\0",
-        b"<htm",
-        b"GGJT",
-        b"GGLA",
-    ):
+    for magic in (*b"GGML gguf FUGG <htm GGJT GGLA".split(), b"GGU\0", b"\x7fELF", b"PK\3\4", bytes(4)):
         yield f"magic {magic!r}", file_of(BASE, [tensor()], magic=magic)
-    for version in (
-        0,
-        1,
-        4,
-        5,
-        255,
-        0x03000000,
-        0x02000000,
-        2**31,
-        2**32 - 1,
-        *rng.sample(range(4, 2**32), 10),
-    ):
+    known = (0, 1, 4, 5, 255, 0x03000000, 0x02000000, 2**31, 2**32 - 1)
+    for version in (*known, *rng.sample(range(4, 2**32), 10)):
         yield f"version {version}", file_of(BASE, [tensor()], version=version)
     for count in (*HUGE, *rng.sample(range(500, 2**40), 10)):
         yield f"{count} tensors", file_of(BASE, [tensor()], n_tensors=count)
@@ -118,40 +94,37 @@ def metadata(rng: random.Random) -> Iterator[Case]:
         yield f"key of {length}", file_of([U64.pack(length) + b"k" * 20, *BASE], [tensor()])
         yield (
             f"value of {length}",
-            file_of([*BASE, name("k") + U32.pack(8) + U64.pack(length) + b"v"], [tensor()]),
+            file_of([*BASE, entry("k", 8, b"") + U64.pack(length) + b"v"], [tensor()]),
         )
         yield (
             f"array of {length} strings",
-            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(8) + U64.pack(length)], [tensor()]),
+            file_of([*BASE, entry("k", 9, b"") + U32.pack(8) + U64.pack(length)], [tensor()]),
         )
         yield (
             f"array of {length} floats",
-            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(6) + U64.pack(length)], [tensor()]),
+            file_of([*BASE, entry("k", 9, b"") + U32.pack(6) + U64.pack(length)], [tensor()]),
         )
         strings = U64.pack(100) + name("x") * 50 + U64.pack(length) + name("x") * 49
         yield (
             f"a string of {length} in an array",
-            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(8) + strings], [tensor()]),
+            file_of([*BASE, entry("k", 9, b"") + U32.pack(8) + strings], [tensor()]),
         )
     for kind in (13, 14, 99, 2**31, 2**32 - 1, *rng.sample(range(13, 2**32), 5)):
-        yield (
-            f"value type {kind}",
-            file_of([*BASE, name("k") + U32.pack(kind) + b"\0" * 64], [tensor()]),
-        )
+        yield (f"value type {kind}", file_of([*BASE, entry("k", kind, b"") + b"\0" * 64], [tensor()]))
         yield (
             f"element type {kind}",
-            file_of([*BASE, name("k") + U32.pack(9) + U32.pack(kind) + U64.pack(4) + b"\0" * 64], []),
+            file_of([*BASE, entry("k", 9, b"") + U32.pack(kind) + U64.pack(4) + b"\0" * 64], []),
         )
     yield (
         "array of arrays",
-        file_of([*BASE, name("k") + U32.pack(9) + U32.pack(9) + U64.pack(1) + b"\0" * 64], [tensor()]),
+        file_of([*BASE, entry("k", 9, b"") + U32.pack(9) + U64.pack(1) + b"\0" * 64], [tensor()]),
     )
     for epsilon in (float("nan"), float("inf"), -1e-5):
         key = name("llama.attention.layer_norm_rms_epsilon") + U32.pack(6)
         yield f"epsilon {epsilon}", file_of([*BASE, key + struct.pack("<f", epsilon)], [tensor()])
     for count in (2, 100):
         tokens = b"".join(name(f"t{i}") for i in range(count - 1)) + name("t0")
-        key = name("tokenizer.ggml.tokens") + U32.pack(9) + U32.pack(8) + U64.pack(count)
+        key = entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(count)
         yield f"two equal tokens of {count}", file_of([*BASE, key + tokens], [tensor()])
     yield "empty key", file_of([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
     yield "same key twice", file_of([*BASE, *BASE], [tensor()])
@@ -216,7 +189,7 @@ def test_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
 
 def test_empty_tokens_may_be_equal(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
-    key = name("tokenizer.ggml.tokens") + U32.pack(9) + U32.pack(8) + U64.pack(3)
+    key = entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(3)
     path.write_bytes(file_of([*BASE, key + name("") * 3], [tensor()]))
     assert check(path).n_vocab == 3
 

@@ -13,7 +13,7 @@ import pytest
 from edgeinfer.cli.main import main
 from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.gguf import GgufHeader, TensorInfo, check
-from edgeinfer.platform.machine import Machine, Memory, read_machine
+from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.memory_plan.plan import Plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_buffers
 from edgeinfer.runtime.options import LoadOptions
@@ -84,28 +84,6 @@ def test_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureReque
         assert ours.compute_bytes / 2**20 == pytest.approx(compute, rel=0.10), case
 
 
-_SHAPE = """
-import sys
-import msgspec
-from edgeinfer.runtime.llama.model import model_shape, open_model, read_meta
-from edgeinfer.runtime.options import LoadOptions
-model = open_model((sys.argv[1],), LoadOptions(repack="off"))
-print(msgspec.json.encode(model_shape(model, read_meta(model))).decode())
-"""
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("which", ["smollm2", "gemma3"])
-def test_loaded_model_has_the_shape_of_its_header(which: str, request: pytest.FixtureRequest) -> None:
-    """The plan is a pure function of the shape: the two plans are equal as well."""
-    model = str(request.getfixturevalue(which))
-    ran = subprocess.run(
-        [sys.executable, "-c", _SHAPE, model], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert msgspec.json.decode(ran.stdout, type=Shape) == header_shape([check(model)])
-
-
 _ENGINE = """
 import json, sys
 from edgeinfer.models.reference import resolve
@@ -150,26 +128,6 @@ def test_show_says_how_fast_a_model_larger_than_memory_is(
     out = capsys.readouterr().out
     assert "83.9 MB available: it runs from the disk" in out
     assert "Expect about 5.2 tokens/s: 96.6 MB a token at 500.0 MB/s (assumed)" in out
-
-
-@pytest.mark.model
-def test_show_counts_reclaimable_page_cache_of_a_container(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    """The loader reads the same machine and makes the same plan."""
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("1000000000\n")
-    (group / "memory.current").write_text("990000000\n")
-    (group / "memory.stat").write_text("anon 1\ninactive_file 400000000\nactive_file 500000000\n")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n")
-    faked = read_machine(tmp_path)
-    monkeypatch.setattr("edgeinfer.cli.verbs.show.read_machine", lambda: faked)
-    assert main(["show", str(smollm2)]) == 0
-    assert "of 910.0 MB available: it fits" in capsys.readouterr().out
-    assert not header_plan([check(smollm2)], LoadOptions(), faked).refusal
 
 
 def header_with(**metadata: object) -> GgufHeader:

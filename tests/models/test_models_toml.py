@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.errors import ConfigError, UnknownModelError
+from edgeinfer.errors import ConfigError
 from edgeinfer.models import sources
 from edgeinfer.models.catalog import load_catalog, shipped_path, user_path
 
@@ -73,19 +73,21 @@ def test_shipped_file_is_the_top_level_one() -> None:
 
 def test_user_adds_a_model() -> None:
     user_file(MINIMAL)
-    assert load_catalog().find("mine").parsed_sources() == [(sources.HubQuant("me/mine-GGUF", "Q8_0"),)]
+    assert load_catalog().models["mine"].parsed_sources() == [
+        (sources.HubQuant("me/mine-GGUF", "Q8_0"),)
+    ]
 
 
 def test_user_overrides_one_key_and_keeps_the_rest() -> None:
     user_file('[models.smollm2-135m-instruct]\nsystem-prompt = "Be brief."\n')
-    model = load_catalog().find("smollm2-135m-instruct")
+    model = load_catalog().models["smollm2-135m-instruct"]
     assert model.system_prompt == "Be brief."
     assert model.sha256.startswith("b179c952")
 
 
 def test_new_sources_drop_the_old_hash() -> None:
     user_file('[models.smollm2-135m-instruct]\nsources = ["file:/x/other.gguf"]\n')
-    model = load_catalog().find("smollm2-135m-instruct")
+    model = load_catalog().models["smollm2-135m-instruct"]
     assert (model.sha256, model.size_bytes) == ("", 0)
 
 
@@ -120,9 +122,3 @@ def test_errors_name_file_model_key_and_the_nearest(text: str, words: list[str])
     assert str(path) in caught.value.message
     for word in words:
         assert word in caught.value.message
-
-
-def test_unknown_name_gives_near_ones() -> None:
-    with pytest.raises(UnknownModelError) as caught:
-        load_catalog().find("qwen3-4")
-    assert "qwen3-4b" in (caught.value.hint or "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made_gguf import gguf_bytes
+from made_gguf import entry, gguf_bytes, model_entries
 
 from edgeinfer.errors import (
     CatalogError,
@@ -110,18 +110,10 @@ def test_split_local_files(tmp_path: Path) -> None:
 
 def test_part_under_another_parts_name(tmp_path: Path) -> None:
     def part(index: int) -> bytes:
-        keys = [b"split.no", b"split.count"]
-        entries = [text(k) + (2).to_bytes(4, "little") for k in keys]
-        numbers = [index.to_bytes(2, "little"), (2).to_bytes(2, "little")]
-        return gguf_bytes(
-            entries=[*model_entries, *(e + n for e, n in zip(entries, numbers, strict=True))],
-            seed=index,
-        )
+        keys = {"split.no": index, "split.count": 2}
+        split = [entry(key, 2, value.to_bytes(2, "little")) for key, value in keys.items()]
+        return gguf_bytes([*model_entries(), *split], seed=index)
 
-    def text(value: bytes) -> bytes:
-        return len(value).to_bytes(8, "little") + value
-
-    model_entries = [text(b"general.architecture") + (8).to_bytes(4, "little") + text(b"llama")]
     for i in (0, 1):
         (tmp_path / f"x-0000{i + 1}-of-00002.gguf").write_bytes(part(i))
     assert len(pull(str(tmp_path / "x-00001-of-00002.gguf")).files) == 2
@@ -135,14 +127,7 @@ def test_part_under_another_parts_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "x-00001-of-00000.gguf",
-        "x-00004-of-00003.gguf",
-        "x-1-of-3.gguf",
-        "x-00000-of-00003.gguf",
-        "x.gguf",
-    ],
+    "name", [*(f"x-{part}.gguf" for part in ("00001-of-00000", "00004-of-00003", "1-of-3")), "x.gguf"]
 )
 def test_names_that_are_no_parts(name: str) -> None:
     assert names.split_names(name) == []
