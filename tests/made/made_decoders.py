@@ -15,7 +15,9 @@ from made_families import FAMILIES, FF, HEAD, HEADS, E, Family, Shapes, write_fa
 _N_CTX = 4096
 _GATED = {"ffn_gate": (FF, E), "ffn_up": (FF, E), "ffn_down": (E, FF)}
 _RMS = {"attn_norm": (E,), "ffn_norm": (E,)}
-_LATENT, _ROTATED, _PLAIN = 32, 32, 16
+_LATENT = 32
+_ROTATED = 32
+_PLAIN = 16
 _DEEPSEEK2 = Family(
     "deepseek2",
     {"output_norm": (E,)},
