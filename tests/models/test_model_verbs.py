@@ -257,11 +257,10 @@ def test_progress_on_a_terminal_is_written_in_place() -> None:
     with progress_on(out) as report:
         job = Job(report)
         job.begin("downloading", "x.gguf", total=100)
-        job.at(50)
         job.note("the connection was dropped")
         job.at(100)
         job.begin("verifying", "x.gguf", total=100)
     first, last = out.getvalue().split("\n")
-    assert first.endswith("\x1b[Kdownloading x.gguf: 50 B of 100 B: the connection was dropped")
+    assert first.endswith("\x1b[Kdownloading x.gguf: the connection was dropped")
     assert "\x1b[Kverifying x.gguf" in last
     assert last.endswith("\r\x1b[K")
