@@ -117,7 +117,7 @@ bench-gpu: full  ## first token, reading and writing: the CPU against each GPU a
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
-bench-serve: full  ## the endpoint beside llama-server, 1 to 32 clients, both models; 8 minutes
+bench-serve: full  ## the endpoint beside llama-server, 1 to 32 clients, both models; 10 minutes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
 

@@ -317,19 +317,18 @@ def _token_table(vocab: Vocab) -> Any:
     )
 
 
-#: A literal, a character class or a comment; what stands between is left alone.
-_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
+#: `\u` and `\U` behind whole pairs of backslashes.
+_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
 def to_lark(gbnf: str) -> str:
     r"""Convert GBNF, llama.cpp's grammar notation. Raises UnsupportedConstraintError, `param` the line.
 
-    llguidance's converter does not know escapes of characters in literals (`"\x1b"`, `"\u00e9"`), so
-    they are resolved before.
+    llguidance's converter knows `"\x1b"` and not `"\u00e9"`, so that is resolved before.
     """
     try:
-        text = any_to_lark(_PARTS.sub(_resolve, gbnf))
+        text = str(any_to_lark(_ESCAPE.sub(_resolve, gbnf)))
+        text.encode()  # half a surrogate pair is no character
     except GbnfToLarkError as error:
         line = error.pos.text.count("\n", 0, error.pos.pos) + 1
         raise UnsupportedConstraintError(
@@ -339,41 +338,9 @@ def to_lark(gbnf: str) -> str:
         raise UnsupportedConstraintError(
             f"the grammar does not parse: {error}", param="gbnf"
         ) from error
-    return str(text)
+    return text
 
 
-def _resolve(match: re.Match[str]) -> str:
-    part = match.group()
-    if part.startswith("#"):
-        return part
-    in_class = part.startswith("[")
-    pieces = []
-    last = 0
-    for escape in _ESCAPE.finditer(part):
-        if (escape.start() - len(part[: escape.start()].rstrip("\\"))) % 2:
-            continue  # the backslash is itself escaped
-        code = int(next(filter(None, escape.groups())), 16)
-        pieces.append(
-            part[last : escape.start()] + (_in_class(code) if in_class else _in_literal(code))
-        )
-        last = escape.end()
-    whole = "".join([*pieces, part[last:]])
-    return f"({whole})" if pieces and not in_class else whole
-
-
-def _character(code: int) -> str:
-    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise UnsupportedConstraintError(f"no such character: {code:#x}", param="gbnf")
-    return chr(code)
-
-
-def _in_class(code: int) -> str:
-    return f"\\x{code:02x}" if code < 0x80 else _character(code)
-
-
-def _in_literal(code: int) -> str:
-    """Return a literal's character; one it cannot hold closes it, stands as a class, reopens it."""
-    if code < 0x20 or code == 0x7F:
-        return f'" [\\x{code:02x}] "'
-    character = _character(code)
-    return "\\" + character if character in '"\\' else character
+def _resolve(escape: re.Match[str]) -> str:
+    code = int(escape[2] or escape[3], 16)
+    return escape[1] + (f"\\x{code:02x}" if code < 0x80 else chr(code))

@@ -246,9 +246,6 @@ class DraftModel:
         #: What a draft token costs (seconds): a running mean, next to nothing before the first.
         self.s_per_token = 1e-6
 
-    def drafter(self) -> ModelDrafter:
-        return ModelDrafter(self)
-
     def take(self) -> int | None:
         """Reserve a sequence id, None if all are in use."""
         if not self._free:
@@ -352,19 +349,16 @@ class ModelDrafter:
 
 
 def check_same_vocabulary(main: Vocab, draft: Vocab) -> None:
-    """Compare two vocabularies. Raises ModelLoadError, naming the first difference."""
-    differs = ""
-    if main.kind != draft.kind or abs(main.n_vocab - draft.n_vocab) > _MAX_PADDING:
-        differs = f"{draft.n_vocab} tokens instead of {main.n_vocab}"
-    elif (main.bos, main.eos, main.adds_bos) != (draft.bos, draft.eos, draft.adds_bos):
-        differs = "other BOS and EOS tokens"
-    else:
-        for token in range(min(main.n_vocab, draft.n_vocab)):
-            if main.raw_text(token) != draft.raw_text(token):
-                differs = f"token {token} differs"
-                break
-    if differs:
+    """Compare two vocabularies. Raises ModelLoadError if they differ by more than padding."""
+    n = min(main.n_vocab, draft.n_vocab)
+    is_same = (
+        (main.kind, main.bos, main.eos, main.adds_bos)
+        == (draft.kind, draft.bos, draft.eos, draft.adds_bos)
+        and max(main.n_vocab, draft.n_vocab) - n <= _MAX_PADDING
+        and all(main.raw_text(token) == draft.raw_text(token) for token in range(n))
+    )
+    if not is_same:
         raise ModelLoadError(
-            f"the draft model has another vocabulary: {differs}",
+            "the draft model has another vocabulary",
             hint="take a smaller model of the same family, or load without: --draft none",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgeinfer.runtime.kv_cache import recurrent_checkpoints
@@ -28,51 +29,42 @@ class Adapters(Protocol):
     def use(self, adapters: AdapterKey) -> None: ...
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class BatchPlanner:
-    """Plan batches. `n_ctx` is the limit of one sequence."""
+    """Plan batches. `n_ctx` limits one sequence; `batch_invariance` is that of the context in use."""
 
-    def __init__(
-        self,
-        *,
-        kv: KvCache,
-        batch: Batch,
-        adapters: Adapters,
-        queue: RequestQueue,
-        prefixes: Prefixes,
-        chunks: Chunks,
-        costs: StepCosts,
-        batch_invariance: BatchInvariance,
-        n_ctx: int,
-    ) -> None:
-        self._kv = kv
-        self._batch = batch
-        self._adapters = adapters
-        self._queue = queue
-        self._prefixes = prefixes
-        self._chunks, self._costs = chunks, costs
-        #: That of the context in use.
-        self.batch_invariance = batch_invariance
-        self._n_ctx = n_ctx
-        self._last_group: AdapterKey = ()
-        self._is_turn_of_long = False
-        self._decode_budget = DecodeBudget(chunks)
+    kv: KvCache
+    batch: Batch
+    adapters: Adapters
+    queue: RequestQueue
+    prefixes: Prefixes
+    chunks: Chunks
+    costs: StepCosts
+    batch_invariance: BatchInvariance
+    n_ctx: int
+    _last_group: AdapterKey = ()
+    _is_turn_of_long: bool = False
+    _decode_budget: DecodeBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._decode_budget = DecodeBudget(self.chunks)
 
     def plan(self) -> list[BatchEntry]:
         """Fill the batch and return its entries, none if there is nothing to compute."""
         group = self._next_group()
         members = [s for s in self._computing() if s.adapters == group]
-        for seq in [s for s in members if len(s.tokens) >= self._n_ctx]:
+        for seq in [s for s in members if len(s.tokens) >= self.n_ctx]:
             if not self._make_context_room(seq):
                 members.remove(seq)
         decoding = [s for s in members if s.is_decoding]
         if self._is_beginning(members, decoding):
             decoding = []
-        while not self._kv.make_room(len(decoding)):
+        while not self.kv.make_room(len(decoding)):
             youngest = decoding.pop()
             members.remove(youngest)
-            self._prefixes.preempt(youngest, keep=False)
-        self._adapters.use(group)
-        self._batch.clear()
+            self.prefixes.preempt(youngest, keep=False)
+        self.adapters.use(group)
+        self.batch.clear()
         entries = self._add_decoding(decoding)
         self._add_prefill([s for s in members if not s.is_decoding], entries)
         return entries
@@ -80,11 +72,11 @@ class BatchPlanner:
     def _is_beginning(self, members: list[Sequence], decoding: list[Sequence]) -> bool:
         """Prefill short prompts that came together before second tokens: 2 % faster at 16 streams."""
         pending = sum(s.n_pending for s in members if not s.is_decoding)
-        short = 0 < pending <= min(_TOGETHER_TOKENS, self._kv.free_cells)
+        short = 0 < pending <= min(_TOGETHER_TOKENS, self.kv.free_cells)
         return short and all(s.n_generated == 1 for s in decoding)
 
     def _computing(self) -> list[Sequence]:
-        return [s for s in self._queue.running if s.cached_seq is not None and not s.is_fetching]
+        return [s for s in self.queue.running if s.cached_seq is not None and not s.is_fetching]
 
     def _next_group(self) -> AdapterKey:
         """Choose the adapters of this step; sequences with other adapters take turns."""
@@ -98,20 +90,20 @@ class BatchPlanner:
     def _make_context_room(self, seq: Sequence) -> bool:
         """Shift a sequence that has filled its context, or end it. False if it has ended."""
         if seq.request.overflow != "shift":
-            self._queue.end(seq, "length")
+            self.queue.end(seq, "length")
             return False
         assert seq.cached_seq is not None
-        keep = min(seq.keep_tokens(), self._n_ctx // 2)
+        keep = min(seq.keep_tokens(), self.n_ctx // 2)
         drop = (len(seq.tokens) - keep) // 2
-        if seq.n_pending > 1 or not self._kv.shift(seq.cached_seq, keep, drop):
-            self._kv.truncate(seq.cached_seq, min(keep, seq.n_past))
+        if seq.n_pending > 1 or not self.kv.shift(seq.cached_seq, keep, drop):
+            self.kv.truncate(seq.cached_seq, min(keep, seq.n_past))
         del seq.tokens[keep : keep + drop]
         return True
 
     def _add_decoding(self, decoding: list[Sequence]) -> list[BatchEntry]:
         entries: list[BatchEntry] = []
-        spare = min(self._batch.max_outputs, self._kv.free_cells, self._batch.capacity) - len(decoding)
-        price = self._costs.price(len(decoding), self._chunks.s_per_token)
+        spare = min(self.batch.max_outputs, self.kv.free_cells, self.batch.capacity) - len(decoding)
+        price = self.costs.price(len(decoding), self.chunks.s_per_token)
         exact = self._invariant_rows() - len(decoding)
         for seq in decoding:
             is_named = seq.request.speculative != "auto"  # such a drafter's rows may round otherwise
@@ -120,22 +112,22 @@ class BatchPlanner:
             exact -= len(drafts)
             assert seq.cached_seq is not None
             tokens = [seq.tokens[-1], *drafts]
-            row = self._batch.n_outputs
-            self._batch.add(tokens, seq.n_past, seq.cached_seq.seq_id, outputs=len(tokens))
+            row = self.batch.n_outputs
+            self.batch.add(tokens, seq.n_past, seq.cached_seq.seq_id, outputs=len(tokens))
             entries.append(BatchEntry(seq, row, tokens, drafts))
         return entries
 
     def _invariant_rows(self) -> int:
         """Count the rows of a step that keeps answers bit-identical."""
         exact = self.batch_invariance
-        is_beyond = exact.cells is not None and self._kv.used_cells > exact.cells
+        is_beyond = exact.cells is not None and self.kv.used_cells > exact.cells
         # products with a LoRA's small matrices round otherwise in a batch
         return 0 if is_beyond or self._last_group else exact.rows
 
     def _drafts(self, seq: Sequence, spare: int, price: Price | None) -> list[int]:
-        if not self._kv.supports_truncation or spare <= 0:
+        if not self.kv.supports_truncation or spare <= 0:
             return []
-        room = min(spare, seq.max_tokens - seq.n_generated - 1, self._n_ctx - len(seq.tokens) - 1)
+        room = min(spare, seq.max_tokens - seq.n_generated - 1, self.n_ctx - len(seq.tokens) - 1)
         return seq.drafting.propose(seq.tokens, room, price)
 
     def _add_prefill(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
@@ -147,7 +139,7 @@ class BatchPlanner:
             return
         chosen = self._short_or_long(awaited) if awaited else prefilling
         pending = [s.n_pending for s in chosen]
-        budget = self._chunks.budget(self._batch.room, self._batch.n_tokens, pending)
+        budget = self.chunks.budget(self.batch.room, self.batch.n_tokens, pending)
         self._add_prompts(chosen, budget, entries)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
@@ -162,11 +154,11 @@ class BatchPlanner:
 
     def _add_prompts(self, prompts: list[Sequence], budget: int, entries: list[BatchEntry]) -> None:
         for seq in prompts:
-            if budget <= 0 or self._batch.n_outputs >= self._batch.max_outputs:
+            if budget <= 0 or self.batch.n_outputs >= self.batch.max_outputs:
                 return
-            used = self._batch.n_tokens
-            if not self._kv.make_room(used + min(budget, seq.n_pending)):
-                budget = min(budget, self._kv.free_cells - used)
+            used = self.batch.n_tokens
+            if not self.kv.make_room(used + min(budget, seq.n_pending)):
+                budget = min(budget, self.kv.free_cells - used)
                 if budget <= 0:
                     self._preempt_for(seq, entries)
                     return
@@ -175,17 +167,17 @@ class BatchPlanner:
     def _add_chunk(self, seq: Sequence, budget: int, entries: list[BatchEntry]) -> int:
         assert seq.cached_seq is not None
         past = seq.n_past
-        if not self._kv.supports_truncation:
+        if not self.kv.supports_truncation:
             budget = min(budget, recurrent_checkpoints.tokens_to_next_checkpoint(past, len(seq.tokens)))
         scores = seq.request.prompt_logprobs is not None
         if scores:
-            budget = min(budget, self._batch.max_outputs - self._batch.n_outputs)
+            budget = min(budget, self.batch.max_outputs - self.batch.n_outputs)
         tokens = seq.tokens[past : past + budget]
         complete = past + len(tokens) == len(seq.tokens)
         wanted = complete and seq.max_tokens > 0
         n_outputs = len(tokens) if scores else int(wanted)
-        self._batch.add(tokens, past, seq.cached_seq.seq_id, outputs=n_outputs)
-        row = self._batch.n_outputs - 1
+        self.batch.add(tokens, past, seq.cached_seq.seq_id, outputs=n_outputs)
+        row = self.batch.n_outputs - 1
         entries.append(BatchEntry(seq, row, tokens, has_output=wanted, is_prefill=True))
         return len(tokens)
 
@@ -193,6 +185,6 @@ class BatchPlanner:
         """Preempt the youngest sequence if no cell is left and none decodes, which would free some."""
         if entries:
             return
-        others = [s for s in self._queue.running if s.cached_seq is not None and s is not seq]
+        others = [s for s in self.queue.running if s.cached_seq is not None and s is not seq]
         if others:
-            self._prefixes.preempt(others[-1], keep=False)
+            self.prefixes.preempt(others[-1], keep=False)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from edgeinfer.errors import DecodeError
@@ -27,34 +28,30 @@ T = TypeVar("T")
 _NICE = 10
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Executor:
     """Run batches on the active context; only if `kv` supports truncation can a step be aborted."""
 
-    def __init__(
-        self,
-        active: ActiveContext,
-        batch: Batch,
-        kv: KvCache,
-        *,
-        chunks: Chunks,
-        costs: StepCosts,
-        counters: Counters,
-    ) -> None:
-        self._active = active
-        self._batch = batch
-        self._kv = kv
-        self._chunks = chunks
-        self._costs = costs
-        self._counters = counters
-        self._abort = AbortFlag() if kv.supports_truncation else None
+    active: ActiveContext
+    batch: Batch
+    kv: KvCache
+    chunks: Chunks
+    costs: StepCosts
+    counters: Counters
+    low_priority: LowPriorityExecutor = field(init=False)
+    cancellation: StepCancellation = field(init=False)
+    _abort: AbortFlag | None = field(init=False)
+    _in_step: list[Sequence] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._abort = AbortFlag() if self.kv.supports_truncation else None
         self.low_priority = LowPriorityExecutor()
         self.use_abort()
         self.cancellation = StepCancellation(self._abort.ask if self._abort else lambda: None)
-        self._in_step: list[Sequence] = []
 
     def use_abort(self) -> None:
         if self._abort is not None:
-            self._abort.put_on(self._active.context)
+            self._abort.put_on(self.active.context)
 
     def run(self, entries: list[BatchEntry]) -> float | None:
         """Compute the batch; seconds, None if aborted for an incoming request. Raises DecodeError."""
@@ -66,37 +63,37 @@ class Executor:
         if code == _ABORTED:
             return None
         if code == 1:  # no cells although the accounting has some: free what can be spared, and retry
-            self._kv.drop_idle(pinned=True)
-            code = self._batch.decode(self._active)
+            self.kv.drop_idle(pinned=True)
+            code = self.batch.decode(self.active)
         seconds = time.perf_counter() - began
         if code:
             raise DecodeError(
-                f"llama_decode returned {code} for a batch of {self._batch.n_tokens} tokens"
+                f"llama_decode returned {code} for a batch of {self.batch.n_tokens} tokens"
             )
         for entry in entries:
             assert entry.seq.cached_seq is not None
-            self._kv.extend(entry.seq.cached_seq, entry.tokens)
+            self.kv.extend(entry.seq.cached_seq, entry.tokens)
         self._book_time(entries, seconds)
         return seconds
 
     def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
         """Decode; a prefill-only step can be aborted, and its computed cells are dropped then."""
         if self._abort is None or not all(entry.is_prefill for entry in entries):
-            return self._batch.decode(self._active)
+            return self.batch.decode(self.active)
         self._abort.clear()
         self._in_step = [entry.seq for entry in entries]
         self.cancellation.begin(
             is_prefill_only=all(seq.is_prefill_only for seq in self._in_step),
-            expected_s=self._batch.n_tokens * self._chunks.s_per_token,
+            expected_s=self.batch.n_tokens * self.chunks.s_per_token,
         )
-        code = self._batch.decode(self._active)
+        code = self.batch.decode(self.active)
         self.cancellation.end(lost=code == _ABORTED)
         self._in_step = []
         self._abort.clear()
         if code == _ABORTED:
             for entry in entries:
                 assert entry.seq.cached_seq is not None
-                self._kv.remove_behind(entry.seq.cached_seq)
+                self.kv.remove_behind(entry.seq.cached_seq)
         return code
 
     def abort_cancelled(self) -> None:
@@ -105,30 +102,30 @@ class Executor:
 
     def _book_time(self, entries: list[BatchEntry], seconds: float) -> None:
         decode_tokens = sum(len(p.tokens) for p in entries if not p.is_prefill)
-        prefill_tokens = self._batch.n_tokens - decode_tokens
+        prefill_tokens = self.batch.n_tokens - decode_tokens
         if not prefill_tokens:
             n_drafts = sum(len(p.drafts) for p in entries)
-            self._costs.note(len(entries), n_drafts, seconds)
-            self._counters.decode_seconds_total += seconds
+            self.costs.note(len(entries), n_drafts, seconds)
+            self.counters.decode_seconds_total += seconds
             return
-        decode_share = min(seconds, self._costs.mean(decode_tokens) or 0.0)
-        self._counters.decode_seconds_total += decode_share
-        self._counters.prefill_seconds_total += seconds - decode_share
+        decode_share = min(seconds, self.costs.mean(decode_tokens) or 0.0)
+        self.counters.decode_seconds_total += decode_share
+        self.counters.prefill_seconds_total += seconds - decode_share
         is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in entries)
-        self._chunks.note(prefill_tokens, seconds - decode_share, is_long=is_long)
+        self.chunks.note(prefill_tokens, seconds - decode_share, is_long=is_long)
 
     def compute(self, cached_seq: CachedSequence, tokens: list[int]) -> None:
         """Prefill `tokens` behind `cached_seq`, outside of any request. Raises DecodeError."""
-        for at in range(0, len(tokens), self._batch.capacity):
-            chunk = tokens[at : at + self._batch.capacity]
-            self._batch.clear()
-            self._batch.add(chunk, len(cached_seq.tokens), cached_seq.seq_id, outputs=0)
-            code = self._batch.decode(self._active)
+        for at in range(0, len(tokens), self.batch.capacity):
+            chunk = tokens[at : at + self.batch.capacity]
+            self.batch.clear()
+            self.batch.add(chunk, len(cached_seq.tokens), cached_seq.seq_id, outputs=0)
+            code = self.batch.decode(self.active)
             if code:
                 raise DecodeError(
                     f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"
                 )
-            self._kv.extend(cached_seq, chunk)
+            self.kv.extend(cached_seq, chunk)
 
 
 class LowPriorityExecutor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
+import numpy.typing as npt
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import PromptLogprobs
 from edgeinfer.runtime.kv_cache.cache import KvCache, common_prefix
-from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.sampling.output import chosen_logprobs, token_logprobs
 from edgeinfer.runtime.scheduler.metrics import Counters
@@ -16,38 +19,30 @@ from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class OutputProcessor:
     """Sample from the last batch's logits."""
 
-    def __init__(
-        self,
-        active: ActiveContext,
-        vocab: Vocab,
-        kv: KvCache,
-        *,
-        queue: RequestQueue,
-        prefixes: Prefixes,
-        counters: Counters,
-    ) -> None:
-        self._active = active
-        self._vocab = vocab
-        self._kv = kv
-        self._queue, self._prefixes = queue, prefixes
-        self._counters = counters
-        self._rows = np.empty((0, vocab.n_vocab), np.float32)
+    active: ActiveContext
+    batch: Batch
+    vocab: Vocab
+    kv: KvCache
+    queue: RequestQueue
+    prefixes: Prefixes
+    counters: Counters
+    _rows: npt.NDArray[np.float32] = field(init=False)
 
-    def process(self, entries: list[BatchEntry], n_outputs: int) -> None:
-        """Process a batch that has `n_outputs` rows with logits."""
-        self._rows = self._active.rows(n_outputs, self._vocab.n_vocab)
+    def process(self, entries: list[BatchEntry]) -> None:
+        self._rows = self.active.rows(self.batch.n_outputs, self.vocab.n_vocab)
         for entry in entries:
             if entry.is_prefill:
                 entry.seq.progress()
                 self._report_prompt_logprobs(entry)
-                self._prefixes.save_checkpoint(entry.seq)
+                self.prefixes.save_checkpoint(entry.seq)
             if entry.has_output:
                 self._sample_or_fail(entry)
             elif entry.seq.max_tokens == 0 and not entry.seq.n_pending:
-                self._queue.end(entry.seq, "length")
+                self.queue.end(entry.seq, "length")
 
     def _report_prompt_logprobs(self, entry: BatchEntry) -> None:
         """Reduce the prompt's rows at once: a row of logits takes 0.2 to 1 MB."""
@@ -58,11 +53,11 @@ class OutputProcessor:
         rows = self._rows[entry.row - len(entry.tokens) + 1 :]
         following = seq.tokens[n_before + 1 : min(seq.n_past + 1, seq.prompt_tokens)]
         for row, token in zip(rows, following, strict=False):
-            logprobs, top = token_logprobs(self._vocab, row, n_top)
-            seq.prompt_logprobs.append(chosen_logprobs(self._vocab, token, logprobs, top))
+            logprobs, top = token_logprobs(self.vocab, row, n_top)
+            seq.prompt_logprobs.append(chosen_logprobs(self.vocab, token, logprobs, top))
         seq.cached_seq.n_top, seq.cached_seq.logprobs = n_top, seq.prompt_logprobs
         if n_before < seq.prompt_tokens <= seq.n_past and not seq.n_generated:
-            first = self._vocab.piece(seq.tokens[0], special=True)
+            first = self.vocab.piece(seq.tokens[0], special=True)
             seq.stream.put(PromptLogprobs(first, tuple(seq.prompt_logprobs)))
 
     def _sample_or_fail(self, entry: BatchEntry) -> None:
@@ -70,7 +65,7 @@ class OutputProcessor:
         try:
             self._sample(entry)
         except InvalidRequestError as error:
-            self._queue.fail(entry.seq, error)
+            self.queue.fail(entry.seq, error)
 
     def _sample(self, entry: BatchEntry) -> None:
         seq, row = entry.seq, entry.row
@@ -78,19 +73,17 @@ class OutputProcessor:
         before = seq.clock.last
         for draft in (*entry.drafts, None):
             length = len(seq.tokens)
-            reason = seq.sample(
-                self._vocab, self._active.context, row - len(self._rows), self._rows[row]
-            )
+            reason = seq.sample(self.vocab, self.active.context, row - len(self._rows), self._rows[row])
             row += 1
             if reason is not None or seq.tokens[length:] != [draft]:
                 break
         self._verify_drafts(entry)
         if first:
-            self._counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
+            self.counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
         else:
-            self._counters.inter_token_ms.append((seq.clock.last - before) * 1000.0)
+            self.counters.inter_token_ms.append((seq.clock.last - before) * 1000.0)
         if reason is not None:
-            self._queue.end(seq, reason)
+            self.queue.end(seq, reason)
 
     def _verify_drafts(self, entry: BatchEntry) -> None:
         seq = entry.seq
@@ -104,4 +97,4 @@ class OutputProcessor:
         right = min(right, len(seq.tokens) - 1)
         n_drafts = len(entry.drafts)
         seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - right))
-        self._kv.truncate(seq.cached_seq, right)
+        self.kv.truncate(seq.cached_seq, right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,34 +25,32 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
-from edgeinfer.runtime.sampling.speculative import Drafter, Drafting, DraftModel, NgramDrafter
+from edgeinfer.runtime.sampling.speculative import (
+    Drafter,
+    Drafting,
+    DraftModel,
+    ModelDrafter,
+    NgramDrafter,
+)
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Preparer:
-    """Turn requests into sequences of one loaded model, without their adapters. Any thread."""
+    """Turn requests into sequences of one loaded model, without their adapters. Any thread.
 
-    def __init__(
-        self,
-        *,
-        files: ModelFiles,
-        vocab: Vocab,
-        conversations: ChatFormat,
-        constraints: Constraints,
-        n_ctx: int,
-        max_draft: int,
-        can_shift: bool,
-    ) -> None:
-        self._files = files
-        self._vocab = vocab
-        self._conversations = conversations
-        self._constraints = constraints
-        self._n_ctx = n_ctx
-        self._max_draft = max_draft
-        self._can_shift = can_shift
-        #: Entropy of the last resume, mixed into every seed.
-        self.entropy = b""
-        self.draft_model: DraftModel | None = None
+    `entropy`: that of the last resume, mixed into every seed.
+    """
+
+    files: ModelFiles
+    vocab: Vocab
+    conversations: ChatFormat
+    constraints: Constraints
+    n_ctx: int
+    max_draft: int
+    can_shift: bool
+    entropy: bytes = b""
+    draft_model: DraftModel | None = None
 
     def sequence(self, request: GenerateRequest) -> Sequence:
         """Make a sequence ready to be queued. Raises InvalidRequestError and its kin."""
@@ -59,15 +58,15 @@ class Preparer:
             return self._sequence(request)
 
     def _sequence(self, request: GenerateRequest) -> Sequence:
-        check_request(request, self._vocab.n_vocab)
-        if request.overflow == "shift" and not self._can_shift:
+        check_request(request, self.vocab.n_vocab)
+        if request.overflow == "shift" and not self.can_shift:
             raise InvalidRequestError(
                 'overflow: this model cannot go on beyond a full context; leave it at "refuse"',
                 param="overflow",
             )
         param = "messages" if request.messages else "prompt"
-        check_length(request.length, self._n_ctx, param)
-        prepared = self._conversations.prepare(request) if request.messages else None
+        check_length(request.length, self.n_ctx, param)
+        prepared = self.conversations.prepare(request) if request.messages else None
         tokens = self._fit(request, self._tokens(request, prepared))
         matcher = self._matcher(request, prepared)
         output = self._output(request, prepared)
@@ -77,58 +76,58 @@ class Preparer:
         return Sequence(
             request=request,
             tokens=tokens,
-            sampler=Sampler(self._vocab, s, seed=seed, n_ctx=self._n_ctx),
+            sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
             output=output,
             drafting=Drafting(
-                self._drafter(request), limit=self._max_draft, is_forced=request.speculative != "auto"
+                self._drafter(request), limit=self.max_draft, is_forced=request.speculative != "auto"
             ),
             max_tokens=self._max_tokens(request, len(tokens)),
             keep_tokens=lambda: self._keep_tokens(request, tokens),
             matcher=matcher,
             budget=self._budget(request, prepared, output),
-            banned=np.array(self._vocab.eos_tokens, np.int64) if request.ignore_eos else None,
+            banned=np.array(self.vocab.eos_tokens, np.int64) if request.ignore_eos else None,
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
         )
 
     def _tokens(self, request: GenerateRequest, prepared: Prepared | None) -> list[int]:
         if prepared is not None:
-            return self._conversations.tokenize(prepared.prompt)
+            return self.conversations.tokenize(prepared.prompt)
         if isinstance(request.prompt, str):
-            return self._vocab.tokenize(request.prompt, add_special=True, parse_special=True)
+            return self.vocab.tokenize(request.prompt, add_special=True, parse_special=True)
         if request.infill is not None:
-            return infill_tokens(request.infill, self._vocab, self._room_before(request))
+            return infill_tokens(request.infill, self.vocab, self._room_before(request))
         return list(request.prompt or ())
 
     def _room_before(self, request: GenerateRequest) -> int:
         """Tokens that what surrounds a gap may have: the rest of the context is the answer's."""
-        wanted = self._n_ctx // 4 if request.max_tokens is None else request.max_tokens
-        return self._n_ctx - max(1, min(wanted, self._n_ctx // 2))
+        wanted = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
+        return self.n_ctx - max(1, min(wanted, self.n_ctx // 2))
 
     def _fit(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
-        if not tokens and self._vocab.bos >= 0:
-            tokens = [self._vocab.bos]
+        if not tokens and self.vocab.bos >= 0:
+            tokens = [self.vocab.bos]
         if not tokens:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if len(tokens) < self._n_ctx:
+        if len(tokens) < self.n_ctx:
             return tokens
         param = "messages" if request.messages else "prompt"
         if request.overflow != "shift":
             raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens and the context {self._n_ctx}, which must hold "
+                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}, which must hold "
                 f"the answer too",
                 param=param,
                 n_tokens=len(tokens),
-                n_ctx=self._n_ctx,
+                n_ctx=self.n_ctx,
             )
-        keep = min(self._keep_tokens(request, tokens), self._n_ctx // 2)
-        tail = self._n_ctx - keep - self._n_ctx // 4
+        keep = min(self._keep_tokens(request, tokens), self.n_ctx // 2)
+        tail = self.n_ctx - keep - self.n_ctx // 4
         return tokens[:keep] + tokens[-tail:]
 
     def _keep_tokens(self, request: GenerateRequest, tokens: list[int]) -> int:
         """Count the tokens at the front that survive a context shift: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
-        return int(tokens[0] == self._vocab.bos)
+        return int(tokens[0] == self.vocab.bos)
 
     def system_prefix(self, system: str) -> list[int]:
         """Return the tokens that every conversation with this system prompt starts with."""
@@ -137,8 +136,8 @@ class Preparer:
             turns = ((Message(role="system", content=system),) if system else ()) + (
                 Message(role="user", content=user),
             )
-            return self._conversations.tokenize(
-                self._conversations.render(GenerateRequest(messages=turns))
+            return self.conversations.tokenize(
+                self.conversations.render(GenerateRequest(messages=turns))
             )
 
         a, b = begin("A"), begin("7 B")
@@ -150,11 +149,11 @@ class Preparer:
             constraint = prepared.constraint
         if constraint is None:
             return None
-        return self._constraints.compile(constraint, self._vocab, request.cache_salt).start()
+        return self.constraints.compile(constraint, self.vocab, request.cache_salt).start()
 
     def _output(self, request: GenerateRequest, prepared: Prepared | None) -> Output:
-        stops = (*request.stop, *self._files.stop, *(prepared.stop if prepared else ()))
-        return Output(self._vocab, stops, prepared.parser if prepared else None)
+        stops = (*request.stop, *self.files.stop, *(prepared.stop if prepared else ()))
+        return Output(self.vocab, stops, prepared.parser if prepared else None)
 
     def _budget(
         self, request: GenerateRequest, prepared: Prepared | None, output: Output
@@ -162,7 +161,7 @@ class Preparer:
         n_tokens = request.reasoning_budget
         if n_tokens is None or prepared is None or prepared.parser is None:
             return None
-        close = self._vocab.tokenize(prepared.reasoning_close, parse_special=True)
+        close = self.vocab.tokenize(prepared.reasoning_close, parse_special=True)
         return ReasoningBudget(n_tokens, close, opened=output.is_reasoning)
 
     def _drafter(self, request: GenerateRequest) -> Drafter | None:
@@ -171,10 +170,10 @@ class Preparer:
         if request.speculative == "off":
             return None
         if self.draft_model is not None and request.speculative != "ngram":
-            return self.draft_model.drafter()
+            return ModelDrafter(self.draft_model)
         return NgramDrafter()
 
     def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:
         if request.max_tokens is not None:
             return request.max_tokens
-        return self._n_ctx if request.overflow == "shift" else self._n_ctx - n_prompt
+        return self.n_ctx if request.overflow == "shift" else self.n_ctx - n_prompt

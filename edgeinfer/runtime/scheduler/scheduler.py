@@ -44,7 +44,6 @@ class Scheduler:
         states: SequenceStates | None = None,
     ) -> None:
         self.kv = kv
-        self._batch = batch
         self._active = active
         self._batch_invariance = batch_invariance
         self._adapters = adapters
@@ -65,9 +64,17 @@ class Scheduler:
             batch_invariance=batch_invariance,
             n_ctx=n_ctx,
         )
-        self.executor = Executor(active, batch, kv, chunks=chunks, costs=costs, counters=self.counters)
+        self.executor = Executor(
+            active=active, batch=batch, kv=kv, chunks=chunks, costs=costs, counters=self.counters
+        )
         self._output_processor = OutputProcessor(
-            active, vocab, kv, queue=self.queue, prefixes=self.prefixes, counters=self.counters
+            active=active,
+            batch=batch,
+            vocab=vocab,
+            kv=kv,
+            queue=self.queue,
+            prefixes=self.prefixes,
+            counters=self.counters,
         )
         self._idle_cells = IdleCells(kv, self.prefixes, states, active)
 
@@ -91,7 +98,7 @@ class Scheduler:
             return
         if decode_s is None:
             return
-        self._output_processor.process(entries, self._batch.n_outputs)
+        self._output_processor.process(entries)
         self.counters.steps_total += 1
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         if self.prefixes.blocks is not None:

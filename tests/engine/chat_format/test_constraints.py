@@ -87,13 +87,6 @@ def test_chain_of_3000_references_compiles(constraints, vocab, link):
         constraints.compile(JsonSchema(chain(3000, link, {"type": "integer"})), vocab)
 
 
-def test_compiled_constraint_is_shared_under_one_salt_only(vocab):
-    cache, constraint = Constraints(), JsonSchema({"type": "integer"})
-    first = cache.compile(constraint, vocab, "a")
-    assert cache.compile(constraint, vocab, "a") is first
-    assert cache.compile(constraint, vocab, "b") is not first
-
-
 def test_compilation_ends_at_its_deadline(constraints, vocab):
     with preparing(0), pytest.raises(InvalidRequestError) as caught:
         constraints.compile(JsonSchema({"type": "null", "title": "deadline"}), vocab)
@@ -325,13 +318,13 @@ def test_control_tokens_match_no_constraint(constraints, vocab):
     )
 
 
-def test_compiled_constraints_are_cached_and_the_oldest_evicted(vocab):
-    constraints = Constraints(cache_size=2)
-    first = constraints.compile(JsonSchema({"type": "integer"}), vocab)
-    assert constraints.compile(JsonSchema({"type": "integer"}), vocab) is first
-    constraints.compile(Regex("a"), vocab)
+def test_compiled_constraints_are_cached_by_salt_and_the_oldest_evicted(vocab):
+    constraints, integer = Constraints(cache_size=2), JsonSchema({"type": "integer"})
+    first = constraints.compile(integer, vocab, "a")
+    assert constraints.compile(integer, vocab, "a") is first
+    assert constraints.compile(integer, vocab, "b") is not first
     constraints.compile(Regex("b"), vocab)
-    assert constraints.compile(JsonSchema({"type": "integer"}), vocab) is not first
+    assert constraints.compile(integer, vocab, "a") is not first
 
 
 def test_anchors_are_stripped_only_around_the_whole_pattern():

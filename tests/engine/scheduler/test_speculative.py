@@ -45,22 +45,21 @@ def decode(drafting: Drafting, answer: Sequence[int], price: Price | None) -> li
     return drafted
 
 
-def test_ngram_drafter_repeats_earlier_continuation() -> None:
-    drafter = NgramDrafter()
-    text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    assert drafter.draft(text, 3) == [4, 5, 6]
-    assert drafter.draft(text, 2) == [4, 5]
-    assert drafter.draft([*text, 9], 3) == []
-
-
-def test_the_latest_occurrence_counts() -> None:
-    assert NgramDrafter().draft([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
-
-
-def test_short_and_new_texts_give_no_drafts() -> None:
-    assert NgramDrafter().draft([1, 2, 3], 4) == []
-    assert NgramDrafter().draft([1, 2, 3, 4, 5], 4) == []
-    assert NgramDrafter().draft([1, 2, 3, 4, 1, 2, 3], 0) == []
+@pytest.mark.parametrize(
+    ("text", "limit", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], 3, [4, 5, 6]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], 2, [4, 5]),
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 3, []),
+        ([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1, [8]),  # the latest occurrence counts
+        ([1, 2, 3], 4, []),
+        ([1, 2, 3, 4, 1, 2, 3], 0, []),
+    ],
+)
+def test_ngram_drafter_repeats_the_latest_continuation(
+    text: list[int], limit: int, drafts: list[int]
+) -> None:
+    assert NgramDrafter().draft(text, limit) == drafts
 
 
 def test_shifted_text_is_indexed_again() -> None:
