@@ -40,7 +40,6 @@ GEMMA = GROUPED | {
     "sliding_window": 24,
     "num_hidden_layers": 7,
 }
-MOE = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -65,7 +64,6 @@ CONFIGS = {
         **GROUPED, rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     ),
     "mistral": hf.MistralConfig(**GROUPED, head_dim=16, sliding_window=None),
-    "mixtral": hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "smollm3": hf.SmolLM3Config(**GROUPED | {"num_hidden_layers": 5}),
     "qwen2": hf.Qwen2Config(**GROUPED, tie_word_embeddings=True),
     "qwen2-yarn": hf.Qwen2Config(
@@ -78,7 +76,6 @@ CONFIGS = {
         },
     ),
     "qwen3": hf.Qwen3Config(**GROUPED, head_dim=16),
-    "qwen3moe": hf.Qwen3MoeConfig(**MOE, head_dim=16, norm_topk_prob=True),
     "olmo2": hf.Olmo2Config(**GROUPED),
     "gemma": hf.GemmaConfig(**GROUPED, head_dim=16),
     "gemma2": hf.Gemma2Config(**GEMMA),

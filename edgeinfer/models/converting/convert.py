@@ -25,7 +25,7 @@ from edgeinfer.models.converting.checkpoint import (
     to_float32,
 )
 from edgeinfer.models.converting.families import Family
-from edgeinfer.models.converting.hyperparameters import Values, lookup, needed
+from edgeinfer.models.converting.hyperparameters import Values, needed
 from edgeinfer.models.converting.tensor_transforms import Transform
 from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
@@ -34,21 +34,18 @@ from edgeinfer.platform.disk import need_room, room_errors
 if TYPE_CHECKING:
     import gguf
 
-_EXPERT = re.compile(r"(.*\.layers\.\d+\..*experts)\.(\d+)\.(\w+)\.weight")
-#: Small, and read one value at a time or summed: of full precision in any file.
-_EXACT = ("_norm.weight", "ffn_gate_inp.weight")
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal")
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """One tensor of the result: the checkpoint's tensors it is made of, one after the other.
+    """One tensor of the result, made of the checkpoint's tensor `source`.
 
     `exact` wants float32 whatever the file's type. `shape` has the slowest dimension first.
     """
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[str, ...]
+    source: str
     transform: Transform | None
     exact: bool
 
@@ -60,14 +57,20 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     table = gguf.get_tensor_name_map(arch, needed(config, "block_count", MAX_LAYERS))
     planned = []
-    for name, sources in _grouped(checkpoint, config):
-        new = table.get_name(plain_name(name), try_suffixes=(".weight", ".bias"))
-        if new is None:
+    for source in checkpoint.home:
+        if source.startswith(_VISION) or source.endswith("rotary_emb.inv_freq"):
+            continue
+        if config.get("tie_word_embeddings") and source.endswith("lm_head.weight"):
+            continue
+        name = table.get_name(plain_name(source), try_suffixes=(".weight", ".bias"))
+        if name is None:
             raise ConversionError(
-                f"{checkpoint.tensor(sources[0]).name} has no place in llama.cpp's {family.arch}",
+                f"{source} has no place in llama.cpp's {family.arch}",
                 hint="the checkpoint has parts that a model of this family does not have",
             )
-        planned.append(_planned(checkpoint, family, new, sources))
+        shape = checkpoint.tensor(source).shape
+        exact = len(shape) < 2 or name.endswith("_norm.weight")
+        planned.append(Planned(name, shape, source, transform_of(family, name), exact))
     return sorted(planned, key=lambda one: _order(one.name))
 
 
@@ -81,39 +84,6 @@ def plain_name(name: str) -> str:
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)
     return name
-
-
-def _grouped(checkpoint: ModelCheckpoint, config: Values) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each tensor with its sources; the experts of one layer together, in order."""
-    experts: dict[str, dict[int, str]] = {}
-    for name in checkpoint.home:
-        if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
-            continue
-        if config.get("tie_word_embeddings") and name.endswith("lm_head.weight"):
-            continue
-        if expert := _EXPERT.fullmatch(name):
-            group = f"{expert[1]}.{expert[3]}.weight"
-            experts.setdefault(group, {})[int(expert[2])] = name
-        else:
-            yield name, (name,)
-    count = lookup(config, "expert_count")
-    for group, members in experts.items():
-        if sorted(members) != list(range(count or 0)):
-            raise ConversionError(
-                f"{group}: {len(members)} experts are there, config.json says {count}"
-            )
-        yield group, tuple(members[index] for index in sorted(members))
-
-
-def _planned(
-    checkpoint: ModelCheckpoint, family: Family, name: str, sources: tuple[str, ...]
-) -> Planned:
-    first = checkpoint.tensor(sources[0])
-    if any(checkpoint.tensor(source).shape != first.shape for source in sources):
-        raise ConversionError(f"{first.name} and its fellow experts differ in shape")
-    shape = (len(sources), *first.shape) if len(sources) > 1 else first.shape
-    exact = len(first.shape) < 2 or name.endswith(_EXACT)
-    return Planned(name, shape, sources, transform_of(family, name), exact)
 
 
 def transform_of(family: Family, name: str) -> Transform | None:
@@ -239,20 +209,19 @@ class _Conversion:
             writer.write_padding(out, out.tell() - begin)
 
     def _blocks(self, one: Planned, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
-        for source in one.sources:
-            stored = self.checkpoint.tensor(source).dtype
-            file = self.checkpoint.home[source]
-            values = file.view(source)
-            if one.transform is not None:
-                if one.exact:
-                    values, stored = to_float32(values, stored), "F32"
-                values = one.transform(values, self.heads)
-            rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
-            step = max(1, _BLOCK_BYTES // max(1, rows.shape[1] * 4))
-            for at in range(0, len(rows), step):
-                yield self._encode(rows[at : at + step], stored, kind)
-            del values, rows
-            file.release(source)
+        stored = self.checkpoint.tensor(one.source).dtype
+        file = self.checkpoint.home[one.source]
+        values = file.view(one.source)
+        if one.transform is not None:
+            if one.exact:
+                values, stored = to_float32(values, stored), "F32"
+            values = one.transform(values, self.heads)
+        rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+        step = max(1, _BLOCK_BYTES // max(1, rows.shape[1] * 4))
+        for at in range(0, len(rows), step):
+            yield self._encode(rows[at : at + step], stored, kind)
+        del values, rows
+        file.release(one.source)
 
     def _encode(self, rows: Array, stored: str, kind: gguf.GGMLQuantizationType) -> Array:
         if _STORED_AS.get(stored) == kind.name:

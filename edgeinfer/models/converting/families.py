@@ -51,13 +51,13 @@ def _gemma3(config: Values) -> Values:
     return _gemma2(config) | {"rope.freq_base_swa": base}
 
 
-_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "LLaMAForCausalLM")
+_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "LLaMAForCausalLM")
 _GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
 
 FAMILIES = (
     Family(
-        "Llama 1 to 3.3, Mistral, Mixtral, SmolLM 1 and 2, and models of their shape",
+        "Llama 1 to 3.3, Mistral, SmolLM 1 and 2, and models of their shape",
         "llama",
         _LLAMA,
         _SILU,
@@ -73,14 +73,6 @@ FAMILIES = (
     ),
     Family("Qwen2 and 2.5", "qwen2", ("Qwen2ForCausalLM",), _SILU, needs=_NO_WINDOW),
     Family("Qwen3", "qwen3", ("Qwen3ForCausalLM",), _SILU, needs=_NO_WINDOW),
-    Family(
-        "Qwen3 MoE",
-        "qwen3moe",
-        ("Qwen3MoeForCausalLM",),
-        _SILU,
-        needs=_NO_WINDOW
-        | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
-    ),
     Family("OLMo 2", "olmo2", ("Olmo2ForCausalLM",), _SILU),
     Family("Gemma", "gemma", ("GemmaForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE),
     Family(

@@ -21,34 +21,26 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 
 
-#: A GGUF's key under the architecture's name → its kind, and what config.json may call it. A key that
-#: config.json lacks, or has as null, is left out.
-KEYS: dict[str, tuple[type, tuple[str, ...]]] = {
-    "vocab_size": (int, ("vocab_size",)),
-    "context_length": (int, ("max_position_embeddings",)),
-    "embedding_length": (int, ("hidden_size",)),
-    "block_count": (int, ("num_hidden_layers",)),
-    "feed_forward_length": (int, ("intermediate_size",)),
-    "attention.head_count": (int, ("num_attention_heads",)),
-    "attention.layer_norm_rms_epsilon": (float, ("rms_norm_eps",)),
-    "expert_count": (int, ("num_local_experts", "num_experts")),
-    "expert_used_count": (int, ("num_experts_per_tok",)),
-    "expert_feed_forward_length": (int, ("moe_intermediate_size",)),
-    "attn_logit_softcapping": (float, ("attn_logit_softcapping",)),
-    "final_logit_softcapping": (float, ("final_logit_softcapping",)),
+#: A GGUF's key under the architecture's name → its kind, and config.json's key. One that config.json
+#: lacks, or has as null, is left out.
+KEYS: dict[str, tuple[type, str]] = {
+    "vocab_size": (int, "vocab_size"),
+    "context_length": (int, "max_position_embeddings"),
+    "embedding_length": (int, "hidden_size"),
+    "block_count": (int, "num_hidden_layers"),
+    "feed_forward_length": (int, "intermediate_size"),
+    "attention.head_count": (int, "num_attention_heads"),
+    "attention.layer_norm_rms_epsilon": (float, "rms_norm_eps"),
+    "attn_logit_softcapping": (float, "attn_logit_softcapping"),
+    "final_logit_softcapping": (float, "final_logit_softcapping"),
 }
-
-
-def lookup(config: Values, key: str) -> Any:
-    """Return the value of a GGUF's key in config.json, or None."""
-    return next((config[word] for word in KEYS[key][1] if config.get(word) is not None), None)
 
 
 def needed(config: Values, key: str, most: int = 1 << 31) -> int:
     """Return the count at a GGUF's key. Raises ConversionError for a missing or invalid one."""
-    value = lookup(config, key)
+    word = KEYS[key][1]
+    value = config.get(word)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        word = KEYS[key][1][0]
         raise ConversionError(f"config.json has no {word} between 1 and {most}: {value!r}")
     return value
 
@@ -73,8 +65,8 @@ def metadata(family: Family, config: Values) -> dict[str, Any]:
     heads = count_heads(config)
     needed(config, "context_length")
     keys: dict[str, Any] = {}
-    for key, (kind, _) in KEYS.items():
-        value = lookup(config, key)
+    for key, (kind, word) in KEYS.items():
+        value = config.get(word)
         if value is not None and value is not False:
             keys[key] = kind(value)
     keys.setdefault("feed_forward_length", 4 * keys["embedding_length"])
