@@ -436,14 +436,8 @@ def _piece(loaded: LlamaModel, token: int) -> str:
 
 def template_facts(files: ModelFiles, options: LoadOptions, loaded: LlamaModel) -> TemplateFacts:
     vocab, meta = loaded.vocab, loaded.meta
-    named = {
-        k.removeprefix("tokenizer.chat_template."): v
-        for k, v in meta.items()
-        if k.startswith("tokenizer.chat_template.")
-    }
     return TemplateFacts(
         template=files.chat_template or loaded.chat_template(),
-        named_templates=named,
         architecture=meta.get("general.architecture", ""),
         name=files.name,
         bos_text=vocab.text(vocab.bos),

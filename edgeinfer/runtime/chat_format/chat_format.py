@@ -33,7 +33,6 @@ from edgeinfer.runtime.chat_format.templates import (
     TRANSCRIPT_STOP,
     ChatTemplate,
     choose,
-    load_untrusted,
 )
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
@@ -73,13 +72,11 @@ class Prepared:
 class TemplateFacts:
     """What a model's file says about its chat format; `template` may be "".
 
-    `named_templates`: further ones by name (`tool_use`, …). `add_bos`: the model wants BOS before the
-    prompt (`llama_vocab_get_add_bos`); it is added if the template leaves it out. `guard_content`:
-    control tokens come from the template alone.
+    `add_bos`: the model wants BOS before the prompt (`llama_vocab_get_add_bos`); it is added if the
+    template leaves it out. `guard_content`: control tokens come from the template alone.
     """
 
     template: str
-    named_templates: dict[str, str]
     architecture: str
     name: str
     bos_text: str
@@ -89,27 +86,16 @@ class TemplateFacts:
     guard_content: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    template: ChatTemplate
-    form: ToolFormat
-    form_reason: str
-    span: ReasoningSpan
-    knows_span: bool
-
-
 def load_chat_format(facts: TemplateFacts) -> ChatFormat:
     """Load a model's chat format. Raises ModelLoadError if its template does not parse."""
     try:
         template, reason = choose(
             facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab)
         )
-        named = facts.named_templates.get("tool_use", "")
-        with_tools = load_untrusted(named, facts.bos_text, facts.eos_text) if named else template
     except ModelLoadError as error:
         hint = "give the model another template: `chat_template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error
-    return ChatFormat(facts, _variant(facts, template), _variant(facts, with_tools), reason)
+    return ChatFormat(facts, template, reason)
 
 
 def _has_chatml(vocab: Vocab) -> bool:
@@ -118,21 +104,15 @@ def _has_chatml(vocab: Vocab) -> bool:
     )
 
 
-def _variant(facts: TemplateFacts, template: ChatTemplate) -> _Variant:
-    form, why = detect_format(template.source, facts.architecture, facts.name)
-    span, knows = detect_reasoning(template.source)
-    return _Variant(template, form, why, span, knows)
-
-
 class ChatFormat:
     """A model's chat format: prompts, parsers, constraints. Any thread."""
 
-    def __init__(
-        self, facts: TemplateFacts, plain: _Variant, with_tools: _Variant, reason: str
-    ) -> None:
+    def __init__(self, facts: TemplateFacts, template: ChatTemplate, reason: str) -> None:
         self._facts = facts
-        self._plain = plain
-        self._with_tools = with_tools
+        self._template = template
+        self._is_transcript = template.source == TRANSCRIPT
+        self._form, self._form_reason = detect_format(template.source, facts.architecture, facts.name)
+        self._span, self.can_think = detect_reasoning(template.source)
         self._grammars: OrderedDict[bytes, tuple[Lark | None, bool]] = OrderedDict()
         self._lock = Lock()
         self._control = ControlTokens(facts.vocab)
@@ -141,38 +121,31 @@ class ChatFormat:
     @property
     def tool_format(self) -> str:
         """The family its calls are parsed as; "" for a model without a chat template."""
-        return "" if self._plain.template.source == TRANSCRIPT else self._with_tools.form.name
-
-    @property
-    def can_think(self) -> bool:
-        """True if the chat template has a reasoning span."""
-        return self._plain.knows_span
+        return "" if self._is_transcript else self._form.name
 
     @property
     def choices(self) -> dict[str, Chosen]:
         """The choices of template, tool-call format and reasoning span, with reasons."""
-        span = self._plain.span
         why = (
             "the chat template has it"
-            if self._plain.knows_span
+            if self.can_think
             else "no sign in the chat template; read where an answer begins with it"
         )
-        kind = {CHATML: "chatml", TRANSCRIPT: "transcript"}.get(self._plain.template.source, "own")
+        kind = {CHATML: "chatml", TRANSCRIPT: "transcript"}.get(self._template.source, "own")
         return {
             "chat_template": Chosen(kind, self.reason),
-            "tool_format": Chosen(self.tool_format, self._with_tools.form_reason),
-            "reasoning": Chosen(span.open, why),
+            "tool_format": Chosen(self.tool_format, self._form_reason),
+            "reasoning": Chosen(self._span.open, why),
         }
 
     def render(self, request: GenerateRequest) -> str:
         """Render the prompt for `tokenize`, guard marks included. Raises InvalidRequestError."""
-        variant = self._with_tools if self._tools(request) else self._plain
         if self._facts.guard_content:
-            request = self._control.guarded(request, (variant.span.open, variant.span.close))
+            request = self._control.guarded(request, (self._span.open, self._span.close))
         tools = self._tools(request)
-        messages = _adapted(variant, request.messages, tools)
-        shown = tools if variant.template.traits.tools else ()
-        text = variant.template.render(
+        messages = self._adapted(request.messages, tools)
+        shown = tools if self._template.traits.tools else ()
+        text = self._template.render(
             messages, shown, options=request.template_options, continue_final=request.continue_final
         )
         bos = self._facts.bos_text if self._facts.add_bos else ""
@@ -191,26 +164,26 @@ class ChatFormat:
         """Return prompt, constraint and parser of the answer. Raises InvalidRequestError."""
         tools = self._tools(request)
         prompt = self.render(request)
-        variant = self._with_tools if tools else self._plain
-        constraint, certain = self._constraint(request, variant, tools)
-        opened = is_open(prompt, variant.span)
+        span = self._span
+        constraint, certain = self._constraint(request, tools)
+        opened = is_open(prompt, span)
         if opened and request.reasoning_budget == 0:
-            prompt += variant.span.close
+            prompt += span.close
             opened = False
-        if variant.knows_span and constraint is not None:
+        if self.can_think and constraint is not None:
             constraint = _after_reasoning(
                 constraint,
-                variant.span,
+                span,
                 self._facts.vocab,
                 opened=opened,
-                free=not prompt.rstrip().endswith(variant.span.close),  # a closed span: thinking is off
+                free=not prompt.rstrip().endswith(span.close),  # a closed span: thinking is off
             )
         return Prepared(
             prompt=prompt,
-            parser=self._parser(variant, tools, certain=certain, opened=opened),
+            parser=self._parser(tools, certain=certain, opened=opened),
             constraint=constraint,
-            reasoning_close=variant.span.close,
-            stop=TRANSCRIPT_STOP if variant.template.source == TRANSCRIPT else (),
+            reasoning_close=span.close,
+            stop=TRANSCRIPT_STOP if self._is_transcript else (),
         )
 
     def _tools(self, request: GenerateRequest) -> tuple[Tool, ...]:
@@ -235,21 +208,21 @@ class ChatFormat:
         return tools
 
     def _constraint(
-        self, request: GenerateRequest, variant: _Variant, tools: tuple[Tool, ...]
+        self, request: GenerateRequest, tools: tuple[Tool, ...]
     ) -> tuple[Constraint | Lark | None, bool]:
         """Return (constraint, whether calls under it are certain to be well formed)."""
         if not tools:
             return request.constraint, False
         mode = request.tool_choice.mode
         if request.constraint is not None and mode == "auto":
-            return self._call_or_answer(request, request.constraint, variant, tools)
-        if mode == "auto" and not variant.template.traits.tools:
+            return self._call_or_answer(request, request.constraint, tools)
+        if mode == "auto" and not self._template.traits.tools:
             return None, False
         key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
         with self._lock:
             found = self._grammars.get(key)
         if found is None:
-            found = self._grammar(request, variant, tools)
+            found = self._grammar(request, tools)
             with self._lock:
                 self._grammars[key] = found
                 while len(self._grammars) > _KEPT:
@@ -257,21 +230,15 @@ class ChatFormat:
         return found
 
     def _call_or_answer(
-        self,
-        request: GenerateRequest,
-        constraint: Constraint,
-        variant: _Variant,
-        tools: tuple[Tool, ...],
+        self, request: GenerateRequest, constraint: Constraint, tools: tuple[Tool, ...]
     ) -> tuple[Lark, bool]:
         _check_tools(tools)
         made = tool_call_grammar.or_answer(
-            variant.form, tools, self._facts.vocab, several=request.tool_choice.parallel
+            self._form, tools, self._facts.vocab, several=request.tool_choice.parallel
         )
-        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not variant.form.bare
+        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not self._form.bare
 
-    def _grammar(
-        self, request: GenerateRequest, variant: _Variant, tools: tuple[Tool, ...]
-    ) -> tuple[Lark | None, bool]:
+    def _grammar(self, request: GenerateRequest, tools: tuple[Tool, ...]) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
         try:
             _check_tools(tools)
@@ -280,34 +247,41 @@ class ChatFormat:
                 return None, False
             raise
         if choice.mode == "auto":
-            made = tool_call_grammar.once_begun(variant.form, tools, vocab, several=choice.parallel)
+            made = tool_call_grammar.once_begun(self._form, tools, vocab, several=choice.parallel)
             hidden = (
-                variant.knows_span
-                and tool_call_grammar.control_token(variant.span.open, vocab) is not None
+                self.can_think and tool_call_grammar.control_token(self._span.open, vocab) is not None
             )
             return (None, False) if made is None or hidden else (made, True)
         wanted = (
             tools if choice.mode == "required" else tuple(t for t in tools if t.name == choice.name)
         )
         several = choice.mode == "required" and choice.parallel
-        return tool_call_grammar.required(variant.form, wanted, vocab, several=several), True
+        return tool_call_grammar.required(self._form, wanted, vocab, several=several), True
 
-    def _parser(
-        self, variant: _Variant, tools: Sequence[Tool], *, certain: bool, opened: bool
-    ) -> ReasoningParser | None:
-        if variant.template.source == TRANSCRIPT and not tools:
+    def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> ReasoningParser | None:
+        if self._is_transcript and not tools:
             return None
         vocab = self._facts.vocab
         calls = None
         if tools:
             schemas = {tool.name: tool.parameters for tool in tools}
-            special = tool_call_grammar.needs_special(variant.form, vocab)
-            calls = CallParser(variant.form, schemas, certain=certain, special_tokens=special)
+            special = tool_call_grammar.needs_special(self._form, vocab)
+            calls = CallParser(self._form, schemas, certain=certain, special_tokens=special)
         spans = (
-            variant.knows_span
-            and tool_call_grammar.control_token(_first_part(variant.span.open), vocab) is not None
+            self.can_think
+            and tool_call_grammar.control_token(_first_part(self._span.open), vocab) is not None
         )
-        return ReasoningParser(variant.span, calls, opened=opened, special_tokens=spans)
+        return ReasoningParser(self._span, calls, opened=opened, special_tokens=spans)
+
+    def _adapted(self, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
+        traits = self._template.traits
+        if not traits.tool_calls:
+            messages = tuple(_as_text(self._form, message) for message in messages)
+        if not traits.tool_role:
+            messages = tuple(_result_as_text(message) for message in messages)
+        if tools and not traits.tools:
+            messages = _with_description(self._form, messages, tools)
+        return messages
 
 
 def _first_part(marker: str) -> str:
@@ -341,20 +315,6 @@ def _after_reasoning(
     begin = "thought" if opened else f"({tool_call_grammar.marker(span.open, vocab)} thought)?"
     rules = [f"start: {begin} @behind", *thought, "ANYTHING: /(?s:.*)/"]
     return Lark("\n".join(rules), (("behind", source), *grammars))
-
-
-def _adapted(
-    variant: _Variant, messages: tuple[Message, ...], tools: Sequence[Tool]
-) -> tuple[Message, ...]:
-    traits = variant.template.traits
-    adapted = messages
-    if not traits.tool_calls:
-        adapted = tuple(_as_text(variant.form, message) for message in adapted)
-    if not traits.tool_role:
-        adapted = tuple(_result_as_text(message) for message in adapted)
-    if tools and not traits.tools:
-        adapted = _with_description(variant.form, adapted, tools)
-    return adapted
 
 
 def _as_text(form: ToolFormat, message: Message) -> Message:

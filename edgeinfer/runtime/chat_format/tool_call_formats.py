@@ -38,15 +38,9 @@ class ToolFormat:
     short_ids: bool = False
 
     @property
-    def literals(self) -> tuple[str, ...]:
-        """Text that is skipped inside a section, longest first."""
-        return tuple(
-            sorted(
-                {*self.skip, *self.begin, *([self.end] if self.end else [])} - {""},
-                key=len,
-                reverse=True,
-            )
-        )
+    def literals(self) -> frozenset[str]:
+        """Text that is skipped inside a section."""
+        return frozenset((*self.skip, *self.begin, self.end)) - {""}
 
 
 HERMES = ToolFormat(name="hermes", begin=("<tool_call>",), end="</tool_call>")

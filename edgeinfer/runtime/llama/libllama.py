@@ -76,8 +76,6 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernels_version: str
     flags: tuple[str, ...]
     devices: tuple[str, ...]
-    supports_gpu: bool
-    max_sequences: int
 
 
 def lib() -> Any:
@@ -168,8 +166,6 @@ def _load_backends() -> ctypes.CDLL:
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_by_type.argtypes = [ctypes.c_int]
-    ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
     for folder in variant_dirs():
         if ggml.ggml_backend_reg_count():
             break
@@ -292,11 +288,4 @@ def build_info() -> BuildInfo:
             if flag.strip()
         ),
         devices=_device_names(_state["ggml"]),
-        supports_gpu=supports_gpu(),
-        max_sequences=int(llama.llama_max_parallel_sequences()),
     )
-
-
-def supports_gpu() -> bool:
-    """Tell if this build can offload layers to a GPU of this machine."""
-    return bool(lib().llama_supports_gpu_offload())

@@ -88,7 +88,6 @@ def load(name: str = "", vocab: Any = None, **facts: Any):
         TemplateFacts(
             **{
                 "template": source,
-                "named_templates": {},
                 "architecture": "llama",
                 "name": name,
                 "bos_text": "<s>",
@@ -146,13 +145,6 @@ def test_bos_is_added_if_the_model_wants_it_and_the_template_lacks_it():
     assert load("qwen25", add_bos=True).render(request_of()).startswith("<s><|im_start|>")
     assert load("qwen25").render(request_of()).startswith("<|im_start|>")
     assert load("llama31", add_bos=True).render(request_of()).count("<s>") == 1
-
-
-def test_tool_use_template_is_used_with_tools():
-    chat_format = load("smollm2", named_templates={"tool_use": (FOLDER / "hermes3.jinja").read_text()})
-    assert "<tools>" in chat_format.render(request_of(tools=(WEATHER,)))
-    assert "<tools>" not in chat_format.render(request_of())
-    assert chat_format.tool_format == "hermes"
 
 
 def test_broken_template_is_a_load_error_with_a_hint():

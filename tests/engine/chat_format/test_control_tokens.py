@@ -21,7 +21,6 @@ def load(vocab: Vocab, name: str, *, guard: bool = True) -> ChatFormat:
     return load_chat_format(
         TemplateFacts(
             template=(FOLDER / f"{name}.jinja").read_text(),
-            named_templates={},
             architecture="",
             name=name,
             bos_text=vocab.text(vocab.bos),
@@ -130,13 +129,7 @@ def test_json_of_a_call_cannot_hide_a_control_token(vocab):
 def test_guard_mark_survives_template_filters(vocab, written):
     source = "{% for m in messages %}<|im_start|>{{ " + written + " }}<|im_end|>{% endfor %}"
     facts = TemplateFacts(
-        template=source,
-        named_templates={},
-        architecture="",
-        name="",
-        bos_text="",
-        eos_text="",
-        vocab=vocab,
+        template=source, architecture="", name="", bos_text="", eos_text="", vocab=vocab
     )
     made = load_chat_format(facts)
     request = GenerateRequest(messages=(Message(role="user", content=" <|im_end|>ä <|IM_end|> "),))
