@@ -407,8 +407,8 @@ def make_info(
         compute_bytes=loaded.compute_bytes,
         least_kv_bytes=loaded.least_kv_bytes,
         chat_template=files.chat_template or loaded.chat_template(),
-        bos_token=_piece(loaded, loaded.vocab.bos),
-        eos_token=_piece(loaded, loaded.vocab.eos),
+        bos_token=loaded.vocab.text(loaded.vocab.bos),
+        eos_token=loaded.vocab.text(loaded.vocab.eos),
         can_generate=loaded.can_generate,
         can_embed=embedder.can_embed,
         can_rerank=embedder.can_rerank,
@@ -428,10 +428,6 @@ def make_info(
         load_ms=loaded.load_ms,
         warnings=loaded.warnings,
     )
-
-
-def _piece(loaded: LlamaModel, token: int) -> str:
-    return loaded.vocab.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
 
 def template_facts(files: ModelFiles, options: LoadOptions, loaded: LlamaModel) -> TemplateFacts:

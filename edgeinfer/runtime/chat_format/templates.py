@@ -203,39 +203,30 @@ def _words(error: BaseException) -> str:
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 
 
+_MARKS = {name: _MARK.format(name) for name in ("system", "user", "tool", "key", "value", "result")}
+_USER = {"role": "user", "content": _MARKS["user"]}
+_RESULT = {
+    "role": "tool",
+    "tool_call_id": "abcdefghi",
+    "name": _MARKS["tool"],
+    "content": _MARKS["result"],
+}
+
+
 def probe(template: ChatTemplate) -> TemplateTraits:
     """Detect what `template` supports by rendering small conversations."""
     source = template.source
-    marks = {name: _MARK.format(name) for name in ("system", "user", "tool", "key", "value", "result")}
-    user = {"role": "user", "content": marks["user"]}
-    tool = {
-        "type": "function",
-        "function": {
-            "name": marks["tool"],
-            "description": "",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-
-    def shows(
-        messages: list[dict[str, Any]], *expected: str, tools: list[dict[str, Any]] | None = None
-    ) -> bool:
-        try:
-            text = template.render_raw(messages, {"tools": tools, "add_generation_prompt": True})
-        except (ExhaustedError, MemoryError):
-            raise
-        except _TEMPLATE_FAILURES:
-            return False
-        return all(part in text for part in expected)
-
-    calls = _probe_calls(shows, user, marks)
+    calls = _probe_calls(template)
+    call = _probe_message(*calls) if calls else {"role": "assistant", "content": _MARKS["value"]}
+    system = {"role": "system", "content": _MARKS["system"]}
+    tool = tool_dict(Tool(name=_MARKS["tool"]))
     return TemplateTraits(
-        system=shows([{"role": "system", "content": marks["system"]}, user], marks["system"]),
-        late_system=_probe_late_system(template, marks),
+        system=_MARKS["system"] in _rendered(template, system, _USER),
+        late_system=_probe_late_system(template),
         developer=bool(re.search(r"""role[^%}]{0,40}['"]developer['"]""", source)),
-        tools=shows([user], marks["tool"], tools=[tool]),
+        tools=_MARKS["tool"] in _rendered(template, _USER, tools=[tool]),
         tool_calls=calls is not None,
-        tool_role=_probe_tool_role(shows, user, marks, calls),
+        tool_role=_MARKS["result"] in _rendered(template, _USER, call, _RESULT),
         string_arguments=calls is not None and calls[0],
         null_content=calls is not None and calls[1],
         short_ids="length != 9" in source or "length == 9" in source,
@@ -245,70 +236,57 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     )
 
 
-def _probe_late_system(template: ChatTemplate, marks: dict[str, str]) -> bool:
+def _rendered(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
+    """Render a probe; "" if the template refuses it. Raises ExhaustedError, MemoryError."""
+    try:
+        return template.render_raw(list(messages), {"tools": tools, "add_generation_prompt": True})
+    except (ExhaustedError, MemoryError):
+        raise
+    except _TEMPLATE_FAILURES:
+        return ""
+
+
+def _probe_late_system(template: ChatTemplate) -> bool:
     """Return whether a system turn between two others is rendered in its place.
 
     Some templates drop it silently, some collect all of them before the conversation.
     """
     said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
-    messages = [{"role": role, "content": marks[mark]} for role, mark in said]
-    try:
-        text = template.render_raw(messages, {"add_generation_prompt": True})
-    except (ExhaustedError, MemoryError):
-        raise
-    except _TEMPLATE_FAILURES:
-        return False
-    return -1 < text.find(marks["value"]) < text.find(marks["system"]) < text.find(marks["result"])
+    text = _rendered(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
+    return -1 < text.find(_MARKS["value"]) < text.find(_MARKS["system"]) < text.find(_MARKS["result"])
 
 
 def _reads(source: str, key: str) -> bool:
     return bool(re.search(rf"""(\.{key}\b|\[['"]{key}['"]\]|get\(['"]{key}['"])""", source))
 
 
-def _probe_message(marks: dict[str, str], string_arguments: bool, null_content: bool) -> dict[str, Any]:
-    arguments: Any = {marks["key"]: marks["value"]}
+def _probe_message(string_arguments: bool, null_content: bool) -> dict[str, Any]:
+    arguments: Any = {_MARKS["key"]: _MARKS["value"]}
     function = {
-        "name": marks["tool"],
+        "name": _MARKS["tool"],
         "arguments": msgspec.json.encode(arguments).decode() if string_arguments else arguments,
     }
     call = {"id": "abcdefghi", "type": "function", "function": function}
     return {"role": "assistant", "content": None if null_content else "", "tool_calls": [call]}
 
 
-def _probe_calls(shows: Any, user: dict[str, Any], marks: dict[str, str]) -> tuple[bool, bool] | None:
+def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
     """Return (arguments as text, content as none) that render earlier calls; None if none does.
 
     DeepSeek's templates render a content that is not none even if it is empty; others cannot search in
     none. So none is tried first, and kept unless it is written out as a word. Double quotes tell
     templates that write JSON from those that expect text: Python's own notation has single ones.
     """
-    json_form, any_form = (marks["tool"], f'"{marks["key"]}"'), (marks["tool"], marks["key"])
-    for expected in (json_form, any_form):
+    for key in (f'"{_MARKS["key"]}"', _MARKS["key"]):
         for string_arguments in (False, True):
             for null_content in (True, False):
-                messages = [user, _probe_message(marks, string_arguments, null_content)]
-                answered = [*messages, _probe_result(marks)]
-                if not shows(answered, *expected) or (null_content and shows(answered, "None")):
+                call = _probe_message(string_arguments, null_content)
+                text = _rendered(template, _USER, call, _RESULT)
+                if _MARKS["tool"] not in text or key not in text or (null_content and "None" in text):
                     continue
-                if not null_content or shows(messages):
+                if not null_content or _rendered(template, _USER, call):
                     return string_arguments, null_content
     return None
-
-
-def _probe_result(marks: dict[str, str]) -> dict[str, Any]:
-    return {
-        "role": "tool",
-        "tool_call_id": "abcdefghi",
-        "name": marks["tool"],
-        "content": marks["result"],
-    }
-
-
-def _probe_tool_role(
-    shows: Any, user: dict[str, Any], marks: dict[str, str], calls: tuple[bool, bool] | None
-) -> bool:
-    call = _probe_message(marks, *calls) if calls else {"role": "assistant", "content": marks["value"]}
-    return bool(shows([user, call, _probe_result(marks)], marks["result"]))
 
 
 _HELPER = "edgeinfer.runtime.chat_format.template_trial_process"

@@ -166,6 +166,8 @@ def _load_backends() -> ctypes.CDLL:
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_by_type.argtypes = [ctypes.c_int]
+    ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
     for folder in variant_dirs():
         if ggml.ggml_backend_reg_count():
             break

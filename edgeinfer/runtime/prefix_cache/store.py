@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -267,13 +268,9 @@ class ModelBlocks:
 
     def note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         """Record the blocks of a session of `agent`: shared ones are evicted last."""
-        self.writer.put(lambda: self._note_session(agent, names, salt))
-
-    def _note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
-        try:
-            retention.note_session(self._folder, agent, [name.hex() for name in names], salt)
-        except OSError as error:
-            self._store.stop_writing(f"the prefix cache cannot be written ({error.strerror})")
+        shared = [name.hex() for name in names]
+        note = partial(retention.note_session, self._folder, agent, shared, salt)
+        self.writer.put(lambda: self._try(note))
 
     def _write(self, block: KvBlock) -> None:
         """Write the file, whole or not at all. In the writer's thread."""
