@@ -340,17 +340,15 @@ class LlamaEngine:
 
 
 def _scheduler(loaded: LlamaModel, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
-    cuttable = loaded.supports_truncation
+    states = make_states(loaded, active) if loaded.memory else None
+    checkpoints = None if loaded.supports_truncation or states is None else Checkpoints(states)
     kv = KvCache(
         active,
         n_cells=loaded.n_cells,
         n_seq_max=scratch_id(loaded),
-        supports_truncation=cuttable,
+        checkpoints=checkpoints,
         window=loaded.sliding_window,
     )
-    states = make_states(loaded, active) if loaded.memory else None
-    if not cuttable and states is not None:
-        kv.checkpoints = Checkpoints(states)
     batch = Batch(
         capacity=loaded.n_batch,
         max_outputs=loaded.n_outputs_max,

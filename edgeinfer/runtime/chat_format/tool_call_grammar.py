@@ -18,9 +18,9 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     QWEN_XML,
     ToolFormat,
 )
-from edgeinfer.runtime.requests import Tool, check_deadline
+from edgeinfer.runtime.requests import Tool
 from edgeinfer.runtime.sampling.grammar import Lark, inline_schema, quoted
-from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH, resolve
+from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -143,7 +143,6 @@ _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalPropert
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 #: An example shows so many arguments that need not be given, where none has to be.
 _SHOWN = 3
-_SHOWN_DEPTH = 6
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
@@ -210,42 +209,23 @@ def _joins(schema: Any, depth: int) -> bool:
     return any(_joins(part, depth + 1) for part in schema.values())
 
 
-def example(tool: Tool) -> Any:
-    """Return arguments as a call of this tool could have them, with placeholder values."""
+def example(tool: Tool) -> dict[str, Any]:
+    """Return arguments as a call of this tool could have them: placeholders, without nested objects."""
     schema = arguments_schema(tool)
-    return _example(schema, schema, "value", 0)
-
-
-def _example(root: dict[str, Any], schema: Any, name: str, depth: int) -> Any:
-    check_deadline()
-    if not isinstance(schema, dict) or depth > _SHOWN_DEPTH:
-        return f"<{name}>"
-    if isinstance(schema.get("$ref"), str):
-        return _example(root, resolve(root, schema["$ref"]), name, depth + 1)
-    for key in ("enum", "examples", "anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        if isinstance(options, list) and options:
-            is_value = key in ("enum", "examples")
-            return options[0] if is_value else _example(root, options[0], name, depth + 1)
-    if "const" in schema:
-        return schema["const"]
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    if isinstance(kind, list):
-        kind = kind[0] if kind else "string"
-    if kind == "object":
-        return _example_object(root, schema, depth)
-    if kind == "array":
-        return [_example(root, schema.get("items"), name, depth + 1)]
-    return {"integer": 1, "number": 1.5, "boolean": True, "null": None}.get(kind, f"<{name}>")
-
-
-def _example_object(root: dict[str, Any], schema: dict[str, Any], depth: int) -> dict[str, Any]:
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return {}
     required = schema.get("required")
     needed = [name for name in properties if isinstance(required, list) and name in required]
-    return {
-        name: _example(root, properties[name], name, depth + 1)
-        for name in needed or list(properties)[:_SHOWN]
-    }
+    return {name: _placeholder(properties[name], name) for name in needed or list(properties)[:_SHOWN]}
+
+
+def _placeholder(schema: Any, name: str) -> Any:
+    schema = schema if isinstance(schema, dict) else {}
+    options, kind = schema.get("enum"), schema.get("type")
+    if isinstance(options, list) and options:
+        return options[0]
+    if isinstance(kind, list):
+        kind = next(iter(kind), None)
+    simple = {"integer": 1, "number": 1.5, "boolean": True, "array": [f"<{name}>"], "object": {}}
+    return simple.get(kind, f"<{name}>") if isinstance(kind, str) else f"<{name}>"

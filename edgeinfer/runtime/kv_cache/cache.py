@@ -95,8 +95,9 @@ class CachedSequence:
 class KvCache:
     """Accounting of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
 
-    Without `supports_truncation` (recurrent, hybrid models) a sequence is reused whole, or up to one of
-    its `checkpoints`. `window`: positions that layers with a sliding window see, 0 without such layers.
+    With `checkpoints` (recurrent, hybrid models) a sequence cannot be truncated anywhere: it is reused
+    whole, or up to one of them. `window`: positions that layers with a sliding window see, 0 without
+    such layers.
     `before_drop` is called with each cached sequence that is about to be dropped.
     """
 
@@ -106,14 +107,13 @@ class KvCache:
         *,
         n_cells: int,
         n_seq_max: int,
-        supports_truncation: bool = True,
+        checkpoints: Checkpoints | None = None,
         window: int = 0,
     ) -> None:
         self._memory = memory
         self.n_cells = n_cells
-        self.supports_truncation = supports_truncation
+        self.checkpoints = checkpoints
         self._window = window
-        self.checkpoints: Checkpoints | None = None
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
@@ -121,6 +121,10 @@ class KvCache:
         self._clock = 0
         self._pending_free_allowed = min(_PENDING_FREE_CELLS, n_cells // _PENDING_FREE_SHARE)
         self.cached_sequences: list[CachedSequence] = []
+
+    @property
+    def supports_truncation(self) -> bool:
+        return self.checkpoints is None
 
     @property
     def pinned_cells(self) -> int:
@@ -161,12 +165,8 @@ class KvCache:
 
     def _usable(self, cached_seq: CachedSequence, n: int) -> int:
         """Count the usable of `n` tokens: other sequences may own cells that a window has passed."""
-        if not self.supports_truncation and n < len(cached_seq.tokens):
-            checkpoint = (
-                self.checkpoints.latest_before(cached_seq.checkpoints, n)
-                if self.checkpoints is not None
-                else None
-            )
+        if self.checkpoints is not None and n < len(cached_seq.tokens):
+            checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
             return checkpoint.n_tokens if checkpoint is not None else 0
         lost = self._window and self._memory.first(cached_seq.seq_id) > max(0, n - self._window)
         return 0 if lost else n
@@ -240,14 +240,10 @@ class KvCache:
         return cut
 
     def _restore_checkpoint(self, cached_seq: CachedSequence, n: int) -> bool:
-        if self.supports_truncation or not n:
+        if self.checkpoints is None or not n:
             return True
-        checkpoint = (
-            self.checkpoints.latest_before(cached_seq.checkpoints, n)
-            if self.checkpoints is not None
-            else None
-        )
-        if self.checkpoints is None or checkpoint is None or checkpoint.n_tokens != n:
+        checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
+        if checkpoint is None or checkpoint.n_tokens != n:
             return False
         return self.checkpoints.restore(cached_seq.seq_id, checkpoint)
 

@@ -360,14 +360,6 @@ def _replace_one_of(schema: Any, place: str, overlaps: Overlaps) -> None:
         del schema["type"]
 
 
-def resolve(root: Any, ref: str) -> Any:
-    """Return what a pointer (`#/$defs/a`) names; None when there is nothing."""
-    found: Any = root
-    for step in ref.split("/")[1:]:
-        found = _part(found, _unescaped(step))
-    return found
-
-
 def normalise(schema: Any) -> dict[str, Any]:
     """Return the schema's restrictions. Raises UnsupportedConstraintError, `param` the place."""
     if schema is True:

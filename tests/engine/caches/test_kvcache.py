@@ -7,6 +7,7 @@ import random
 import pytest
 
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, Closest, KvCache, closest, common_prefix
+from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
 
 
 class CountingMemory:
@@ -47,9 +48,22 @@ class CountingMemory:
         return len({id(c) for held in self.sequences.values() for c in held.values()})
 
 
-def make(n_cells: int = 64, n_seq_max: int = 4, **options: bool) -> tuple[KvCache, CountingMemory]:
-    memory = CountingMemory(supports_truncation=options.get("supports_truncation", True))
-    return KvCache(memory, n_cells=n_cells, n_seq_max=n_seq_max, **options), memory
+class NoStates:
+    """A recurrent model whose state cannot be read."""
+
+    def read_checkpoint(self, seq_id: int) -> None:
+        return None
+
+    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
+        return False
+
+
+def make(
+    n_cells: int = 64, n_seq_max: int = 4, *, supports_truncation: bool = True
+) -> tuple[KvCache, CountingMemory]:
+    memory = CountingMemory(supports_truncation=supports_truncation)
+    checkpoints = None if supports_truncation else Checkpoints(NoStates())
+    return KvCache(memory, n_cells=n_cells, n_seq_max=n_seq_max, checkpoints=checkpoints), memory
 
 
 def fill(kv: KvCache, memory: CountingMemory, cached_seq: CachedSequence, tokens: list[int]) -> None:

@@ -79,11 +79,9 @@ def test_deep_schema_is_left_to_the_check():
         ({"properties": {"unit": {"enum": ["C", "F"]}}}, {"unit": "C"}),
         ({"properties": {"tags": {"type": "array", "items": TEXT}}}, {"tags": ["<tags>"]}),
         ({"properties": {"on": {"type": ["boolean", "null"]}}}, {"on": True}),
-        ({"properties": {"x": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"type": "number"}}}, {"x": 1.5}),
-        ({"properties": {"x": {"$ref": "#"}}}, None),
+        ({"properties": {"x": {"$ref": "#"}}}, {"x": "<x>"}),
         ({}, {}),
     ],
 )
 def test_example_call_uses_the_tools_own_names(schema, shown):
-    made = example(Tool(name="f", parameters=schema))
-    assert shown is None or made == shown
+    assert example(Tool(name="f", parameters=schema)) == shown
