@@ -1,7 +1,11 @@
-"""LoRA adapters and draft models on the real small model; adapters of random numbers, made here."""
+"""LoRA adapters, loaded with the model and while it runs, and draft models, on the real small model; the
+adapters are random numbers.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,9 +17,15 @@ from made_models import make_adapter
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache import lookup
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
+from .conftest import load
+
+PROMPT = "A short note about rivers, their springs, their mouths, and the towns that lie between them:"
 #: With a rank of 4, a batched token is rounded otherwise than an unbatched one (decision 022).
 RANK = 3
 OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
@@ -51,6 +61,19 @@ def ask(lora: tuple[tuple[str, float], ...] | None = (), **fields: object) -> Ge
 
 def text_of(events: list[Event]) -> str:
     return "".join(e.text for e in events if isinstance(e, TextDelta))
+
+
+def answer(
+    engine: LlamaEngine,
+    lora: tuple[tuple[str, float], ...] | None = None,
+    prompt: str = PROMPT,
+    *,
+    cached: bool = True,
+) -> tuple[list[Event], Finished]:
+    """A greedy answer with the log-probabilities of its tokens, and how it ended."""
+    *said, end = engine.submit(ask(lora, prompt=prompt, logprobs=0, cache_prompt=cached))
+    assert isinstance(end, Finished)
+    return [event for event in said if isinstance(event, TextDelta)], end
 
 
 def test_adapters_are_never_mixed_up_between_sequences(engine: LlamaEngine) -> None:
@@ -153,3 +176,118 @@ def test_drafting_without_a_draft_model_is_refused(engine: LlamaEngine) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         engine.submit(ask(speculative="draft"))
     assert refused.value.param == "speculative"
+
+
+@pytest.fixture
+def bare(smollm2: Path) -> Iterator[LlamaEngine]:
+    opened = load(smollm2, n_ctx=1024, n_parallel=2, kv_type="f16")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def red(tmp_path: Path) -> Adapter:
+    return Adapter("red", make_adapter(tmp_path / "red.gguf", 1, strength=0.5))
+
+
+def test_unloaded_adapter_leaves_no_cache(bare: LlamaEngine, red: Adapter) -> None:
+    """Neither in what is said, nor in the cache, nor in memory; also where another has its name."""
+    plain, _ = answer(bare)
+    used = bare.metrics().kv_used_tokens
+    assert bare.use_adapters([red]) == bare.info.lora == (red,)
+    coloured, first = answer(bare)
+    assert coloured != plain
+    assert first.usage.cached_tokens == 0
+    assert bare.use_adapters([]) == bare.info.lora == ()
+    assert bare.metrics().kv_used_tokens == used
+    with pytest.raises(InvalidRequestError, match="loaded: none"):
+        answer(bare, (("red", 1.0),))
+    after, last = answer(bare)
+    assert after == plain
+    assert last.usage.cached_tokens > 0  # of the model's own
+
+    blue = make_adapter(Path(red.path).with_name("blue.gguf"), 2, strength=0.5)
+    bare.use_adapters([Adapter("red", blue)])
+    other, found = answer(bare)
+    assert other not in (plain, coloured)
+    assert found.usage.cached_tokens == 0
+    make_adapter(Path(blue), 1, strength=0.5)  # the file is another one now
+    bare.use_adapters([Adapter("red", blue)])
+    assert answer(bare)[0] == coloured
+    for _ in range(3):
+        bare.use_adapters([])
+        bare.use_adapters([red])
+    assert answer(bare)[0] == coloured
+    bare.use_adapters([])
+    assert answer(bare)[0] == plain
+
+
+def test_memory_comes_back(bare: LlamaEngine, tmp_path: Path) -> None:
+    large = Adapter("large", make_adapter(tmp_path / "large.gguf", 1, rank=1024))
+
+    def private() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+    bare.use_adapters([large])
+    answer(bare)
+    bare.use_adapters([])
+    before, half = private(), os.path.getsize(large.path) // 2
+    for _ in range(3):
+        bare.use_adapters([large])
+        assert private() > before + half
+        bare.use_adapters([])
+    assert private() < before + half
+
+
+def test_blocks_of_an_adapter_are_never_the_models_own(
+    bare: LlamaEngine, red: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV blocks on disk are found with the same adapter alone."""
+    monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
+    bare.use_blocks(BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
+    bare.use_adapters([red])
+    coloured, first = answer(bare, prompt=PROMPT * 20)
+    bare.use_adapters([])  # what was computed is written before it is forgotten
+    assert bare.flush_blocks()
+    assert answer(bare, prompt=PROMPT * 20)[1].usage.cached_tokens == 0
+    bare.use_adapters([red])
+    again, end = answer(bare, prompt=PROMPT * 20)
+    assert text_of(again) == text_of(coloured)
+    assert end.usage.cached_disk_tokens == first.usage.prompt_tokens - 1
+
+
+def test_adapter_is_unloaded_after_its_last_request(bare: LlamaEngine, red: Adapter) -> None:
+    bare.use_adapters([red])
+    request = GenerateRequest(
+        prompt=PROMPT, sampling=Sampling(temperature=0), max_tokens=200, ignore_eos=True
+    )
+    running = bare.submit(request)
+    events = iter(running)
+    while not isinstance(next(events), TextDelta):
+        continue
+    going = threading.Thread(target=lambda: bare.use_adapters([]))
+    going.start()
+    while bare.info.lora:
+        continue
+    with pytest.raises(InvalidRequestError):
+        answer(bare, (("red", 1.0),))
+    assert isinstance(list(events)[-1], Finished)
+    going.join(60)
+    assert not going.is_alive()
+
+
+def test_refused_adapter_change_has_no_effect(bare: LlamaEngine, red: Adapter, gemma3: Path) -> None:
+    bare.use_adapters([red])
+    coloured, _ = answer(bare, cached=False)
+    missing = Adapter("none", red.path + ".none")
+    for wanted, error in (
+        ([red, missing], ModelLoadError),
+        ([Adapter("model", str(gemma3))], ModelLoadError),
+        ([red, Adapter("twin", red.path)], InvalidRequestError),
+        ([Adapter("red", red.path, 1000.0)], InvalidRequestError),
+    ):
+        with pytest.raises(error):
+            bare.use_adapters(wanted)
+    assert bare.info.lora == (red,)
+    assert answer(bare, cached=False)[0] == coloured

@@ -37,29 +37,15 @@ def engine(smollm2: Path, tmp_path: Path) -> Iterator[LlamaEngine]:
     opened.close()
 
 
-def touched_mib(engine: LlamaEngine) -> float:
-    """MiB of the cells' memory that take pages."""
-    untouched = Untouched()
-    try:
-        found = [
-            (at, min(at + MIB, high))
+def touched(engine: LlamaEngine, size: int) -> int:
+    """Pieces of `size` bytes of the cells' memory that take pages."""
+    with closing(Untouched()) as untouched:
+        pieces = (
+            (at, min(at + size, high))
             for low, high in engine._loaded.cells.pages()
-            for at in range(low, high, MIB)
-        ]
-        return sum(not untouched.holds(*piece) for piece in found)
-    finally:
-        untouched.close()
-
-
-def touched_pages(engine: LlamaEngine) -> int:
-    """Pages of the cells' memory that were touched."""
-    untouched = Untouched()
-    try:
-        ranges = engine._loaded.cells.pages()
-        pages = (at for low, high in ranges for at in range(low, high, mmap.PAGESIZE))
-        return sum(not untouched.holds(at, at + mmap.PAGESIZE) for at in pages)
-    finally:
-        untouched.close()
+            for at in range(low, high, size)
+        )
+        return sum(not untouched.holds(*piece) for piece in pieces)
 
 
 def rest(engine: LlamaEngine) -> None:
@@ -75,13 +61,13 @@ def test_populated_pages_are_those_of_the_cells(smollm2: Path, kv_type: str) -> 
     engine = load(smollm2, None, kv_type=kv_type, n_ctx=7680)
     cells = engine._loaded.cells
     assert len(cells.rows) == 60
-    before = touched_pages(engine)
+    before = touched(engine, mmap.PAGESIZE)
     cells.populate(0, 512)
-    populated = touched_pages(engine)
+    populated = touched(engine, mmap.PAGESIZE)
     assert populated - before >= 512 * sum(cells.rows) // mmap.PAGESIZE
     _, usage = heard(engine, ask(tuple(engine.tokenize(text(500)))[:500]))
     assert usage.cached_tokens == 0
-    assert touched_pages(engine) == populated
+    assert touched(engine, mmap.PAGESIZE) == populated
     engine.close()
 
 
@@ -105,7 +91,7 @@ def test_idle_memory_is_returned_and_the_conversation_restored(
     wanted, _ = heard(engine, ask(tokens))
     rest(engine)
     assert engine.metrics().kv_used_tokens == 0
-    assert touched_mib(engine) == 0
+    assert touched(engine, MIB) == 0
     found, usage = heard(engine, ask(tokens))
     assert usage.cached_disk_tokens == len(tokens) - 1
     assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in wanted]  # type: ignore[attr-defined]
@@ -144,7 +130,7 @@ def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resu
     assert usage.cached_tokens == n_pinned
     rest(engine)
     assert engine.metrics().kv_used_tokens == n_pinned
-    assert 0 < touched_mib(engine) < 70 or resumed
+    assert 0 < touched(engine, MIB) < 70 or resumed
     other = ask(pinned + tuple(engine.tokenize(text(100, 5000))))
     found, usage = heard(engine, other)
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (n_pinned, 0)

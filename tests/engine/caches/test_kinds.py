@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from made_decoders import make_deepseek2, make_lfm2, make_mamba, make_qwen2vl
-from made_models import make_adapter, make_llama
+from made_models import make_llama
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.prefix_cache import writer
@@ -116,30 +116,3 @@ def is_the_same(found: list[object], wanted: list[object]) -> bool:
 
 def tokens_of(found: list[object]) -> tuple[int, ...]:
     return tuple(token.chosen.token_id for token in found)  # type: ignore[attr-defined]
-
-
-def test_blocks_are_separate_per_adapter(smollm2: Path, tmp_path: Path) -> None:
-    """Found again with the very adapter at the same strength, and with nothing else."""
-    store = BlockStore(tmp_path / "blocks", ROOMY)
-    adapter = make_adapter(tmp_path / "style.gguf", seed=3)
-    prompt: tuple[int, ...] = ()
-    answers = {}
-    for lora, scale, cached in ((adapter, 1.0, False), (adapter, 0.5, False), ("", 0.0, False)):
-        engine = load(smollm2, store, kv_type="q8_0", lora=lora)
-        prompt = prompt or tuple(engine.tokenize(text(400)))
-        chosen = (("style", scale),) if lora else None
-        found, usage = heard(engine, ask(prompt, lora=chosen))
-        assert (usage.cached_disk_tokens > 0) is cached
-        answers[lora, scale] = tokens_of(found)
-        engine.close()
-    assert len(set(answers.values())) > 1
-    engine = load(smollm2, store, kv_type="q8_0", lora=adapter)
-    found, usage = heard(engine, ask(prompt, lora=(("style", 1.0),)))
-    assert usage.cached_disk_tokens == len(prompt) - 1
-    assert tokens_of(found) == answers[adapter, 1.0]
-    engine.close()
-    make_adapter(tmp_path / "style.gguf", seed=4)  # another file by the same name
-    engine = load(smollm2, store, kv_type="q8_0", lora=adapter)
-    _, usage = heard(engine, ask(prompt, lora=(("style", 1.0),)))
-    assert usage.cached_disk_tokens == 0
-    engine.close()

@@ -18,8 +18,8 @@ from edgeinfer.runtime.events import Finished, TokenLogprobs
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.prefix_cache.format import KvBlock
 from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
-from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks, retained_names
-from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_all, forget_conversation
+from edgeinfer.runtime.prefix_cache.retention import list_blocks, retained_names
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.runtime.scheduler.prefixes import restoring
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
@@ -233,18 +233,6 @@ def test_parked_engine_has_no_store_and_no_text(engine: LlamaEngine) -> None:
     assert engine.metrics().kv_used_tokens == 0
 
 
-def test_engine_stores_again_after_forget_all(engine: LlamaEngine, store: BlockStore) -> None:
-    heard(engine, ask(tuple(engine.tokenize(text(600)))))
-    assert engine.flush_blocks()
-    assert forget_all(store.root) > 0
-    tokens = tuple(engine.tokenize(text(600, 2000)))
-    heard(engine, ask(tokens))
-    assert engine.flush_blocks()
-    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
-    _, usage = heard(engine, ask(tokens))
-    assert usage.cached_disk_tokens == len(tokens) - 1
-
-
 def test_damaged_blocks_are_prefilled_again(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(900)))
     wanted, _ = heard(engine, ask(tokens))
@@ -288,17 +276,6 @@ def test_long_prefill_evicts_idle_sequences(engine: LlamaEngine, is_prefetched: 
     # over an f16 cache a lone token's attention is split among threads by the cells that are used
     chosen = [cast(TokenLogprobs, one).chosen.token_id for one in (found, wanted)]
     assert chosen[0] == chosen[1]
-
-
-@pytest.mark.parametrize("max_bytes", [4096, 8 << 20])
-def test_small_limit_stops_writing(tmp_path: Path, smollm2: Path, max_bytes: int) -> None:
-    """No room for one block, and room for one of two."""
-    small = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=max_bytes, margin_bytes=0))
-    engine = load(smollm2, small)
-    heard(engine, ask(tuple(engine.tokenize(text(600)))[:560]))
-    assert engine.flush_blocks()
-    assert sum(block.n_bytes for block in list_blocks(small.root)) <= max_bytes
-    engine.close()
 
 
 def test_busy_process_checks_when_it_pays(store: BlockStore, smollm2: Path) -> None:

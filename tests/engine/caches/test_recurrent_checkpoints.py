@@ -10,10 +10,8 @@ from made_decoders import make_lfm2
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints, tokens_to_next_checkpoint
-from edgeinfer.runtime.prefix_cache import writer
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 
-from .conftest import ROOMY, ask, heard, load, text
+from .conftest import ask, heard, load, text
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +34,6 @@ def test_repeated_prompt_computes_one_token(engine: LlamaEngine) -> None:
     assert again == first
 
 
-def test_edits_and_dropped_reasoning_restore_a_checkpoint(engine: LlamaEngine) -> None:
-    question = tuple(engine.tokenize(text(600)))
-    heard(engine, ask(question, max_tokens=40))
-    without = question + tuple(engine.tokenize("the answer alone, and another question"))
-    found, usage = heard(engine, ask(without))
-    assert usage.cached_tokens == len(question) - 1
-    alone, _ = heard(engine, ask(without, cache_prompt=False))
-    assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]
-
-
 def test_checkpoints_are_saved_during_a_long_prefill(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(2600)))
     assert len(tokens) > 2300
@@ -61,32 +49,6 @@ def test_running_conversation_shares_its_checkpoints(engine: LlamaEngine) -> Non
     streams = [engine.submit(ask(tokens, max_tokens=30)) for _ in range(3)]
     answers = [[e for e in stream if hasattr(e, "text")] for stream in streams]
     assert answers[0] == answers[1] == answers[2]
-
-
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_fresh_engine_restores_a_checkpoint_from_disk(
-    hybrid: Path, tmp_path: Path, kv_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
-    store = BlockStore(tmp_path / "blocks", ROOMY)
-    engine = load(hybrid, store, kv_type=kv_type)
-    question = tuple(engine.tokenize(text(600)))
-    assert len(question) > 600
-    question = question[:600]
-    heard(engine, ask(question, max_tokens=50))
-    assert engine.flush_blocks()
-    assert engine._scheduler.prefixes.blocks is not None
-    assert engine._scheduler.prefixes.blocks.verdict.found == "exact"
-    engine._scheduler.prefixes.blocks = None
-    other = question + tuple(engine.tokenize("the answer without its reasoning, and a question"))
-    wanted = [heard(engine, ask(request))[0] for request in (question, other)]
-    engine.close()
-    for request, answer in zip((question, other), wanted, strict=True):
-        engine = load(hybrid, store, kv_type=kv_type)
-        found, usage = heard(engine, ask(request))
-        assert usage.cached_disk_tokens == 599
-        assert found == answer
-        engine.close()
 
 
 class _States:
