@@ -114,7 +114,7 @@ class GpuOffload:
         devices = find_devices(wanted)
         rooms = tuple(map(wanted.room, devices))
         offload = make_offload(self._cpu.shape, self._cpu.plan, rooms, wanted.layers)
-        if not offload.parts:
+        if not offload.n_layers:
             raise OffloadRefused(offload.reason)
         device_context = self._load(devices, offload)
         try:
@@ -129,9 +129,8 @@ class GpuOffload:
         """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
         cpu = self._cpu
         pointers = {device.name: device.pointer for device in devices}
-        placement = Placement([pointers[part.device] for part in offload.parts], offload)
-        on_devices = sum(part.weights_bytes for part in offload.parts)
-        rest = max(0, cpu.shape.weights_bytes - on_devices)
+        placement = Placement([pointers[name] for name in offload.devices], offload)
+        rest = max(0, cpu.shape.weights_bytes - offload.weights_bytes)
         repack = choose_repack(self._options.repack, rest, read_machine())
         options = msgspec.structs.replace(self._options, repack=repack.value)
         model = open_model(self._files.paths, options, placement=placement)
@@ -174,7 +173,7 @@ class GpuOffload:
         device_context, self._device_context = self._device_context, None
         if device_context is None:
             return False
-        names = " and ".join(part.device for part in device_context.offload.parts)
+        names = " and ".join(device_context.offload.devices)
         self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
         self._blocks.detach()

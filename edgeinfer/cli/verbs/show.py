@@ -209,14 +209,15 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
 def _device_rows(devices: Offload | None) -> Rows:
     if devices is None:
         return []
-    because = f": {devices.reason}" if devices.parts else ""
-    rows = [("layers on GPUs", f"{devices}{because}")]
-    for part in devices.parts:
-        sizes = (part.weights_bytes, part.kv_bytes, part.compute_bytes)
-        names = ("weights", "KV cache", "compute")
-        split = ", ".join(f"{n} {format_bytes(s)}" for n, s in zip(names, sizes, strict=True))
-        rows.append((f"memory, {part.device}", f"{format_bytes(part.total_bytes)}: {split}"))
-    return rows
+    if not devices.n_layers:
+        return [("layers on GPUs", str(devices))]
+    sizes = (devices.weights_bytes, devices.kv_bytes, devices.compute_bytes)
+    names = ("weights", "KV cache", "compute")
+    split = ", ".join(f"{n} {format_bytes(s)}" for n, s in zip(names, sizes, strict=True))
+    return [
+        ("layers on GPUs", f"{devices}: {devices.reason}"),
+        ("memory of GPUs", f"{format_bytes(sum(sizes))}: {split}"),
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -443,8 +443,7 @@ class _Override(ctypes.Structure):
 
 
 class Placement:
-    """The device parameters of a model for `offload`, whose parts lie on `pointers`
-    (ggml_backend_dev_t).
+    """The device parameters of a model for `offload` on `pointers` (ggml_backend_dev_t).
 
     Without pointers it is all the CPU's: an empty list of devices, because llama.cpp creates each that
     it knows even for no layers. llama.cpp keeps pointers to this object's memory while it loads.
@@ -453,9 +452,8 @@ class Placement:
     def __init__(self, pointers: Sequence[int], offload: Offload | None = None) -> None:
         self._devices = (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
         self._n_layers = offload.n_layers if offload and pointers else 0
-        shares = [float(part.n_layers) for part in offload.parts] if offload else []
-        n_shares = max(len(shares), int(libllama.lib().llama_max_devices()))
-        self._shares = (ctypes.c_float * n_shares)(*shares)
+        n_shares = max(len(pointers), int(libllama.lib().llama_max_devices()))
+        self._shares = (ctypes.c_float * n_shares)(*(offload.split if offload else ()))
         self._overrides = _overrides(offload.n_without_experts if offload and pointers else 0)
 
     def write(self, params: Any) -> None:

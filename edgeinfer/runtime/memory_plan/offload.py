@@ -27,39 +27,28 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
 
 
-class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of one device. `n_layers` counts the output."""
-
-    device: str
-    n_layers: int
-    weights_bytes: int
-    kv_bytes: int
-    compute_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.compute_bytes
-
-
 class Offload(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of a model. `parts` are in the devices' order, those without layers left out.
+    """The distribution of a model: `n_layers` of the `n_all` are on `devices`, the output among them.
 
-    `n_layers` of the `n_all` are on devices, the output among them; the first `n_without_experts` of
-    the model's layers leave their experts with the CPU. `reason` explains the choice.
+    The first `n_without_experts` of the model's layers leave their experts with the CPU. `reason`
+    explains the choice. `split` are the layers of each device; bytes are those of all together.
     """
 
     n_layers: int
     n_all: int
-    n_without_experts: int
-    parts: tuple[DeviceShare, ...]
     reason: str
+    n_without_experts: int = 0
+    devices: tuple[str, ...] = ()
+    split: tuple[int, ...] = ()
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
 
     def __str__(self) -> str:
-        if not self.parts:
+        if not self.n_layers:
             return f"none: {self.reason}"
-        names = ", ".join(f"{part.n_layers} on {part.device}" for part in self.parts)
         experts = f", experts of {self.n_without_experts} on the CPU" if self.n_without_experts else ""
-        return f"{self.n_layers} of {self.n_all} ({names}{experts})"
+        return f"{self.n_layers} of {self.n_all} on {' and '.join(self.devices)}{experts}"
 
 
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +62,7 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int | str) -> Offload:
-    """Spread a model of `shape`, to be loaded by `plan`, over devices.
+    """Put a model of `shape`, to be loaded by `plan`, on devices.
 
     `wanted` is "none", "all", a number of layers, or "auto": all layers, if they fit without their
     experts at least, or none.
@@ -81,27 +70,38 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
     n_all = shape.n_layer + 1
     if wanted == "none" or not rooms or wanted == 0:
         reason = "as asked" if wanted in ("none", 0) else "there is no device"
-        return Offload(n_layers=0, n_all=n_all, n_without_experts=0, parts=(), reason=reason)
+        return Offload(n_layers=0, n_all=n_all, reason=reason)
     sizes = _sizes(shape, plan)
     if wanted != "auto":
         n_layers = n_all if wanted == "all" else min(int(wanted), n_all)
-        parts = _spread(sizes, rooms, n_layers, n_all, 0, must_fit=False)  # loading will show
-        return _offload(parts, n_all, 0, "as asked")
+        return _offload(sizes, rooms, n_layers, n_all, 0, "as asked")  # loading will show if it fits
     for n_without in range(shape.n_layer + 1 if sizes.experts else 1):
-        if parts := _spread(sizes, rooms, n_all, n_all, n_without):
-            reason = "all of it fits" if not n_without else "all but these experts fits"
-            return _offload(parts, n_all, n_without, reason)
-    reason = f"{_free(rooms)} do not hold all layers; --gpu-layers N puts N there"
-    return Offload(n_layers=0, n_all=n_all, n_without_experts=0, parts=(), reason=reason)
+        reason = "all of it fits" if not n_without else "all but these experts fits"
+        found = _offload(sizes, rooms, n_all, n_all, n_without, reason)
+        if found.weights_bytes + found.kv_bytes <= sum(_usable(room, sizes) for room in rooms):
+            return found
+    free = ", ".join(f"{format_bytes(room.free_bytes)} of {room.name}" for room in rooms)
+    reason = f"{free} that are free, with a margin, do not hold all layers; --gpu-layers N puts N there"
+    return Offload(n_layers=0, n_all=n_all, reason=reason)
 
 
-def _offload(parts: tuple[DeviceShare, ...], n_all: int, n_without: int, reason: str) -> Offload:
+def _offload(
+    sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int, reason: str
+) -> Offload:
+    n_with_experts = n_all - 1 - max(n_all - n_layers, n_without)
+    memory = [_usable(room, sizes) for room in rooms]
+    split = _split(memory if any(memory) else [room.free_bytes for room in rooms], n_layers)
+    used = [(room.name, n) for room, n in zip(rooms, split, strict=True) if n]
     return Offload(
-        n_layers=sum(part.n_layers for part in parts),
+        n_layers=n_layers,
         n_all=n_all,
-        n_without_experts=n_without,
-        parts=parts,
         reason=reason,
+        n_without_experts=n_without,
+        devices=tuple(name for name, _ in used),
+        split=tuple(n for _, n in used),
+        weights_bytes=(n_layers - 1) * sizes.layer + n_with_experts * sizes.experts + sizes.output,
+        kv_bytes=(n_layers - 1) * sizes.kv,  # the output has none
+        compute_bytes=len(used) * sizes.compute,
     )
 
 
@@ -126,67 +126,14 @@ def _sizes(shape: Shape, plan: Plan) -> _Sizes:
     )
 
 
-def _usable(room: Room, sizes: _Sizes, n_layers: int, n_all: int) -> int:
-    """Return the memory of a device for layers.
-
-    If weights stay with the CPU, long prompts copy them to the device, a tensor at a time.
-    """
+def _usable(room: Room, sizes: _Sizes) -> int:
+    """Return the memory of a device for layers."""
     margin = max(_MARGIN_BYTES, room.free_bytes // _MARGIN_SHARE)
-    passing = (sizes.layer + sizes.experts) // 2 if n_layers < n_all else 0
-    return max(0, room.free_bytes - margin - sizes.compute - passing)
+    return max(0, room.free_bytes - margin - sizes.compute)
 
 
-def _layers(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[int]:
-    """List the weights of the last `n_layers`, the output at the end."""
-    first = n_all - n_layers
-    whole = [sizes.layer + (sizes.experts if i >= n_without else 0) for i in range(first, n_all - 1)]
-    return [*whole, sizes.output]
-
-
-def _spread(
-    sizes: _Sizes,
-    rooms: tuple[Room, ...],
-    n_layers: int,
-    n_all: int,
-    n_without: int,
-    *,
-    must_fit: bool = True,
-) -> tuple[DeviceShare, ...]:
-    """Spread layers by the devices' usable memory; () if they do not fit but must."""
-    usable = [_usable(room, sizes, n_layers, n_all) for room in rooms]
-    counts = _counts(usable if any(usable) else [room.free_bytes for room in rooms], n_layers)
-    parts = _placed(sizes, counts, rooms, n_layers, n_all, n_without)
-    bounds = {room.name: most for room, most in zip(rooms, usable, strict=True)}
-    fits = all(part.weights_bytes + part.kv_bytes <= bounds[part.device] for part in parts)
-    return parts if fits or not must_fit else ()
-
-
-def _counts(memory: list[int], n_layers: int) -> list[int]:
+def _split(memory: list[int], n_layers: int) -> list[int]:
     """Split `n_layers` by memory."""
     total = sum(memory) or 1
     ends = [n_layers * sum(memory[: i + 1]) // total for i in range(len(memory) - 1)]
     return [end - begin for begin, end in zip([0, *ends], [*ends, n_layers], strict=True)]
-
-
-def _placed(
-    sizes: _Sizes, counts: list[int], rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int
-) -> tuple[DeviceShare, ...]:
-    weights = _layers(sizes, n_layers, n_all, n_without)
-    parts, at = [], 0
-    for room, count in zip(rooms, counts, strict=True):
-        n_with_kv = min(at + count, n_layers - 1) - at  # the output has none
-        part = DeviceShare(
-            device=room.name,
-            n_layers=count,
-            weights_bytes=sum(weights[at : at + count]),
-            kv_bytes=max(0, n_with_kv) * sizes.kv,
-            compute_bytes=sizes.compute,
-        )
-        parts += [part] if count else []
-        at += count
-    return tuple(parts)
-
-
-def _free(rooms: tuple[Room, ...]) -> str:
-    free = ", ".join(f"{format_bytes(room.free_bytes)} of {room.name}" for room in rooms)
-    return f"{free} that are free, with a margin,"

@@ -124,7 +124,7 @@ def experts() -> dict[str, object]:
         room = next(
             n
             for n in range(256 << 20, 1 << 30, 4096)
-            if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").parts
+            if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").n_layers
         )
     return with_layers("auto", devices=("Vulkan0",), memory_bytes=room)
 
