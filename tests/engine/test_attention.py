@@ -151,7 +151,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
         "import llama_cpp\nllama_cpp.__version__ = '9.9.9'\n"
         "from edgeinfer.runtime.llama import libllama\nfrom edgeinfer.runtime.llama import cells as cell_copies\n"
         "libllama.guard_decode()\n"
-        "print(repr(libllama.build_info().kernels), cell_copies._find(), 'decode' in libllama._state)"
+        "print(repr(libllama.build_info().kernels), cell_copies.find_copies(), 'decode' in libllama._state)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True

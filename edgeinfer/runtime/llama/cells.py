@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,24 +145,11 @@ class CellCopies:
         return self._n_free >= 2 * n
 
 
+@cache
 def find_copies() -> CellCopies | None:
     """Open the library, if it fits ggml's tables; once."""
-    if not _found:
-        _found.append(_find() if sys.platform == "linux" else None)
-    return _found[0]
-
-
-_found: list[CellCopies | None] = []
-
-
-def _most_mappings() -> int:
-    try:
-        return int(Path("/proc/sys/vm/max_map_count").read_text())
-    except (OSError, ValueError):
-        return _DEFAULT_MAPPINGS
-
-
-def _find() -> CellCopies | None:
+    if sys.platform != "linux":
+        return None
     entries = _find_entries(libllama.base_library())
     try:
         library = libllama.own_library("cells")
@@ -170,6 +158,13 @@ def _find() -> CellCopies | None:
     except (OSError, AttributeError):
         return None
     return CellCopies(library, entries) if entries else None
+
+
+def _most_mappings() -> int:
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return _DEFAULT_MAPPINGS
 
 
 def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:

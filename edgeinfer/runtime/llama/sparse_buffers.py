@@ -16,6 +16,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 from edgeinfer.runtime.llama import libllama
@@ -36,15 +37,10 @@ class Buffer(NamedTuple):
     memory: Range
 
 
-_found: list[_SparseBuffers | None] = []
-
-
 @contextlib.contextmanager
 def sparse_buffers() -> Iterator[list[Buffer]]:
     """Clear large buffers made meanwhile by returning pages; yields them, at the end."""
-    if not _found:
-        _found.append(_find() if sys.platform == "linux" else None)
-    sparse = _found[0]
+    sparse = _find()
     if sparse is None:
         yield []
         return
@@ -102,7 +98,10 @@ class _SparseBuffers:
         self._cleared.append(Buffer(buffer, Range(start, end)))
 
 
+@cache
 def _find() -> _SparseBuffers | None:
+    if sys.platform != "linux":
+        return None
     ggml = libllama.base_library()
     buffer_type = ggml.ggml_backend_cpu_buffer_type()
     buffer = ggml.ggml_backend_buft_alloc_buffer(buffer_type, _PROBE_BYTES)

@@ -154,7 +154,7 @@ def test_unmappable_pieces_are_copied(
     """The library is missing; the kernel allows no more mappings; the cells lie otherwise than before."""
     tokens, answer = read
     if without == "the library":
-        monkeypatch.setattr(cells, "_found", [None])
+        monkeypatch.setattr(cells, "find_copies", lambda: None)
     if without == "mappings":
         monkeypatch.setattr(cells, "_most_mappings", lambda: 0)
         copies = cells.find_copies()
@@ -187,7 +187,7 @@ def test_state_moves_between_mapping_and_copying_contexts(
     assert state is not None
     assert len(state.pieces) == 2 * N_TENSORS + 1
     assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(one._loaded.cells.rows)
-    monkeypatch.setattr(cells, "_found", [None])
+    monkeypatch.setattr(cells, "find_copies", lambda: None)
     other = load(smollm2, None)
     states = other._scheduler._idle_cells._states
     assert states is not None
