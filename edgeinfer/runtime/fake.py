@@ -144,14 +144,8 @@ class FakeEngine:
             return len(self.tokenize(self.apply_template(request.messages, request.tools)))
         if request.infill is not None:
             return len(self.tokenize(request.infill.prefix + request.infill.suffix)) + 3
-        return max(
-            1,
-            len(
-                self.tokenize(request.prompt)
-                if isinstance(request.prompt, str)
-                else request.prompt or ()
-            ),
-        )
+        prompt = request.prompt or ()
+        return max(1, len(prompt.encode() if isinstance(prompt, str) else prompt))
 
     def _ended(self, player: _Player) -> None:
         with self._lock:

@@ -193,7 +193,8 @@ _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0
 _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
-_MAX_LOGPROBS = 20
+#: The largest values of fields that count something.
+_MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
 #: No tokenizer fits more characters into a token, taken over a whole context; so many are tried anyway.
 _MAX_TOKEN_CHARS = 64
 _TRIED_CHARS = 1 << 20
@@ -232,24 +233,19 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("messages", "give either messages or a prompt")
     if request.tools and not request.messages:
         _refuse("tools", "tools need messages")
-    if request.max_tokens is not None and not 0 <= request.max_tokens <= 1 << 24:
-        _refuse("max_tokens", f"{request.max_tokens} is not between 0 and {1 << 24}")
+    for name, most in _MOST.items():
+        value = getattr(request, name)
+        if value is not None and not 0 <= value <= most:
+            _refuse(name, f"{value} is not between 0 and {most}")
     last = request.messages[-1].role if request.messages else ""
     if request.continue_final and last != "assistant" and request.max_tokens != 0:
         _refuse("messages", "only a last message of the assistant can be continued")
-    budget = request.reasoning_budget
-    if budget is not None and not request.messages:
+    if request.reasoning_budget is not None and not request.messages:
         _refuse("reasoning_budget", "a plain prompt has no reasoning to tell from text; give messages")
-    if budget is not None and not 0 <= budget <= 1 << 24:
-        _refuse("reasoning_budget", f"{budget} is not between 0 and {1 << 24}")
     if request.deadline_s is not None and not (
         math.isfinite(request.deadline_s) and request.deadline_s > 0
     ):
         _refuse("deadline_s", "a positive number of seconds")
-    for name in ("logprobs", "prompt_logprobs"):
-        top = getattr(request, name)
-        if top is not None and not 0 <= top <= _MAX_LOGPROBS:
-            _refuse(name, f"{top} is not between 0 and {_MAX_LOGPROBS}")
     if request.prompt_logprobs is not None and request.overflow == "shift":
         _refuse("prompt_logprobs", 'a shifted prompt is not whole; leave overflow at "refuse"')
     if len(request.stop) > _MAX_STOPS:
