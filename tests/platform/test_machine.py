@@ -54,10 +54,9 @@ def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(capsys):
 
 def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
     def broken():
-        """Llama.cpp: as when its libraries are gone."""
         raise EngineError("no CPU backend")
 
-    assert doctor_module._guarded(broken) == [
+    assert doctor_module._guarded("llama.cpp", broken) == [
         Check("llama.cpp", "fail", "no CPU backend", "run `edgeinfer doctor`")
     ]
 

@@ -1,6 +1,6 @@
 """`edgeinfer doctor`: what works on this machine, and what to type for what doesn't.
 
-Each check is a function that returns a `Check`, or one for each thing it looked at; `CHECKS` is their
+Each check is a function that returns a `Finding`, or one for each thing it looked at; `CHECKS` is their
 order.
 """
 
@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -38,10 +38,19 @@ GIB = 1 << 30
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
-class Check(msgspec.Struct, frozen=True):
-    """One finding. "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the
-    main job. `fix` is what to type.
+class Finding(NamedTuple):
+    """What a check found, and in `fix` what to type.
+
+    "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the main job.
     """
+
+    status: Status
+    found: str
+    fix: str = ""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A finding under the name of its check."""
 
     name: str
     status: Status
@@ -83,67 +92,61 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
     """Run every check; change nothing. Raises ShippingError for `--verify` outside the shipped file."""
     if options.verify:
         return _verify()
-    found = (_guarded(check) for check in CHECKS)
-    return DoctorResult(version=__version__, checks=tuple(one for many in found for one in many))
+    found = [one for name, check in CHECKS.items() for one in _guarded(name, check)]
+    return DoctorResult(version=__version__, checks=tuple(found))
 
 
-def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
-    name = (check.__doc__ or check.__name__).split(":")[0].lower()
+def _guarded(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Check]:
     try:
         found = check()
     except EdgeInferError as error:
-        return [Check(name, "fail", error.message, error_text.hint(error))]
+        found = Finding("fail", error.message, error_text.hint(error))
     except Exception as error:  # noqa: BLE001  # who examines must not end of what is ill
-        return [Check(name, "fail", f"could not be looked at: {error!r}")]
-    return found if isinstance(found, list) else [found]
+        found = Finding("fail", f"could not be looked at: {error!r}")
+    return [Check(name, *one) for one in (found if isinstance(found, list) else [found])]
 
 
-def _python() -> Check:
-    """Python: the interpreter and the system."""
+def _python() -> Finding:
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Check("python", "ok", f"{platform.python_version()}, {system}")
+    return Finding("ok", f"{platform.python_version()}, {system}")
 
 
-def _cpu() -> Check:
-    """CPU: threads we may use and instruction sets."""
+def _cpu() -> Finding:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         flags = next(
             line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
         ).split()
     except (OSError, StopIteration):
-        return Check("cpu", "ok", f"{allowed} threads")
+        return Finding("ok", f"{allowed} threads")
     found = [feature for feature in CPU_FEATURES if feature in flags]
     text = f"{allowed} threads; {' '.join(found) or 'no vector extensions'}"
     if "avx2" not in found:
-        return Check("cpu", "warn", text, "decoding is slow without AVX2: prefer a model under 1 GB")
-    return Check("cpu", "ok", text)
+        return Finding("warn", text, "decoding is slow without AVX2: prefer a model under 1 GB")
+    return Finding("ok", text)
 
 
-def _memory() -> Check:
-    """Memory: what a model may take."""
+def _memory() -> Finding:
     from edgeinfer.platform.machine import read_memory
 
     memory = read_memory()
     text = f"{memory.available_bytes / GIB:.1f} GiB available of {memory.total_bytes / GIB:.1f} GiB"
     if memory.available_bytes < GIB:
-        return Check("memory", "warn", text, "close something, or give a small context: --ctx 1024")
-    return Check("memory", "ok", text)
+        return Finding("warn", text, "close something, or give a small context: --ctx 1024")
+    return Finding("ok", text)
 
 
-def _llama() -> Check:
-    """Llama.cpp: the library loads and has a CPU backend for this machine."""
+def _llama() -> Finding:
     from edgeinfer.runtime.llama.libllama import build_info
 
     build = build_info()
     variant = f"{build.cpu_variant} variant, " if build.cpu_variant else ""
     kernels = f"kernels of our own ({build.kernels})" if build.kernels else "its own kernels"
     version = f"{build.llama_version} ({build.ggml_commit})"
-    return Check("llama.cpp", "ok", f"{version}; {variant}{kernels}: {' '.join(build.flags)}")
+    return Finding("ok", f"{version}; {variant}{kernels}: {' '.join(build.flags)}")
 
 
-def _gpu() -> list[Check]:
-    """GPU: what the backend libraries find, each in a process of its own."""
+def _gpu() -> list[Finding]:
     from edgeinfer.platform.machine import read_gpus
     from edgeinfer.runtime.llama.backends.devices import survey
 
@@ -151,45 +154,43 @@ def _gpu() -> list[Check]:
     checks = [_backend(answer, cards) for answer in answers]
     if not answers and cards:
         text = f"{' and '.join(cards)} on the bus, but no library for it"
-        return [Check("gpu", "warn", text, "`edgeinfer backend` says where a library for it goes")]
-    return checks or [Check("gpu", "ok", "none on the bus, and no library for one")]
+        return [Finding("warn", text, "`edgeinfer backend` says where a library for it goes")]
+    return checks or [Finding("ok", "none on the bus, and no library for one")]
 
 
-def _backend(answer: LoadedBackend | MissingBackend, cards: tuple[str, ...]) -> Check:
+def _backend(answer: LoadedBackend | MissingBackend, cards: tuple[str, ...]) -> Finding:
     """One backend library: its devices, or why it has none. `cards` are on the PCI bus."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         found = f"{answer.name}: {answer.reason}; {bus}"
         missed = bool(cards) or not answer.absent
-        return Check("gpu", "warn", found, answer.fix) if missed else Check("gpu", "ok", found)
+        return Finding("warn", found, answer.fix) if missed else Finding("ok", found)
     found = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
     if all(device.kind == "software" for device in answer.devices):
         fix = "a software device is slower than the CPU: --gpu-layers none"
-        return Check("gpu", "warn", found, fix)
-    return Check("gpu", "warn" if answer.warning else "ok", found, answer.warning)
+        return Finding("warn", found, fix)
+    return Finding("warn" if answer.warning else "ok", found, answer.warning)
 
 
-def _snapshots() -> Check:
-    """Snapshots: whether warmed processes can be dumped and resumed here."""
+def _snapshots() -> Finding:
     if sys.platform != "linux":
-        return Check("snapshots", "warn", "they need Linux; launches are cold")
+        return Finding("warn", "they need Linux; launches are cold")
     from edgeinfer.snapshots.criu import probe
 
     found = probe()
     if found.tier is None:
-        return Check("snapshots", "warn", f"launches are cold: {found.reason}", found.fix)
+        return Finding("warn", f"launches are cold: {found.reason}", found.fix)
     from edgeinfer.snapshots import registry
 
     failed = registry.list_failures()
     if failed:
         named = "; ".join(f"{one.name} could not be built: {one.message}" for one in failed)
         fix = f"edgeinfer warm {failed[0].model}"
-        return Check("snapshots", "warn", f"{found.tier}: {found.reason}; {named}", fix)
-    return Check("snapshots", "ok", f"{found.tier}: {found.reason}")
+        return Finding("warn", f"{found.tier}: {found.reason}; {named}", fix)
+    return Finding("ok", f"{found.tier}: {found.reason}")
 
 
-def _directories() -> Check:
-    """Directories: ours exist or can be made, and have room."""
+def _directories() -> Finding:
     places = {
         "config": paths.config_dir(),
         "data": paths.data_dir(),
@@ -200,25 +201,23 @@ def _directories() -> Check:
         above = next(p for p in (path, *path.parents) if p.exists())
         if not os.access(above, os.W_OK | os.X_OK):
             fix = "set EDGEINFER_HOME to a folder of yours"
-            return Check("directories", "fail", f"{path} cannot be written", fix)
+            return Finding("fail", f"{path} cannot be written", fix)
     free = free_bytes(places["data"])
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
     if free > 2 * GIB:
-        return Check("directories", "ok", text)
-    return Check("directories", "warn", text, "free disk space: edgeinfer rm")
+        return Finding("ok", text)
+    return Finding("warn", text, "free disk space: edgeinfer rm")
 
 
-def _configuration() -> Check:
-    """Configuration: config.toml reads."""
+def _configuration() -> Finding:
     config = load_config()
     path = config_path()
     network = "offline" if offline(config) else "network allowed"
     source = path if path.is_file() else "defaults (no file)"
-    return Check("configuration", "ok", f"{source}; {network}")
+    return Finding("ok", f"{source}; {network}")
 
 
-def _catalogue() -> Check:
-    """Catalogue: models.toml reads, the default model is here."""
+def _catalogue() -> Finding:
     from edgeinfer.models.catalog import load_catalog
     from edgeinfer.models.external_stores import stores
     from edgeinfer.models.reference import resolve
@@ -233,23 +232,23 @@ def _catalogue() -> Check:
         resolve(config.default_model).files()
     except ModelNotPulledError:
         text = f"{text}, not pulled yet"
-        return Check("catalogue", "todo", text, f"edgeinfer pull {config.default_model}")
+        return Finding("todo", text, f"edgeinfer pull {config.default_model}")
     except EdgeInferError as error:
-        return Check("catalogue", "fail", f"{text}: {error.message}", error_text.hint(error))
-    return Check("catalogue", "ok", text)
+        return Finding("fail", f"{text}: {error.message}", error_text.hint(error))
+    return Finding("ok", text)
 
 
-CHECKS: tuple[Callable[[], Check | list[Check]], ...] = (
-    _python,
-    _cpu,
-    _memory,
-    _llama,
-    _gpu,
-    _snapshots,
-    _directories,
-    _configuration,
-    _catalogue,
-)
+CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
+    "python": _python,
+    "cpu": _cpu,
+    "memory": _memory,
+    "llama.cpp": _llama,
+    "gpu": _gpu,
+    "snapshots": _snapshots,
+    "directories": _directories,
+    "configuration": _configuration,
+    "catalogue": _catalogue,
+}
 
 
 class SelfCheckResult(Result, frozen=True, kw_only=True):
