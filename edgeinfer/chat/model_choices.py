@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -11,17 +12,16 @@ import msgspec
 
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import DownloadError, EdgeInferError, OfflineError
-from edgeinfer.models import fits, gguf
-from edgeinfer.models.catalog import Model, load_catalog
+from edgeinfer.models import fits, gguf, listing
+from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.fits import FirstRunChoice, first_run_choices, header_plan
+from edgeinfer.models.listing import ListedModel
 from edgeinfer.models.progress import PullProgress
-from edgeinfer.models.store import PulledModel, list_pulled
+from edgeinfer.models.store import list_pulled
 from edgeinfer.platform.machine import Machine, read_machine
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.units import format_parameters
 
 if TYPE_CHECKING:
     from edgeinfer.chat.launch import Launch  # 100 ms at run time: numpy
@@ -30,22 +30,12 @@ if TYPE_CHECKING:
 _N_CTX = 4096
 
 
-class ModelChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in the picker. Bytes are 0 if unknown, `guessed` if estimated from its parameters."""
+class ModelChoice(ListedModel, frozen=True, kw_only=True):
+    """A model in the picker, and the memory that it needs and that is free (bytes), 0 if unknown."""
 
-    name: str
-    title: str
-    parameters: str = ""
-    licence: str = ""
-    purpose: str = "chat"
-    context_length: int = 0
-    size_bytes: int = 0
     needs_bytes: int = 0
     available_bytes: int = 0
-    guessed: bool = False
-    pulled: bool = False
     warm: bool = False
-    store: str = ""
 
     @property
     def state(self) -> Literal["warm", "here", ""]:
@@ -70,34 +60,32 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
     Reads GGUF headers: too slow for the first paint.
     """
     machine = read_machine()
-    available = _available(machine)
+    available = machine.memory.available_bytes if machine.memory.total_bytes else 0
     catalog = load_catalog()
-    here = {p.name: p for p in list_pulled()}
-    rows = [_pulled(p, catalog.get(p.base), machine, p.name in warm) for p in here.values()]
-    sources = {p.source for p in here.values()}
-    rows += [_found(m, machine, m.name in warm) for m in stores.usable() if m.name not in sources]
-    rows += [_catalogued(m, available) for m in catalog.models.values() if m.name not in here]
-    return [row for row in rows if row.purpose not in ("embedding", "reranker")]
-
-
-def _available(machine: Machine) -> int:
-    return machine.memory.available_bytes if machine.memory.total_bytes else 0
-
-
-def _pulled(pulled: PulledModel, model: Model | None, machine: Machine, warm: bool) -> ModelChoice:
-    return ModelChoice(
-        name=pulled.name,
-        title=model.title if model else pulled.name,
-        parameters=model.parameters if model else format_parameters(pulled.n_params),
-        licence=model.licence if model else "",
-        purpose=model.purpose if model else pulled.purpose,
-        context_length=pulled.n_ctx_train,
-        size_bytes=pulled.size_bytes,
-        needs_bytes=_needs(pulled.paths, machine),
-        available_bytes=_available(machine),
-        pulled=True,
-        warm=warm,
-    )
+    found: list[tuple[ListedModel, int]] = []
+    pulled = list_pulled()
+    for model in pulled:
+        found.append((listing.of_pulled(model, catalog.get(model.base)), _needs(model.paths, machine)))
+    sources = {model.source for model in pulled}
+    for other in stores.usable():
+        if other.name not in sources:
+            with contextlib.suppress(EdgeInferError):  # `edgeinfer list` says what is wrong with it
+                found.append((listing.of_external(other), _needs(other.paths, machine)))
+    names = {model.name for model in pulled}
+    for entry in catalog.models.values():
+        if entry.name not in names:
+            size = entry.stored_bytes
+            found.append((listing.of_catalogue(entry), fits.needed_bytes(size) if size else 0))
+    return [
+        ModelChoice(
+            **msgspec.structs.asdict(model),
+            needs_bytes=needs,
+            available_bytes=available,
+            warm=model.pulled and model.name in warm,
+        )
+        for model, needs in found
+        if model.purpose not in ("embedding", "reranker")
+    ]
 
 
 def _needs(paths: Sequence[str | Path], machine: Machine) -> int:
@@ -108,35 +96,6 @@ def _needs(paths: Sequence[str | Path], machine: Machine) -> int:
         return header_plan(headers, options, machine).buffers.total_bytes
     except (EdgeInferError, OSError):
         return 0
-
-
-def _found(found: ExternalModel, machine: Machine, warm: bool) -> ModelChoice:
-    return ModelChoice(
-        name=found.name,
-        title=f"from {found.store}, used where it is",
-        size_bytes=found.size_bytes,
-        needs_bytes=_needs(found.paths, machine),
-        available_bytes=_available(machine),
-        pulled=True,
-        warm=warm,
-        store=found.store,
-    )
-
-
-def _catalogued(model: Model, available: int) -> ModelChoice:
-    size = model.stored_bytes
-    return ModelChoice(
-        name=model.name,
-        title=model.title,
-        parameters=model.parameters,
-        licence=model.licence,
-        purpose=model.purpose,
-        context_length=model.context_length,
-        size_bytes=size,
-        needs_bytes=fits.needed_bytes(size) if size else 0,
-        available_bytes=available,
-        guessed=model.stored_is_estimate,
-    )
 
 
 def size_words(n_bytes: int) -> str:

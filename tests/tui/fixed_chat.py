@@ -59,7 +59,7 @@ SHELF = [
         size_bytes=484_000_000,
         needs_bytes=800 << 20,
         available_bytes=8 << 30,
-        guessed=True,
+        size_is_estimate=True,
     ),
     ModelChoice(
         name="mistral-7b-instruct",

@@ -15,17 +15,18 @@ from edgeinfer.cli.terminal import table
 from edgeinfer.error_text import hint
 from edgeinfer.errors import CatalogError, ConfigError
 from edgeinfer.host import Host
-from edgeinfer.models import fits
+from edgeinfer.models import fits, listing
 from edgeinfer.models.adapters import PulledAdapter, list_adapters
-from edgeinfer.models.catalog import Catalog, Model, load_catalog
+from edgeinfer.models.catalog import Catalog, load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.fits import Fit
-from edgeinfer.models.store import PulledModel, list_pulled, unfinished
+from edgeinfer.models.listing import ListedModel
+from edgeinfer.models.store import list_pulled, unfinished
 from edgeinfer.platform.machine import MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshots.format import generations, model_part, part_of
-from edgeinfer.units import format_bytes, format_parameters
+from edgeinfer.units import format_bytes
 
 #: What `--fits` says over each group.
 _GROUPS = {
@@ -36,24 +37,9 @@ _GROUPS = {
 }
 
 
-class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `size_bytes` is 0 if unknown; `snapshots` counts warmed ones.
+class ModelRow(ListedModel, frozen=True, kw_only=True):
+    """One line. `snapshots` counts warmed ones."""
 
-    `store` is the external store that has the file, "" for our own.
-    """
-
-    name: str
-    title: str
-    purpose: str
-    parameters: str
-    quantization: str
-    licence: str
-    context_length: int
-    pulled: bool
-    in_place: bool = False
-    store: str = ""
-    size_bytes: int = 0
-    size_is_estimate: bool = False
     snapshots: int = 0
     fit: Fit | None = None
 
@@ -75,7 +61,7 @@ class ListResult(Result, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "list"
 
-    models: tuple[ListedModel, ...]
+    models: tuple[ModelRow, ...]
     fits: bool = False
     busy: bool = False
     nothing_pulled: bool = False
@@ -108,7 +94,7 @@ class ListResult(Result, frozen=True, kw_only=True):
         return table([head, *map(_row, self.models)], right=frozenset({2, 3, 5, 6}))
 
 
-def _row(model: ListedModel) -> tuple[str, ...]:
+def _row(model: ModelRow) -> tuple[str, ...]:
     return (
         model.name,
         _here(model),
@@ -122,7 +108,7 @@ def _row(model: ListedModel) -> tuple[str, ...]:
     )
 
 
-def _fits_table(models: Sequence[ListedModel]) -> str:
+def _fits_table(models: Sequence[ModelRow]) -> str:
     head = ("NAME", "HERE", "QUANT", "SIZE", "~TOKENS/S", "FOR", "WHY")
     grouped = [(model.fit.group, _fit_row(model, model.fit)) for model in models if model.fit]
     top, *lines = table([head, *(row for _, row in grouped)], right=frozenset({3, 4})).splitlines()
@@ -133,17 +119,17 @@ def _fits_table(models: Sequence[ListedModel]) -> str:
     return "\n".join(text)
 
 
-def _fit_row(model: ListedModel, fit: Fit) -> tuple[str, ...]:
+def _fit_row(model: ModelRow, fit: Fit) -> tuple[str, ...]:
     speed = "-" if fit.group == "embedding" else f"{fit.tokens_per_s:.1f}"
     return model.name, _here(model), model.quantization, _size(model), speed, model.purpose, fit.why
 
 
-def _size(model: ListedModel) -> str:
+def _size(model: ModelRow) -> str:
     prefix = "~" if model.size_is_estimate else ""
     return prefix + format_bytes(model.size_bytes) if model.size_bytes else "?"
 
 
-def _here(model: ListedModel) -> str:
+def _here(model: ModelRow) -> str:
     if model.store:
         return f"from {model.store}"
     if model.in_place:
@@ -173,22 +159,22 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     except ConfigError as error:
         sys.stderr.write(f"warning: {error.message}\n")
     catalog = load_catalog()
-    counts = Counter(model_part(name) for name in generations())
     pulled = list_pulled()
-    local = [_pulled(model, catalog, counts) for model in pulled]
+    sources = {model.source for model in pulled}
+    local = [listing.of_pulled(model, catalog.get(model.base)) for model in pulled]
     names = {model.name for model in local}
-    external = [
-        _external(m, counts) for m in stores.search() if m.name not in {p.source for p in pulled}
-    ]
+    external = [_external(model) for model in stores.search() if model.name not in sources]
     local += [model for model in external if isinstance(model, ListedModel)]
     broken = [model for model in external if isinstance(model, UnusableModel)]
-    rest = (
-        []
-        if options.pulled
-        else [_available(m) for m in catalog.models.values() if m.name not in names]
+    rest = [model for model in catalog.models.values() if model.name not in names]
+    available = [] if options.pulled else map(listing.of_catalogue, rest)
+    counts = Counter(model_part(name) for name in generations())
+    rows = (
+        ModelRow(**msgspec.structs.asdict(model), snapshots=counts.get(part_of(model.name), 0))
+        for model in (*local, *available)
     )
     wanted = [word.lower() for word in options.words]
-    models = tuple(m for m in (*local, *rest) if _matches(m, wanted))
+    models = tuple(row for row in rows if _matches(row, wanted))
     rate = read_memory_rate() if options.fits else None
     return ListResult(
         models=_grouped(models, catalog, rate) if rate else models,
@@ -201,14 +187,14 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     )
 
 
-def _matches(model: ListedModel, wanted: list[str]) -> bool:
+def _matches(model: ModelRow, wanted: list[str]) -> bool:
     text = f"{model.name} {model.title} {model.purpose} {model.quantization} {model.store}".lower()
     return all(word in text for word in wanted)
 
 
-def _external(model: ExternalModel, counts: dict[str, int]) -> ListedModel | UnusableModel:
+def _external(model: ExternalModel) -> ListedModel | UnusableModel:
     try:
-        parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
+        return listing.of_external(model)
     except CatalogError as error:
         return UnusableModel(
             name=model.name,
@@ -216,60 +202,9 @@ def _external(model: ExternalModel, counts: dict[str, int]) -> ListedModel | Unu
             problem=model.problem or error.message,
             fix=model.fix or hint(error),
         )
-    first = parts[0]
-    return ListedModel(
-        name=model.name,
-        title=first.text("general.name") or model.name,
-        purpose=first.purpose,
-        parameters=format_parameters(sum(part.n_params for part in parts)),
-        quantization=first.quantization,
-        licence=first.text("general.license"),
-        context_length=first.n_ctx_train,
-        pulled=True,
-        in_place=True,
-        store=model.store,
-        size_bytes=model.size_bytes,
-        snapshots=counts.get(part_of(model.name), 0),
-    )
 
 
-def _pulled(model: PulledModel, catalog: Catalog, counts: dict[str, int]) -> ListedModel:
-    entry = catalog.get(model.base)
-    return ListedModel(
-        name=model.name,
-        title=entry.title if entry else model.name,
-        purpose=entry.purpose if entry else model.purpose,
-        parameters=entry.parameters
-        if entry and entry.parameters
-        else format_parameters(model.n_params),
-        quantization=model.quantization,
-        licence=entry.licence if entry else "",
-        context_length=model.n_ctx_train,
-        pulled=True,
-        in_place=model.in_place,
-        size_bytes=model.size_bytes,
-        snapshots=counts.get(part_of(model.name), 0),
-    )
-
-
-def _available(entry: Model) -> ListedModel:
-    return ListedModel(
-        name=entry.name,
-        title=entry.title,
-        purpose=entry.purpose,
-        parameters=entry.parameters,
-        quantization=entry.final_quantization,
-        licence=entry.licence,
-        context_length=entry.context_length,
-        pulled=False,
-        size_bytes=entry.stored_bytes,
-        size_is_estimate=entry.stored_is_estimate,
-    )
-
-
-def _grouped(
-    models: Sequence[ListedModel], catalog: Catalog, rate: MemoryRate
-) -> tuple[ListedModel, ...]:
+def _grouped(models: Sequence[ModelRow], catalog: Catalog, rate: MemoryRate) -> tuple[ModelRow, ...]:
     available = read_memory().available_bytes
     fitting = []
     for model in models:
@@ -280,7 +215,7 @@ def _grouped(
     return tuple(sorted(fitting, key=_rank))
 
 
-def _rank(model: ListedModel) -> tuple[int, float]:
+def _rank(model: ModelRow) -> tuple[int, float]:
     """Rank comfortable models by size, the largest first; slow ones by speed; the rest by size."""
     assert model.fit
     group = model.fit.group

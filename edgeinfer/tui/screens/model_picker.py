@@ -245,7 +245,7 @@ class ModelScreen(ListScreen[str | None]):
 
 def _row(row: ModelChoice, current: bool, room: int, note: str = "") -> Content:
     """Return one line of `room` cells for a model; `note` stands for whether it fits and is here."""
-    about = "~" if row.guessed else ""
+    about = "~" if row.size_is_estimate else ""
     size = f"{about}{size_words(row.size_bytes)}" if row.size_bytes else ""
     fits = {True: "fits", False: "too big", None: ""}[row.fits]
     too_big = "$error" if row.fits is False else ""
@@ -272,7 +272,7 @@ def _cut(text: str, width: int) -> str:
 def detail(row: ModelChoice) -> str:
     """Return up to three lines about the chosen model."""
     facts = [
-        row.title,
+        f"from {row.store}, used where it is" if row.store else row.title,
         row.purpose,
         f"{row.context_length:,} tokens of context" if row.context_length else "",
         row.licence,
