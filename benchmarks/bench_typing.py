@@ -46,7 +46,7 @@ ODD_CTX = 1792
 _CONTROL = re.compile(r"\x1b\[[0-9;?<>=$]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 #: What the chat itself writes below a question, the model's name apart.
 OURS = (
-    "Ask something writing tok/s reading of tokens remembered context cached first F1 help Esc stops "
+    "Ask something writing tok/s reading of tokens context cached first F1 help Esc stops "
     "waiting for its turn more lines cut room left continue goes "
     f"resumed in ms cold start no snapshot yet with these options {DEFAULT_MODEL}"
 )

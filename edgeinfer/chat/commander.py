@@ -49,9 +49,7 @@ class Front(Protocol):
 
     def pick_session(self, words: str) -> None: ...
 
-    def show_help(self, command: str) -> None: ...
-
-    def show_settings(self) -> None: ...
+    def show_help(self) -> None: ...
 
     def show_stats(self) -> None: ...
 
@@ -69,11 +67,11 @@ class Front(Protocol):
 
 #: Commands that are the front end's alone, by its method.
 _SHOWN = {
+    "help": "show_help",
     "sessions": "pick_session",
     "theme": "use_theme",
     "reasoning": "fold_reasoning",
     "stats": "show_stats",
-    "settings": "show_settings",
     "editor": "edit_outside",
     "quit": "leave",
 }
@@ -327,11 +325,6 @@ class Commander:
         if self.session.engine is None:
             raise UsageError("the model is not loaded yet", hint="wait a moment")
         self.front.summarise(context.first_kept(self.session, self.session.engine))
-
-    # the program
-
-    def _help(self, argument: str) -> None:
-        self.front.show_help(argument.removeprefix("/"))
 
 
 def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:

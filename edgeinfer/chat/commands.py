@@ -17,18 +17,7 @@ from edgeinfer.platform import paths
 
 #: What an argument is, so that it can be completed.
 Kind = Literal[
-    "none",
-    "text",
-    "number",
-    "model",
-    "path",
-    "prompt",
-    "preset",
-    "adapter",
-    "theme",
-    "setting",
-    "copy",
-    "command",
+    "none", "text", "number", "model", "path", "prompt", "preset", "adapter", "theme", "setting", "copy"
 ]
 
 
@@ -50,7 +39,7 @@ class CommandLine(msgspec.Struct, frozen=True):
 
 
 COMMANDS: tuple[Slash, ...] = (
-    Slash("help", "[COMMAND]", "commands and keys", "command", ("?",)),
+    Slash("help", "", "commands and keys", aliases=("?",)),
     Slash("model", "[NAME]", "switch to another model, or pick one", "model", ("models",)),
     Slash(
         "system",
@@ -102,7 +91,6 @@ COMMANDS: tuple[Slash, ...] = (
     Slash("summarise", "", "send a summary in place of the oldest turns", aliases=("summarize",)),
     Slash("stats", "", "tokens, speed, context and how this process started"),
     Slash("theme", "[NAME]", "colours", "theme"),
-    Slash("settings", "", "every setting and key"),
     Slash("editor", "", "write in your $EDITOR"),
     Slash("quit", "", "leave; everything is stored", aliases=("exit", "q", "bye")),
 )
@@ -228,7 +216,6 @@ def _adapters() -> Sequence[tuple[str, str]]:
 
 
 _BUILT_IN: Names = {
-    "command": lambda: [(c.name, c.summary) for c in COMMANDS],
     "setting": lambda: [(f"{option.label} ", option.help) for option in presets.OPTIONS.values()],
     "copy": lambda: [("code", "the last code block"), ("all", "the conversation as Markdown")],
     "adapter": _adapters,

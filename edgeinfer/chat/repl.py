@@ -298,14 +298,8 @@ class Repl:
     def pick_session(self, words: str) -> None:
         self.show_text(sessions_text(self.session, words))
 
-    def show_help(self, command: str) -> None:
-        found = commands.BY_NAME.get(command)
-        self.show_text(
-            f"/{found.name} {found.argument}: {found.summary}" if found else commands.help_text()
-        )
-
-    def show_settings(self) -> None:
-        self.show_text("Settings are in config.toml: edgeinfer config. Keys belong to the full app.")
+    def show_help(self) -> None:
+        self.show_text(commands.help_text())
 
     def show_stats(self) -> None:
         self.show_text(stats_text(self.session, started(self.launch.host.start)))

@@ -19,40 +19,26 @@ T = TypeVar("T")
 MOST_ENTRIES = 1000
 
 
-class CacheFile(Generic[T]):
-    """One value of the type `kind` in the file `name` of the cache folder."""
-
-    def __init__(self, name: str, kind: type[T]) -> None:
-        self._name = name
-        self._kind = kind
-
-    def read(self) -> T | None:
-        """Return the value written last; None without one of this type."""
-        try:
-            return msgspec.json.decode((paths.cache_dir() / self._name).read_bytes(), type=self._kind)
-        except (OSError, msgspec.MsgspecError):
-            return None
-
-    def write(self, value: T) -> None:
-        """Replace the value, atomically."""
-        with contextlib.suppress(OSError, DiskFullError):
-            paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(paths.cache_dir() / self._name, msgspec.json.encode(value))
-
-
 class CacheTable(Generic[T]):
     """Values by key in the file `name` of the cache folder; `kind` is the type of the whole."""
 
     def __init__(self, name: str, kind: type[dict[str, T]]) -> None:
-        self._file = CacheFile(name, kind)
+        self._name = name
+        self._kind = kind
 
     def read(self) -> dict[str, T]:
-        """Every value by its key, the oldest first."""
-        return self._file.read() or {}
+        """Return every value by its key, the oldest first."""
+        try:
+            return msgspec.json.decode((paths.cache_dir() / self._name).read_bytes(), type=self._kind)
+        except (OSError, msgspec.MsgspecError):
+            return {}
 
     def put(self, key: str, value: T) -> None:
         """Add a value, or replace what was under its key."""
         known = self.read()
         known.pop(key, None)
         known[key] = value
-        self._file.write(dict(list(known.items())[-MOST_ENTRIES:]))
+        raw = msgspec.json.encode(dict(list(known.items())[-MOST_ENTRIES:]))
+        with contextlib.suppress(OSError, DiskFullError):
+            paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(paths.cache_dir() / self._name, raw)

@@ -143,31 +143,40 @@ class AppFront:
 
     # the program
 
-    def show_help(self, command: str) -> None:
-        """Show all commands and keys, or one command if it is named."""
+    def show_help(self) -> None:
         from edgeinfer.tui.screens.dialogs import HelpScreen
 
-        self._app.push_screen(HelpScreen(command))
-
-    def show_settings(self) -> None:
-        from edgeinfer.tui.screens.settings import SettingsScreen
-
-        self._app.push_screen(SettingsScreen(self._launch, self._session, self.commander))
+        self._app.push_screen(HelpScreen())
 
     def show_stats(self) -> None:
         self.show_text(stats_text(self._session, self._view.started))
 
     def use_theme(self, name: str) -> None:
+        themes = self._app.available_themes
         if not name:
-            self._app.search_themes()
-            return
-        if name not in self._app.available_themes:
+            self._pick_theme()
+        elif name in themes:
+            self._app.theme = name
+            save(("chat", "theme"), name)
+        else:
             raise UsageError(
-                f"there is no theme {name!r}",
-                hint=f"there are: {', '.join(sorted(self._app.available_themes))}",
+                f"there is no theme {name!r}", hint=f"there are: {', '.join(sorted(themes))}"
             )
-        self._app.theme = name
-        save(("chat", "theme"), name)
+
+    def _pick_theme(self) -> None:
+        from edgeinfer.tui.screens.dialogs import ChoiceScreen
+
+        themes = sorted(self._app.available_themes.items())
+        themes.sort(key=lambda item: not item[0].startswith("edgeinfer"))
+        choices = [(name, name, "dark" if theme.dark else "light") for name, theme in themes]
+        self._app.push_screen(ChoiceScreen("Theme", "", choices), self._theme_picked)
+
+    def _theme_picked(self, name: str | None) -> None:
+        if name:
+            try:
+                self.use_theme(name)
+            except EdgeInferError as error:
+                self._view.show_error(error)
 
     def edit_outside(self) -> None:
         composer = self._view.composer

@@ -1,4 +1,4 @@
-"""Every key of the chat: its id for `[chat.keys]`, action and reason; help and settings read this."""
+"""Every key of the chat: its id for `[chat.keys]`, action and reason; help reads this."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ _ROWS: dict[Where, tuple[tuple[str, str, str, str, str], ...]] = {
         ("help", "f1", "slash('help')", "Help", "Commands and keys"),
         ("models", "f2", "slash('model')", "Models", "Pick, pull or warm a model"),
         ("sessions", "f3,ctrl+l", "slash('sessions')", "Sessions", "List and search conversations"),
-        ("settings", "f4", "slash('settings')", "Settings", "Theme, sampling, prompts, keys"),
         ("suspend", "ctrl+z", "suspend", "Suspend", "Back to the shell; `fg` returns"),
         ("quit", "ctrl+q", "slash('quit')", "Quit", "Leave; everything is stored"),
     ),

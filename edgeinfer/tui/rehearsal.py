@@ -38,7 +38,7 @@ _ANSWER = (
         for name in ("python", "bash", "c", "javascript", "json", "html", "rust", "sql")
     )
 )
-_KEYS = "f1 escape f4 escape f3 escape slash s tab ctrl+up escape pageup ctrl+end".split()
+_KEYS = "f1 escape f3 escape slash s tab ctrl+up escape pageup ctrl+end".split()
 _CHARACTERS = {"slash": "/", "s": "s"}
 #: A key goes from the app to a widget, which may open a screen, which lays itself out and paints.
 _REFRESHES = 4

@@ -306,7 +306,7 @@ def numbers(session: ChatSession, *, writing: bool, cached_tokens: int = 0) -> l
     stats = answers[-1].stats
     n_ctx = engine.info.n_ctx if engine else stats.n_ctx
     is_opened = session.answer is None and bool(cached_tokens)
-    cached = f"{cached_tokens:,} tokens remembered"
+    cached = f"{cached_tokens:,} tokens cached"
     share = 100 * stats.context_tokens // n_ctx if n_ctx else 0
     return [
         Part(f"context {stats.context_tokens:,}/{n_ctx:,}", 8, "$warning" if share >= 80 else ""),

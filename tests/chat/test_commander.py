@@ -184,12 +184,10 @@ def test_room(commander, front):
 def test_other_commands_are_run_by_the_front_end(commander, front, tmp_path):
     (tmp_path / "a.txt").write_text("words")
     for line, asked in (
-        ("/help", ("show_help", "")),
-        ("/help model", ("show_help", "model")),
+        ("/help", ("show_help",)),
         ("/sessions egg", ("pick_session", "egg")),
         ("/stats", ("show_stats",)),
         ("/theme nord", ("use_theme", "nord")),
-        ("/settings", ("show_settings",)),
         ("/editor", ("edit_outside",)),
         ("/reasoning", ("fold_reasoning",)),
         ("/quit", ("leave",)),

@@ -5,17 +5,7 @@ import os
 import pytest
 
 from edgeinfer.platform import cache_files, paths
-from edgeinfer.platform.cache_files import CacheFile, CacheTable
-
-
-def test_value_is_kept_where_others_may_list_the_cache():
-    file = CacheFile("one.json", int)
-    assert file.read() is None
-    paths.cache_dir().mkdir(parents=True)
-    paths.cache_dir().chmod(0o755)
-    file.write(3)
-    assert file.read() == 3
-    assert CacheFile("one.json", str).read() is None
+from edgeinfer.platform.cache_files import CacheTable
 
 
 def test_oldest_entries_are_forgotten(monkeypatch):
@@ -40,5 +30,5 @@ def test_unreadable_value_is_unknown_and_replaced(content):
 def test_unwritable_cache_is_no_error():
     paths.cache_dir().parent.mkdir(parents=True, exist_ok=True)
     paths.cache_dir().write_text("a file where the folder should be")
-    CacheFile("one.json", int).write(3)
+    CacheTable("table.json", dict[str, int]).put("a", 1)
     assert os.path.isfile(paths.cache_dir())

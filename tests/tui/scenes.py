@@ -210,12 +210,6 @@ class Searching(Sessions):
         await wait_until(pilot, lambda: pilot.app.screen.found and pilot.app.screen.found[0].snippet)
 
 
-class Settings(Answered):
-    async def prepare(self, pilot):
-        await super().prepare(pilot)
-        await pilot.press("f4")
-
-
 class Help(Answered):
     async def prepare(self, pilot):
         await super().prepare(pilot)
@@ -239,7 +233,6 @@ SCENES = {
         First,
         Sessions,
         Searching,
-        Settings,
         Help,
     )
 }

@@ -12,7 +12,7 @@ from textual.widgets import Static
 
 from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment
-from edgeinfer.config.config_file import load_config
+from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -54,7 +54,7 @@ async def test_cached_tokens_of_an_opened_conversation_are_shown(drive):
         number = d.session.conversation.id
         d.chat.run_command("/new")
         d.chat.run_command(f"/open {number}")
-        await d.until(lambda: any("tokens remembered" in p.text for p in d.chat.status._parts))
+        await d.until(lambda: any("tokens cached" in p.text for p in d.chat.status._parts))
 
 
 async def test_question_may_be_sent_before_the_model_is_loaded(drive):
@@ -454,8 +454,6 @@ async def test_draft_survives(drive):
 
 
 async def test_keys_are_rebound_by_their_ids(drive):
-    from edgeinfer.config.config_file import ChatConfig
-
     async with drive(
         FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})
     ) as d:
@@ -547,6 +545,14 @@ async def test_typed_text_is_prefilled_before_enter(drive):
         assert engine.read[0].messages[-1].content == "Why is the sky"
         await d.type("Why is the sky blue?", "enter")
         await d.until(lambda: d.turns() == ["Why is the sky blue?", "blue light scatters"])
+
+
+async def test_read_ahead_that_is_switched_off_prefills_nothing(drive):
+    async with drive(config=ChatConfig(read_ahead=False)) as d:
+        await d.type("One two three ")
+        d.chat._tick()
+        d.chat._tick()
+        assert d.host.fake.read == []
 
 
 async def test_typed_joiners_are_kept(drive):

@@ -12,7 +12,6 @@ import os
 import re
 import sqlite3
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,9 +109,13 @@ _SEARCH = f"""
         FROM every JOIN conversation c ON c.id = every.id LEFT JOIN found ON found.id = every.id
         WHERE c.deleted_ms IS NULL ORDER BY named DESC, c.updated_ms DESC, c.id DESC LIMIT :limit
     )
-    SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, coalesce(t.content, '')
-    FROM shown c LEFT JOIN turn t ON t.id = c.turn_id
+    SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, c.turn_id FROM shown c
     ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
+    """
+#: `+` keeps SQLite from one search of the index for each of the turns.
+_SNIPPETS = f"""
+    SELECT rowid, snippet(turn_search, 0, '{MARK}', '{UNMARK}', '…', 16) FROM turn_search
+    WHERE turn_search MATCH ? AND +rowid IN (SELECT value FROM json_each(?))
     """
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -333,7 +336,7 @@ class Store:
         )
         with _store_errors(self.name):
             rows = self.db.execute(sql, (limit,)).fetchall()
-        return [Summary(id=r[0], title=r[1], model=r[2], turns=r[3], updated_ms=r[4]) for r in rows]
+        return list(map(_summary, rows))
 
     def search(self, words: str, limit: int = 60) -> list[Summary]:
         """Return conversations with all the words, the last as a prefix: titles first, then the newest.
@@ -346,18 +349,9 @@ class Store:
             return self.listing(limit)
         with _store_errors(self.name):
             rows = self.db.execute(_SEARCH, {"query": query, "limit": limit}).fetchall()
-        wanted = _WORD.findall(words)
-        return [
-            Summary(
-                id=r[0],
-                title=r[1],
-                model=r[2],
-                turns=r[3],
-                updated_ms=r[4],
-                snippet=snippet(r[5], wanted),
-            )
-            for r in rows
-        ]
+            turn_ids = msgspec.json.encode([row[5] for row in rows]).decode()
+            snippets = dict(self.db.execute(_SNIPPETS, (query, turn_ids)))
+        return [_summary(row, " ".join(snippets.get(row[5], "").split())) for row in rows]
 
     def last(self) -> int | None:
         """Return the conversation that was used last, for `--continue`."""
@@ -426,29 +420,17 @@ def _read(kind: type[T], row: Sequence[Any]) -> T:
     return kind(**values)
 
 
+def _summary(row: Sequence[Any], snippet: str = "") -> Summary:
+    number, title, model, turns, updated_ms = row[:5]
+    return Summary(
+        id=number, title=title, model=model, turns=turns, updated_ms=updated_ms, snippet=snippet
+    )
+
+
 def match_query(words: str) -> str:
     """Return the FTS5 expression of typed words, the last one as a prefix; "" for no words."""
     found = _WORD.findall(words)
     return " ".join(f'"{w}"' for w in found) + "*" if found else ""
-
-
-def snippet(text: str, words: Sequence[str], around: int = 40) -> str:
-    """Return the part of `text` around the first match of `words`, with matches marked."""
-    plain = text if text.isascii() else "".join(unicodedata.normalize("NFD", c)[0] for c in text)
-    bare = ("".join(unicodedata.normalize("NFD", c)[0] for c in w) for w in words)
-    pattern = re.compile("|".join(rf"\b{re.escape(w)}\w*" for w in bare), re.IGNORECASE)
-    first = pattern.search(plain)
-    if first is None:
-        return ""
-    start, end = max(0, first.start() - around), min(len(text), first.end() + around)
-    while 0 < start < first.start() and not text[start - 1].isspace():
-        start += 1
-    parts, at = ["…" if start else ""], start
-    for found in pattern.finditer(plain, start, end):
-        parts += [text[at : found.start()], MARK, text[found.start() : found.end()], UNMARK]
-        at = found.end()
-    parts += [text[at:end], "…" if end < len(text) else ""]
-    return " ".join("".join(parts).split())
 
 
 def purge_deleted(open_store: Callable[[], Store] | None = None) -> None:

@@ -103,13 +103,9 @@ class AskScreen(ModalScreen[str | None]):
 
 
 class HelpScreen(ModalScreen[None]):
-    """Lists every command and key, or one command."""
+    """Lists every command and key."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,f1", "dismiss", "Leave", show=False)]
-
-    def __init__(self, command: str = "") -> None:
-        super().__init__()
-        self._command = command
 
     def compose(self) -> ComposeResult:
         with sheet("Help", "↑↓ scroll · Esc leaves"):
@@ -122,39 +118,26 @@ class HelpScreen(ModalScreen[None]):
 
     def on_resize(self) -> None:
         width = self.query_one(VerticalScroll).scrollable_content_region.width
-        self.query_one("#help", Static).update(help_content(self._command, keymap(self.app), width))
+        self.query_one("#help", Static).update(help_content(keymap(self.app), width))
 
 
-def help_content(command: str, rebound: dict[str, str], width: int) -> Content:
-    """Return help on all commands and keys, or on one command; `rebound` are the user's own keys."""
-    commands = [c for c in slash.COMMANDS if not command or command in (c.name, *c.aliases)] or list(
-        slash.COMMANDS
-    )
-    blocks = [[("Commands", "bold $primary")]]
-    rows = [_row(f"/{c.name} {c.argument}".rstrip(), c.summary, _also(c), width) for c in commands]
-    if len(commands) > 1:
-        rows.append(_row("@PATH", "attach a text file, anywhere in a question", "", width))
-        for where, heading in HEADINGS.items():
-            rows.append([(f"\n{heading}", "bold $primary")])
-            rows += [
-                _row(shown(rebound.get(k.id, k.keys)), k.tooltip, k.id, width)
-                for k in KEYS
-                if k.where == where
-            ]
-        rows.append(
-            [
-                (
-                    "\nSettings (F4) rebind keys; config.toml does it by their names, under "
-                    "[chat.keys].",
-                    "dim",
-                )
-            ]
-        )
-    return Content("\n").join([Content.assemble(*parts) for parts in [*blocks, *rows]])
-
-
-def _also(command: slash.Slash) -> str:
-    return f"also /{', /'.join(command.aliases)}" if command.aliases else ""
+def help_content(rebound: dict[str, str], width: int) -> Content:
+    """Return help on all commands and keys; `rebound` are the user's own keys."""
+    rows = [[("Commands", "bold $primary")]]
+    for command in slash.COMMANDS:
+        usage = f"/{command.name} {command.argument}".rstrip()
+        also = f"also /{', /'.join(command.aliases)}" if command.aliases else ""
+        rows.append(_row(usage, command.summary, also, width))
+    rows.append(_row("@PATH", "attach a text file, anywhere in a question", "", width))
+    for where, heading in HEADINGS.items():
+        rows.append([(f"\n{heading}", "bold $primary")])
+        rows += [
+            _row(shown(rebound.get(k.id, k.keys)), k.tooltip, k.id, width)
+            for k in KEYS
+            if k.where == where
+        ]
+    rows.append([("\nconfig.toml rebinds keys by their names, under [chat.keys].", "dim")])
+    return Content("\n").join([Content.assemble(*parts) for parts in rows])
 
 
 def _row(label: str, words: str, note: str, width: int) -> list[tuple[str, str]]:
