@@ -60,7 +60,7 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     raises.
     """
     name = _name(options, host)
-    listeners = list(host.listeners) or sockets.activated() or _bind(options, host)
+    listeners = list(host.listeners) or _bind(options, host)
     if _speaks_ollama(options, host):
         listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)

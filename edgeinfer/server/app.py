@@ -23,7 +23,6 @@ from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.security import OPEN_ROUTES, Gate, cors_headers
-from edgeinfer.server.logs import Log
 from edgeinfer.server.native.routes import NATIVE
 from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI
@@ -74,13 +73,15 @@ class ContextMiddleware(_EndpointMiddleware):
 
 
 class RecordMiddleware(_EndpointMiddleware):
-    """Count a request and write its line to the log, whatever became of it."""
+    """Count a request and write its line to the log, and to the payload log, whatever became of it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._app(scope, receive, send)
         finally:
             self._record(scope["edgeinfer"], scope["method"])
+            if self._endpoint.payloads is not None:
+                self._write_payload(scope["edgeinfer"], self._endpoint.payloads)
 
     def _record(self, context: RequestContext, method: str) -> None:
         metrics = self._endpoint.metrics
@@ -109,24 +110,9 @@ class RecordMiddleware(_EndpointMiddleware):
             ignored=", ".join(context.ignored),
         )
 
-
-class PayloadMiddleware:
-    """Write requests that were read, and what was answered, to the payload log."""
-
-    def __init__(self, app: ASGIApp, payloads: PayloadLog, log: Log) -> None:
-        self._app = app
-        self._payloads = payloads
-        self._log = log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context: RequestContext = scope["edgeinfer"]
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            if context.body is not None:
-                self._write(context, context.body)
-
-    def _write(self, context: RequestContext, body: bytes) -> None:
+    def _write_payload(self, context: RequestContext, payloads: PayloadLog) -> None:
+        if context.body is None:
+            return
         facts = {
             "request_id": context.id,
             "route": context.route,
@@ -135,9 +121,9 @@ class PayloadMiddleware:
             "outcome": context.outcome,
         }
         try:
-            self._payloads.write(facts, body, context.answer)
+            payloads.write(facts, context.body, context.answer)
         except OSError as error:
-            self._log.error("payload-log", error)
+            self._endpoint.log.error("payload-log", error)
 
 
 class ErrorMiddleware(_EndpointMiddleware):
@@ -245,8 +231,6 @@ def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
     app = LimitMiddleware(app, endpoint)
     app = GateMiddleware(app, gate)
     app = ErrorMiddleware(app, endpoint)
-    if endpoint.payloads:
-        app = PayloadMiddleware(app, endpoint.payloads, endpoint.log)
     app = RecordMiddleware(app, endpoint)
     return ContextMiddleware(app, endpoint)
 

@@ -35,8 +35,7 @@ class Operation(msgspec.Struct, frozen=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
     `is_admin`: it changes what others get, or tells of it. `may_store`: its answers may be kept, to be
-    read again by id. `is_list`: the answer is a list of `reply`, `takes_list`: its body is one of
-    `body`. `list_of`: some bodies get a list of these. `also` are further JSON answers by status, for
+    read again by id. `body` and `reply` are types of JSON; `also` are further answers by status, for
     the OpenAPI document.
     """
 
@@ -44,11 +43,8 @@ class Operation(msgspec.Struct, frozen=True):
     handler: Handler
     summary: str
     method: Method
-    reply: type[msgspec.Struct] | None = None
-    is_list: bool = False
-    list_of: type[msgspec.Struct] | None = None
-    body: type[msgspec.Struct] | None = None
-    takes_list: bool = False
+    reply: Any = None
+    body: Any = None
     query: type[msgspec.Struct] | None = None
     streams: bool = False
     uses_model: bool = True

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
+from edgeinfer.host import LoadProgress
 from edgeinfer.models.external_stores.ollama import PREFIX
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.platform.machine import read_memory
@@ -399,7 +400,6 @@ def _where_to_get(missing: str) -> str:
     return "GET /v1/models names what is; `[serve.aliases]` in the configuration gives one more names"
 
 
-Progress = Callable[[str, float | None], None]
 Where = Literal["process", "worker"]
 
 
@@ -432,7 +432,7 @@ class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     """What the manager is built from. `load` runs in a thread and reports progress from it."""
 
-    load: Callable[[str, Progress], LoadedEngine]
+    load: Callable[[str, LoadProgress], LoadedEngine]
     pulled: Callable[[], Sequence[AvailableModel]]
     available_bytes: Callable[[], int] = lambda: read_memory().available_bytes
     loaded_hook: Callable[[str, LoadedEngine, float], None] = lambda name, loaded, seconds: None

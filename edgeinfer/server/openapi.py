@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -70,22 +70,22 @@ def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
     }
 
 
-def _types(dialects: Sequence[Dialect]) -> list[type]:
-    kinds: dict[type, None] = {}
+def _types(dialects: Sequence[Dialect]) -> list[Any]:
+    kinds: dict[Any, None] = {}
     for dialect in dialects:
         kinds[dialect.error_type] = None
         for operation in dialect.operations:
-            found = (operation.body, operation.reply, operation.list_of, *operation.also.values())
+            found = (operation.body, operation.reply, *operation.also.values())
             kinds |= {kind: None for kind in found if kind is not None}
     return list(kinds)
 
 
-def _wire_types(kinds: Sequence[type]) -> dict[str, type[Wire]]:
+def _wire_types(kinds: Sequence[Any]) -> dict[str, type[Wire]]:
     found: dict[str, type[Wire]] = {}
-    waiting = [kind for kind in kinds if issubclass(kind, Wire)]
+    waiting = [one for kind in kinds for one in get_args(kind) or (kind,) if isinstance(one, type)]
     while waiting:
         kind = waiting.pop()
-        if found.setdefault(kind.__name__, kind) is kind:
+        if issubclass(kind, Wire) and found.setdefault(kind.__name__, kind) is kind:
             waiting += [inner for inner in parts_of(kind) if inner.__name__ not in found]
     return found
 
@@ -139,12 +139,9 @@ def _other_object(kinds: list[type[Wire]], beginnings: list[str]) -> dict[str, A
     return {"type": "object", "required": [tag], "properties": {tag: named}}
 
 
-def _ref(kind: type) -> dict[str, str]:
-    return {"$ref": _REF.format(name=kind.__name__)}
-
-
-def _json(kind: type) -> dict[str, Any]:
-    return {"application/json": {"schema": _ref(kind)}}
+def _json(*kinds: Any) -> dict[str, Any]:
+    schemas, _ = msgspec.json.schema_components(kinds, ref_template=_REF)
+    return {"application/json": {"schema": {"anyOf": schemas} if len(schemas) > 1 else schemas[0]}}
 
 
 def _operation(operation: Operation, dialect: Dialect) -> dict[str, Any]:
@@ -158,9 +155,7 @@ def _operation(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
-        schema = {"type": "array", "items": _ref(operation.body)} if operation.takes_list else None
-        content = {"application/json": {"schema": schema}} if schema else _json(operation.body)
-        described["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": True, "content": _json(operation.body)}
     return described
 
 
@@ -168,12 +163,6 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     content: dict[str, Any] = {operation.reply_type: {"schema": {"type": "string"}}}
     if operation.reply is not None:
         content = _json(operation.reply)
-    if operation.reply is not None and operation.is_list:
-        items = {"type": "array", "items": _ref(operation.reply)}
-        content = {"application/json": {"schema": items}}
-    if operation.reply is not None and operation.list_of is not None:
-        either = [_ref(operation.reply), {"type": "array", "items": _ref(operation.list_of)}]
-        content = {"application/json": {"schema": {"anyOf": either}}}
     if operation.streams:
         lines = _EVENT if dialect.stream_type == "text/event-stream" else _LINES
         content[dialect.stream_type] = {"schema": lines}
@@ -191,8 +180,7 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     if operation.body is not None:
         responses["408"] = _LATE
     for status, kind in operation.also.items():
-        schema = {"anyOf": [_ref(kind), _ref(error)]}
-        responses[status]["content"] = {"application/json": {"schema": schema}}
+        responses[status]["content"] = _json(kind, error)
     return responses
 
 

@@ -175,9 +175,3 @@ def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
 def shutting_down() -> Problem:
     """Make the answer to a request during a drain."""
     return unavailable("The endpoint is shutting down.", "shutting_down", 2)
-
-
-def no_such_model(name: str) -> Problem:
-    """Make the answer to an unknown model in the path."""
-    message = f"The model '{name[:200]}' does not exist."
-    return Problem(404, message, param="model", code="model_not_found")

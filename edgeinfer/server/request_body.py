@@ -21,7 +21,7 @@ _INLINE_BYTES = 64 << 10
 #: They switch on what is not here, or what is here anyway.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 async def read_body(request: Request) -> bytes:
@@ -60,16 +60,6 @@ async def _checked(request: Request) -> bytes:
     raw = await read_body(request)
     context_of(request).body = raw
     return raw
-
-
-async def decode_list(request: Request, kind: type[T]) -> list[T]:
-    """Decode the body as a list of `kind`. Raises Problem 400 naming the field, 413, 415."""
-    raw = await _checked(request)
-    try:
-        with _json_only():
-            return msgspec.json.decode(raw, type=list[kind])  # type: ignore[valid-type]
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from None
 
 
 async def decode(request: Request, kind: type[T]) -> T:
@@ -151,7 +141,7 @@ def decode_query(request: Request, kind: type[T]) -> T:
         if name in fields:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
         fields[name] = text
-    context.body = msgspec.json.encode(fields)
+    context.body = context.body or msgspec.json.encode(fields)
     decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown, strict=False)
     value = decoder.read(fields, kind)
     context.ignore(decoder.ignored)

@@ -66,16 +66,6 @@ def refuse_infill(info: EngineInfo, param: str) -> None:
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
-def template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Collect variables for the chat template. Effort is spelled both ways that templates read it."""
-    options: dict[str, Any] = {}
-    if effort is not None:
-        options["enable_thinking"] = effort != "none"
-    if effort not in (None, "none"):
-        options["reasoning_effort"] = _EFFORTS.get(effort, effort)
-    return options | (given or {})
-
-
 def reasoning(
     effort: str | None,
     *,
@@ -83,12 +73,16 @@ def reasoning(
     budget: int | None = None,
     given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the GenerateRequest fields that bound reasoning.
+    """Return the GenerateRequest fields that bound reasoning, the effort as templates read it.
 
     `wanted` False, or an effort of "none", closes a span also where the template opens one by itself.
     `given` are a request's own variables for the template, which win.
     """
-    options = template_options(None, effort)
+    options: dict[str, Any] = {}
+    if effort is not None:
+        options["enable_thinking"] = effort != "none"
+    if effort not in (None, "none"):
+        options["reasoning_effort"] = _EFFORTS.get(effort, effort)
     if wanted is not None:
         options["enable_thinking"] = wanted
     options |= given or {}

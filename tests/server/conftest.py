@@ -22,7 +22,7 @@ import pytest
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.host import Handoff, Host
+from edgeinfer.host import Handoff, Host, LoadProgress
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import AnswerJournal
@@ -40,7 +40,6 @@ from edgeinfer.server.model_pool import (
     ModelAdministrator,
     ModelPool,
     ModelSources,
-    Progress,
 )
 from edgeinfer.server.payload_log import PayloadLog
 
@@ -52,7 +51,7 @@ class Setup:
     """
 
     engine: Engine | None = None
-    load: Callable[[str, Progress], LoadedEngine] | None = None
+    load: Callable[[str, LoadProgress], LoadedEngine] | None = None
     names: Sequence[str] = ("fake",)
     gate: Gate = field(default_factory=lambda: Gate(keys=Keys([])))
     limits: Limits = field(default_factory=Limits)

@@ -1,4 +1,4 @@
-"""Take listening sockets from launcher or systemd, or bind them (sd_listen_fds(3))."""
+"""Bind listening sockets, and tell what is known of them and to the service manager."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ import socket
 from collections.abc import Sequence
 
 from edgeinfer.errors import ServeError
-from edgeinfer.platform.process import activated_descriptors
 
 _MOST_DESCRIPTORS = 65_536
-
-
-def activated() -> list[socket.socket]:
-    """Take the listening sockets that systemd passed to this process."""
-    return [socket.socket(fileno=descriptor) for descriptor in activated_descriptors()]
 
 
 def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:

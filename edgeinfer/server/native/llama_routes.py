@@ -31,7 +31,7 @@ from edgeinfer.server.native import wire
 from edgeinfer.server.native.render import LlamaRenderer
 from edgeinfer.server.openai.translate import limit_of, prompts, sampling_of
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.request_body import decode, decode_list, decode_query
+from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.request_fields import common_fields, refuse_infill, stop_strings
 
 ROUTES = RouteTable()
@@ -40,8 +40,7 @@ ROUTES = RouteTable()
 @ROUTES.post(
     "/completion",
     body=wire.LlamaCompletion,
-    reply=wire.LlamaAnswer,
-    list_of=wire.LlamaAnswer,
+    reply=wire.LlamaAnswer | list[wire.LlamaAnswer],
     streams=True,
 )
 async def completion(request: Request) -> Response:
@@ -127,7 +126,7 @@ async def version(request: Request) -> Response:
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
-@ROUTES.get("/lora-adapters", query=wire.AdaptersQuery, reply=wire.LoadedAdapter, is_list=True)
+@ROUTES.get("/lora-adapters", query=wire.AdaptersQuery, reply=list[wire.LoadedAdapter])
 async def listed(request: Request) -> Response:
     """Adapters of the default model or of `?model=`, in llama.cpp's shape."""
     context = context_of(request)
@@ -143,16 +142,14 @@ def _described(adapters: Sequence[Adapter]) -> list[wire.LoadedAdapter]:
 @ROUTES.post(
     "/lora-adapters",
     query=wire.AdaptersQuery,
-    body=wire.LoraById,
-    takes_list=True,
-    reply=wire.LoadedAdapter,
-    is_list=True,
+    body=list[wire.LoraById],
+    reply=list[wire.LoadedAdapter],
     is_admin=True,
 )
 async def scaled(request: Request) -> Response:
     """Scales of adapters for requests that name none, in llama.cpp's shape; one left out gets 0."""
     context = context_of(request)
-    body = await decode_list(request, wire.LoraById)
+    body = await decode(request, list[wire.LoraById])
     context.name_model(decode_query(request, wire.AdaptersQuery).model)
 
     def change(loaded: tuple[Adapter, ...]) -> Sequence[Adapter]:

@@ -15,21 +15,19 @@ from starlette.responses import Response
 from edgeinfer import __version__
 from edgeinfer.agents.predicted_prefix import predict_prefix
 from edgeinfer.agents.table import AGENTS
-from edgeinfer.errors import InvalidRequestError, UnknownModelError
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.context import context_of, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
-from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation import answer
 from edgeinfer.server.native import llama_routes, wire
 from edgeinfer.server.native.wire import AdaptersQuery, LlamaDefaults
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
-from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.request_fields import common_fields, loras, overridden, seed_of, stop_strings
 
@@ -122,8 +120,8 @@ async def apply_template(request: Request) -> Response:
     return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
 
 
-@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
-@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply, list_of=wire.TeiRank)
+@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply | list[wire.TeiRank])
+@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply | list[wire.TeiRank])
 async def rerank(request: Request) -> Response:
     """Rank documents by relevance."""
     body = await decode(request, wire.RerankRequest)
@@ -241,7 +239,7 @@ async def _infer(request: Request, body: wire.InferQuery) -> Response:
 async def unload(request: Request) -> Response:
     """Unload a model."""
     endpoint = context_of(request).endpoint
-    meant = _resolved(endpoint, request.path_params["id"])
+    meant = endpoint.models.resolve(request.path_params["id"])
     return json_reply(wire.UnloadReply(id=meant, state=await endpoint.models.unload(meant)))
 
 
@@ -257,7 +255,7 @@ async def take_snapshot(request: Request) -> Response:
     """Take a snapshot of a loaded model, which goes on; later launches resume it."""
     body = await decode(request, wire.SnapshotRequest)
     endpoint = context_of(request).endpoint
-    meant = _resolved(endpoint, request.path_params["id"])
+    meant = endpoint.models.resolve(request.path_params["id"])
     async with endpoint.taking:
         taken = await asyncio.to_thread(endpoint.host.take_snapshot, meant, body.name)
     endpoint.log.info("snapshot-taken", model=meant, snapshot=taken.name, built=taken.was_built)
@@ -270,13 +268,6 @@ async def take_snapshot(request: Request) -> Response:
             seconds=taken.seconds,
         )
     )
-
-
-def _resolved(endpoint: Endpoint, name: str) -> str:
-    try:
-        return endpoint.models.resolve(name)
-    except UnknownModelError:
-        raise no_such_model(name) from None
 
 
 @ROUTES.post("/v1/models/{id}/recall", body=wire.RecallRequest, reply=wire.RecallReply)

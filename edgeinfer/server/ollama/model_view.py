@@ -61,10 +61,8 @@ def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowR
     header = _header(files)
     found = _metadata(header, info)
     template = (files.chat_template if files else None) or (header.chat_template if header else "")
-    parameters = _parameters(files)
     return wire.OllamaShowReply(
-        modelfile=_modelfile(model.name, parameters, files),
-        parameters=parameters,
+        parameters=_parameters(files),
         template=template,
         details=details(model, info),
         model_info=found,
@@ -151,18 +149,7 @@ def _parameters(files: ModelFiles | None) -> str:
     base = msgspec.structs.asdict(Sampling())
     own = msgspec.structs.asdict(files.sampling)
     lines = [f"{name} {value}" for name, value in own.items() if value != base[name]]
-    return "\n".join([*lines, *_stops(files.stop)])
-
-
-def _stops(stop: Sequence[str]) -> list[str]:
-    return [f"stop {msgspec.json.encode(text).decode()}" for text in stop]
-
-
-def _modelfile(name: str, parameters: str, files: ModelFiles | None) -> str:
-    lines = [f"FROM {files.paths[0] if files else name}"]
-    lines += [f"PARAMETER {line}" for line in parameters.splitlines()]
-    if files and files.system_prompt:
-        lines.append(f"SYSTEM {msgspec.json.encode(files.system_prompt).decode()}")
+    lines += [f"stop {msgspec.json.encode(text).decode()}" for text in files.stop]
     return "\n".join(lines)
 
 

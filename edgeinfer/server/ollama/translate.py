@@ -7,27 +7,16 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import (
-    GenerateRequest,
-    Infill,
-    JsonSchema,
-    Message,
-    Sampling,
-    Tool,
-    ToolCall,
-)
+from edgeinfer.runtime.requests import GenerateRequest, Infill, JsonSchema, Message, Sampling, ToolCall
 from edgeinfer.server.ollama import wire
-from edgeinfer.server.request_fields import (
-    loras,
-    overridden,
-    reasoning,
-    seed_of,
-    stop_strings,
-    unique_tools,
-)
+from edgeinfer.server.openai.translate import tools_of
+from edgeinfer.server.request_fields import loras, overridden, reasoning, seed_of, stop_strings
 
+#: Options that are whole numbers, with the least: clients write -1 for "all" or "off".
+_WHOLE = {"top_k": 0, "repeat_last_n": -1, "mirostat": 0}
 #: A template that only repeats the prompt asks for what `raw` does.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
 
@@ -118,19 +107,6 @@ def _answered(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall |
     return None
 
 
-def tools_of(tools: Sequence[wire.FunctionToolParam] | None) -> tuple[Tool, ...]:
-    """Convert tools. Raises InvalidRequestError if two have one name."""
-    found = tuple(
-        Tool(
-            name=tool.function.name,
-            description=tool.function.description or "",
-            parameters=tool.function.parameters or {},
-        )
-        for tool in tools or ()
-    )
-    return unique_tools(found)
-
-
 def _shared(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
     options = body.options or wire.Options()
     predict = int(options.num_predict or 0)
@@ -162,28 +138,13 @@ def _constraint(wanted: str | dict[str, Any] | None) -> JsonSchema | None:
 
 def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
     """Return the model's sampling defaults, overridden by the request."""
-    seed = None if options.seed is None else seed_of(int(options.seed))
-    return overridden(
-        base,
-        temperature=options.temperature,
-        top_k=_whole(options.top_k, low=0),
-        top_p=options.top_p,
-        min_p=options.min_p,
-        typical_p=options.typical_p,
-        repeat_last_n=_whole(options.repeat_last_n, low=-1),
-        repeat_penalty=options.repeat_penalty or None,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        mirostat=_whole(options.mirostat, low=0),
-        mirostat_tau=options.mirostat_tau,
-        mirostat_eta=options.mirostat_eta,
-        seed=seed,
-    )
-
-
-def _whole(given: float | None, *, low: int) -> int | None:
-    """Clamp to `low`: Ollama's clients write -1 for "all" or "off"."""
-    return None if given is None else max(low, int(given))
+    given: dict[str, Any] = {field: getattr(options, field, None) for field in BY_FIELD}
+    for field, low in _WHOLE.items():
+        if given[field] is not None:
+            given[field] = max(low, int(given[field]))
+    given["repeat_penalty"] = options.repeat_penalty or None
+    given["seed"] = None if options.seed is None else seed_of(int(options.seed))
+    return overridden(base, **given)
 
 
 def too_much(options: wire.Options | None, info: EngineInfo) -> list[str]:

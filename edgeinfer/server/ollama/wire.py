@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.openai.wire import TokenLogprob
+from edgeinfer.server.openai.wire import TokenLogprob, Tools
 from edgeinfer.server.wire_types import (
     Effort,
     JsonObject,
@@ -110,28 +110,11 @@ class MessageParam(Wire, frozen=True, kw_only=True):
     name: ShortText | None = None
 
 
-class FunctionParam(Wire, frozen=True, kw_only=True):
-    """A function the model may call; `parameters` is a JSON schema."""
-
-    hints: ClassVar = frozenset({"strict"})
-
-    name: ToolName
-    description: Text | None = None
-    parameters: JsonObject | None = None
-
-
-class FunctionToolParam(Wire, frozen=True, kw_only=True):
-    """A tool; only functions exist."""
-
-    function: FunctionParam
-    type: Literal["function"] | None = None
-
-
 class OllamaChatRequest(OllamaFields, frozen=True, kw_only=True):
     """POST /api/chat. Without messages the model is only loaded or unloaded."""
 
     messages: Annotated[list[MessageParam], Meta(max_length=4096)] | None = None
-    tools: Annotated[list[FunctionToolParam], Meta(max_length=256)] | None = None
+    tools: Tools | None = None
 
 
 class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
@@ -315,7 +298,6 @@ class OllamaProcesses(Reply, frozen=True, kw_only=True):
 class OllamaShowReply(Reply, frozen=True, kw_only=True):
     """The answer of /api/show. `template` is Jinja, as the file has it, not Ollama's notation."""
 
-    modelfile: str
     parameters: str
     template: str
     details: ModelDetails

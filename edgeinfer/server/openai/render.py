@@ -89,6 +89,10 @@ def _finite(logprob: float) -> float:
 class _OpenAI:
     """What both shapes share: `count` answers, `body.n` of each prompt."""
 
+    #: The name of a chunk's type, and a piece of an answer without text.
+    chunk_object: str
+    nothing: bytes
+
     def __init__(
         self, request_id: str, model: str, info: EngineInfo, body: wire.OpenAIFields, count: int
     ) -> None:
@@ -100,47 +104,58 @@ class _OpenAI:
         self.n = body.n or 1
         self.count = count
         self._ends: dict[int, Finished] = {}
-        head = _encode(self._chunk([]))
-        self._head = b"data: " + head[: head.rindex(b'"choices":[') + len(b'"choices":[')]
-
-    def _chunk(self, choices: list[Any]) -> wire.ChatChunk | wire.Completion:
-        raise NotImplementedError
+        about = {
+            "id": request_id,
+            "object": self.chunk_object,
+            "created": self.created,
+            "model": model,
+            "system_fingerprint": self.fingerprint,
+        }
+        self._head = b'data: %b,"choices":[' % _encode(about)[:-1]
 
     @property
     def ends(self) -> list[Finished]:
         """Return the ends so far, by index."""
         return [self._ends[index] for index in sorted(self._ends)]
 
-    def _end(
-        self, index: int, end: Finished, choice: wire.ChunkChoice | wire.CompletionChoice
+    def _piece(
+        self, index: int, piece: bytes, logprobs: bytes = b"null", finish: bytes = b"null"
     ) -> bytes:
+        return b'%b{"index":%d,%b,"finish_reason":%b,"logprobs":%b}' % (
+            self._head,
+            index,
+            piece,
+            finish,
+            logprobs,
+        )
+
+    def _finish(self, index: int, end: Finished) -> bytes:
         """Encode the last chunk of an answer; that of the last answer has the timings."""
         self._ends[index] = end
-        chunk = self._chunk([choice])
-        if len(self._ends) == self.count:
-            chunk = msgspec.structs.replace(chunk, timings=wire_timings(*total(self.ends, self.n)))
-        return b"data: " + _encode(chunk) + b"\n\n"
+        chunk = self._piece(index, self.nothing, finish=_encode(finish_reason(end)))
+        if len(self._ends) < self.count:
+            return chunk + _TAIL
+        return chunk + b'],"timings":%b}\n\n' % _encode(wire_timings(*total(self.ends, self.n)))
 
     def closing(self) -> bytes:
         if not self.include_usage:
             return DONE
         usage, _ = total(self.ends, self.n)
-        chunk = msgspec.structs.replace(self._chunk([]), usage=wire_usage(usage))
-        return b"data: " + _encode(chunk) + b"\n\n" + DONE
+        return self._head + b'],"usage":%b}\n\n' % _encode(wire_usage(usage)) + DONE
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
 
     def waiting(self, text: str) -> bytes:
         waits = next((index for index in range(self.count) if index not in self._ends), 0)
-        return sse_comment(text) + self._nothing(waits)
-
-    def _nothing(self, index: int) -> bytes:
-        raise NotImplementedError
+        return sse_comment(text) + self._piece(waits, self.nothing) + _TAIL
 
 
 class ChatRenderer(_OpenAI):
     """Render `chat.completion` and `chat.completion.chunk`."""
+
+    chunk_object = "chat.completion.chunk"
+    nothing = b'"delta":{}'
 
     def __init__(self, request_id: str, model: str, info: EngineInfo, body: wire.ChatRequest) -> None:
         super().__init__(request_id, model, info, body, body.n or 1)
@@ -148,54 +163,27 @@ class ChatRenderer(_OpenAI):
         #: An answer of calls alone must not stream an empty text first: some clients make a part of it.
         self._may_call = bool(body.tools) and body.tool_choice != "none"
 
-    def _chunk(self, choices: list[wire.ChunkChoice]) -> wire.ChatChunk:
-        return wire.ChatChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            system_fingerprint=self.fingerprint,
-        )
-
     def opening(self) -> bytes:
-        text = b"null" if self._may_call else b'""'
-        delta = (
-            b'"delta":{"role":"assistant","content":%b},"finish_reason":null,"logprobs":null}' % text
-        )
-        return b"".join(self._head + b'{"index":%d,' % index + delta + _TAIL for index in range(self.n))
+        delta = b'"role":"assistant","content":%b' % (b"null" if self._may_call else b'""')
+        return b"".join(self._delta(index, delta) for index in range(self.n))
 
     def event(self, index: int, event: Event) -> bytes:
         match event:
             case TextDelta():
-                delta = b'{"content":' + _encode(event.text)
+                delta = b'"content":' + _encode(event.text)
                 if event.logprobs:
                     return self._delta(index, delta, _encode(wire_logprobs(event.logprobs)))
                 return self._delta(index, delta)
             case ReasoningDelta():
-                return self._delta(index, b'{"reasoning_content":' + _encode(event.text))
+                return self._delta(index, b'"reasoning_content":' + _encode(event.text))
             case ToolCallDelta():
-                return self._delta(index, b'{"tool_calls":[' + _encode(_tool_delta(event)) + b"]")
+                return self._delta(index, b'"tool_calls":[' + _encode(_tool_delta(event)) + b"]")
             case Finished():
                 return self._finish(index, event)
         return b""
 
-    def _nothing(self, index: int) -> bytes:
-        return self._delta(index, b"{")
-
     def _delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
-        return b'%b{"index":%d,"delta":%b},"finish_reason":null,"logprobs":%b}%b' % (
-            self._head,
-            index,
-            delta,
-            logprobs,
-            _TAIL,
-        )
-
-    def _finish(self, index: int, end: Finished) -> bytes:
-        choice = wire.ChunkChoice(
-            index=index, delta=wire.ChunkDelta(), finish_reason=finish_reason(end)
-        )
-        return self._end(index, end, choice)
+        return self._piece(index, b'"delta":{%b}' % delta, logprobs) + _TAIL
 
     def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers])
@@ -232,11 +220,16 @@ class ChatRenderer(_OpenAI):
         )
 
 
-def _tool_delta(event: ToolCallDelta) -> wire.DeltaToolCall:
-    function = wire.DeltaFunction(name=event.name or None, arguments=event.arguments)
-    if event.id or event.name:
-        return wire.DeltaToolCall(index=event.index, id=event.id, type="function", function=function)
-    return wire.DeltaToolCall(index=event.index, function=function)
+def _tool_delta(event: ToolCallDelta) -> dict[str, Any]:
+    if not (event.id or event.name):
+        return {"index": event.index, "function": {"arguments": event.arguments}}
+    named = {"name": event.name} if event.name else {}
+    return {
+        "index": event.index,
+        "id": event.id,
+        "type": "function",
+        "function": {**named, "arguments": event.arguments},
+    }
 
 
 def wire_prompt_logprobs(prompt: PromptLogprobs) -> list[dict[str, wire.PromptLogprob] | None]:
@@ -271,6 +264,9 @@ def _joined(
 class CompletionRenderer(_OpenAI):
     """Render `text_completion`; with `echo` each prompt leads its `n` answers."""
 
+    chunk_object = "text_completion"
+    nothing = b'"text":""'
+
     def __init__(
         self,
         request_id: str,
@@ -294,15 +290,6 @@ class CompletionRenderer(_OpenAI):
             return prompt
         pieces = (tokens.first, *(t.chosen.piece for t in tokens.tokens)) if tokens else ()
         return b"".join(pieces).decode("utf-8", "replace")
-
-    def _chunk(self, choices: list[wire.CompletionChoice]) -> wire.Completion:
-        return wire.Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            system_fingerprint=self.fingerprint,
-        )
 
     def opening(self) -> bytes:
         """Echo text prompts; with log-probabilities the echo follows their computation."""
@@ -328,28 +315,20 @@ class CompletionRenderer(_OpenAI):
                 return self._finish(index, event)
         return b""
 
-    def _nothing(self, index: int) -> bytes:
-        return self._delta(index, "", b"null")
-
     def _delta(self, index: int, text: str, logprobs: bytes) -> bytes:
-        return b'%b{"index":%d,"text":%b,"finish_reason":null,"logprobs":%b}%b' % (
-            self._head,
-            index,
-            _encode(text),
-            logprobs,
-            _TAIL,
-        )
-
-    def _finish(self, index: int, end: Finished) -> bytes:
-        choice = wire.CompletionChoice(index=index, text="", finish_reason=finish_reason(end))
-        return self._end(index, end, choice)
+        return self._piece(index, b'"text":%b' % _encode(text), logprobs) + _TAIL
 
     def whole(self, answers: list[Collected]) -> bytes:
         usage, timings = total([answer.finished for answer in answers], self.n)
-        completion = self._chunk([self._choice(index, answer) for index, answer in enumerate(answers)])
         return _encode(
-            msgspec.structs.replace(
-                completion, usage=wire_usage(usage), timings=wire_timings(usage, timings)
+            wire.Completion(
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
+                system_fingerprint=self.fingerprint,
+                usage=wire_usage(usage),
+                timings=wire_timings(usage, timings),
             )
         )
 

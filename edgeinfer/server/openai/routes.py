@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.errors import InvalidRequestError, UnknownModelError
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.context import RequestContext, context_of, json_reply, with_engine
@@ -20,7 +20,6 @@ from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai import batch_routes, translate, wire
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events
-from edgeinfer.server.problems import no_such_model
 from edgeinfer.server.request_body import decode
 
 ROUTES = RouteTable()
@@ -142,10 +141,7 @@ async def one_model(request: Request) -> Response:
     models = context.endpoint.models
     pulled = {model.name: model for model in await context.endpoint.in_thread(models.pulled)}
     if name not in pulled:
-        try:
-            meant = models.resolve(name)
-        except UnknownModelError:
-            raise no_such_model(name) from None
+        meant = models.resolve(name)
         pulled[name] = msgspec.structs.replace(pulled[meant], name=name, alias_of=meant)
     return json_reply(_card(context, pulled[name]))
 

@@ -459,47 +459,6 @@ class ChatCompletion(Reply, frozen=True, kw_only=True):
     system_fingerprint: str = ""
 
 
-class DeltaFunction(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class DeltaToolCall(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: DeltaFunction | None = None
-
-
-class ChunkDelta(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[DeltaToolCall] | None = None
-
-
-class ChunkChoice(Reply, frozen=True, kw_only=True):
-    index: int
-    delta: ChunkDelta
-    finish_reason: WireFinish | None = None
-    logprobs: ChoiceLogprobs | None = None
-
-
-class ChatChunk(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """One SSE chunk of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = msgspec.field(
-        default_factory=lambda: "chat.completion.chunk"
-    )
-    created: int
-    model: str
-    system_fingerprint: str = ""
-    choices: list[ChunkChoice]
-    usage: WireUsage | None = None
-    timings: WireTimings | None = None
-
-
 class CompletionLogprobs(Reply, frozen=True, kw_only=True):
     """Null: of the prompt's first token, which nothing predicts."""
 
@@ -525,17 +484,17 @@ class CompletionChoice(Reply, frozen=True, kw_only=True):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Completion(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer of /v1/completions, and each of its SSE chunks."""
+class Completion(Reply, frozen=True, kw_only=True):
+    """The answer of /v1/completions."""
 
     id: str
-    object: Literal["text_completion"] = msgspec.field(default_factory=lambda: "text_completion")
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     system_fingerprint: str = ""
     choices: list[CompletionChoice]
-    usage: WireUsage | None = None
-    timings: WireTimings | None = None
+    usage: WireUsage
+    timings: WireTimings
 
 
 class Embedding(Reply, frozen=True, kw_only=True):

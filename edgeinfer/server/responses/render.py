@@ -7,14 +7,23 @@ The stream announces every item and part before its text and repeats the whole a
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from edgeinfer.runtime.events import (
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprobs,
+    ToolCallDelta,
+    Usage,
+)
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.dialect import sse_comment, wire_timings
 from edgeinfer.server.openai.render import sentence, wire_logprobs
+from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.translate import offered
@@ -55,12 +64,8 @@ class ResponseRenderer:
         self._answer.add(event)
         match event:
             case TextDelta():
-                out = self._into("message", 0)
-                logprobs = (
-                    msgspec.to_builtins(wire_logprobs(event.logprobs).content) if event.logprobs else []
-                )
-                return out + self._part(
-                    "response.output_text.delta", delta=event.text, logprobs=logprobs
+                return self._into("message", 0) + self._part(
+                    "response.output_text.delta", delta=event.text, logprobs=_logprobs(event.logprobs)
                 )
             case ReasoningDelta():
                 return self._into("reasoning", 0) + self._part(
@@ -152,7 +157,23 @@ class ResponseRenderer:
 
     def _item(self, place: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
         kind, number = self._items[place]
-        return self._output_item(self._item_id(place), kind, number, self._answer, status, empty=empty)
+        item_id, answer = self._item_id(place), self._answer
+        if kind == "message":
+            text = wire.OutputTextOut(text=answer.text, logprobs=_logprobs(answer.logprobs))
+            return wire.MessageOut(id=item_id, content=[] if empty else [text], status=status)
+        if kind == "reasoning":
+            thought = wire.ReasoningTextOut(text=answer.reasoning)
+            return wire.ReasoningOut(id=item_id, content=[] if empty else [thought], status=status)
+        call = answer.calls[number]
+        namespace, name = self._names.get(call.name, (None, call.name))
+        return wire.FunctionCallOut(
+            id=item_id,
+            call_id=call.id,
+            name=name,
+            arguments="" if empty else call.arguments,
+            status=status,
+            namespace=namespace or msgspec.UNSET,
+        )
 
     # --- whole
 
@@ -178,44 +199,11 @@ class ResponseRenderer:
             reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings)
         )
 
-    def _output_item(
-        self,
-        item_id: str,
-        kind: str,
-        number: int,
-        answer: Collected,
-        status: wire.ItemStatus,
-        *,
-        empty: bool,
-    ) -> wire.OutputItem:
-        if kind == "message":
-            logprobs = (
-                msgspec.to_builtins(wire_logprobs(answer.logprobs).content)
-                if answer.logprobs and not empty
-                else []
-            )
-            content = [] if empty else [wire.OutputTextOut(text=answer.text, logprobs=logprobs)]
-            return wire.MessageOut(id=item_id, content=content, status=status)
-        if kind == "reasoning":
-            content_out = [] if empty else [wire.ReasoningTextOut(text=answer.reasoning)]
-            return wire.ReasoningOut(id=item_id, content=content_out, status=status)
-        call = answer.calls[number]
-        arguments = "" if empty else call.arguments
-        namespace, name = self._names.get(call.name, (None, call.name))
-        return wire.FunctionCallOut(
-            id=item_id,
-            call_id=call.id,
-            name=name,
-            arguments=arguments,
-            status=status,
-            namespace=namespace or msgspec.UNSET,
-        )
-
     def _reply(
         self, status: Any, output: list[wire.OutputItem], usage: Usage | None
     ) -> wire.ResponseReply:
         body = self._request
-        text = (body.text and body.text.format) or wire.PlainText()
+        text = (body.text and body.text.format) or TextFormat()
         return wire.ResponseReply(
             id=self.id,
             created_at=self.created,
@@ -236,6 +224,10 @@ class ResponseRenderer:
             store=self._stored,
             reasoning=msgspec.to_builtins(body.reasoning) if body.reasoning else None,
         )
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    return msgspec.to_builtins(wire_logprobs(tokens).content) if tokens else []
 
 
 def _wire_usage(usage: Usage) -> wire.ResponseUsage:

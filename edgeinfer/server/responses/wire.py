@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.wire_types import (
     Effort,
     GenerationFields,
@@ -169,10 +170,6 @@ class AllowedChoice(Wire, frozen=True, tag="allowed_tools", tag_field="type"):
     tools: Annotated[list[AllowedName], Meta(max_length=256)]
 
 
-class PlainText(Wire, frozen=True, tag="text", tag_field="type"):
-    """No constraint."""
-
-
 class AnyJson(Wire, frozen=True, tag="json_object", tag_field="type"):
     """Any JSON object."""
 
@@ -187,7 +184,7 @@ class SchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
 class TextConfig(Wire, frozen=True, kw_only=True):
     hints: ClassVar = frozenset({"verbosity"})
 
-    format: PlainText | AnyJson | SchemaFormat | None = None
+    format: TextFormat | AnyJson | SchemaFormat | None = None
 
 
 class ReasoningConfig(Wire, frozen=True, kw_only=True):

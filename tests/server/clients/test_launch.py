@@ -178,11 +178,6 @@ def test_every_agent_gets_endpoint_model_and_key(name, tmp_path):
         assert what in told or (name, what) == ("qwen", str(target.n_ctx))
 
 
-def test_warm_agent_names_launch_instead(capfd):
-    assert main(["warm", "--agent", "aider"]) == 2
-    assert "edgeinfer launch aider" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("user_agent", "agent"),
     [

@@ -73,40 +73,6 @@ def test_format_is_followed(client):
     assert list(json.loads(said.message.content)) == ["city"]
 
 
-def test_generate_raw_and_templated(client):
-    raw = client.generate(MODEL, "Once upon a", raw=True, options=SHORT)
-    talked = client.generate(MODEL, "Once upon a", system="Be brief.", options=SHORT)
-    assert raw.response
-    assert raw.prompt_eval_count < talked.prompt_eval_count
-    assert [part.done for part in client.generate(MODEL, "hi", options=SHORT, stream=True)][-1]
-
-
-def test_embeddings_are_vectors_of_length_one(client):
-    both = client.embed(MODEL, ["a cat", "a dog"]).embeddings
-    assert len(both) == 2
-    assert abs(sum(x * x for x in both[0]) - 1) < 1e-3
-    assert client.embeddings(MODEL, "a cat").embedding == pytest.approx(list(both[0]), abs=1e-4)
-
-
-def test_keep_alive_loads_and_unloads(client):
-    assert client.generate(MODEL, keep_alive="10m").done_reason == "load"
-    assert client.chat(MODEL, keep_alive=-1).done_reason == "load"
-    assert client.ps().models[0].expires_at.year > 2100
-    client.generate(MODEL, keep_alive="5m")
-
-
-def test_errors_have_their_status(client):
-    with pytest.raises(ollama.ResponseError) as missing:
-        client.chat("nobody", HI)
-    assert (missing.value.status_code, "not found" in missing.value.error) == (404, True)
-    with pytest.raises(ollama.ResponseError) as refused:
-        list(client.chat(MODEL, HI, think=True, stream=True))
-    assert "does not support thinking" in refused.value.error
-    with pytest.raises(ollama.ResponseError) as images:
-        client.generate(MODEL, "x", images=[b"aGk="])
-    assert "'images' is not supported here" in images.value.error
-
-
 async def test_the_asynchronous_client_streams(real):
     client = ollama.AsyncClient(real.url)
     parts = [part async for part in await client.chat(MODEL, HI, options=SHORT, stream=True)]

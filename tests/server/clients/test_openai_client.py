@@ -83,20 +83,6 @@ def test_a_stream_says_the_same_as_the_whole(client):
     assert len({c.id for c in chunks}) == 1
 
 
-def test_n_answers_stream_side_by_side(client):
-    chunks = client.chat.completions.create(
-        model="smollm2", messages=HELLO, max_tokens=5, n=3, stream=True
-    )
-    texts, ends = {0: "", 1: "", 2: ""}, {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            if choice.finish_reason:
-                ends[choice.index] = choice.finish_reason
-    assert all(texts.values())
-    assert set(ends) == {0, 1, 2}
-
-
 def test_logprobs_are_probabilities_with_alternatives(client):
     answer = client.chat.completions.create(
         model="smollm2", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
@@ -249,22 +235,3 @@ def test_errors_arrive_as_the_clients_own_exceptions(client):
         )
     assert long.value.code == "context_length_exceeded"
     assert missing.value.request_id
-
-
-async def test_the_async_client_streams_several_at_once(real):
-    import asyncio
-
-    async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
-
-        async def one(i: int) -> int:
-            stream = await client.chat.completions.create(
-                model="smollm2",
-                messages=[{"role": "user", "content": f"Number {i}?"}],
-                max_tokens=4,
-                stream=True,
-            )
-            return len(
-                [1 async for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
-            )
-
-        assert all(n >= 1 for n in await asyncio.gather(*(one(i) for i in range(6))))

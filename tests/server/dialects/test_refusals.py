@@ -187,13 +187,6 @@ def test_every_field_that_is_wrong_is_named_at_once(here):
         assert said in error["message"]
 
 
-def test_the_content_type_must_be_json(here):
-    answer = here.client.post(
-        "/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"}
-    )
-    assert answer.status_code == 415
-
-
 def test_routes_and_methods_that_do_not_exist_have_the_envelope(here):
     assert here.client.get("/v3/x").json()["error"]["code"] == "not_found"
     wrong = here.client.put("/v1/chat/completions")

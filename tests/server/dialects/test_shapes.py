@@ -129,12 +129,6 @@ def test_as_many_stop_strings_as_autocompletion_sends_reach_the_engine(serve):
     assert [request.stop for request in engine.requests] == [tuple(stops)] * 2
 
 
-def test_message_text_has_no_citations(serve):
-    body = {"max_tokens": 9, "messages": HI}
-    reply = serve(FakeEngine([["a"]])).client.post("/v1/messages", json=body).json()
-    assert reply["content"] == [{"type": "text", "text": "a"}]
-
-
 def test_several_streams_are_told_apart_and_usage_comes_last(serve):
     text = (
         serve(FakeEngine([["a"], ["b", "c"], ["d"]]))

@@ -190,24 +190,17 @@ def test_metrics_count_what_came_from_where(serve, reader, tmp_path):
     for block in list_blocks(tmp_path / "blocks")[:-1]:  # all but the beginning's, which was used last
         whole = block.path.read_bytes()
         block.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    again = serve(_load(reader, tmp_path / "blocks"), names=("reader",))
+    engine = _load(reader, tmp_path / "blocks")
+    again = serve(engine, names=("reader",))
     from_disk = _cached(_completed(again))[1]
     assert BLOCK <= from_disk < n - 1
-    lines = dict(line.rsplit(" ", 1) for line in again.client.get("/metrics").text.splitlines())
-    told = {
-        name: float(lines[f'edgeinfer_{name}_total{{model_name="reader",model_version=""}}'])
-        for name in (
-            "prompt_tokens_cached",
-            "prompt_tokens_cached_disk",
-            "blocks_read_bytes",
-            "blocks_written_bytes",
-            "blocks_pruned",
-            "blocks_damaged",
-        )
-    }
-    assert told["prompt_tokens_cached"] == told["prompt_tokens_cached_disk"] == from_disk
-    assert told["blocks_read_bytes"] > 0
-    assert (told["blocks_pruned"], told["blocks_damaged"]) == (0, 1)
+    scrape = again.client.get("/metrics").text
+    for name in ("prompt_tokens_cached", "prompt_tokens_cached_disk"):
+        count = f'edgeinfer_{name}_total{{model_name="reader",model_version=""}} {from_disk}.0'
+        assert count in scrape
+    blocks = engine.metrics()
+    assert blocks.block_bytes_read_total > 0
+    assert (blocks.blocks_pruned_total, blocks.blocks_damaged_total) == (0, 1)
 
 
 def test_slots_tell_where_a_prompt_left_what_is_remembered(serve, reader, tmp_path):

@@ -337,15 +337,6 @@ def test_without_preload_the_first_request_loads(serve, loader):
     assert _ask(here, "a") == "I am a"
 
 
-def test_everything_is_closed_at_the_end(serve, loader):
-    here = serve(load=loader.load, names=("a", "b"))
-    _ask(here, "a")
-    _ask(here, "b")
-    here.drain()
-    here.wait_ended()
-    assert sorted(loader.closed) == ["a", "b"]
-
-
 def test_a_dead_worker_does_not_break_a_scrape(serve, loader):
     here = serve(load=loader.load, names=("a", "b"))
     _ask(here, "b")

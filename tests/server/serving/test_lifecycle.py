@@ -14,6 +14,7 @@ import time
 import httpx2
 import pytest
 
+from edgeinfer.platform.process import activated_descriptors
 from edgeinfer.runtime.fake import FakeEngine, Gate
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.lifecycle import RunOptions
@@ -133,7 +134,7 @@ def test_an_abstract_notify_socket_is_understood(monkeypatch):
 def test_sockets_for_another_process_are_not_ours(monkeypatch):
     monkeypatch.setenv("LISTEN_FDS", "1")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
-    assert sockets.activated() == []
+    assert activated_descriptors() == []
     assert "LISTEN_FDS" not in os.environ
 
 
@@ -173,48 +174,6 @@ def test_the_command_serves_and_ends_on_sigterm(smollm2):
             process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert process.stdout.read() == ""
-
-
-@pytest.mark.model
-def test_the_command_takes_systemds_socket_and_leaves_when_idle(smollm2):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        fd = listener.fileno()
-        code = (
-            "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ.update(LISTEN_FDS='1', "
-            "LISTEN_PID=str(os.getpid()));"
-            "sys.argv[1:] = sys.argv[2:]; from edgeinfer.cli.main import main; sys.exit(main())"
-        )
-        words = [
-            "serve",
-            str(smollm2),
-            "--threads",
-            "1",
-            "--ctx",
-            "512",
-            "--log",
-            "json",
-            "--idle-exit",
-            "0.5",
-        ]
-        early = socket.create_connection(
-            ("127.0.0.1", port)
-        )  # connects before anything is loaded, and waits
-        early.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        with subprocess.Popen(
-            [sys.executable, "-c", code, str(fd), *words],
-            pass_fds=[fd],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            early.settimeout(60)
-            assert early.recv(4096).startswith(b"HTTP/1.1 200")
-            early.close()
-            assert process.wait(60) == 0
-            assert any('"why":"idle"' in line for line in process.stderr)
 
 
 def test_the_command_refuses_what_cannot_be():

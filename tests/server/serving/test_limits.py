@@ -240,23 +240,6 @@ def test_one_key_cannot_take_every_place(serve, until):
     threads[0].join()
 
 
-def test_the_engines_full_queue_is_a_503(serve, until):
-    gate = Gate(threading.Event())
-    engine = FakeEngine([[gate, "late"]], max_inside=1)
-    here = serve(engine)
-    threads = _start(here, 1)
-    until(lambda: engine.metrics().running == 1, "the queue to be full")
-    for stream in (False, True):
-        refused = here.chat(stream=stream)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    several = here.chat(n=2)
-    assert several.status_code == 503
-    gate.opened.set()
-    threads[0].join()
-    until(lambda: engine.metrics().running == 0, "the queue to empty")
-    assert here.chat().status_code == 200
-
-
 def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
     gate = Gate(threading.Event())
     engine = FakeEngine([[gate, "late"]])  # decodes four at once

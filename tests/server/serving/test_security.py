@@ -337,30 +337,11 @@ def test_tls_needs_both_files(tmp_path):
 
 def test_tls_is_served(serve, tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "1",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-            "-keyout",
-            key,
-            "-out",
-            cert,
-        ],
-        check=True,
-        capture_output=True,
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 "
+        f"-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
     )
+    subprocess.run(command.split(), check=True, capture_output=True)
     here = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
     with httpx2.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
         assert client.get(f"{here.url}/health").json()["status"] == "ok"
