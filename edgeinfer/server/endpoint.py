@@ -174,14 +174,10 @@ class Preparation:
 
     def failure(self) -> str:
         """Name a pool in which no thread became free for `timeout_s`; "" if there is none."""
-        stuck = [
-            pool.name for pool in (self._plain, self._constrained) if pool.is_stuck(self._timeout_s)
-        ]
-        return (
-            f"no thread to {stuck[0]} requests has become free for {self._timeout_s:g} s"
-            if stuck
-            else ""
-        )
+        for pool in (self._plain, self._constrained):
+            if pool.is_stuck(self._timeout_s):
+                return f"no thread to {pool.name} requests has become free for {self._timeout_s:g} s"
+        return ""
 
     def close(self) -> None:
         """Submit nothing more; running calls are left to end."""

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -55,13 +55,12 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     renderer: Callable[[str, EngineInfo], Renderer]
 
 
-class GenerationTask:
+class GenerationTask(NamedTuple):
     """Submitted generations with their model and renderer."""
 
-    def __init__(self, lease: Lease, generations: list[Generation], renderer: Renderer) -> None:
-        self.lease = lease
-        self.generations = generations
-        self.renderer = renderer
+    lease: Lease
+    generations: list[Generation]
+    renderer: Renderer
 
 
 async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask:

@@ -106,12 +106,10 @@ def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wi
     for name in facts.refused:
         nothing = [*NOTHING, *facts.hint_values.get(name, ())]
         fields[name] = {"enum": nothing, "description": f"Not supported: {facts.refused[name]}."}
-    needed = [name for name in schema.get("required", ()) if name not in _left_out(kind)]
+    # an object that may leave out its type is of the untagged form
+    optional = facts.tag_field if kind.is_untagged_form else None
+    needed = [name for name in schema.get("required", ()) if name != optional]
     return {**schema, "properties": fields, "required": needed}
-
-
-def _left_out(kind: type[Wire]) -> tuple[str | None, ...]:
-    return (kind.__struct_config__.tag_field,) if kind.is_untagged_form else ()
 
 
 def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:

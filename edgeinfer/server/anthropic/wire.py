@@ -30,9 +30,6 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-# --- requests
-# --------------------------------------------------------------------------------
-
 _CACHE = frozenset({"cache_control"})
 #: What only Anthropic's own tools leave in a conversation; a model here would not know what it is.
 _SERVER_BLOCKS = tuple(
@@ -270,10 +267,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_p: Probability | None = None
     top_k: TopK | None = None
     lora: LoraChoices | None = None
-
-
-# --- responses
-# --------------------------------------------------------------------------------
 
 
 class AnthropicErrorBody(Reply, frozen=True, kw_only=True):

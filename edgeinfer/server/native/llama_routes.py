@@ -80,7 +80,7 @@ def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
         "ignore_eos": body.ignore_eos,
         "overflow": body.overflow,
         "speculative": body.speculative,
-        "lora": chosen_of_request(body.lora, info),
+        "lora": None if body.lora is None else chosen(body.lora, info.lora),
         **common_fields(body),
     }
 
@@ -168,13 +168,6 @@ def chosen(
             where = f"{param}[{place}].id"
             raise InvalidRequestError(f"{len(loaded)} adapters are loaded", param=where)
     return tuple((loaded[choice.id].name, choice.scale) for choice in given)
-
-
-def chosen_of_request(
-    given: Sequence[wire.LoraById] | None, info: EngineInfo
-) -> tuple[tuple[str, float], ...] | None:
-    """Return the adapters of a request's `lora`; None if it names none."""
-    return None if given is None else chosen(given, info.lora)
 
 
 @ROUTES.post("/v1/load_lora_adapter", body=wire.LoadAdapter, reply_type="text/plain", is_admin=True)

@@ -209,23 +209,16 @@ def _infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
 
 
 @ROUTES.get("/infer", query=wire.InferQuery, reply=wire.InferReply, uses_model=True)
-async def infer_get(request: Request) -> Response:
-    """Answer one prompt."""
-    return await _infer(request, decode_query(request, wire.InferQuery))
-
-
 @ROUTES.post("/infer", body=wire.InferRequest, reply=wire.InferReply)
-async def infer_post(request: Request) -> Response:
+async def infer(request: Request) -> Response:
     """One prompt, one answer: prompt in the query (`curl -d '' …/infer?prompt=`) or the body."""
-    if request.query_params:
-        return await _infer(request, decode_query(request, wire.InferQuery))
-    return await _infer(request, await decode(request, wire.InferRequest))
-
-
-async def _infer(request: Request, body: wire.InferQuery) -> Response:
     context = context_of(request)
-
     chat = ChatRequest(messages=[])
+    body = (
+        decode_query(request, wire.InferQuery)
+        if request.method != "POST" or request.query_params
+        else await decode(request, wire.InferRequest)
+    )
     return await answer(
         context,
         body,

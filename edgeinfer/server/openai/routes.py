@@ -110,16 +110,14 @@ def _count(engine: Engine, texts: Sequence[str | tuple[int, ...]]) -> int:
 def _embedded(
     vectors: Sequence[Sequence[float]], tokens: int, model: str, encoding: str | None
 ) -> wire.EmbeddingReply:
-    data = [
-        wire.Embedding(index=i, embedding=_base64(v) if encoding == "base64" else list(v))
-        for i, v in enumerate(vectors)
-    ]
+    def encoded(vector: Sequence[float]) -> str | list[float]:
+        if encoding != "base64":
+            return list(vector)
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+    data = [wire.Embedding(index=i, embedding=encoded(v)) for i, v in enumerate(vectors)]
     usage = wire.EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
     return wire.EmbeddingReply(data=data, model=model, usage=usage)
-
-
-def _base64(vector: Sequence[float]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 @ROUTES.get("/v1/models", reply=wire.ModelList)

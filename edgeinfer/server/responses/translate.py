@@ -79,7 +79,10 @@ def offered(body: wire.ResponsesRequest) -> dict[str, tuple[str | None, wire.Res
 
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
     """Convert functions to tools. Raises InvalidRequestError if two have one name."""
-    tools = tuple(_tool(name, tool) for name, (_, tool) in offered(body).items())
+    tools = tuple(
+        Tool(name=name, description=tool.description or "", parameters=tool.parameters or {})
+        for name, (_, tool) in offered(body).items()
+    )
     if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
         raise InvalidRequestError("two tools have the same name", param="tools")
     return tools
@@ -89,10 +92,6 @@ def _functions(
     tool: wire.ResponseFunctionTool | wire.NamespaceTool,
 ) -> tuple[str | None, Sequence[wire.ResponseFunctionTool]]:
     return (tool.name, tool.tools) if isinstance(tool, wire.NamespaceTool) else (None, (tool,))
-
-
-def _tool(name: str, tool: wire.ResponseFunctionTool) -> Tool:
-    return Tool(name=name, description=tool.description or "", parameters=tool.parameters or {})
 
 
 def _shown(name: str, body: wire.ResponsesRequest) -> str:
