@@ -26,16 +26,6 @@ def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     return tools
 
 
-def allowed(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
-    """Select the tools that may be called. Raises InvalidRequestError if one is missing."""
-    missing = [name for name in names if all(tool.name != name for tool in tools)]
-    if missing:
-        raise InvalidRequestError(
-            f"tool_choice allows '{missing[0]}', which is not among the tools", param="tool_choice"
-        )
-    return tuple(tool for tool in tools if tool.name in names)
-
-
 def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
     """Demand a call of one tool. Raises InvalidRequestError when no tool has this name."""
     if all(tool.name != name for tool in tools):

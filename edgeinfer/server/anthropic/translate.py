@@ -24,13 +24,7 @@ from edgeinfer.server.request_fields import (
 
 #: Names of tools by which clients search for deferred tools.
 _SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
-_Texts = (
-    wire.TextBlock
-    | wire.CompactionBlock
-    | wire.SearchResultBlock
-    | wire.DocumentBlock
-    | wire.ToolReferenceBlock
-)
+_Texts = wire.TextBlock | wire.DocumentBlock | wire.ToolReferenceBlock
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
@@ -114,12 +108,8 @@ def _text(block: _Texts) -> str:
     match block:
         case wire.TextBlock(text=text):
             return text
-        case wire.CompactionBlock(content=content):
-            return content or ""
         case wire.ToolReferenceBlock(tool_name=name):
             return f"The tool {name} is there now."
-        case wire.SearchResultBlock():
-            return "\n".join([f"{block.title} ({block.source})", _joined(block.content, "\n")])
         case wire.DocumentBlock(source=source):
             body = (
                 source.data if isinstance(source, wire.PlainSource) else _joined(source.content, "\n")
@@ -142,11 +132,7 @@ def _assistant(turn: wire.AssistantTurn) -> Message:
     )
     return Message(
         role="assistant",
-        content="".join(
-            _text(block)
-            for block in turn.content
-            if isinstance(block, wire.TextBlock | wire.CompactionBlock)
-        ),
+        content="".join(block.text for block in turn.content if isinstance(block, wire.TextBlock)),
         reasoning="".join(
             block.thinking for block in turn.content if isinstance(block, wire.ThinkingBlock)
         ),

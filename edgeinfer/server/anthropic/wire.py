@@ -42,13 +42,14 @@ _OTHER_BLOCKS = {
     "image": "images cannot be read",
     "container_upload": "there are no containers",
     "browser_state": "there is no browser",
+    "search_result": "send what was found as text",
+    "compaction": "conversations are not summed up",
     "mcp_tool_use": "MCP servers are not called",
     "mcp_tool_result": "MCP servers are not called",
     # types that are read where they belong
     "thinking": "only an assistant's turn has it",
     "tool_use": "only an assistant's turn has it",
     "tool_result": "only a user's turn has it",
-    "search_result": "only a user's turn has it",
     "document": "only a user's turn has it",
 }
 
@@ -59,16 +60,6 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
     dropped_types: ClassVar = _SERVER_BLOCKS
 
     text: Text
-
-
-class SearchResultBlock(Wire, frozen=True, tag="search_result", tag_field="type"):
-    """What a search found, as text."""
-
-    hints: ClassVar = _CACHE | {"citations"}
-
-    content: Annotated[list[TextBlock], Meta(max_length=1024)]
-    source: Text
-    title: Text
 
 
 class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
@@ -105,14 +96,6 @@ class ThinkingBlock(Wire, frozen=True, tag="thinking", tag_field="type"):
     signature: Text = ""
 
 
-class CompactionBlock(Wire, frozen=True, tag="compaction", tag_field="type"):
-    """What an earlier part of the conversation was summed up to."""
-
-    hints: ClassVar = _CACHE | {"encrypted_content", "signature", "tool_changes"}
-
-    content: Text | None = None
-
-
 class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
     hints: ClassVar = _CACHE | {"caller", "toolset_name"}
 
@@ -129,9 +112,7 @@ class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="typ
     tool_name: ToolName
 
 
-ResultBlocks = Annotated[
-    list[TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock], Meta(max_length=1024)
-]
+ResultBlocks = Annotated[list[TextBlock | DocumentBlock | ToolReferenceBlock], Meta(max_length=1024)]
 
 
 class ToolResultBlock(Wire, frozen=True, tag="tool_result", tag_field="type"):
@@ -142,13 +123,8 @@ class ToolResultBlock(Wire, frozen=True, tag="tool_result", tag_field="type"):
     is_error: bool | None = None
 
 
-UserBlocks = Annotated[
-    list[TextBlock | SearchResultBlock | DocumentBlock | ToolResultBlock | CompactionBlock],
-    Meta(max_length=1024),
-]
-AssistantBlocks = Annotated[
-    list[TextBlock | ThinkingBlock | ToolUseBlock | CompactionBlock], Meta(max_length=1024)
-]
+UserBlocks = Annotated[list[TextBlock | DocumentBlock | ToolResultBlock], Meta(max_length=1024)]
+AssistantBlocks = Annotated[list[TextBlock | ThinkingBlock | ToolUseBlock], Meta(max_length=1024)]
 SystemBlocks = Annotated[list[TextBlock], Meta(max_length=1024)]
 
 

@@ -29,7 +29,6 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.openai import wire
 from edgeinfer.server.request_fields import (
-    allowed,
     common_fields,
     loras,
     named_tool,
@@ -50,14 +49,10 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     _check_open_turn(body)
     tools = tools_of(body.tools)
-    choice = body.tool_choice
-    if isinstance(choice, wire.AllowedToolsChoice):
-        tools = allowed(tools, [tool.function.name for tool in choice.allowed_tools.tools])
-        choice = choice.allowed_tools.mode
     request = GenerateRequest(
         messages=messages(body.messages),
         tools=tools,
-        tool_choice=tool_choice(choice, body.parallel_tool_calls, tools),
+        tool_choice=tool_choice(body.tool_choice, body.parallel_tool_calls, tools),
         **reasoning(
             body.reasoning_effort, budget=body.reasoning_budget, given=body.chat_template_kwargs
         ),

@@ -175,35 +175,16 @@ class NamedFunction(Wire, frozen=True, kw_only=True):
 class NamedToolChoice(Wire, frozen=True, tag="function", tag_field="type"):
     """Forces a call of one function."""
 
-    other_types: ClassVar[Mapping[str, str]] = {"custom": "only functions are called"}
+    other_types: ClassVar[Mapping[str, str]] = {
+        "custom": "only functions are called",
+        "allowed_tools": "send those tools alone",
+    }
     is_untagged_form: ClassVar = True
 
     function: NamedFunction
 
 
-class AllowedFunction(Wire, frozen=True, tag="function", tag_field="type"):
-    """One of the functions that may be called."""
-
-    dropped_types: ClassVar = ("",)
-    is_untagged_form: ClassVar = True
-
-    function: NamedFunction
-
-
-class AllowedTools(Wire, frozen=True, kw_only=True):
-    """Which of the tools may be called, and whether one must."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedFunction], Meta(max_length=256)]
-
-
-class AllowedToolsChoice(Wire, frozen=True, tag="allowed_tools", tag_field="type"):
-    """Offers some of the tools alone."""
-
-    allowed_tools: AllowedTools
-
-
-ToolChoiceParam = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
+ToolChoiceParam = Literal["none", "auto", "required"] | NamedToolChoice
 Tools = Annotated[list[ToolParam], Meta(max_length=256)]
 
 

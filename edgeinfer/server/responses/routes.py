@@ -7,9 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import BodyFilter, JournaledAnswer
-from edgeinfer.server.context import context_of, json_reply, with_engine
+from edgeinfer.server.context import context_of, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.openai.render import error_body, sentence
@@ -20,7 +19,6 @@ from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import (
     DeletedResponse,
-    InputTokensReply,
     ResponseReply,
     ResponsesRequest,
     StoredQuery,
@@ -43,19 +41,6 @@ async def responses(request: Request) -> Response:
         lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
         stream=bool(body.stream),
     )
-
-
-@ROUTES.post("/v1/responses/input_tokens", body=ResponsesRequest, reply=InputTokensReply)
-async def input_tokens(request: Request) -> Response:
-    """Count a conversation's tokens."""
-    context = context_of(request)
-    body = stored.with_previous(context, await decode(request, ResponsesRequest))
-    turns, tools = context.normalize(translate.conversation(body)), translate.tools_of(body)
-
-    def work(engine: Engine) -> InputTokensReply:
-        return InputTokensReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
-
-    return json_reply(await with_engine(context, body.model, body.keep_alive, work))
 
 
 @ROUTES.get("/v1/responses/{id}", query=StoredQuery, reply=ResponseReply, streams=True)

@@ -18,7 +18,6 @@ from edgeinfer.runtime.requests import (
     ToolChoice,
 )
 from edgeinfer.server.request_fields import (
-    allowed,
     common_fields,
     loras,
     named_tool,
@@ -32,8 +31,6 @@ from edgeinfer.server.responses import wire
 def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
     """Convert a Responses request. Raises InvalidRequestError naming the field."""
     tools = tools_of(body)
-    if isinstance(body.tool_choice, wire.AllowedChoice):
-        tools = allowed(tools, [_shown(tool.name, body) for tool in body.tool_choice.tools])
     wants_logprobs = bool(body.include) or body.top_logprobs is not None
     return GenerateRequest(
         messages=conversation(body),
@@ -152,10 +149,9 @@ def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolCh
     choice = body.tool_choice
     if isinstance(choice, wire.ChosenFunction):
         return named_tool(_shown(choice.name, body), parallel, tools)
-    mode = choice.mode if isinstance(choice, wire.AllowedChoice) else choice
-    if mode == "required":
+    if choice == "required":
         return required_tool("required", parallel, tools)
-    return ToolChoice(mode=mode or "auto", parallel=parallel)
+    return ToolChoice(mode=choice or "auto", parallel=parallel)
 
 
 def _constraint(body: wire.ResponsesRequest) -> Constraint | None:

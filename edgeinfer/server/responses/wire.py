@@ -152,22 +152,13 @@ class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
 
 
 class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):
-    other_types: ClassVar[Mapping[str, str]] = {"": "only functions are called"}
+    other_types: ClassVar[Mapping[str, str]] = {
+        "": "only functions are called",
+        "allowed_tools": "send those tools alone",
+    }
+    is_untagged_form: ClassVar = True
 
     name: ToolName
-
-
-class AllowedName(Wire, frozen=True, tag="function", tag_field="type"):
-    dropped_types: ClassVar = ("",)
-
-    name: ToolName
-
-
-class AllowedChoice(Wire, frozen=True, tag="allowed_tools", tag_field="type"):
-    """Which of the functions may be called, and whether one must."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedName], Meta(max_length=256)]
 
 
 class AnyJson(Wire, frozen=True, tag="json_object", tag_field="type"):
@@ -221,7 +212,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
     tools: Annotated[list[ResponseFunctionTool | NamespaceTool], Meta(max_length=256)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -296,13 +287,6 @@ class ReasoningOut(Reply, frozen=True, tag="reasoning", tag_field="type"):
 
 
 OutputItem = MessageOut | FunctionCallOut | ReasoningOut
-
-
-class InputTokensReply(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/responses/input_tokens."""
-
-    input_tokens: int
-    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class IncompleteDetails(Reply, frozen=True, kw_only=True):

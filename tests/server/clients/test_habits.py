@@ -218,11 +218,6 @@ def test_a_cold_model_tells_nothing_of_a_context_it_has_not(serve):
     assert (cold["state"], cold["n_ctx"], cold["max_model_len"]) == ("cold", 0, 0)
 
 
-def test_the_input_of_a_response_is_counted(here):
-    counted = here.client.post("/v1/responses/input_tokens", json={"input": "hi"}).json()
-    assert counted == {"object": "response.input_tokens", "input_tokens": len("user: hi\nassistant:")}
-
-
 def test_bodies_that_are_not_plain_json_are_told_what_to_send(here):
     form = here.client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert (form.status_code, "content-type: application/json" in form.text) == (415, True)

@@ -158,14 +158,6 @@ def test_tools_of_a_namespace_come_back_under_it(serve):
     )
 
 
-def test_allowed_tools_are_the_offer(here, engine):
-    functions = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": functions[1:]}}
-    assert here.chat(tools=functions, tool_choice=choice).status_code == 200
-    assert [tool.name for tool in engine.requests[-1].tools] == ["b"]
-    assert engine.requests[-1].tool_choice.mode == "required"
-
-
 def test_a_stream_that_may_be_calls_alone_begins_without_text(here):
     def begins(**sent):
         first = here.chat(stream=True, **sent).text.partition("data: ")[2].partition("\n")[0]
