@@ -29,7 +29,7 @@ ROUTES = [
 ]
 #: Pairs of types that a walk compares at least.
 AT_LEAST = {
-    ChatRequest: 20,
+    ChatRequest: 19,
     CompletionRequest: 2,
     EmbeddingRequest: 1,
     ResponsesRequest: 20,
