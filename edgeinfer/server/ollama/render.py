@@ -65,12 +65,32 @@ class Clock:
         return int((time.perf_counter() - self._started) * 1e9)
 
 
-class OllamaRenderer:
-    """What both shapes share. `piece` makes a line of text, thinking or calls."""
+#: Makes a piece of an answer from its text, thinking and calls, and the fields that both shapes have.
+Shape = Callable[..., msgspec.Struct]
 
-    def __init__(self, model: str, clock: Clock) -> None:
+
+def chat_piece(
+    content: str, thinking: str, calls: list[wire.ToolCallReply] | None, **fields: Any
+) -> wire.OllamaChatReply:
+    """Make `{"message": {"role": "assistant", "content": …}}`."""
+    message = wire.OllamaMessage(content=content, thinking=thinking, tool_calls=calls)
+    return wire.OllamaChatReply(message=message, **fields)
+
+
+def generate_piece(
+    content: str, thinking: str, calls: list[wire.ToolCallReply] | None, **fields: Any
+) -> wire.OllamaGenerateReply:
+    """Make `{"response": …}`, which has no calls."""
+    return wire.OllamaGenerateReply(response=content, thinking=thinking, **fields)
+
+
+class OllamaRenderer:
+    """Pieces of one answer, in the shape of its route."""
+
+    def __init__(self, model: str, clock: Clock, shape: Shape) -> None:
         self.model = model
         self._clock = clock
+        self._shape = shape
         self._calls: dict[int, CollectedCall] = {}
 
     def piece(
@@ -81,7 +101,8 @@ class OllamaRenderer:
         **last: Any,
     ) -> msgspec.Struct:
         """Make a piece of the answer; `last` are the last piece's own fields."""
-        raise NotImplementedError
+        fields = {"model": self.model, "created_at": stamp(), "done": False} | last
+        return self._shape(content, thinking, calls, **fields)
 
     def _line(self, content: str = "", thinking: str = "", **more: Any) -> bytes:
         return _encode(self.piece(content, thinking, **more)) + b"\n"
@@ -159,42 +180,3 @@ def _calls(collected: dict[int, CollectedCall]) -> list[wire.ToolCallReply]:
 
 def _logprobs(tokens: Sequence[TokenLogprobs]) -> list[TokenLogprob] | None:
     return wire_logprobs(tokens).content if tokens else None
-
-
-class ChatRenderer(OllamaRenderer):
-    """`{"message": {"role": "assistant", "content": …}}`."""
-
-    def piece(
-        self,
-        content: str = "",
-        thinking: str = "",
-        calls: list[wire.ToolCallReply] | None = None,
-        **last: Any,
-    ) -> wire.OllamaChatReply:
-        message = wire.OllamaMessage(content=content, thinking=thinking, tool_calls=calls)
-        return wire.OllamaChatReply(
-            model=self.model, created_at=stamp(), message=message, **({"done": False} | last)
-        )
-
-
-class GenerateRenderer(OllamaRenderer):
-    """`{"response": …}`."""
-
-    def piece(
-        self,
-        content: str = "",
-        thinking: str = "",
-        calls: list[wire.ToolCallReply] | None = None,
-        **last: Any,
-    ) -> wire.OllamaGenerateReply:
-        return wire.OllamaGenerateReply(
-            model=self.model,
-            created_at=stamp(),
-            response=content,
-            thinking=thinking,
-            **({"done": False} | last),
-        )
-
-
-#: The name that a client used, and the clock of its request → its renderer.
-Shape = Callable[[str, Clock], OllamaRenderer]

@@ -19,12 +19,13 @@ from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import AvailableModel, LoadedModel, listed_name
 from edgeinfer.server.ollama import model_admin, model_view, translate, wire
 from edgeinfer.server.ollama.render import (
-    ChatRenderer,
     Clock,
-    GenerateRenderer,
+    OllamaRenderer,
     Shape,
+    chat_piece,
     error_body,
     error_line,
+    generate_piece,
     stamp,
     waiting_line,
 )
@@ -44,8 +45,8 @@ async def chat(request: Request) -> Response:
     context = context_of(request)
     body = await decode(request, wire.OllamaChatRequest)
     if not body.messages:
-        return await _load_or_unload(context, body, ChatRenderer)
-    return await _answer(context, body, lambda info: translate.chat(body, info), ChatRenderer)
+        return await _load_or_unload(context, body, chat_piece)
+    return await _answer(context, body, lambda info: translate.chat(body, info), chat_piece)
 
 
 @ROUTES.post(
@@ -56,8 +57,8 @@ async def generate(request: Request) -> Response:
     context = context_of(request)
     body = await decode(request, wire.OllamaGenerateRequest)
     if not (body.prompt or body.suffix):
-        return await _load_or_unload(context, body, GenerateRenderer)
-    return await _answer(context, body, lambda info: translate.generate(body, info), GenerateRenderer)
+        return await _load_or_unload(context, body, generate_piece)
+    return await _answer(context, body, lambda info: translate.generate(body, info), generate_piece)
 
 
 async def _answer(
@@ -74,7 +75,7 @@ async def _answer(
         context,
         body,
         requests,
-        lambda model, info: shape(body.model, Clock(context.started)),
+        lambda model, info: OllamaRenderer(body.model, Clock(context.started), shape),
         stream=body.stream is not False,
     )
 
@@ -90,7 +91,9 @@ async def _load_or_unload(context: RequestContext, body: wire.OllamaFields, shap
     clock = Clock(context.started)
     reason = "unload" if stay_s == 0 else "load"
     return json_reply(
-        shape(body.model, clock).piece(done=True, done_reason=reason, load_duration=clock.load_ns)
+        OllamaRenderer(body.model, clock, shape).piece(
+            done=True, done_reason=reason, load_duration=clock.load_ns
+        )
     )
 
 
