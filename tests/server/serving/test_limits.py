@@ -289,12 +289,10 @@ def test_query_names_are_compared_linearly():
     names = [_Counted(f"q{number}") for number in range(2000)]
     fields = [*((name, "") for name in names), ("prompt", "x")]
     exchange = SimpleNamespace(
-        endpoint=SimpleNamespace(refuse_unknown=False), ignore=lambda names: None
+        endpoint=SimpleNamespace(refuse_unknown=False), body=None, ignore=lambda names: None
     )
     request: Any = SimpleNamespace(
-        scope={"edgeinfer": exchange},
-        url=SimpleNamespace(query=""),
-        query_params=SimpleNamespace(multi_items=lambda: fields),
+        scope={"edgeinfer": exchange}, query_params=SimpleNamespace(multi_items=lambda: fields)
     )
     assert decode_query(request, InferQuery).prompt == "x"
     assert _Counted.comparisons < 10 * len(names)
