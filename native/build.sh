@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Seconds; again when a source, the compiler or
+# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Half a minute a level; again when a source, the compiler or
 # llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
 #
 #   libedgeinfer-guard.so.1           guard.cpp
 #   libedgeinfer-cells.so.1           cells.cpp
 #   libedgeinfer-kernels-LEVEL.so.1   kernels.cpp, attention.cpp, matmul.cpp; LEVEL is v3 for AVX2 (x86-64-v3), v3-vnni
 #                                     with AVX-VNNI, v4 for AVX-512 with VNNI; on x86-64 alone
+#
+# usage: build.sh [here]; `here`: only the level that this machine's processor needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,8 +15,17 @@ site=$(echo .venv/lib/python3*/site-packages)
 out=.venv/lib/edgeinfer/native
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
 made_from() { cat "$@" native/build.sh; printf '%s\n' "$llama" "$(uname -sm)" "$(g++ --version 2>&1 | head -1)"; }
-want=$(made_from native/*.cpp native/*.h | cksum)
-[ "$(cat "$out/.built" 2>/dev/null)" != "$want" ] || exit 0
+levels="v3 v3-vnni v4"
+all=$(made_from native/*.cpp native/*.h | cksum)
+if [ "${1:-}" = here ]; then
+  case " $(grep -m1 ^flags /proc/cpuinfo) " in
+    *" avx512_vnni "*) levels=v4 ;;
+    *" avx_vnni "*) levels=v3-vnni ;;
+    *) levels=v3 ;;
+  esac
+fi
+built=$(cat "$out/.built" 2>/dev/null || true)
+[ "$built" != "$all v3 v3-vnni v4" ] && [ "$built" != "$all $levels" ] || exit 0
 command -v g++ >/dev/null || { echo "error: g++ is missing" >&2; exit 1; }
 
 mkdir -p "$out"
@@ -36,9 +47,15 @@ kernels() {  # LEVEL OPTION...; no -Wall: gcc 12 warns of variables in the intri
   library "kernels-$1" kernels.cpp attention.cpp matmul.cpp -- -O3 "${@:2}" "${ggml[@]}"
 }
 if [ "$(uname -sm)" = "Linux x86_64" ]; then
-  levels=()
-  kernels v4 -march=x86-64-v4 -mavx512vnni & levels+=($!)
-  kernels v3 -march=x86-64-v3 && kernels v3-vnni -march=x86-64-v3 -mavxvnni & levels+=($!)
-  for level in "${levels[@]}"; do wait "$level"; done
+  compilers=()
+  for level in $levels; do
+    case $level in
+      v3) kernels v3 -march=x86-64-v3 & ;;
+      v3-vnni) kernels v3-vnni -march=x86-64-v3 -mavxvnni & ;;
+      v4) kernels v4 -march=x86-64-v4 -mavx512vnni & ;;
+    esac
+    compilers+=($!)
+  done
+  for compiler in "${compilers[@]}"; do wait "$compiler"; done
 fi
-printf '%s' "$want" >"$out/.built"
+printf '%s' "$all $levels" >"$out/.built"

@@ -1,4 +1,4 @@
-// Products of quantized weights and activations for ggml's CPU backend (MUL_MAT, MUL_MAT_ID), on the weights as they lie in
+// Products of weights and activations for ggml's CPU backend (MUL_MAT, MUL_MAT_ID), on the weights as they lie in
 // the mapped GGUF file.
 //
 // Weight rows are the lanes of vectors: a few dwords of 16 rows (8 with AVX2) are transposed as they are read, so that no
@@ -34,6 +34,7 @@ constexpr bool kExactBytes = true;
 constexpr int kLanes = 8, kFew = 8, kColumns = 4, kTile = 4;
 constexpr bool kExactBytes = false;
 #endif
+constexpr int kRows = 2 * kLanes;  // of a slab
 typedef uint32_t Dwords __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -99,11 +100,17 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
-// what kernels need to know of a format; kMost matters where the dot instruction saturates
+// What kernels need to know of a format. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
+// where the dot instruction saturates.
 template <int sub, bool min, int most> struct Shape {
-    static constexpr int kSub = sub, kMost = most;
-    static constexpr bool kMin = min;
+    static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 2560;
+    static constexpr bool kFloat = false, kMin = min;
     using Kernels = Shape<sub, min, kExactBytes ? 0 : most>;
+};
+struct FloatShape {  // weights that are converted to floats and multiplied as such
+    static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 640;
+    static constexpr bool kFloat = true, kMin = false;
+    using Kernels = FloatShape;
 };
 struct Block {
     Dwords w[8];
@@ -338,6 +345,36 @@ struct IQ4_XS : Shape<32, false, kMostByte> {
     }
 };
 
+struct F32 : FloatShape {
+    static constexpr int kGroup = 8, kBytes = 32;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Block b;
+        dwords<8>(p, stride, b.w), f(b);
+    }
+};
+struct F16 : FloatShape {
+    static constexpr int kGroup = 8, kBytes = 16;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[4];
+        Block b;
+        dwords<4>(p, stride, x);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) b.w[2 * i] = (Dwords)halves(x[i]), b.w[2 * i + 1] = (Dwords)halves(x[i] >> 16);
+        f(b);
+    }
+};
+struct BF16 : FloatShape {
+    static constexpr int kGroup = 8, kBytes = 16;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[4];
+        Block b;
+        dwords<4>(p, stride, x);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) b.w[2 * i] = x[i] << 16, b.w[2 * i + 1] = x[i] & 0xffff0000;
+        f(b);
+    }
+};
+
 // ---- activations
 
 // What a block of activations adds beside its bytes: its scale; and where the integer sum begins (-kZero * sum of bytes) or,
@@ -347,12 +384,13 @@ struct Extra {
     union { int32_t start; float sum; };
 };
 
-// Quantized activations by groups of columns: [group][block of 32][column][32], and extras [group][block of kSub][column].
+// Activations by groups of columns: [group][block][column][32 bytes], and extras [group][block of kSub][column].
 struct Layout {
     int n, blocks, width;
-    Layout(int n, int k) : n(n), blocks(k / 32), width(kTile) {
+    bool is_few;
+    Layout(int n, int blocks, int rows) : n(n), blocks(blocks), width(kTile), is_few(n <= kFew || rows < kRows) {
         const int passes = (n + kColumns - 1) / kColumns;
-        if (n <= kFew) width = (n + passes - 1) / std::max(passes, 1);
+        if (is_few) width = (n + passes - 1) / std::max(passes, 1);
     }
     int groups() const { return (n + width - 1) / width; }
     int size(int g) const { return std::min(width, n - g * width); }
@@ -364,6 +402,10 @@ struct Layout {
 
 // One block of 32. The largest is found among the bits: these order NaN above infinity, and a scale that is NaN stays one.
 template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra *extras, int between) {
+    if constexpr (T::kFloat) {
+        memcpy(to, x, 32);
+        return;
+    }
     constexpr int kParts = 32 / kLanes;
     Floats v[kParts];
     Integers most{};
@@ -422,7 +464,19 @@ INLINE Integers dot(Integers sum, Dwords w, Dwords x) {
 template <class T, int kR, int kC>
 INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const int8_t *x,
                      const Extra *e, Floats (&sums)[kR][kC]) {
-    constexpr int kN = T::kSub / 4;
+    constexpr int kN = T::kVectors;
+    if constexpr (T::kFloat) {
+        Floats some[kR][kC]{};  // a long sum of floats rounds less by parts
+        UNROLL for (int j = 0; j < kN; j++) {
+            UNROLL for (int c = 0; c < kC; c++) {
+                const Floats v = (Floats)broadcast(x + c * 32 + j * 4);
+                UNROLL for (int r = 0; r < kR; r++) some[r][c] = fma((Floats)w[r][j], v, some[r][c]);
+            }
+        }
+        UNROLL for (int c = 0; c < kC; c++)
+            UNROLL for (int r = 0; r < kR; r++) sums[r][c] += some[r][c];
+        return;
+    }
     Integers dots[kR][kC];
     UNROLL for (int c = 0; c < kC; c++)
         UNROLL for (int r = 0; r < kR; r++) dots[r][c] = T::kMin ? Integers{} : all(e[c].start);
@@ -476,7 +530,7 @@ template <class T, int kC> struct Position {
     int half = 0;
     INLINE void step() {
         e += kC;
-        if (T::kSub == 32) x += 32 * kC;
+        if (T::kSub == T::kActs) x += 32 * kC;
         else if (half ^= 1) x += 16;
         else x += 32 * kC - 16;
     }
@@ -505,18 +559,16 @@ void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e
     for (int c = 0; c < kC; c++) store(out + c * kLanes, sums[0][c]);
 }
 
-// A slab: [block][vector of rows]{bytes, d, m}
-constexpr int kRows = 2 * kLanes;
-constexpr int kChunk = 2560;  // weights of a row that are unpacked at a time: 100 KB or more, which stay in L2
+// A slab: [block][vector of rows]{bytes, d, m}, kChunk weights of a row: some 100 KB, which stay in L2
 template <class T> struct alignas(64) Unpacked {
-    Dwords w[T::kSub / 4];
+    Dwords w[T::kVectors];
     Floats d, m[T::kMin ? 1 : 0];
 };
 template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead) {
     for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
         T::read(w, stride, [&](Block &b) __attribute__((always_inline)) {
             ahead = prefetch<T>(ahead);
-            UNROLL for (int j = 0; j < T::kSub / 4; j++) to->w[j] = b.w[j];
+            UNROLL for (int j = 0; j < T::kVectors; j++) to->w[j] = b.w[j];
             to->d = b.d;
             if constexpr (T::kMin) to->m[0] = b.m;
             to += 2;
@@ -567,7 +619,7 @@ struct Product {
 };
 
 template <class T> struct Operation {
-    static constexpr int kSubs = 32 / T::kSub;
+    static constexpr int kSubs = T::kActs / T::kSub, kChunk = T::kChunk;
     const ggml_tensor *op, *w, *x, *ids;
     int k, rows, n, experts;
     Operation(const ggml_tensor *op) : op(op), w(op->src[0]), x(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr) {
@@ -576,8 +628,9 @@ template <class T> struct Operation {
     }
     static size_t slab_size() { return sizeof(Unpacked<typename T::Kernels>) * 2 * (kChunk / T::kSub); }
     size_t places_size() const { return ids ? round_up(n * sizeof(Place)) + round_up((experts + 1) * 4) : 0; }
+    size_t bytes_size() const { return round_up((size_t)n * (k / T::kActs) * 32); }
     size_t shared_size() const {
-        return 64 + places_size() + round_up((size_t)n * k) + round_up((size_t)n * (k / T::kSub) * sizeof(Extra));
+        return 64 + places_size() + bytes_size() + (T::kFloat ? 0 : round_up((size_t)n * (k / T::kSub) * sizeof(Extra)));
     }
     size_t thread_size() const { return slab_size() + round_up((size_t)n * kRows * sizeof(float)); }
     size_t work_size(int n_threads) const { return 64 + shared_size() + n_threads * thread_size(); }
@@ -588,7 +641,7 @@ template <class T> struct Operation {
         Place *places = (Place *)(work + 64);
         int32_t *firsts = (int32_t *)((uint8_t *)places + round_up(n * sizeof(Place)));
         int8_t *bytes = (int8_t *)work + 64 + places_size();
-        Extra *extras = (Extra *)(bytes + round_up((size_t)n * k));
+        Extra *extras = (Extra *)(bytes + bytes_size());
         uint8_t *own = work + shared_size() + params->ith * thread_size();
         if (params->ith == 0) {
             next.store(params->nth, std::memory_order_relaxed);
@@ -598,12 +651,12 @@ template <class T> struct Operation {
         auto product = [&](int expert) {
             const int first = ids ? firsts[expert] : 0, count = ids ? firsts[expert + 1] - first : n;
             return Product{(const uint8_t *)w->data + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
-                           Layout(count, k), bytes + (size_t)first * k, extras + (size_t)first * (k / T::kSub)};
+                           Layout(count, k / T::kActs, rows), bytes + (size_t)first * (k / T::kActs) * 32, extras + (size_t)first * (k / T::kSub)};
         };
-        int at = 0;  // blocks of 32 of all products
-        const int all = n * (k / 32), begin = (int64_t)all * params->ith / params->nth,
+        int at = 0;  // blocks of activations of all products
+        const int all = n * (k / T::kActs), begin = (int64_t)all * params->ith / params->nth,
                   end = (int64_t)all * (params->ith + 1) / params->nth;
-        for (int expert = 0; expert < experts; at += product(expert).layout.n * (k / 32), expert++)
+        for (int expert = 0; expert < experts; at += product(expert).layout.n * (k / T::kActs), expert++)
             quantize(product(expert), std::max(begin - at, 0), end - at);
         g_barrier(params->threadpool);
 
@@ -611,13 +664,13 @@ template <class T> struct Operation {
         for (int expert = 0; expert < experts; expert++) {
             const Product p = product(expert);
             if (!p.layout.n) continue;
-            const int step = p.layout.n <= kFew ? kLanes : kRows, units = (rows + step - 1) / step;
+            const int step = p.layout.is_few ? kLanes : kRows, units = (rows + step - 1) / step;
             while (unit - before < units) {
                 const int after = next.fetch_add(1, std::memory_order_relaxed);
                 const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
                 const int soon = std::min((after - before) * step, rows - step);
                 const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
-                if (p.layout.n <= kFew) compute_few(p, row, skipped, from, ahead);
+                if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
                 else compute_many(p, row, skipped, from, ahead, own);
                 unit = after;
             }
@@ -647,7 +700,7 @@ template <class T> struct Operation {
             const size_t at = l.at(column, block);
             const int g = column / l.width, size = l.size(g);
             Extra *e = p.extras + (size_t)g * l.width * l.blocks * kSubs + (size_t)block * kSubs * size + column % l.width;
-            quantize_block<T>(p.source(column) + block * 32, p.bytes + at * 32, e, size);
+            quantize_block<T>(p.source(column) + block * T::kActs, p.bytes + at * 32, e, size);
         }
     }
 
@@ -682,7 +735,7 @@ template <class T> struct Operation {
             unpack<T>(from + done, w->nb[1], some, slab, soon);
             unpack<T>(from + done + kLanes * w->nb[1], w->nb[1], some, slab + 1, soon + some / T::kGroup * T::kBytes * kLanes);
             for (int g = 0; g < l.groups(); g++) {
-                const size_t at = (size_t)g * l.width * l.blocks + (size_t)(i / 32) * l.size(g);
+                const size_t at = (size_t)g * l.width * l.blocks + (size_t)(i / T::kActs) * l.size(g);
                 const int8_t *x = p.bytes + at * 32;
                 const Extra *e = p.extras + at * kSubs;
                 float *out = sums + g * l.width * kRows;
@@ -701,7 +754,7 @@ template <class F> bool with_format(ggml_type type, F f) {
     switch (type) {
 #define FORMAT(name) case GGML_TYPE_##name: f(name{}); return true;
         FORMAT(Q4_0) FORMAT(Q4_1) FORMAT(Q5_0) FORMAT(Q5_1) FORMAT(Q8_0) FORMAT(IQ4_NL) FORMAT(MXFP4) FORMAT(Q2_K)
-        FORMAT(Q3_K) FORMAT(Q4_K) FORMAT(Q5_K) FORMAT(Q6_K) FORMAT(IQ4_XS)
+        FORMAT(Q3_K) FORMAT(Q4_K) FORMAT(Q5_K) FORMAT(Q6_K) FORMAT(IQ4_XS) FORMAT(F32) FORMAT(F16) FORMAT(BF16)
         default: return false;
     }
 }
@@ -713,7 +766,7 @@ public:
         bool is_known = false;
         with_format(w->type, [&](auto format) { is_known = w->ne[0] % decltype(format)::kGroup == 0; });
         if (!is_known || x->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32) return false;
-        if (w->ne[1] < kRows || w->nb[0] != ggml_type_size(w->type) || x->nb[0] != 4 || op->nb[0] != 4) return false;
+        if (w->ne[1] < kLanes || w->nb[0] != ggml_type_size(w->type) || x->nb[0] != 4 || op->nb[0] != 4) return false;
         if (w->buffer && !ggml_backend_buffer_is_host(w->buffer)) return false;  // another device's, or repacked
         if (op->op == GGML_OP_MUL_MAT_ID) return w->ne[3] == 1 && x->ne[3] == 1;
         return op->op_params[1] == 0 && w->ne[2] == 1 && w->ne[3] == 1 && x->ne[2] == 1 && x->ne[3] == 1;

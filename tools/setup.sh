@@ -4,7 +4,7 @@
 #   lint                 .venv with the packages of requirements/tools.txt: ruff, mypy, pytest and what the project imports.
 #                        Compiles nothing and needs only Python; `make lint` and `make test-fast` need no more
 #   run (the default)    that, and llama.cpp compiled for this machine's processor alone (four minutes on 2 cores), our own
-#                        C++ (native/build.sh, seconds), and CRIU >= 4.1 in .venv/criu where the system's does not do:
+#                        C++ (native/build.sh, a minute), and CRIU >= 4.1 in .venv/criu where the system's does not do:
 #                        what a first answer needs
 #   full                 the packages of requirements/dev.txt; llama.cpp with all CPU variants, of which ggml takes this
 #                        machine's at run time (8 to 15 minutes), and ggml's Vulkan backend beside it (6 minutes of one core):
@@ -114,7 +114,7 @@ install_vulkan() {
 
 install_native() {
   [ "$(uname -s)" = Linux ] || return 0
-  native/build.sh >&2 || say "our own C++ did not compile: llama.cpp's kernels serve, and a GPU that is lost ends the process"
+  native/build.sh "$@" >&2 || say "our own C++ did not compile: llama.cpp's kernels serve, and a GPU that is lost ends the process"
 }
 
 # Packages come from the lock files, each checked against its hashes; `make lock` writes those. A full environment is not
@@ -213,12 +213,12 @@ make_venv
 if [ "$mode" = lint ]; then install_packages tools; exit; fi
 mkdir -p "$cache"; exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
 case $mode in
-  run | gpu) packages=tools variants=one ;;
-  *) packages=dev variants=all ;;
+  run | gpu) packages=tools variants=one levels=here ;;
+  *) packages=dev variants=all levels= ;;
 esac
 vulkan=
 [ $mode = run ] || { build_vulkan & vulkan=$!; }
-build_llama $variants; install_packages $packages; install; install_native; install_criu
+build_llama $variants; install_packages $packages; install; install_native $levels; install_criu
 [ -z "$vulkan" ] || wait $vulkan
 install_vulkan
 case $mode in

@@ -11,6 +11,9 @@ from matmul_ops import TYPES
 
 from .test_attention import can_run, run
 
+#: What the order of a float sum costs: ours goes along a row, llama.cpp's F32 has 64 sums.
+_FLOAT_ERROR = 1e-6
+
 
 def outcomes(level: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(Path(__file__).with_name("matmul_op.py"), level))
@@ -36,8 +39,8 @@ def test_products_are_as_exact_as_those_of_llama_cpp(
     kind: str, ours: dict[str, Any], llamas: dict[str, Any]
 ) -> None:
     assert ours[kind]["digest"] != llamas[kind]["digest"], "this is llama.cpp's own"
-    assert ours[kind]["error"] < 1.02 * llamas[kind]["error"]
-    assert ours[kind]["experts_error"] < 1.02 * llamas[kind]["experts_error"]
+    for error in ("error", "experts_error"):
+        assert ours[kind][error] < max(1.02 * llamas[kind][error], _FLOAT_ERROR)
     assert ours[kind]["is_nan_kept"]
 
 

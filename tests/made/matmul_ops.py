@@ -30,6 +30,9 @@ _SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q5_K": ((0, 0.003), (2, 0.045)),
     "Q6_K": ((208, 0.0015),),
     "IQ4_XS": ((0, 0.0008),),
+    "F32": (),
+    "F16": (),
+    "BF16": (),
 }
 TYPES = tuple(_SCALES)
 
@@ -37,6 +40,9 @@ TYPES = tuple(_SCALES)
 def random_weights(kind: str, rows: int, width: int, seed: int = 0) -> Bytes:
     """Return rows of random blocks of a type, (rows, bytes); scales differ by block."""
     random = np.random.default_rng(seed)
+    if kind in {"F32", "F16", "BF16"}:
+        floats = random.normal(size=(rows, width)).astype(np.float32)
+        return gguf.quants.quantize(floats, gguf.GGMLQuantizationType[kind]).view(np.uint8)
     size, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (rows, width // size, n_bytes), dtype=np.uint8)
     for at, scale in _SCALES[kind]:
