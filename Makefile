@@ -126,7 +126,7 @@ bench-tui: full   ## the chat: first paint and first token, 10,000 lines, what s
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_tui.py $(ARGS)
 
-bench-typing: full  ## the chat: 300 words typed, read ahead and not; a cold start's memory, handed over
+bench-typing: full  ## the chat: 300 words typed, read ahead and not
 	$(BIN)/edgeinfer pull $(MODEL) >&2
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_typing.py $(ARGS)

@@ -1,11 +1,8 @@
-"""`make bench-typing`: what typing costs, and what a chat that started cold costs afterwards.
+"""`make bench-typing`: what typing costs.
 
-typing   words typed at 60 a minute into the chat at a pseudo-terminal: Enter → first token with speculative
-         prefill and without, keystroke → screen (needs the model pulled; it is resumed where it is warm)
-cold     private memory of a chat that started cold, before and after it goes on in a resumed process;
-         the snapshot it has built for that is removed again
-
-Each writes bench-out/typing.md or typing-cold.md, and its .json.
+Words are typed at 60 a minute into the chat at a pseudo-terminal: Enter → first token with speculative
+prefill and without, keystroke → screen (needs the model pulled; it is resumed where it is warm). Writes
+bench-out/typing.md and its .json.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import select
 import signal
 import statistics
 import struct
-import subprocess
 import tempfile
 import termios
 import time
@@ -31,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_tui import EDGEINFER, Screen
-from common import add_out, markdown, memory_of, tree_of, write_figure
+from common import add_out, markdown, write_figure
 
 from edgeinfer.platform.paths import DEFAULT_MODEL
 
@@ -41,8 +37,6 @@ WORDS_A_MINUTE = 60
 #: What the chat says of an answer; a random model's first tokens may be no words.
 _SAID = re.compile(r"context ([\d,]+)/[\d,]+ · ([\d.,]+) tok/s · first ([\d,]+) ms · cached ([\d,]+)")
 ANSWER_TOKENS = 8
-#: A context that nobody else's snapshot has, so that the start is cold.
-ODD_CTX = 1792
 _CONTROL = re.compile(r"\x1b\[[0-9;?<>=$]*[a-zA-Z]|\x1b\][^\x07]*\x07")
 #: What the chat itself writes below a question, the model's name apart.
 OURS = (
@@ -167,42 +161,6 @@ def _type(one: Typist, words: Iterable[str]) -> list[float]:
     return took
 
 
-def bench_cold(model: list[str]) -> dict[str, Any]:
-    """Private memory of the launch, before and after the handoff."""
-    before = _snapshots()
-    settings = "[snapshots]\nidle-release-s = 10.0\n"
-    with typist(settings, *model, "--ctx", str(ODD_CTX), "--temp", "0", "--max-tokens", "8") as one:
-        one.type(WORDS[0])
-        answered_ms = one.ask()
-        cold = _private_bytes(one.pid)
-        began = time.monotonic()
-        one.screen.until(lambda text: "resumed in" in plain(text), 1800.0)
-        took_s = time.monotonic() - began
-        one.pause(time.monotonic() + 20.0)  # twice the rest after which memory is given back
-        resumed = _private_bytes(one.pid)
-        one.type(WORDS[1])
-        again_ms = one.ask()
-    for name in _snapshots() - before:
-        subprocess.run([EDGEINFER, "snapshots", "rm", name], check=True, stdout=subprocess.DEVNULL)
-    return {
-        "cold_bytes": cold,
-        "resumed_bytes": resumed,
-        "until_s": took_s,
-        "first_token_cold_ms": answered_ms,
-        "first_token_after_ms": again_ms,
-    }
-
-
-def _private_bytes(pid: int) -> int:
-    """Return the private dirty memory of a launch's processes."""
-    return sum(memory_of(one, "Private_Dirty", "Swap") for one in tree_of(pid))
-
-
-def _snapshots() -> set[str]:
-    done = subprocess.run([EDGEINFER, "snapshots", "--json"], capture_output=True, check=True)
-    return {row["details"]["name"] for row in json.loads(done.stdout)["result"]["snapshots"]}
-
-
 def typing_table(on: dict[str, Any], off: dict[str, Any], n_words: int) -> str:
     rows: list[tuple[str, ...]] = [
         (
@@ -219,18 +177,6 @@ def typing_table(on: dict[str, Any], off: dict[str, Any], n_words: int) -> str:
     return markdown(["what", "speculative prefill", "without", "wanted"], rows)
 
 
-def cold_table(found: dict[str, Any]) -> str:
-    resumed_mb, cold_mb = (f"{found[key] / 1e6:.0f} MB" for key in ("resumed_bytes", "cold_bytes"))
-    after, before = (f"{found[f'first_token_{key}_ms']:.0f} ms" for key in ("after", "cold"))
-    return markdown(
-        ["", "after the hand-over", "before", "wanted"],
-        [
-            ("private memory of a chat that started cold", resumed_mb, cold_mb, "≤ 60 MB"),
-            ("its Enter → first token", after, before, ""),
-        ],
-    )
-
-
 def _both(form: str, key: str, *sides: dict[str, Any]) -> list[str]:
     return [form.format(side[key]) for side in sides]
 
@@ -243,23 +189,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", default=["typing", "cold"])
     parser.add_argument("--words", type=int, default=300)
     parser.add_argument("--model", default="", help="a name or a GGUF; left out: the default model")
     add_out(parser)
     options = parser.parse_args()
     model = [options.model] if options.model else []
-    for part in options.parts:
-        if part not in ("typing", "cold"):
-            parser.error(f"there is no part {part!r}: typing, cold")
-        if part == "typing":
-            found = bench_typing(model, options.words)
-            name, words = "typing", typing_table(found["on"], found["off"], options.words)
-        else:
-            found = bench_cold(model)
-            name, words = "typing-cold", cold_table(found)
-        print(write_figure(options.out, name, words))
-        (options.out / f"{name}.json").write_text(json.dumps(found, indent=2))
+    found = bench_typing(model, options.words)
+    words = typing_table(found["on"], found["off"], options.words)
+    print(write_figure(options.out, "typing", words))
+    (options.out / "typing.json").write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

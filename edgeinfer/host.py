@@ -65,30 +65,6 @@ class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Handoff(Protocol):
-    """An app's side of a handoff, from a cold process (source) to a resumed one (target)."""
-
-    @property
-    def is_target(self) -> bool:
-        """Return whether this process is the target."""
-
-    @property
-    def source(self) -> socket.socket | None:
-        """The target's channel to the source, if the source passed one to `idle`."""
-
-    def listen(self) -> int:
-        """Offer this process as a source; return a descriptor to poll before `receive`."""
-
-    def receive(self) -> Literal["start", "commit", "end"]:
-        """Read the launcher's next word: start a handoff, commit it, or the end of the pipe."""
-
-    def idle(self, channel: socket.socket | None = None) -> None:
-        """Report the source idle: the target may start now, and gets `channel`."""
-
-    def ready(self) -> None:
-        """Report the target ready to answer."""
-
-
 class OwnEngine(Protocol):
     """An engine of this process, which can keep what it computes, and use devices."""
 
@@ -232,10 +208,6 @@ class Host:
 
     def worker_start(self, engine: Engine) -> Start | None:
         """Return how the worker behind `engine` started; None for an engine of this process."""
-        return None
-
-    def handoff(self) -> Handoff | None:
-        """Return this process's side of a handoff, or None if there can be none."""
         return None
 
     def listens_at(self, url: str) -> None:

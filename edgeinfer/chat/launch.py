@@ -12,7 +12,7 @@ from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig
-from edgeinfer.host import Handoff, Host, LoadProgress, Start
+from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.units import format_ms
@@ -20,10 +20,7 @@ from edgeinfer.units import format_ms
 
 @dataclass
 class Launch:
-    """One start of the chat, for either front end. `terminal` is the terminal's descriptor.
-
-    `handoff` is this process's side of a handoff, if there can be one.
-    """
+    """One start of the chat, for either front end. `terminal` is the terminal's descriptor."""
 
     host: Host
     model: str
@@ -33,7 +30,6 @@ class Launch:
     continue_last: bool = False
     conversation: Conversation = field(default_factory=Conversation)
     attachments: list[Attachment] = field(default_factory=list)
-    handoff: Handoff | None = None
     terminal: int = 0
 
     def session(self) -> ChatSession:
@@ -65,7 +61,6 @@ class Engines:
         self._first: tuple[str, int] | None = None
         self._loading = threading.Lock()
         self._home_key: tuple[str, int] | None = None
-        self._home_lora: tuple[Adapter, ...] = ()
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return the engine of `model`, loaded or resumed if need be, and close the previous one.
@@ -85,7 +80,7 @@ class Engines:
             new = self._home
         elif self._home is None:
             new = self._home = self.host.engine(model, options, progress)
-            self._home_key, self._home_lora = key, new.info.lora
+            self._home_key = key
         else:
             new = self.host.worker(model, options, progress)
         before, self.engine = self.engine, new
@@ -100,14 +95,6 @@ class Engines:
                 return
             self._home = self._home_key = None
         engine.close()
-
-    @property
-    def is_first(self) -> bool:
-        """Return True if the engine in use is the launch's own, with its own adapters."""
-        engine = self.engine
-        if engine is None or engine is not self._home or self._home_key != self._first:
-            return False
-        return engine.info.lora == self._home_lora
 
     def close(self) -> None:
         """Close every engine. Idempotent."""

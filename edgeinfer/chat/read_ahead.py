@@ -94,11 +94,6 @@ class ReadAhead:
         self._prefill = EarlyPrefill(session.engine, early)
         return True
 
-    def skip(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> None:
-        """Treat this text as prefilled, so that only a change begins a prefill."""
-        self._prefilled = "" if commands.is_command(text.strip()) else whole_words(text)
-        self._state = self._state_of(attachments, editing)
-
     def _state_of(self, attachments: Sequence[Attachment], editing: int | None) -> tuple[object, ...]:
         session = self._session
         said = (session.conversation.head_id, session.conversation.system_prompt)

@@ -126,7 +126,7 @@ async def _serve(
     )
     purging = asyncio.create_task(_purge_daily())
     try:
-        return await EndpointServer(endpoint, gate, listeners, run_options, host.handoff()).run()
+        return await EndpointServer(endpoint, gate, listeners, run_options).run()
     finally:
         purging.cancel()
 

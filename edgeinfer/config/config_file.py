@@ -76,10 +76,6 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     idle_release_s: Annotated[
         float, key_doc("Seconds without work after which memory is given back; 0 never.", ge=0)
     ] = 30.0
-    hand_over: Annotated[
-        bool,
-        key_doc("Let a cold `serve` or `chat` go on in a resumed process once its snapshot is built."),
-    ] = True
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):

@@ -34,7 +34,6 @@ class App:
         self.link = link
         self.request = request
         self.fds = fds
-        self.handoff_fd: int | None = None
         self.started_s = time.monotonic()
         self.report = b""
 
@@ -54,10 +53,6 @@ class Verb:
     def request(self) -> LaunchRequest:
         """Make the request of a launch of it."""
         return LaunchRequest(role="verb", argv=tuple(self.argv))
-
-    def select_again(self) -> None:
-        """Choose anew: a word of argv that was no model's name may be one once there is a snapshot."""
-        self.choice = selection.launch_choice(self.argv)
 
 
 class Apps:
@@ -174,8 +169,6 @@ class Apps:
         self._poll.unregister(app.child.status_fd)
         quietly(self._poll.unregister, app.link.fileno())
         os.close(app.child.status_fd)
-        if app.handoff_fd is not None:
-            os.close(app.handoff_fd)
         app.link.close()
         quietly(os.waitpid, app.child.pid, 0)
 

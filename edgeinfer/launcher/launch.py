@@ -1,8 +1,7 @@
 """Start the app of a verb that needs a model, stand in for it, end as it ended.
 
 One loop over pipes and sockets. An app is resumed from a snapshot or started cold (`apps`); either way
-it has a supervisor that reports on a pipe, and a link on which it sends `messages`. A `serve` or `chat`
-that started cold is handed to a resumed process when its snapshot is built (`handoff`).
+it has a supervisor that reports on a pipe, and a link on which it sends `messages`.
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -17,7 +16,7 @@ import sys
 import time
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.launcher import builds, exit, handoff, messages, process_env, supervise
+from edgeinfer.launcher import builds, exit, messages, process_env, supervise
 from edgeinfer.launcher.apps import App, Apps, Verb, hint_at, quietly
 
 TYPE_CHECKING = False
@@ -36,7 +35,6 @@ class Launcher:
     def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
         self.argv = argv
         self._main: App | None = None
-        self._code: int | None = None
         self._asked_to_end = False
         self._is_suspending = False
         self._crashes = 0
@@ -45,7 +43,6 @@ class Launcher:
         self._verb = Verb(argv)
         self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)
         self._builds = builds.Builds(self._poll)
-        self._handoff = handoff.HandoffCoordinator(self._verb, self._apps)
 
     def run(self) -> NoReturn:
         """Start the app and serve it until it ends. Never returns."""
@@ -73,10 +70,8 @@ class Launcher:
     def _turn(self) -> None:
         # one that starts meanwhile may have a descriptor that was another's at the poll
         apps = list(self._apps.running)
-        self._handoff.check_time()
-        for fd, _ in self._poll.poll(self._handoff.wait_ms()):
+        for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):
-                self._handoff.propose(self._main)
                 continue
             for app in apps:
                 if app not in self._apps.running:
@@ -127,9 +122,6 @@ class Launcher:
     def _failed(self, app: App, why: str) -> None:
         """Start cold, with the same request, after a restore that failed in spite of its manifest."""
         self._apps.forget(app)
-        if app is self._handoff.target:
-            self._abort_handoff(why)
-            return
         if app.request.how == "cold":
             self._finish(app, f"exit {exit.UNEXPECTED}", why)
             return
@@ -148,16 +140,6 @@ class Launcher:
         self._apps.forget(app)
         if app is self._main:
             self._finish(app, how)
-        elif app is self._handoff.target:
-            self._abort_handoff(how)
-        elif self._code is not None:
-            self._leave(self._code)
-
-    def _abort_handoff(self, why: str) -> None:
-        if self._asked_to_end:
-            self._handoff.target = None
-        else:
-            self._handoff.abort(why, self._main)
 
     def _read_app(self, app: App) -> None:
         received = messages.receive(app.link)
@@ -170,15 +152,6 @@ class Launcher:
                 self._leave(message.code)
         elif isinstance(message, messages.StartWorker):
             self._apps.start_worker(app, message)
-        elif isinstance(message, messages.HandoffSource):
-            app.handoff_fd = fds[0]
-        elif isinstance(message, messages.SourceIdle):
-            if app is self._main and not self._asked_to_end:
-                self._handoff.start(fds)
-        elif isinstance(message, messages.TargetReady) and app is self._handoff.target:
-            self._main = self._handoff.commit(self._main)
-            if self._asked_to_end:  # a signal that came while it was restored may have been lost
-                quietly(os.kill, app.child.pid, _signal.SIGTERM)
         elif isinstance(message, messages.WarmNow):
             self._builds.start_now(message.argv, fds)
         elif isinstance(message, messages.StopWarming):
@@ -187,12 +160,6 @@ class Launcher:
             self._builds.take(message.argv, fds)
         elif isinstance(message, messages.WantSnapshot):
             self._builds.want(message)
-
-    def _source_has_clients(self) -> bool:
-        """Return whether the source of a handoff still has clients; a chat has none."""
-        ours = (self._main, self._handoff.target)
-        others = any(app.role == "verb" and app not in ours for app in self._apps.running)
-        return others and self._serves
 
     # --- ending
 
@@ -217,8 +184,6 @@ class Launcher:
         exit.die_of(number)
 
     def _again(self, app: App, how: str) -> None:
-        if self._handoff.target is not None:
-            quietly(os.kill, self._handoff.target.child.pid, _signal.SIGKILL)
         alive_s = time.monotonic() - app.started_s
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
@@ -234,10 +199,6 @@ class Launcher:
         self._main = self._apps.start_verb()
 
     def _leave(self, code: int) -> None:
-        """End as soon as no source of a handoff has clients."""
-        self._code = code
-        if self._source_has_clients():
-            return
         self._terminal.dismiss_guard()
         if code == 0:
             self._builds.start_wanted()

@@ -49,16 +49,14 @@ class LaunchRequest(Message):
     """To an app: what to run, for whom, and how this launch went so far.
 
     `role` is "verb" (of `argv`), "worker" (of `model` with `options`, LoadOptions in JSON), "canary" or
-    "facts". The descriptors are 0, 1, 2, then a verb's listening sockets, a handoff's channel
-    (`has_channel`) and a netlink socket, or a worker's socket. Times are in ns of the monotonic clock.
+    "facts". The descriptors are 0, 1, 2, then a verb's listening sockets and a netlink socket, or a
+    worker's socket. Times are in ns of the monotonic clock.
     """
 
     role: str
     argv: tuple[str, ...] = ()
     model: str = ""
     options: bytes = b""
-    is_handoff_target: bool = False
-    has_channel: bool = False
     env: tuple[str, ...] = ()
     cwd: str = "/"
     umask: int = 0o077
@@ -120,18 +118,6 @@ class TakeSnapshot(Message):
     """To the launcher: run `edgeinfer snapshots take` with its JSON on the descriptor."""
 
     argv: tuple[str, ...]
-
-
-class HandoffSource(Message):
-    """To the launcher: another process may continue this one; `handoff` writes to the descriptor."""
-
-
-class SourceIdle(Message):
-    """To the launcher: start the target now; a descriptor, if any, is its channel to the source."""
-
-
-class TargetReady(Message):
-    """To the launcher: this process, the target, can answer."""
 
 
 class Exit(Message):

@@ -63,8 +63,6 @@ class ContextMiddleware(_EndpointMiddleware):
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                if self._endpoint.is_leaving:
-                    context.reply_headers["connection"] = "close"
                 added = ((k.encode(), v.encode()) for k, v in context.reply_headers.items())
                 message["headers"] = [*message["headers"], *added]
             await send(message)

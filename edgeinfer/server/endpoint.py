@@ -63,8 +63,6 @@ class Endpoint:
         self.threads = ThreadPoolExecutor(8, "calls")
         self.preparation = Preparation(limits.prepare_s)
         self.draining = False
-        #: Another process has the listening sockets: connections end with their next answer.
-        self.is_leaving = False
         #: Whether the default model was loaded once.
         self.was_ready = False
         self.running: set[Generation] = set()
@@ -77,11 +75,6 @@ class Endpoint:
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
         #: One snapshot is taken at a time.
         self.taking = asyncio.Lock()
-
-    @property
-    def keeps_answers(self) -> bool:
-        """Return whether the journal holds answers that a client may read again."""
-        return bool(self.journal)
 
     def enter(self, key: str) -> None:
         """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After."""

@@ -12,13 +12,12 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import uvicorn
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import Handoff
 from edgeinfer.server.app import build_app
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
@@ -28,11 +27,6 @@ from edgeinfer.server.logs import capture_loop, capture_uvicorn
 
 #: After a drain has cancelled the answers, clients get this long (s) to receive their last events.
 _DELIVERY_S = 2.0
-#: A connection accepted just now may be in its TLS handshake still, and is in no list.
-_ACCEPT_S = 2.0
-_POLL_S = 0.05
-#: Pause (s) between checks whether the other models have snapshots and no stored answers are left.
-_WARM_POLL_S = 5.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,22 +39,17 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """How serving ended: "signal", "idle" or "handed-off"; whether a drain had to be cut short."""
+    """How serving ended: "signal" or "idle"; whether a drain had to be cut short."""
 
     reason: str
     cut_short: bool = False
 
 
 class EndpointServer(uvicorn.Server):
-    """uvicorn around one endpoint. `handoff`: see `Host.handoff`."""
+    """uvicorn around one endpoint."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        gate: Gate,
-        listeners: Sequence[socket.socket],
-        options: RunOptions,
-        handoff: Handoff | None = None,
+        self, endpoint: Endpoint, gate: Gate, listeners: Sequence[socket.socket], options: RunOptions
     ) -> None:
         limits = endpoint.limits
         config = uvicorn.Config(
@@ -81,22 +70,16 @@ class EndpointServer(uvicorn.Server):
         self._endpoint = endpoint
         self._listeners = listeners
         self._options = options
-        self._handoff = handoff
         self._reason = "signal"
         self._cut_short = False
         self._drain_timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> ServeOutcome:  # type: ignore[override]  # uvicorn's own makes an event loop
-        """Serve until a signal, idleness or a handoff, then close the endpoint's models.
-
-        A handoff's target accepts no client before it can answer: raises what loading the model raises.
-        """
+        """Serve until a signal or idleness, then close the endpoint's models."""
         endpoint = self._endpoint
         capture_uvicorn(endpoint.log)
         capture_loop(endpoint.log)
-        if self._handoff is not None and self._handoff.is_target:
-            (await endpoint.models.acquire(endpoint.models.default)).release()
-        with self.signals(), self._as_handoff_source():
+        with self.signals():
             serving = asyncio.create_task(self._serve(list(self._listeners)))
             tending = asyncio.create_task(self._tend())
             try:
@@ -105,8 +88,7 @@ class EndpointServer(uvicorn.Server):
                 tending.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await tending
-                if self._reason != "handed-off":
-                    sockets.notify("STOPPING=1")
+                sockets.notify("STOPPING=1")
                 await endpoint.models.close()
                 endpoint.threads.shutdown(wait=False, cancel_futures=True)
                 endpoint.preparation.close()
@@ -127,41 +109,13 @@ class EndpointServer(uvicorn.Server):
             for number in handled:
                 loop.remove_signal_handler(number)
 
-    @contextlib.contextmanager
-    def _as_handoff_source(self) -> Iterator[None]:
-        if self._handoff is None or self._handoff.is_target:
-            yield
-            return
-        source = _HandoffSource(self._endpoint, self._handoff, self._leave)
-        try:
-            yield
-        finally:
-            source.close()
-
-    async def _leave(self) -> None:
-        """Stop accepting, answer requests on open connections, and end with the last of them."""
-        self._reason = "handed-off"
-        self._endpoint.is_leaving = True
-        for server in self.servers:
-            for listener in server.sockets:
-                asyncio.get_running_loop().remove_reader(listener.fileno())
-        await asyncio.sleep(0)  # asyncio drops whom it accepted in the same pass as the close
-        for server in self.servers:
-            server.close()
-        self._endpoint.log.info("handing-over", connections=len(self.server_state.connections))
-        await asyncio.sleep(_ACCEPT_S)
-        while self.server_state.connections:
-            await asyncio.sleep(_POLL_S)
-        self.should_exit = True
-
     def drain(self, why: str) -> None:
         """Stop taking requests and end when the running ones have. A second call ends at once."""
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True
             return
-        if self._reason != "handed-off":
-            self._reason = "idle" if why == "idle" else "signal"
+        self._reason = "idle" if why == "idle" else "signal"
         self._endpoint.draining = True
         self._endpoint.log.info("draining", why=why, running=self._endpoint.in_flight)
         sockets.notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
@@ -191,13 +145,11 @@ class EndpointServer(uvicorn.Server):
         endpoint.log.info("listening", url=" ".join(urls), model=endpoint.models.default)
         if loading is not None:
             await loading
-        if self._handoff is not None and self._handoff.is_target:
-            self._handoff.ready()
         sockets.notify("READY=1", f"STATUS=serving {endpoint.models.default} at {urls[0]}")
         if options.idle_exit_s is None:
             return
         endpoint.last_activity = time.monotonic()
-        while not endpoint.is_leaving:
+        while True:
             idle_s = 0.0 if endpoint.in_flight else time.monotonic() - endpoint.last_activity
             if idle_s >= options.idle_exit_s:
                 self.drain("idle")
@@ -227,55 +179,3 @@ async def _preload(endpoint: Endpoint) -> None:
         ready_ms=endpoint.host.start.ready_ms,
         reason=endpoint.host.start.reason,
     )
-
-
-class _HandoffSource:
-    """Hand the endpoint off to a resumed process: the sockets stay, and no client is refused.
-
-    Follows the launcher's messages on the event loop; `leave` ends this process gently.
-    """
-
-    def __init__(
-        self, endpoint: Endpoint, handoff: Handoff, leave: Callable[[], Coroutine[None, None, None]]
-    ) -> None:
-        self._endpoint = endpoint
-        self._handoff = handoff
-        self._leave = leave
-        self._task: asyncio.Task[None] | None = None
-        self._fd = handoff.listen()
-        asyncio.get_running_loop().add_reader(self._fd, self._receive)
-
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._fd)
-        if self._task is not None:
-            self._task.cancel()
-
-    def _receive(self) -> None:
-        word = self._handoff.receive()
-        if word == "end":
-            self.close()
-            return
-        work = self._say_when_idle() if word == "start" else self._leave()
-        self._task = asyncio.get_running_loop().create_task(work)
-
-    async def _say_when_idle(self) -> None:
-        while self._has_what_would_go() or not await self._others_return_at_once():
-            await asyncio.sleep(_WARM_POLL_S)
-        while self._is_busy():
-            await asyncio.sleep(_POLL_S)
-        if self._has_what_would_go():  # by a request that came meanwhile
-            await self._say_when_idle()
-        else:
-            self._handoff.idle()
-
-    def _has_what_would_go(self) -> bool:
-        """Return whether a handoff would lose journaled answers or adapters loaded at run time."""
-        return self._endpoint.keeps_answers or self._endpoint.models.has_changed_adapters
-
-    def _is_busy(self) -> bool:
-        return bool(self._endpoint.in_flight or self._endpoint.models.loading())
-
-    async def _others_return_at_once(self) -> bool:
-        models = self._endpoint.models
-        others = {name for name, _ in models.engines()} - {models.default}
-        return not others or others <= await self._endpoint.in_thread(self._endpoint.host.warm_models)

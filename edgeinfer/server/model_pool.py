@@ -185,11 +185,6 @@ class ModelPool:
         owners = [own for own, engine in self.engines() if name in {a.name for a in engine.info.lora}]
         return min(owners, key=lambda own: own != self.default, default=None)
 
-    @property
-    def has_changed_adapters(self) -> bool:
-        """Return whether a model's adapters were changed at run time."""
-        return bool(self._adapters)
-
     # --- holding
 
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:

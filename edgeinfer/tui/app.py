@@ -18,10 +18,8 @@ from edgeinfer.chat import commands
 from edgeinfer.chat.launch import Launch
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.chat_screen import ChatScreen
-from edgeinfer.tui.handoff import ChatHandoffSource, ChatHandoffTarget, unpack_state
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 from edgeinfer.tui.themes import DARK, LIGHT
-from edgeinfer.tui.view import Loader
 
 if TYPE_CHECKING:
     from textual.driver import Driver
@@ -31,9 +29,6 @@ if TYPE_CHECKING:
 #: Parsed style sheets by theme, left by `edgeinfer.tui.preload` in a process that will be parked: 10 ms
 #: of the first paint.
 PARSED: dict[str, ParsedStyles] = {}
-
-#: Interval (s) of looks for a handoff.
-_LOOK_S = 0.25
 
 
 class ChatApp(App[None]):
@@ -47,29 +42,15 @@ class ChatApp(App[None]):
         Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")
     ]
 
-    def __init__(
-        self,
-        launch: Launch,
-        driver_class: type[Driver] | None = None,
-        target: ChatHandoffTarget | None = None,
-    ) -> None:
+    def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
         super().__init__(driver_class=driver_class)
         self.crash: Exception | None = None
         self._launch = launch
-        self._handoff_target = target
-        self._handoff_source: ChatHandoffSource | None = None
-        state = unpack_state(target.chat) if target is not None else None
-        self._modes_before = state.modes if state is not None else []
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self._styled_for = self._begin_with(state.theme if state else launch.config.theme)
+        self._styled_for = self._begin_with(launch.config.theme)
         self.set_keymap({name: keys for name, keys in launch.config.keys.items() if name in BY_ID})
-        self.chat = ChatScreen(launch, state)
-
-    @property
-    def is_handed_off(self) -> bool:
-        """Return True if the chat continues in another process."""
-        return self._handoff_source is not None and self._handoff_source.is_over
+        self.chat = ChatScreen(launch)
 
     def _begin_with(self, theme: str) -> str:
         """Set the theme before anything is styled, so that every style is parsed and applied once."""
@@ -91,7 +72,7 @@ class ChatApp(App[None]):
 
     def on_ready(self) -> None:
         if not self.is_headless:
-            self._terminal.ready()
+            cast("TerminalDriver", self._driver).ready()
 
     def on_mount(self) -> None:
         if self.is_headless:
@@ -99,41 +80,6 @@ class ChatApp(App[None]):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             loop.add_signal_handler(number, self.leave)
-        handoff = self._launch.handoff
-        rest_s = self._launch.host.config.snapshots.idle_release_s
-        if handoff is not None and self._handoff_target is None and rest_s > 0:
-            terminal = self._terminal
-            self._handoff_source = ChatHandoffSource(
-                handoff,
-                terminal,
-                rest_s,
-                lambda: self.chat.at_rest,
-                lambda: self.chat.state_transfer.read(self.theme, terminal.modes).pack(),
-                self.exit,
-            )
-            self.set_interval(_LOOK_S, self._handoff_source.look)
-
-    # handoff
-
-    @on(Loader.Loaded)
-    def _could_go_on(self) -> None:
-        if self._handoff_target is not None and not self._handoff_target.has_terminal:
-            self.run_worker(self._take(self._handoff_target))
-
-    @property
-    def _terminal(self) -> TerminalDriver:
-        return cast("TerminalDriver", self._driver)
-
-    async def _take(self, target: ChatHandoffTarget) -> None:
-        if await target.take(self._terminal, self._modes_before):
-            self.screen.refresh()  # whole: earlier changes were drawn on no screen
-        else:
-            self.exit()
-
-    @on(Loader.Failed)
-    def _could_not(self) -> None:
-        if self._handoff_target is not None and not self._handoff_target.has_terminal:
-            self.exit(return_code=1)
 
     # the palette
 
@@ -161,8 +107,6 @@ class ChatApp(App[None]):
     def on_unmount(self) -> None:
         with contextlib.suppress(Exception):
             self.chat.leave()
-        if self._handoff_source is not None:
-            self._handoff_source.close()
         self.chat.loader.close()
 
     def _handle_exception(self, error: Exception) -> None:

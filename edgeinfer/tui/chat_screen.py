@@ -22,7 +22,6 @@ from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledE
 from edgeinfer.tui.actions import AppFront, TurnActions
 from edgeinfer.tui.answering import Answering
 from edgeinfer.tui.bindings import bindings
-from edgeinfer.tui.handoff import ChatState, StateTransfer
 from edgeinfer.tui.view import Loader, Streaming, View
 from edgeinfer.tui.widgets.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.widgets.transcript import Transcript
@@ -40,10 +39,9 @@ class ChatScreen(Screen[None]):
     class Left(Message):
         """The user wants to leave the chat."""
 
-    def __init__(self, launch: Launch, restored: ChatState | None = None) -> None:
+    def __init__(self, launch: Launch) -> None:
         super().__init__()
         self.launch = launch
-        self._restored = restored
         self.session = launch.session()
         self.loader = Loader(launch.engines(), self.post_message)
         self._interrupted = 0.0
@@ -64,7 +62,6 @@ class ChatScreen(Screen[None]):
             self.app, self.launch, self.view, self.answering, self.attachments, self._leave_app
         )
         self.turns = TurnActions(self.view, self.front)
-        self.state_transfer = StateTransfer(self.view, self.attachments, self.front.commander)
         yield self.view.header
         yield self.transcript
         yield queued
@@ -80,10 +77,7 @@ class ChatScreen(Screen[None]):
 
     def _begin(self) -> None:
         try:
-            if self._restored is None:
-                self._open()
-            else:
-                self.state_transfer.restore(self._restored)
+            self._open()
         except StoreError as error:
             self.view.show_error(error)
         self.attachments.show()
@@ -131,19 +125,6 @@ class ChatScreen(Screen[None]):
     def streaming(self) -> Streaming | None:
         return self.view.streaming
 
-    @property
-    def at_rest(self) -> bool:
-        """Return True if the chat is idle, so that another process could continue it."""
-        engine = self.session.engine
-        if engine is None or not self.loader.is_first or self.loader.progress:
-            return False
-        if self.streaming is not None or self.view.summarising is not None or self.session.busy:
-            return False
-        if self.app.screen is not self or self.completions.found or self.get_selected_text():
-            return False
-        metrics = engine.metrics()
-        return not (metrics.running or metrics.queued)
-
     def refresh_status(self) -> None:
         self.view.refresh_status()
 
@@ -158,8 +139,6 @@ class ChatScreen(Screen[None]):
             self.session.set(model=message.model)
         self.attachments.show()
         self.refresh_status()
-        if self._restored is not None:  # the prefill's memory is taken once the text changes
-            self.read_ahead.skip(self.composer.text, self.attachments.found, self.composer.editing)
         if self.answering.unanswered:
             self.answering.unanswered = False
             self.answering.answer_after_cut()

@@ -25,12 +25,9 @@ from edgeinfer.tui.textual_internals import XTermParser
 
 
 class TerminalDriver(LinuxDriver):
-    """LinuxDriver on the terminal of `claim_terminal`. `heard` counts the bytes that came from it."""
+    """LinuxDriver on the terminal of `claim_terminal`."""
 
     out: ClassVar[TextIO | None] = None
-
-    #: True while another process has the terminal, which is left alone until `claim`.
-    waits: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,9 +38,6 @@ class TerminalDriver(LinuxDriver):
         self._decode = getincrementaldecoder("utf-8")(errors="replace").decode
         self._is_ready = threading.Event()
         self._n_early = 0
-        self._away = self.waits
-        self._muted = self.waits
-        self.heard = 0
 
     def _get_terminal_size(self) -> tuple[int, int]:
         """Return the window's size now; COLUMNS and LINES are those the shell started with."""
@@ -53,35 +47,9 @@ class TerminalDriver(LinuxDriver):
                 return columns, rows
         return 80, 24
 
-    # handoff
-
-    @property
-    def modes(self) -> list[Any]:
-        """The terminal's modes before the app, as `termios` has them; put back when it ends."""
-        return self.attrs_before or []
-
-    def release(self) -> None:
-        """Leave the terminal as it is to another process; keys pressed now wait there to be read."""
-        self._stop_reading()
-        self._away = self._muted = True
-        super().close()  # what was written is on the terminal then
-
-    def claim(self, modes: list[Any]) -> None:
-        """Continue with a terminal that another process has set up and left."""
-        self._away = False
-        super().start_application_mode()  # type: ignore[no-untyped-call]  # muted: it is in its modes
-        self.attrs_before = modes or None
-        self._muted = False
-        self._request_terminal_sync_mode_support()
-        self._query_in_band_window_resize()
-
     def start_application_mode(self) -> None:
-        """Textual's, unless another process has the terminal."""
-        if self._away:
-            self._size = self._get_terminal_size()
-        else:
-            super().start_application_mode()  # type: ignore[no-untyped-call]
-            self._n_early = self._waiting_bytes()
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+        self._n_early = self._waiting_bytes()
 
     def _waiting_bytes(self) -> int:
         """Return how many bytes were typed before, when the terminal made newlines of Enter."""
@@ -93,21 +61,6 @@ class TerminalDriver(LinuxDriver):
     def ready(self) -> None:
         """Begin to read keys: a widget takes them now."""
         self._is_ready.set()
-
-    def stop_application_mode(self) -> None:
-        """Textual's, unless another process has the terminal."""
-        if not self._away:
-            super().stop_application_mode()
-
-    def close(self) -> None:
-        """Textual's, unless another process has the terminal."""
-        if not self._away:
-            super().close()
-
-    def write(self, data: str) -> None:
-        """Write, unless another process has the terminal or has set it up."""
-        if not self._muted:
-            super().write(data)
 
     # keys
 
@@ -130,7 +83,6 @@ class TerminalDriver(LinuxDriver):
                 if not data:
                     self._app.call_later(self._app.action_quit)
                     return
-                self.heard += len(data)
                 if self._n_early > 0:
                     early, data = data[: self._n_early], data[self._n_early :]
                     self._n_early -= len(early)
@@ -148,8 +100,6 @@ class TerminalDriver(LinuxDriver):
 
     def disable_input(self) -> None:
         """Stop reading: Textual's, with the thread woken."""
-        if self._away:
-            return
         self._stop_reading()
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
             signal.signal(signal.SIGWINCH, signal.SIG_DFL)

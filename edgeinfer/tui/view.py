@@ -53,11 +53,6 @@ class Loader:
         self._model = ""
         self._serial = 0
 
-    @property
-    def is_first(self) -> bool:
-        """Return True if the model in use is the launch's own."""
-        return self._engines.is_first
-
     def start(self, model: str, n_ctx: int | None = None) -> None:
         """Load `model` unless it is being loaded."""
         if self.progress and n_ctx is None and model == self._model:

@@ -22,7 +22,7 @@ import pytest
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.host import Handoff, Host, LoadProgress
+from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import AnswerJournal
@@ -61,7 +61,6 @@ class Setup:
     options: RunOptions = field(default_factory=RunOptions)
     payloads: PayloadLog | None = None
     host: str = "127.0.0.1"
-    handoff: Handoff | None = None
     pulled: Callable[[], Sequence[AvailableModel]] | None = None
     model_admin: ModelAdministrator | None = None
     wait_ready: bool = True
@@ -137,7 +136,7 @@ def served(setup: Setup) -> Iterator[Served]:
             batches=Batches(setup.batches) if setup.batches else None,
             model_admin=setup.model_admin,
         )
-        server = EndpointServer(endpoint, setup.gate, [listener], setup.options, setup.handoff)
+        server = EndpointServer(endpoint, setup.gate, [listener], setup.options)
         box.update(endpoint=endpoint, loop=asyncio.get_running_loop(), server=server)
         started.set()
         return await server.run()

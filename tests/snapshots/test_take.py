@@ -23,7 +23,7 @@ from .test_resume import SECRET
 
 pytestmark = pytest.mark.criu
 
-QUIET = "[snapshots]\nauto-warm = false\nhand-over = false\n"
+QUIET = "[snapshots]\nauto-warm = false\n"
 STREAMS = 8
 #: With such a cache, and on one thread, batching changes few bits (decision 022): where two streams
 #: part, the model must have found both tokens as likely, to so much (nats).

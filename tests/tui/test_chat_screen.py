@@ -23,7 +23,6 @@ from edgeinfer.errors import (
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.tui.handoff import unpack_state
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 from edgeinfer.tui.widgets.composer import Completions
@@ -665,13 +664,3 @@ async def test_narrow_status_line_keeps_context_and_rate(drive):
         line = str(d.chat.status.render())
         assert "context 408/4,096" in line
         assert "42.0 tok/s" in line
-
-
-async def test_state_of_an_empty_chat_is_restored_with_its_welcome(drive):
-    async with drive() as d:
-        state = unpack_state(d.chat.state_transfer.read("edgeinfer-dark", []).pack())
-        d.chat.front.show_text("a remark")
-        assert "F1" not in d.shown()
-        d.chat.state_transfer.restore(state)
-        assert "F1" in d.shown()
-        assert "a remark" not in d.shown()

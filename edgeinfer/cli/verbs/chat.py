@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,13 +19,11 @@ from edgeinfer.cli.options import (
 )
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import Handoff, Host
-from edgeinfer.platform import process
+from edgeinfer.host import Host
 
 if TYPE_CHECKING:
     from edgeinfer.chat.launch import Launch
     from edgeinfer.tui.app import ChatApp
-    from edgeinfer.tui.handoff import ChatHandoffTarget
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
@@ -58,36 +55,16 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
 
     Raises EdgeInferError if the app broke; the conversation is stored in any case.
     """
-    handoff = host.handoff()
-    if handoff is not None and handoff.source is not None:
-        return _go_on(options, host, handoff, handoff.source)
     launch = _launch(options, host)
     piped = _piped(plain=options.plain)
     if piped is not None:
         launch.attachments.append(piped)
     if options.plain or os.environ.get("TERM") == "dumb":
         return _plain(launch)
-    launch.handoff = handoff
     return _on_screen(launch)
 
 
-def _go_on(
-    options: argparse.Namespace, host: Host, handoff: Handoff, channel: socket.socket
-) -> ChatResult:
-    """Go on with the chat of a process that started cold; SystemExit where that one keeps it."""
-    from edgeinfer.tui.handoff import ChatHandoffTarget
-
-    target = ChatHandoffTarget(handoff, channel)
-    if not target.chat:
-        raise SystemExit(0)
-    try:
-        launch = _launch(options, host)
-    except EdgeInferError:
-        raise SystemExit(1) from None
-    return _on_screen(launch, target)
-
-
-def _on_screen(launch: Launch, target: ChatHandoffTarget | None = None) -> ChatResult:
+def _on_screen(launch: Launch) -> ChatResult:
     from edgeinfer.tui.app import ChatApp  # 0.3 s: Textual; a parked process has it
 
     driver = None
@@ -95,15 +72,10 @@ def _on_screen(launch: Launch, target: ChatHandoffTarget | None = None) -> ChatR
         from edgeinfer.tui.driver import TerminalDriver, claim_terminal
 
         driver, TerminalDriver.out = TerminalDriver, claim_terminal()
-        TerminalDriver.waits = target is not None
         if TerminalDriver.out is None:
             return _plain(launch)
-    app = ChatApp(launch, driver, target)
+    app = ChatApp(launch, driver)
     app.run(mouse=launch.config.mouse)
-    if target is not None and not target.has_terminal:
-        raise SystemExit(1 if app.crash else app.return_code)
-    if app.is_handed_off:
-        process.silence()  # the terminal is another's now
     return _ended(app)
 
 

@@ -131,6 +131,4 @@ def run(options: argparse.Namespace, host: Host) -> ServeResult:
     from edgeinfer.cli.serving import serve  # 240 ms: the server, which `--help` does not need
 
     ended = serve(options, host)
-    if ended.reason == "handed-off":
-        raise SystemExit(0)  # the target will report how serving ended
     return ServeResult(reason="idle" if ended.reason == "idle" else "signal", cut_short=ended.cut_short)

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,14 +22,12 @@ from edgeinfer.errors import (
     EngineClosedError,
     InterruptedByUser,
     SnapshotError,
-    SnapshotStaleError,
     UsageError,
     from_fields,
     to_fields,
 )
 from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
 from edgeinfer.launcher import builds, messages, selection
-from edgeinfer.launcher.handoff import COMMIT, START
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.interface import Engine
@@ -58,7 +56,6 @@ class AppHost(Host):
         listeners: tuple[socket.socket, ...] = (),
         *,
         request: LaunchRequest = LaunchRequest(role="verb", argv=("serve",)),  # noqa: B008  read only
-        source: socket.socket | None = None,
     ) -> None:
         super().__init__(start, exec_ns=request.exec_ns)
         self._link = link
@@ -69,7 +66,6 @@ class AppHost(Host):
         #: A chat shows the reason of a cold start in its status line.
         self._hint = "" if request.argv[:1] == ("chat",) else request.hint
         self._named = request.is_named
-        self._source = source
         self._loaded = loaded
         self._listeners = listeners
         self._asking = threading.Lock()
@@ -114,8 +110,6 @@ class AppHost(Host):
                 f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
                 hint="leave the model out, or name a snapshot of it",
             )
-        elif self._request.is_handoff_target:
-            raise SnapshotStaleError(f"the snapshot {self.start.snapshot} does not fit: no handoff")
         else:  # the launcher guessed wrong: what counts is how the worker came to be
             engine = remote = self.worker(model, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
@@ -205,14 +199,6 @@ class AppHost(Host):
         os.close(write_fd)
         follow_build(model, read_fd, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
-    def handoff(self) -> AppHandoff | None:
-        """None if the configuration says so, or if nothing would be gained."""
-        is_target = self._request.is_handoff_target
-        wanted = self.start.how == "cold" and self.config.snapshots.hand_over
-        if not (wanted or is_target):
-            return None
-        return AppHandoff(self._tell, is_target=is_target, source=self._source)
-
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Name the snapshot that would have helped; the launcher builds it later, when idle."""
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
@@ -251,38 +237,6 @@ class AppHost(Host):
 
 #: Sends a message to the launcher, with descriptors.
 Tell = Callable[[messages.Message, Sequence[int]], None]
-
-
-class AppHandoff:
-    """An app's side of a handoff; `launcher.handoff` has the order."""
-
-    def __init__(self, tell: Tell, *, is_target: bool, source: socket.socket | None = None) -> None:
-        self.is_target = is_target
-        self.source = source
-        self._tell = tell
-        self._pipe = -1
-
-    def listen(self) -> int:
-        """Offer this process as a source; return the descriptor that `receive` reads."""
-        self._pipe, theirs = os.pipe()
-        self._tell(messages.HandoffSource(), [theirs])
-        os.close(theirs)
-        return self._pipe
-
-    def receive(self) -> Literal["start", "commit", "end"]:
-        """Read the launcher's next word."""
-        word = os.read(self._pipe, 1)
-        if word == START:
-            return "start"
-        return "commit" if word == COMMIT else "end"
-
-    def idle(self, channel: socket.socket | None = None) -> None:
-        """Report the source idle; the target gets `channel`."""
-        self._tell(messages.SourceIdle(), () if channel is None else (channel.fileno(),))
-
-    def ready(self) -> None:
-        """Report the target ready to answer."""
-        self._tell(messages.TargetReady(), ())
 
 
 class _Named(msgspec.Struct, frozen=True):

@@ -127,8 +127,7 @@ def _run_role(
     if request.role == "verb":
         from edgeinfer.cli.main import main  # 20 ms in a cold process
 
-        channel = sockets.pop() if request.has_channel else None
-        host = AppHost(start, link, loaded, tuple(sockets), request=request, source=channel)
+        host = AppHost(start, link, loaded, tuple(sockets), request=request)
         return main(list(request.argv), host)
     if request.role == "worker":
         from edgeinfer.workers.remote_engine import serve_engine  # 5 ms in a cold process

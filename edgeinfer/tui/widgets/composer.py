@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
 from textual import events
 from textual.binding import Binding
 from textual.content import Content
@@ -16,7 +15,6 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
-from textual.widgets.text_area import Selection
 
 from edgeinfer.chat.attachments import counted, mentioned, read
 from edgeinfer.chat.commands import Completion
@@ -27,18 +25,6 @@ from edgeinfer.tui.bindings import bindings
 
 #: A paste with more lines or characters than this is attached instead of being typed.
 _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
-
-
-class ComposerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a composer: text, selection, and position in the history."""
-
-    text: str
-    start: tuple[int, int]
-    end: tuple[int, int]
-    editing: int | None
-    past: list[str]
-    at: int
-    unsent: str
 
 
 class Composer(TextArea):
@@ -105,28 +91,6 @@ class Composer(TextArea):
     def before_cursor(self) -> str:
         """Return the text up to the cursor."""
         return self.get_text_range((0, 0), self.cursor_location)
-
-    @property
-    def typed(self) -> ComposerState:
-        """Return the state for another composer's `take`."""
-        return ComposerState(
-            text=self.text,
-            start=self.selection.start,
-            end=self.selection.end,
-            editing=self.editing,
-            past=self._past,
-            at=self._at,
-            unsent=self._unsent,
-        )
-
-    def take(self, typed: ComposerState) -> None:
-        """Restore another composer's state."""
-        self.text = typed.text
-        self.selection = Selection(typed.start, typed.end)
-        self.editing = typed.editing
-        self._past = typed.past
-        self._at = typed.at
-        self._unsent = typed.unsent
 
     # history
 
