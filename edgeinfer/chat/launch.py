@@ -14,7 +14,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_ms
 
 

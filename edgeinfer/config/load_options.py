@@ -162,14 +162,6 @@ N_THREADS = LoadOption(
     of_snapshot=False,  # set on resume
 )
 N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16)
-REPACK = LoadOption(
-    "repack",
-    "auto",
-    "rearrange weights for this CPU's fast paths",
-    flag="--repack",
-    key="repack",
-    choices=_SWITCH,
-)
 KV_TYPE = LoadOption(
     "kv_type",
     "auto",
@@ -230,7 +222,6 @@ LOAD_OPTIONS = (
     N_PARALLEL,
     N_THREADS,
     N_BATCH,
-    REPACK,
     KV_TYPE,
     FLASH_ATTENTION,
     GPU_LAYERS,

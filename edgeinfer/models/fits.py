@@ -12,7 +12,7 @@ from edgeinfer.models.catalog import Catalog, Model, load_catalog, parameter_cou
 from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.platform.machine import Machine, MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, make_plan
+from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_bytes, format_duration
@@ -140,6 +140,4 @@ def header_shape(headers: Sequence[GgufHeader]) -> Shape:
 
 def header_plan(headers: Sequence[GgufHeader], options: LoadOptions, machine: Machine) -> Plan:
     """Return the plan by which `runtime.llama.model` would load these files."""
-    file_bytes = sum(header.file_bytes for header in headers)
-    repack = choose_repack(options.repack, file_bytes, machine)
-    return make_plan(header_shape(headers), options, machine, repack)
+    return make_plan(header_shape(headers), options, machine)

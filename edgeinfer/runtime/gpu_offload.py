@@ -14,10 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
-from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends import files as backend_files
 from edgeinfer.runtime.llama.backends import registration
@@ -32,7 +29,6 @@ from edgeinfer.runtime.llama.model import (
     with_another_context,
 )
 from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
-from edgeinfer.runtime.memory_plan.plan import choose_repack
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import open_blocks
@@ -130,12 +126,9 @@ class GpuOffload:
         cpu = self._cpu
         pointers = {device.name: device.pointer for device in devices}
         placement = Placement([pointers[name] for name in offload.devices], offload)
-        rest = max(0, cpu.shape.weights_bytes - offload.weights_bytes)
-        repack = choose_repack(self._options.repack, rest, read_machine())
-        options = msgspec.structs.replace(self._options, repack=repack.value)
-        model = open_model(self._files.paths, options, placement=placement)
+        model = open_model(self._files.paths, placement=placement)
         try:
-            loaded = with_another_context(cpu, model, options)
+            loaded = with_another_context(cpu, model, self._options)
         except BaseException:
             free_model(model)
             raise

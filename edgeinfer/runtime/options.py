@@ -50,7 +50,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     n_parallel: int = table.N_PARALLEL.default
     n_threads: int = table.N_THREADS.default
     n_batch: int = table.N_BATCH.default
-    repack: str = table.REPACK.default
     kv_type: str = table.KV_TYPE.default
     flash_attention: str = table.FLASH_ATTENTION.default
     gpu_layers: int | str = table.GPU_LAYERS.default

@@ -6,9 +6,7 @@
         lock                            held by the process that builds it; never read
         manifest                        what must hold before CRIU runs; written last, by a rename
         snapshot.json                   what `snapshots show` tells; the launcher never reads it
-        memory.img                      the parked process's other private memory, mapped copy-on-write
-        buffers.img                     llama.cpp's buffers, repacked weights among them, mapped alike;
-                                        not in every snapshot
+        memory.img                      the parked process's private memory, mapped copy-on-write
         images/                         CRIU's images: what is left to restore after these
 
 A folder without `manifest` is being built, or was left behind by a process that died (its lock is free
@@ -37,13 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 MAGIC = "edgeinfer-snapshot"
-VERSION = 2
+VERSION = 3
 
 LOCK = "lock"
 MANIFEST = "manifest"
 DETAILS = "snapshot.json"
 MEMORY = "memory.img"
-BUFFERS = "buffers.img"
 IMAGES = "images"
 DUMP_LOG = "dump.log"
 PARK_LOG = "park.log"

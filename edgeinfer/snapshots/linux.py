@@ -21,7 +21,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
-_PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 3, 0x12
+_PROT_READ_WRITE = 3
 
 _loaded: list[ctypes.CDLL] = []
 
@@ -133,21 +133,6 @@ def forget_pages(start: int, length: int) -> None:
     _checked(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
-def map_private(start: int, length: int, fd: int, offset: int) -> None:
-    """Map this part of the file over what was there: MAP_PRIVATE | MAP_FIXED, writable."""
-    mmap = _libc().mmap
-    mmap.restype = ctypes.c_void_p
-    got = mmap(
-        ctypes.c_void_p(start),
-        ctypes.c_size_t(length),
-        _PROT_READ_WRITE,
-        _MAP_PRIVATE_FIXED,
-        fd,
-        ctypes.c_long(offset),
-    )
-    _checked(0 if got == start else -1, "mmap")
-
-
 def own_pages(start: int, length: int, permissions: str) -> None:
     """Privatise pages (MADV_POPULATE_WRITE) of these permissions ("r--p"). Raises OSError."""
     allowed = sum(bit for letter, bit in (("r", 1), ("w", 2), ("x", 4)) if letter in permissions)
@@ -155,11 +140,6 @@ def own_pages(start: int, length: int, permissions: str) -> None:
     _checked(libc.mprotect(*where, _PROT_READ_WRITE), "mprotect")
     _checked(libc.madvise(*where, _MADV_POPULATE_WRITE), "madvise(MADV_POPULATE_WRITE)")
     _checked(libc.mprotect(*where, allowed), "mprotect")
-
-
-def begin_writing(fd: int, offset: int, length: int) -> None:
-    """Begin writing this part to the disk, so that a later fsync waits less."""
-    _libc().sync_file_range(fd, ctypes.c_long(offset), ctypes.c_long(length), 2)
 
 
 def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:

@@ -188,7 +188,7 @@ def _memory(pid: int) -> tuple[int, int]:
 
 
 #: Choices that a load makes by what is free at that moment, as far as an option can make them.
-_CHOICES = ("kv_type", "flash_attention", "repack")
+_CHOICES = ("kv_type", "flash_attention")
 
 
 class ProcessDescription(msgspec.Struct, frozen=True, kw_only=True):

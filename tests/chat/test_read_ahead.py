@@ -155,13 +155,6 @@ def test_cached_tokens_are_known_after_the_prefill(composer, engine):
     assert composer.ahead.cached_tokens == 0
 
 
-def test_skipped_text_is_prefilled_once_it_changes(composer, engine):
-    answer(composer.session, "first")
-    composer.ahead.skip("and ", [NOTES], None)
-    assert not composer.stand_still("and ", [NOTES])
-    assert composer.stand_still("and then ", [NOTES])
-
-
 def test_refused_prefill_is_silent_and_a_later_stop_wins(composer, engine):
     composer.look("One two ")
     composer.ahead.stop()

@@ -85,15 +85,14 @@ def test_info_tells_sizes_and_reasons(smol: LlamaEngine, gemma: LlamaEngine) -> 
         assert info.kv_bytes > 1_000_000
         assert info.compute_bytes > 1_000_000
         assert all(chosen.reason for chosen in info.choices.values())
-        assert {"n_threads", "n_parallel", "n_ctx", "repack", "gpu_layers", "flash_attention"} <= set(
+        assert {"n_threads", "n_parallel", "n_ctx", "gpu_layers", "flash_attention"} <= set(
             info.choices
         )
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("repack", ["on", "off"])
-def test_every_cache_type_and_repacking_answers(gemma3: Path, kv_type: str, repack: str) -> None:
-    options = LoadOptions(n_ctx=256, n_parallel=1, kv_type=kv_type, repack=repack)  # type: ignore[arg-type]
+def test_every_cache_type_answers(gemma3: Path, kv_type: str) -> None:
+    options = LoadOptions(n_ctx=256, n_parallel=1, kv_type=kv_type)  # type: ignore[arg-type]
     with closing(load_engine(files(gemma3), options)) as engine:
         assert text_of(ask(engine, "one, two, three, four, five, six, seven,")).startswith(" eight")
 
@@ -130,12 +129,8 @@ def test_weights_larger_than_memory_answer_from_the_disk(
     short_of_memory(monkeypatch)
     with closing(load_engine(files(smollm2), LoadOptions())) as engine:
         assert "Paris" in text_of(ask(engine))
-        repack = engine.info.choices["repack"]
-        assert (repack.value, "mapped" in repack.reason) == ("off", True)
         (warning,) = engine.info.warnings
         assert "a token in 2.0 s: 96.6 MB a token at 48.3 MB/s (measured just now)" in warning
-    with pytest.raises(OutOfMemoryError, match="--repack off"):
-        load_engine(files(smollm2), LoadOptions(repack="on"))
 
 
 def test_run_warns_of_weights_read_from_the_disk(

@@ -29,17 +29,16 @@ if sys.argv[1]:
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-options = LoadOptions(n_ctx=int(sys.argv[3]), n_parallel=1, n_threads=2, repack=sys.argv[4])
+options = LoadOptions(n_ctx=int(sys.argv[3]), n_parallel=1, n_threads=2)
 engine = load_engine(ModelFiles(name="x", paths=(sys.argv[2],)), options)
 def read():
     lines = open("/proc/self/io").read().split()
     return int(lines[lines.index("read_bytes:") + 1])
 before = read()
-request = GenerateRequest(prompt=sys.argv[5], sampling=Sampling(temperature=0), max_tokens=4, ignore_eos=True)
+request = GenerateRequest(prompt=sys.argv[4], sampling=Sampling(temperature=0), max_tokens=4, ignore_eos=True)
 text = "".join(getattr(event, "text", "") for event in engine.submit(request))
 info = engine.info
-print(json.dumps({"text": text, "warnings": info.warnings, "n_ctx": info.n_ctx, "read": read() - before,
-    "repack": info.choices["repack"].value}))
+print(json.dumps({"text": text, "warnings": info.warnings, "n_ctx": info.n_ctx, "read": read() - before}))
 engine.close()
 """
 Answer = Callable[..., dict[str, Any]]
@@ -67,16 +66,14 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[[int], str]]:
     place.rmdir()
 
 
-def answer(
-    group: str, model: Path, n_ctx: int = 512, repack: str = "auto", prompt: str = "The river"
-) -> dict[str, Any]:
+def answer(group: str, model: Path, n_ctx: int = 512, prompt: str = "The river") -> dict[str, Any]:
     """Answer in a process that starts with nothing of the model in the page cache."""
     fd = os.open(model, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, group, str(model), str(n_ctx), repack, prompt],
+        [sys.executable, "-c", PROGRAM, group, str(model), str(n_ctx), prompt],
         capture_output=True,
         text=True,
         timeout=300,
@@ -94,9 +91,9 @@ def test_a_model_larger_than_memory_answers_with_a_warning(
     run_quantizer(smollm2, model, kind, Job(), QuantizeOptions())
     assert model.stat().st_size > 500 * MIB
     short = answer(group(420 * MIB), model)
-    roomy = answer("", model, repack="off")
+    roomy = answer("", model)
     assert short["text"] == roomy["text"] != ""
-    assert (short["repack"], short["n_ctx"]) == ("off", 512)
+    assert short["n_ctx"] == 512
     (warning,) = short["warnings"]
     assert "do not fit into the" in warning
     assert "a token" in warning

@@ -10,7 +10,6 @@ from edgeinfer.runtime.memory_plan.plan import (
     choose_cells,
     choose_context,
     choose_parallel,
-    choose_repack,
     choose_threads,
     invariant_rows,
 )
@@ -21,13 +20,6 @@ GIB = 1 << 30
 def machine(cores: int = 8, quota: float | None = None, available: int = 16 * GIB) -> Machine:
     memory = Memory(total_bytes=16 * GIB, available_bytes=available, reason="made up")
     return Machine(physical_cores=cores, logical_cpus=2 * cores, quota=quota, memory=memory)
-
-
-def test_weights_are_repacked_where_memory_holds_them() -> None:
-    assert choose_repack("auto", GIB, machine()).value == "on"
-    short = choose_repack("auto", 4 * GIB, machine(available=4 * GIB))
-    assert (short.value, "mapped" in short.reason) == ("off", True)
-    assert choose_repack("on", 4 * GIB, machine(available=GIB)).value == "on"
 
 
 def test_threads_follow_cores_quota_and_what_is_asked() -> None:

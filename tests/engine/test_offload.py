@@ -7,7 +7,7 @@ import pytest
 
 from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.memory_plan.offload import Offload, Room, make_offload
-from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, make_plan
+from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape
 from edgeinfer.runtime.options import LoadOptions
 
@@ -48,7 +48,7 @@ def plan_of(shape: Shape) -> Plan:
     memory = Memory(total_bytes=64 * GIB, available_bytes=64 * GIB, reason="made up")
     machine = Machine(physical_cores=4, logical_cpus=4, quota=None, memory=memory)
     options = LoadOptions(n_ctx=4096, n_parallel=4)
-    return make_plan(shape, options, machine, choose_repack("auto", shape.weights_bytes, machine))
+    return make_plan(shape, options, machine)
 
 
 def devices_with(*free_gib: float) -> tuple[Room, ...]:

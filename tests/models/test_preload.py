@@ -57,15 +57,13 @@ def test_models_file_is_in_memory_afterwards(model, capsys) -> None:
     assert is_in_page_cache(path)
 
 
-@pytest.mark.parametrize(("repack", "n_files"), [("on", 2), ("off", 3)])
-def test_snapshot_is_loaded_before_the_model(model, capsys, repack, n_files) -> None:
+def test_snapshot_is_loaded_before_the_model(model, capsys) -> None:
     folder = Path(paths.snapshots_path()) / "mine@1-program"
     for one in (folder.parent, folder, folder / "images"):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
     manifest = Manifest(
         name="mine", model="mine", criu="criu", tier="root", pid=1, link_inode=1, wake_inode=1
     )
-    manifest.actual = {"repack": repack}
     for name in ("memory.img", "images/pages.img"):
         (folder / name).write_bytes(b"x" * 10_000)
         manifest.images[name] = 10_000
@@ -73,7 +71,7 @@ def test_snapshot_is_loaded_before_the_model(model, capsys, repack, n_files) -> 
     (folder / MANIFEST).chmod(0o600)
     files = preloaded(capsys)["files"]
     assert [Path(file).name for file in files[:2]] == ["memory.img", "pages.img"]
-    assert len(files) == n_files
+    assert len(files) == 3
 
 
 def test_file_that_is_gone_is_an_error(tmp_path) -> None:

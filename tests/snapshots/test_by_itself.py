@@ -89,10 +89,10 @@ def test_stale_snapshot_is_rebuilt_in_the_background(user):
 
 
 def test_the_snapshot_that_the_chat_orders_serves_its_own_launch(user):
-    order = app_host.warm_argv(MODEL, LoadOptions(n_parallel=3, repack="off"))
+    order = app_host.warm_argv(MODEL, LoadOptions(n_parallel=3, kv_type="q8_0"))
     user.run("warm", *order).check()
-    assert user.snapshot(f"{MODEL},parallel3,repackoff")
-    typed = ("--parallel", "3", "--repack", "off", "--resume=always")
+    assert user.snapshot(f"{MODEL},kv_typeq8_0,parallel3")
+    typed = ("--parallel", "3", "--kv-type", "q8_0", "--resume=always")
     assert user.ask(*typed).start["how"] == "resumed"
 
 

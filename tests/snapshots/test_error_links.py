@@ -105,7 +105,6 @@ def request_in(folder):
         options=LoadOptions(),
         system="",
         stamps={},
-        folder=str(folder),
     )
     return builder.BuildRequest(
         name="m", model="m", requested={}, system="", criu="criu", version="", tier="root", park=park

@@ -3,9 +3,7 @@
 import contextlib
 import ctypes
 import mmap
-import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,31 +11,6 @@ from edgeinfer.runtime.llama import mappings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
 MIB = 1 << 20
-
-
-def asked_for() -> set[tuple[int, int]]:
-    """The mappings of this process that ask for huge pages."""
-    text = Path("/proc/self/smaps").read_text()
-    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([a-z ?]*)$", text, re.M | re.S)
-    return {(int(low, 16), int(high, 16)) for low, high, flags in found if "hg" in flags.split()}
-
-
-def size_of(ranges) -> int:
-    return sum(high - low for low, high in ranges)
-
-
-def test_large_allocations_since_then_are_asked_for_and_no_others():
-    before = asked_for()
-    old = mmap.mmap(-1, 40 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages = mappings.HugePages()
-    new = mmap.mmap(-1, 48 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    small = mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.ask()
-    assert (
-        48 * MIB <= size_of(asked_for() - before) < 48 * MIB + 16 * MIB + MIB
-    )  # the small one may touch the new
-    for area in (old, new, small):
-        area.close()
 
 
 def test_a_file_is_found_by_its_path(tmp_path):

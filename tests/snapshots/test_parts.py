@@ -3,7 +3,6 @@ limits, imports.
 """
 
 import ctypes
-import hashlib
 import json
 import mmap
 import os
@@ -35,7 +34,7 @@ from edgeinfer.runtime.llama.mappings import LARGE_BYTES
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.snapshots import criu, fingerprint, format, registry
-from edgeinfer.snapshots.build import jobs, spill
+from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import loaded_model, memory, reinitialize
 from edgeinfer.snapshots.restore.memory import IdleWatch
@@ -412,20 +411,6 @@ def test_touched_windows_of_a_shared_mapping_are_found(tmp_path):
     area.madvise(mmap.MADV_RANDOM)  # one fault, few pages around it
     assert area[10 * memory.WINDOW_BYTES + memory.WINDOW_BYTES // 2] == ord("f")
     assert of_file() == [(10 * memory.WINDOW_BYTES, memory.WINDOW_BYTES)]
-
-
-@pytest.mark.parametrize("size", [0, 1, spill.PIECE_BYTES, 2 * spill.PIECE_BYTES + 5])
-def test_a_digest_is_that_of_the_pieces(tmp_path, size):
-    path = tmp_path / "file"
-    content = os.urandom(1 << 20) * (size >> 20) + os.urandom(size % (1 << 20))
-    path.write_bytes(content)
-    pieces = [content[at : at + spill.PIECE_BYTES] for at in range(0, max(1, size), spill.PIECE_BYTES)]
-    wanted = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
-    assert spill.digest(path) == wanted
-    with open(path, "rb") as file, spill.Hashing(file.fileno()) as hashing:
-        for at in range(0, size, 10 << 20):
-            hashing.written(at)
-        assert hashing.finish(size) == wanted
 
 
 def test_idle_engine_is_released_once_per_rest():

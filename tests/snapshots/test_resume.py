@@ -134,7 +134,7 @@ def test_image_holds_no_user_data(warm):
     warm.run("warm", MODEL, "--ctx", "1024", "--quiet", env=plant, cwd=warm.home).check()
     folder = warm.snapshot(f"{MODEL},ctx1024")
     searched = [path for path in folder.rglob("*") if path.is_file()]
-    assert {"memory.img", "buffers.img", "pages-1.img"} <= {path.name for path in searched}
+    assert {"memory.img", "pages-1.img"} <= {path.name for path in searched}
     for path in searched:
         content = path.read_bytes()
         assert SECRET.encode() not in content, path

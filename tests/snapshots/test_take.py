@@ -253,7 +253,7 @@ from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.build import jobs
-became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on", repack="off")
+became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on")
 order = jobs.Order(
     model="small", files=Host().files("small"), options=LoadOptions(), became=became, given_name="less"
 )
@@ -266,6 +266,6 @@ def test_load_choices_are_reproduced_with_other_free_memory(user):
     user.settings(QUIET)
     requested, actual = json.loads(user.run(program=OTHER_CHOICES).check().out)
     assert requested == {}
-    chosen = {"n_ctx": "768", "n_parallel": "3", "kv_type": "q8_0", "repack": "off"}
+    chosen = {"n_ctx": "768", "n_parallel": "3", "kv_type": "q8_0"}
     assert actual | chosen == actual
     assert user.ask("--snapshot", "less").start["snapshot"] == f"{MODEL},less"

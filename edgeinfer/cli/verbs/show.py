@@ -71,8 +71,6 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     kv_type_reason: str
     machine: Memory
     fits: bool
-    repack: str = "on"
-    repack_reason: str = ""
     from_disk: bool = False
     warning: str = ""
     devices: Offload | None = None
@@ -357,8 +355,6 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         kv_type_reason=plan.kv_type.reason,
         machine=machine.memory,
         fits=plan.fits,
-        repack=plan.repack.value,
-        repack_reason=plan.repack.reason,
         from_disk=plan.from_disk and not plan.refusal,
         warning=warning,
         devices=_planned_devices(header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),

@@ -28,12 +28,11 @@ from edgeinfer.units import format_bytes
 
 
 class WarmResult(Result, frozen=True, kw_only=True):
-    """A published snapshot. `repack_reason` tells why its weights are repacked or not."""
+    """A published snapshot."""
 
     kind: ClassVar[str] = "warm"
 
     snapshot: Details
-    repack_reason: str
     wall_s: float
 
     def human(self) -> str:
@@ -47,8 +46,7 @@ class WarmResult(Result, frozen=True, kw_only=True):
             f"{format_bytes(d.memory_bytes)} of memory{prefilled}\n"
             f"{stages}; {self.wall_s:.1f} s in all\n"
             f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
-            f"{d.tier} tier; "
-            f"weights {self.repack_reason}{start}"
+            f"{d.tier} tier{start}"
         )
 
 
@@ -80,20 +78,17 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     for path in load_options.adapter_paths(files):
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
-    chosen, reason = jobs.repack_choice(load_options, files, config)
     order = jobs.Order(
         model=ref.name,
         files=files,
-        options=chosen,
+        options=load_options,
         system=requesting.system_prompt(options.system, host.config) or files.system_prompt,
-        given_name=options.name or _own_name(options.system, chosen),
+        given_name=options.name or _own_name(options.system, load_options),
     )
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with stoppable("stopped; nothing of the snapshot is kept"), progress:
         details = jobs.build(order, config, progress.report)
-    return WarmResult(
-        snapshot=details, repack_reason=reason, wall_s=round(time.monotonic() - start_s, 2)
-    )
+    return WarmResult(snapshot=details, wall_s=round(time.monotonic() - start_s, 2))
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
@@ -159,7 +154,5 @@ def _in_load_order(model: str, own: list[Path]) -> list[Path]:
             continue  # `snapshots list` says what is wrong with it
         if manifest.model != model:
             continue
-        images = [Path(folders[0]) / name for name in manifest.images]
-        holds_weights = manifest.actual.get("repack") == "on"
-        return images if holds_weights else [*images, *own]
+        return [*(Path(folders[0]) / name for name in manifest.images), *own]
     return own

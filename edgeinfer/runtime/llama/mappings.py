@@ -75,39 +75,6 @@ def map_zeros(low: int, high: int) -> None:
     libc.mmap(ctypes.c_void_p(low), size, protection, flags, -1, offset)
 
 
-class HugePages:
-    """Request huge pages for the large allocations made between this object's creation and `ask`.
-
-    For repacked weights, which have memory of their own: a fault brings 2 MB, and decoding misses the
-    TLB less. Not for a KV cache, of which a short conversation touches a little in many places.
-    """
-
-    def __init__(self) -> None:
-        self._before = list(_anonymous())
-
-    def ask(self) -> None:
-        """Request them; the allocations need not be touched yet."""
-        new = [
-            Range(low, high)
-            for area in _anonymous()
-            for low, high in self._cut(*area)
-            if high - low >= LARGE_BYTES
-        ]
-        if new:
-            advise(new, HUGEPAGE)
-
-    def _cut(self, low: int, high: int) -> Iterator[Range]:
-        """Yield the new parts of a range; neighbours may have grown together."""
-        for known_low, known_high in self._before:
-            if known_high <= low or known_low >= high:
-                continue
-            if known_low > low:
-                yield Range(low, known_low)
-            low = known_high
-        if low < high:
-            yield Range(low, high)
-
-
 class Untouched:
     """Tell which anonymous memory was never touched, and so holds zeros and takes no page.
 

@@ -18,11 +18,10 @@ from edgeinfer.platform.machine import read_machine, read_rate
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory, cell_memory
 from edgeinfer.runtime.llama.context import ActiveContext
-from edgeinfer.runtime.llama.mappings import HugePages
 from edgeinfer.runtime.llama.sparse_buffers import Buffer, sparse_buffers
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.memory_plan.offload import Offload
-from edgeinfer.runtime.memory_plan.plan import Plan, choose_repack, disk_warning, make_plan
+from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
@@ -128,13 +127,12 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
     started = time.perf_counter()
     llama = libllama.lib()
     machine = read_machine()
-    repack = choose_repack(options.repack, sum(map(os.path.getsize, files.paths)), machine)
-    model = open_model(files.paths, msgspec.structs.replace(options, repack=repack.value), progress)
+    model = open_model(files.paths, progress)
     try:
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])
         shape = model_shape(model, meta)
-        plan = make_plan(shape, options, machine, repack)
+        plan = make_plan(shape, options, machine)
         if plan.refusal:
             raise OutOfMemoryError(plan.refusal)
         if progress:
@@ -175,17 +173,14 @@ def check_files(paths: tuple[str, ...]) -> None:
 
 
 def open_model(
-    paths: tuple[str, ...],
-    options: LoadOptions,
-    progress: Progress | None = None,
-    placement: Placement | None = None,
+    paths: tuple[str, ...], progress: Progress | None = None, placement: Placement | None = None
 ) -> Any:
-    """Map (and repack) the weights, on no device without a `placement`. Raises ModelLoadError."""
+    """Map the weights, on no device without a `placement`. Raises ModelLoadError."""
     llama = libllama.lib()
     check_files(paths)
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-    params.use_extra_bufts = options.repack != "off"
+    params.use_extra_bufts = False  # repacked weights would be a second copy (decision 099)
     placement = placement or Placement(())
     placement.write(params)
     hook = _progress_hook(progress)
@@ -200,13 +195,9 @@ def open_model(
 
 def _progress_hook(progress: Progress | None) -> Any:
     shown = -1
-    huge_pages: HugePages | None = HugePages()
 
     def report(fraction: float, _user: object) -> bool:
-        nonlocal shown, huge_pages
-        if huge_pages is not None:  # buffers are there, and empty
-            huge_pages.ask()
-            huge_pages = None
+        nonlocal shown
         percent = int(fraction * 100)
         if progress and percent != shown:
             shown = percent
@@ -333,7 +324,6 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
         "n_ctx": plan.n_ctx,
         "n_cells": plan.n_cells,
         "kv_type": plan.kv_type,
-        "repack": plan.repack,
         "gpu_layers": Chosen("none", "models are loaded for the CPU; devices are attached afterwards"),
         "flash_attention": _flash_choice(options, lines),
     }

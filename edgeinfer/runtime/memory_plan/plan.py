@@ -26,10 +26,8 @@ _AMPLE_TOKENS = 32_768
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
 #: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They are batch-invariant.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: Repacked weights are multiplied by another kernel from four rows on.
-_REPACKED_ROWS = 3
-#: What a small context and its compute buffer take, roughly.
-_ROOM_BESIDE_WEIGHTS = 256 << 20
+#: Weights of other types are multiplied by another kernel from some number of rows above this on.
+_DOT_ROWS = 3
 #: Cells of the shared KV cache that every sequence can count on when all are busy.
 _CELLS_PER_SEQUENCE = 1024
 
@@ -125,27 +123,9 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     return Chosen(padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
-def choose_repack(asked: str, weights_bytes: int, machine: Machine) -> Chosen:
-    """Decide if weights are repacked for this CPU's fast paths, "on" or "off".
-
-    "auto" leaves them mapped if memory is short: repacked weights must stay in memory, mapped ones need
-    not.
-    """
-    if asked != "auto":
-        return Chosen(asked, "as asked")
-    available = machine.memory.available_bytes
-    if weights_bytes + weights_bytes // 8 + _ROOM_BESIDE_WEIGHTS > available:
-        return Chosen(
-            "off",
-            f"{format_bytes(weights_bytes)} of weights and a context are too much for the"
-            f" {format_bytes(available)} of memory that are free: they stay mapped",
-        )
-    return Chosen("on", "weights are rearranged for this CPU")
-
-
 def invariant_rows(n_batch: int, file_type: int) -> int:
     """Return the tokens of a batch up to which kernels are batch-invariant (decision 022)."""
-    return n_batch if file_type in _DOT_ONLY else _REPACKED_ROWS
+    return n_batch if file_type in _DOT_ONLY else _DOT_ROWS
 
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
@@ -177,7 +157,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx: Chosen
     n_cells: Chosen
     kv_type: Chosen
-    repack: Chosen
     n_seq_max: int
     n_batch: int
     n_outputs: int
@@ -191,10 +170,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return not self.refusal and not self.from_disk
 
 
-def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chosen) -> Plan:
-    """Work out the context for `options`. `repack` is `choose_repack`'s."""
+def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
+    """Work out the context for `options`."""
     n_threads = choose_threads(options.n_threads, machine)
-    free, from_disk = _free_bytes(shape, options, machine, is_mapped=repack.value == "off")
+    free, from_disk = _free_bytes(shape, options, machine)
     kv_type = choose_kv_type(options, shape, free)
     per_token = shape.kv_bytes_per_token(kv_type.value)
     n_parallel = choose_parallel(options.n_parallel, n_threads.value, per_token, free)
@@ -202,7 +181,7 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chos
     try:
         n_ctx = choose_context(options.n_ctx, shape.n_ctx_train or _FALLBACK_CTX, per_token, free)
     except OutOfMemoryError as error:
-        refusal = _refusal(error.message, shape, machine, repack)
+        refusal = error.message
         fallback = min(_FALLBACK_CTX, shape.n_ctx_train or _FALLBACK_CTX)
         n_ctx = Chosen(options.n_ctx or fallback, refusal)
     n_cells = choose_cells(n_ctx.value, n_parallel.value, per_token, free)
@@ -223,7 +202,6 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chos
         n_ctx=n_ctx,
         n_cells=n_cells,
         kv_type=kv_type,
-        repack=repack,
         n_seq_max=n_seq_max,
         n_batch=n_batch,
         n_outputs=n_outputs,
@@ -234,12 +212,10 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, repack: Chos
     )
 
 
-def _free_bytes(
-    shape: Shape, options: LoadOptions, machine: Machine, *, is_mapped: bool
-) -> tuple[int, bool]:
+def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
     """Return the bytes left for the KV cache, and if the weights stay on disk for want of memory.
 
-    Mapped weights without room for the least context are read from the disk as they are needed: then a
+    Weights without room for the least context are read from the disk as they are needed: then a
     quarter of the memory is left to the page cache.
     """
     available = machine.memory.available_bytes
@@ -252,20 +228,10 @@ def _free_bytes(
 
     free = available - shape.weights_bytes - rough_compute(2 * _SPARE_SEQUENCES, 64) - _PROCESS_BYTES
     least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
-    if is_mapped and free < least * shape.kv_bytes_per_token(kv_type):
+    if free < least * shape.kv_bytes_per_token(kv_type):
         few = 1 + _SPARE_SEQUENCES
         return available - available // 4 - rough_compute(few, few), True
     return free, False
-
-
-def _refusal(message: str, shape: Shape, machine: Machine, repack: Chosen) -> str:
-    available = machine.memory.available_bytes
-    if repack.value == "off" or shape.weights_bytes < available:
-        return message
-    return (
-        f"repacked weights of {format_bytes(shape.weights_bytes)} do not fit into the"
-        f" {format_bytes(available)} of memory that are free; --repack off reads them from the file"
-    )
 
 
 def disk_warning(shape: Shape, machine: Machine, disk_bytes_per_s: float = 0.0) -> str:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from edgeinfer.errors import ModelLoadError
@@ -216,7 +215,7 @@ class DraftModel:
     """A draft model for `main`. Raises ModelLoadError, also for another vocabulary."""
 
     def __init__(self, paths: tuple[str, ...], options: LoadOptions, main: LlamaModel) -> None:
-        self._model = open_model(paths, msgspec.structs.replace(options, kv_type="f16"))
+        self._model = open_model(paths)
         try:
             self._vocab = Vocab(self._model)
             check_same_vocabulary(main.vocab, self._vocab)

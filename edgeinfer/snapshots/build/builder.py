@@ -36,11 +36,10 @@ from edgeinfer.errors import (
 )
 from edgeinfer.launcher import messages
 from edgeinfer.platform import process
-from edgeinfer.platform.disk import free_bytes, sync, write_whole
+from edgeinfer.platform.disk import free_bytes, sha256_of, sync, write_whole
 from edgeinfer.snapshots import criu, fingerprint, format, linux, registry
 from edgeinfer.snapshots.build.bake import Baked, bake
 from edgeinfer.snapshots.build.park import Parked, ParkRequest
-from edgeinfer.snapshots.build.spill import digest
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
@@ -249,8 +248,7 @@ class Builder:
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, request.criu)}
         self._refuse_changed(stamps)
         manifest.files = stamps | fingerprint.own_files()
-        pages = [name for name in (format.MEMORY, format.BUFFERS) if (self._folder / name).exists()]
-        manifest.images = {name: os.path.getsize(self._folder / name) for name in pages}
+        manifest.images = {format.MEMORY: os.path.getsize(self._folder / format.MEMORY)}
         for path in sorted(self._images.iterdir()):
             path.chmod(0o600)
             manifest.images[f"{format.IMAGES}/{path.name}"] = path.stat().st_size
@@ -275,11 +273,7 @@ class Builder:
             )
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
-        images_bytes = sum(
-            size
-            for name, size in manifest.images.items()
-            if name not in (format.MEMORY, format.BUFFERS)
-        )
+        images_bytes = sum(manifest.images.values()) - manifest.images[format.MEMORY]
         return Details(
             name=manifest.name,
             model=manifest.model,
@@ -293,14 +287,11 @@ class Builder:
             reasons={name: chosen.reason for name, chosen in parked.info.choices.items()},
             system=self._request.system,
             system_tokens=parked.system_tokens,
-            memory_bytes=baked.memory_bytes + parked.spilled.size,
+            memory_bytes=baked.memory_bytes,
             images_bytes=images_bytes,
-            disk_bytes=baked.disk_bytes + parked.spilled.written + images_bytes,
+            disk_bytes=baked.disk_bytes + images_bytes,
             mappings=baked.mappings,
-            digests={
-                name: parked.spilled.digest if name == format.BUFFERS else digest(self._folder / name)
-                for name in manifest.images
-            },
+            digests={name: _digest(self._folder / name) for name in manifest.images},
             stages_ms=self._stages,
             depends_on=self._request.depends_on,
         )
@@ -387,6 +378,10 @@ def main(kind: type[Builder] = Builder, request_type: type[SnapshotRequest] = Bu
     messages.send(order, messages.Payload(content=msgspec.json.encode(details)))
 
 
+def _digest(path: Path) -> str:
+    return sha256_of(path, lambda _done: None)
+
+
 def wrong_files(folder: Path) -> list[str]:
     """List the files of a snapshot that differ from what was built.
 
@@ -395,7 +390,7 @@ def wrong_files(folder: Path) -> list[str]:
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
     digests = registry.read_details(folder).digests
-    return [name for name in manifest.images if digest(folder / name) != digests.get(name)]
+    return [name for name in manifest.images if _digest(folder / name) != digests.get(name)]
 
 
 def repeated_randomness(folder: Path) -> list[str]:

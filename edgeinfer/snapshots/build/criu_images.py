@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from edgeinfer.errors import SnapshotCorruptError
-from edgeinfer.runtime.llama.mappings import Range
 
 VARINT = 0
 FIXED64 = 1
@@ -243,28 +242,6 @@ def _limits(limits: Message) -> Message:
             value = encode(with_number(message, _RLIMIT_HARD, hard))
         out.append((n, kind, value))
     return out
-
-
-def mapped_ranges(folder: Path, name: str) -> list[Range]:
-    """List the ranges of a file that the process maps, joined if adjacent in memory and file."""
-    numbers = {number for number, path in _numbered(folder) if path == name}
-    found: list[tuple[int, Range]] = []
-    for area in _areas(folder):
-        if number(area, AREA_FILE) not in numbers:
-            continue
-        start, offset = number(area, AREA_START), number(area, AREA_OFFSET)
-        low, high = offset, offset + number(area, AREA_END) - start
-        if found and found[-1][0] == start - offset and found[-1][1].high == low:
-            low = found.pop()[1].low
-        found.append((start - offset, Range(low, high)))
-    return [one for _, one in found]
-
-
-def _areas(folder: Path) -> Iterator[Message]:
-    for mm in folder.glob("mm-*.img"):
-        for n, _, value in decode(read(mm).messages[0]):
-            if n == MM_VMAS and isinstance(value, bytes):
-                yield decode(value)
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, str]]:

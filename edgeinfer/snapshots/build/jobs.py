@@ -43,8 +43,8 @@ Progress = Callable[[str, float | None], None]
 _GIB = 1 << 30
 #: Held by whoever builds while something else computes: one at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
-#: Besides the weights: Python's heap, KV cache and compute buffers that were touched.
-_EXTRA_BYTES = 400 << 20
+#: Python's heap, KV cache and compute buffers that were touched.
+_NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.build.builder"
 
 
@@ -122,7 +122,7 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
     Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and as loading does.
     """
     found = criu.available()
-    with new_generation(order.name, _need_bytes(order), config, progress) as folder:
+    with new_generation(order.name, _NEED_BYTES, config, progress) as folder:
         request = BuildRequest(
             name=order.name,
             model=order.model,
@@ -138,7 +138,6 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
                 options=order.options,
                 system=order.system,
                 stamps=order.stamps or stamps_of(order.files, order.options),
-                folder=str(folder),
                 became=order.became,
                 adapters=order.adapters,
             ),
@@ -157,21 +156,6 @@ def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
             raise
 
 
-def repack_choice(
-    options: LoadOptions, files: ModelFiles, config: SnapshotsConfig
-) -> tuple[LoadOptions, str]:
-    """Resolve `--repack auto`, with the reason: on unless the disk has no room for repacked weights."""
-    if options.repack != "auto":
-        return options, "as asked"
-    need, free = sum(os.path.getsize(path) for path in files.paths), free_bytes(paths.snapshots_dir())
-    if free - need - _EXTRA_BYTES < config.disk_margin_gib * _GIB:
-        return msgspec.structs.replace(options, repack="off"), (
-            f"the disk has no room for {format_bytes(need)} of repacked weights: they stay in the "
-            "model's file"
-        )
-    return options, "repacked where llama.cpp can: the snapshot keeps the result"
-
-
 def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig) -> None:
     """Raise DiskFullError if the snapshot would leave less free than the margin."""
     free = free_bytes(root)
@@ -180,11 +164,6 @@ def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig)
             f"the snapshot {name} needs about {format_bytes(need_bytes)} and {format_bytes(free)} are "
             f"free; {config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
         )
-
-
-def _need_bytes(order: Order) -> int:
-    weights = sum(os.path.getsize(path) for path in (*order.files.paths, *order.files.draft_paths))
-    return _EXTRA_BYTES + (weights if order.as_loaded.repack != "off" else 0)
 
 
 def is_building(name: str) -> bool:
@@ -326,8 +305,8 @@ def _already_there(order: Order) -> Details | None:
     return details if is_same and registry.state_of(Path(folders[0]))[0] else None
 
 
-def reason_not_to(config: Config, order: Order, asked: LoadOptions) -> str:
-    """Return why no snapshot should be built for a launch that `asked` for these options, or ""."""
+def reason_not_to(config: Config, order: Order) -> str:
+    """Return why the snapshot of `order` should not be built, or ""."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
     found = criu.probe()
@@ -339,7 +318,7 @@ def reason_not_to(config: Config, order: Order, asked: LoadOptions) -> str:
     if failed is not None and failed.depends_on == order.depends_on:
         return f"it failed before, and nothing has changed since: {failed.message}"
     try:
-        selection.find(order.model, snapshot_options(asked))
+        selection.find(order.model, snapshot_options(order.options))
     except EdgeInferError:
         return ""
     return "it is already built"
@@ -353,9 +332,7 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
         name = ref.name
         files = host.files(ref, options.draft)
         order = Order(model=name, files=files, options=options, system=files.system_prompt)
-        chosen, _ = repack_choice(options, files, host.config.snapshots)
-        order = msgspec.structs.replace(order, options=chosen)
-        if why_not := reason_not_to(host.config, order, options):
+        if why_not := reason_not_to(host.config, order):
             return f"{name}: not built: {why_not}"
         began = time.monotonic()
         details = build(order, host.config.snapshots, lambda _stage, _fraction: None)

@@ -111,7 +111,7 @@ def give_back_shared() -> None:
 
 
 def touched_shared() -> list[Area]:
-    """List the touched windows of large shared mappings: weights used as they are, not repacked."""
+    """List the touched windows of large shared mappings: the weights that computing needs."""
     found = []
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for area in large("s"):

@@ -25,7 +25,7 @@ from edgeinfer.shipping import shipped
 from edgeinfer.snapshots import fingerprint
 from edgeinfer.snapshots.transfer import signing
 
-FORMAT = 2
+FORMAT = 3
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -58,22 +58,13 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A layer: the digest of its archive, the archive's bytes, and the files in it with theirs.
 
     `role` is "model" (a file of the model or of its draft model, under its SHA-256 in `models/`),
-    "adapter" (likewise in `adapters/`), "weights" (a stretch of llama.cpp's buffers) or "snapshot"
-    (everything else).
+    "adapter" (likewise in `adapters/`) or "snapshot" (CRIU's images and memory).
     """
 
     role: str
     diff_id: str
     unpacked: Size
     files: dict[str, Size]
-
-
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of llama.cpp's buffers: where in `buffers.img`, and in which file of which layer."""
-
-    offset: Size
-    length: Size
-    file: str
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,8 +149,6 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[str, str]
     real_places: dict[str, str]
     model_files: tuple[ModelFile, ...]
-    buffers_bytes: Size
-    pieces: tuple[Piece, ...]
     requirements: Requirements
     layers: tuple[Layer, ...]
     draft: DraftModel | None = None

@@ -16,7 +16,7 @@ from edgeinfer.errors import SnapshotCorruptError, SnapshotError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import sha256_of, sha256_of_part, stamps
+from edgeinfer.platform.disk import sha256_of, stamps
 from edgeinfer.runtime.options import Adapter, parse_adapters
 from edgeinfer.snapshots import fingerprint, format, registry
 from edgeinfer.snapshots.build import builder, criu_images
@@ -30,7 +30,6 @@ from edgeinfer.snapshots.transfer.description import (
     DraftModel,
     ModelFile,
     ParkedProcess,
-    Piece,
     SnapshotDescription,
     config_bytes,
     manifest_bytes,
@@ -39,10 +38,8 @@ from edgeinfer.snapshots.transfer.description import (
     sha256,
     without_symlinks,
 )
-from edgeinfer.snapshots.transfer.oci import Member, Packed
+from edgeinfer.snapshots.transfer.oci import Packed
 
-#: Stretches of llama.cpp's buffers from this size on are layers of their own: repacked weights.
-_WEIGHTS_BYTES = 8 << 20
 Progress = Callable[[str, float | None], None]
 
 
@@ -117,19 +114,8 @@ def _put_layers(layers: list[Packed], where: Store) -> int:
 def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[SnapshotDescription, list[Packed]]:
     manifest, details = format.read_manifest(str(folder)), registry.read_details(folder)
     places = own_folders(str(folder))
-    pieces = _pieces(folder)
-    layers = inputs.layers()
-    buffers = folder / format.BUFFERS
-    layers += [
-        oci.stored("weights", [_member(buffers, piece)])
-        for piece in pieces
-        if piece.length >= _WEIGHTS_BYTES
-    ]
-    members = [
-        oci.whole(folder / one, f"snapshot/{one}") for one in manifest.images if one != format.BUFFERS
-    ]
-    members += [_member(buffers, piece) for piece in pieces if piece.length < _WEIGHTS_BYTES]
-    layers.append(oci.compressed("snapshot", members, scratch / "layer"))
+    members = [oci.whole(folder / one, f"snapshot/{one}") for one in manifest.images]
+    layers = [*inputs.layers(), oci.compressed("snapshot", members, scratch / "layer")]
     return (
         SnapshotDescription(
             format=FORMAT,
@@ -146,8 +132,6 @@ def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[SnapshotDes
             places=places,
             real_places=without_symlinks(places),
             model_files=inputs.model,
-            buffers_bytes=manifest.images.get(format.BUFFERS, 0),
-            pieces=pieces,
             requirements=own_requirements(_libraries(folder, inputs), manifest.keys["criu"]),
             layers=tuple(one.layer for one in layers),
             draft=inputs.draft,
@@ -164,26 +148,6 @@ def _libraries(folder: Path, inputs: Inputs) -> list[str]:
         for path in criu_images.file_paths(folder / format.IMAGES)
         if path not in own and not path.startswith(f"{folder}/") and os.path.isfile(path)
     ]
-
-
-def _pieces(folder: Path) -> tuple[Piece, ...]:
-    """List the mapped stretches of `buffers.img`; the large ones are named by their content."""
-    found = []
-    for low, high in criu_images.mapped_ranges(folder / format.IMAGES, str(folder / format.BUFFERS)):
-        piece = Piece(offset=low, length=high - low, file=f"snapshot/buffers/{low}")
-        if piece.length >= _WEIGHTS_BYTES:
-            piece = msgspec.structs.replace(piece, file=f"weights/{_digest(folder, piece)}")
-        found.append(piece)
-    return tuple(found)
-
-
-def _member(buffers: Path, piece: Piece) -> Member:
-    return Member(piece.file, piece.length, oci.stretch(buffers, piece.offset, piece.length))
-
-
-def _digest(folder: Path, piece: Piece) -> str:
-    with open(folder / format.BUFFERS, "rb", buffering=0) as file:
-        return sha256_of_part(file.fileno(), piece.offset, piece.length, lambda _chunk, _done: None)
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):

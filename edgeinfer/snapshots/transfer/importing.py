@@ -38,7 +38,6 @@ from edgeinfer.snapshots.running import adapters_text
 from edgeinfer.snapshots.transfer import description, oci
 from edgeinfer.snapshots.transfer.description import (
     AdapterFile,
-    Layer,
     LayerBlob,
     ModelFile,
     Offered,
@@ -75,11 +74,9 @@ class Importing:
         self._progress("compare", None)
         description.refuse_other_machine(what.requirements, self._libraries(), self._criu.version)
         self._placing.refuse_other_options()
-        self._check([*self._placing.missing(), *self._layers("weights", "snapshot")])
+        self._check([*self._placing.missing(), *self._layers()])
         placed = self._placing.place()
-        need = what.buffers_bytes + sum(
-            2 * layer.unpacked for layer in what.layers if layer.role == "snapshot"
-        )
+        need = sum(2 * layer.unpacked for layer, _ in self._layers())
         with (
             jobs.new_generation(what.name, need, self._config, self._progress) as folder,
             room_errors(folder, "nothing of the snapshot is kept"),
@@ -125,29 +122,16 @@ class Importing:
             self._progress("check", number / len(layers))
             oci.verify(layer, blob, self._source.chunks(blob.digest, blob.size))
 
-    def _layers(self, *roles: str) -> Iterable[LayerBlob]:
-        return (pair for pair in self._offer.layers if pair[0].role in roles)
+    def _layers(self) -> Iterable[LayerBlob]:
+        return (pair for pair in self._offer.layers if pair[0].role == "snapshot")
 
     def _arrive(self, folder: Path) -> None:
         self._progress("unpack", None)
         (folder / ARRIVED / format.IMAGES).mkdir(mode=0o700, parents=True)
-        if self._what.buffers_bytes:
-            descriptor = os.open(folder / format.BUFFERS, os.O_WRONLY | os.O_CREAT, 0o600)
-            os.truncate(descriptor, self._what.buffers_bytes)
-            os.close(descriptor)
-        for layer, blob in self._layers("snapshot", "weights"):
+        for layer, blob in self._layers():
             chunks = self._source.chunks(blob.digest, blob.size)
-            oci.unpack(layer, blob, chunks, self._places(folder, layer))
-
-    def _places(self, folder: Path, layer: Layer) -> oci.Targets:
-        buffers = folder / format.BUFFERS
-        places = {
-            one.file: (buffers, one.offset) for one in self._what.pieces if one.file in layer.files
-        }
-        if layer.role == "weights":
-            return places
-        others = (name for name in layer.files if name not in places)
-        return places | {name: (folder / ARRIVED / _plain(name), 0) for name in others}
+            targets = {name: folder / ARRIVED / _plain(name) for name in layer.files}
+            oci.unpack(layer, blob, chunks, targets)
 
     def _rewrite(self, folder: Path, moved: dict[str, str]) -> None:
         images, old = folder / ARRIVED / format.IMAGES, self._what.real_places.get("snapshot", "")
@@ -261,7 +245,7 @@ class Placing:
         for member, path in files.items():
             layer, blob = self._layer(member)
             chunks = self._source.chunks(blob.digest, blob.size)
-            oci.unpack(layer, blob, chunks, {member: (path, 0)})
+            oci.unpack(layer, blob, chunks, {member: path})
 
     # --- models
 

@@ -155,8 +155,8 @@ _GZIP = 31
 _BLOCK = 512
 
 Chunks = Callable[[], Iterator[bytes]]
-#: Where each file of a layer is written, and from which offset on.
-Targets = dict[str, tuple[Path, int]]
+#: Where each file of a layer is written.
+Targets = dict[str, Path]
 
 
 class Member:
@@ -168,17 +168,17 @@ class Member:
         self.chunks = chunks
 
 
-def stretch(path: Path, offset: int, length: int) -> Chunks:
-    """Return a reader of a part of a file."""
+def contents(path: Path, size: int) -> Chunks:
+    """Return a reader of a file of `size` bytes."""
 
     def read() -> Iterator[bytes]:
+        left = size
         with open(path, "rb", buffering=0) as file:
-            at, end = offset, offset + length
-            while at < end and (chunk := os.pread(file.fileno(), min(CHUNK_BYTES, end - at), at)):
-                at += len(chunk)
+            while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+                left -= len(chunk)
                 yield chunk
-            if at < end:
-                raise SnapshotCorruptError(f"{path} ends {end - at} bytes early")
+        if left:
+            raise SnapshotCorruptError(f"{path} ends {left} bytes early")
 
     return read
 
@@ -186,7 +186,7 @@ def stretch(path: Path, offset: int, length: int) -> Chunks:
 def whole(path: Path, name: str) -> Member:
     """Return a member that is all of a file."""
     size = path.stat().st_size
-    return Member(name, size, stretch(path, 0, size))
+    return Member(name, size, contents(path, size))
 
 
 def tar(members: Iterable[Member]) -> Iterator[bytes]:
@@ -246,7 +246,7 @@ def compressed(role: str, members: list[Member], into: Path) -> Packed:
         files={member.name: member.size for member in members},
     )
     blob = Descriptor(TAR_GZIP, f"sha256:{outer.hexdigest()}", size)
-    return Packed(layer, blob, stretch(into, 0, size))
+    return Packed(layer, blob, contents(into, size))
 
 
 class _Stream(io.RawIOBase):
@@ -290,7 +290,7 @@ def unpack(layer: Layer, blob: Descriptor, chunks: Iterator[bytes], places: Targ
         with tarfile.open(fileobj=io.BufferedReader(_Stream(archive_bytes)), mode="r|") as archive:
             for member in archive:
                 _refuse_unexpected(member, waiting, blob)
-                _write(archive, member, *places[member.name])
+                _write(archive, member, places[member.name])
     except tarfile.TarError as error:
         raise corrupt(f"{blob.digest} is no archive: {error}") from error
     for _ in archive_bytes:
@@ -308,10 +308,9 @@ def _refuse_unexpected(member: tarfile.TarInfo, waiting: dict[str, int], blob: D
         raise corrupt(f"{member.name} in {blob.digest} is not expected there")
 
 
-def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, offset: int) -> None:
+def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     content = archive.extractfile(member)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as out:
-        out.seek(offset)
         while content is not None and (chunk := content.read(CHUNK_BYTES)):
             out.write(chunk)
 

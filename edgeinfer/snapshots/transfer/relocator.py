@@ -19,7 +19,6 @@ from edgeinfer.platform import process
 from edgeinfer.snapshots import criu, format
 from edgeinfer.snapshots.build import builder, criu_images
 from edgeinfer.snapshots.build.park import Parked
-from edgeinfer.snapshots.build.spill import Spilled, digest
 from edgeinfer.snapshots.transfer.description import ParkedProcess
 
 #: Under the folder that is built: the exporter's images and memory, until they are dumped again.
@@ -84,18 +83,8 @@ class Relocator(builder.Builder):
         criu_images.make_anonymous(self._images, str(self._arrived / format.MEMORY))
         shutil.rmtree(self._arrived)
         return msgspec.structs.replace(
-            parked,
-            canary=self._import.canary,
-            system_tokens=self._import.system_tokens,
-            spilled=self._spilled(),
+            parked, canary=self._import.canary, system_tokens=self._import.system_tokens
         )
-
-    def _spilled(self) -> Spilled:
-        buffers = self._folder / format.BUFFERS
-        if not buffers.exists():
-            return Spilled(0, 0, "")
-        info = buffers.stat()
-        return Spilled(info.st_size, info.st_blocks * 512, digest(buffers))
 
 
 if __name__ == "__main__":

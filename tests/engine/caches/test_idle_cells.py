@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from edgeinfer.runtime.llama.mappings import Range, Untouched
 from edgeinfer.runtime.llama.sparse_buffers import Buffer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.scheduler import idle_cells
-from edgeinfer.snapshots.build.spill import spill
 
 from .conftest import ROOMY, ask, heard, load, text
 
@@ -110,6 +109,24 @@ def test_unrestorable_sequence_stays(engine: LlamaEngine, tmp_path: Path) -> Non
     assert engine.metrics().kv_used_tokens == len(early)
 
 
+def map_from_file(ranges: Iterable[Range], path: Path) -> None:
+    """Map private copies of these ranges over them, as a restore maps the snapshot's memory."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED
+    with path.open("wb") as file, path.open("rb") as mapped:
+        for low, high in ranges:
+            offset = file.tell()
+            file.write(ctypes.string_at(low, high - low))
+            file.flush()
+            where = (ctypes.c_void_p(low), ctypes.c_size_t(high - low))
+            fd = mapped.fileno()
+            assert (
+                libc.mmap(*where, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, ctypes.c_long(offset))
+                == low
+            )
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resumed: bool) -> None:
     """In a resumed process the cells are mapped from the snapshot's file, whose content comes back."""
@@ -117,12 +134,7 @@ def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resu
     assert n_pinned > 60
     if resumed:
         engine.park()
-        assert (
-            spill(
-                list(engine._loaded.cells.pages()), str(tmp_path / "buffers.img"), lambda _: None
-            ).written
-            > 0
-        )
+        map_from_file(engine._loaded.cells.pages(), tmp_path / "memory.img")
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
     pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
     asked = ask(pinned + tuple(engine.tokenize(text(700))))

@@ -49,7 +49,7 @@ def plan_for(shape: Shape, memory_gib: float, **options: object) -> Plan:
     available = int(memory_gib * GIB)
     memory = Memory(total_bytes=available, available_bytes=available, reason="faked")
     machine = Machine(physical_cores=4, logical_cpus=8, quota=None, memory=memory)
-    return make_plan(shape, LoadOptions(**options), machine, Chosen("on", "a test"))  # type: ignore[arg-type]
+    return make_plan(shape, LoadOptions(**options), machine)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_trained_context_is_chosen(smollm2: Path) -> None:
 
 def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
     llama = libllama.lib()
-    model = loading.open_model((str(smollm2),), LoadOptions())
+    model = loading.open_model((str(smollm2),))
     params = loading.context_params(LoadOptions(), 16_384, 512, 4, 2)
     loading.make_context(model, loading.context_params(LoadOptions(), 2048, 512, 4, 2))  # first use
     before = private_bytes()

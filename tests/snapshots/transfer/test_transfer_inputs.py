@@ -153,7 +153,7 @@ def leave_adapter_out(exported, folder, key):
     at, _ = adapter_layer(exported)
 
     def change(d):
-        layer = msgspec.structs.replace(d.layers[at], role="weights")
+        layer = msgspec.structs.replace(d.layers[at], role="snapshot")
         return msgspec.structs.replace(d, layers=(*d.layers[:at], layer, *d.layers[at + 1 :]))
 
     resigned(exported, folder, key, change)
