@@ -42,25 +42,17 @@ class App:
         return self.request.role
 
 
-class Verb:
-    """The verb that was typed: its choice of a snapshot, and the descriptors of its request."""
+class Apps:
+    """Starts apps, polls them, and forgets those that have ended. `running` are in order of start.
 
-    def __init__(self, argv: list[str]) -> None:
-        self.argv = argv
+    `choice` is the verb's snapshot, `fds` are the descriptors of its request.
+    """
+
+    def __init__(self, argv: list[str], poll: select.poll, exec_ns: int, main_ns: int) -> None:
+        self.running: list[App] = []
         self.choice = selection.launch_choice(argv)
         self.fds = [0, 1, 2]
-
-    def request(self) -> LaunchRequest:
-        """Make the request of a launch of it."""
-        return LaunchRequest(role="verb", argv=tuple(self.argv))
-
-
-class Apps:
-    """Starts apps, polls them, and forgets those that have ended. `running` are in order of start."""
-
-    def __init__(self, verb: Verb, poll: select.poll, exec_ns: int, main_ns: int) -> None:
-        self.running: list[App] = []
-        self._verb = verb
+        self._argv = argv
         self._poll = poll
         self._exec_ns = exec_ns
         self._main_ns = main_ns
@@ -87,13 +79,13 @@ class Apps:
 
     def start_verb(self) -> App:
         """Start the app of the verb. Raises as `start`."""
-        return self.start(self._verb.choice, self._verb.request(), self._verb.fds)
+        request = LaunchRequest(role="verb", argv=tuple(self._argv))
+        return self.start(self.choice, request, self.fds)
 
     def start_worker(self, app: App, wanted: messages.StartWorker) -> None:
         """Start a process that serves an engine, and give `app` the other end of its socket."""
         theirs, ours = _socket.socketpair()
-        verb = self._verb.choice
-        resume = "auto" if verb.snapshot else verb.resume
+        resume = "auto" if self.choice.snapshot else self.choice.resume
         choice = selection.LaunchChoice(wanted.model, wanted.requested, resume)
         request = LaunchRequest(role="worker", model=wanted.model, options=wanted.options)
         try:
@@ -153,10 +145,10 @@ class Apps:
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
         if is_verb:  # a worker's launch began when it was asked for
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
-        request.is_named = is_verb and bool(self._verb.choice.snapshot)
-        request.guess = self._verb.choice.model
+        request.is_named = is_verb and bool(self.choice.snapshot)
+        request.guess = self.choice.model
         fds = list(app.fds)
-        serves = is_verb and self._verb.argv[0] == "serve"
+        serves = is_verb and self._argv[0] == "serve"
         users = process_env.user_lookup() if serves and request.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())

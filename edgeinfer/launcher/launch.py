@@ -17,7 +17,7 @@ import time
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.launcher import builds, exit, messages, process_env, supervise
-from edgeinfer.launcher.apps import App, Apps, Verb, hint_at, quietly
+from edgeinfer.launcher.apps import App, Apps, hint_at, quietly
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ class Launcher:
         self._crashes = 0
         self._terminal = exit.Terminal()
         self._poll = select.poll()
-        self._verb = Verb(argv)
-        self._apps = Apps(self._verb, self._poll, exec_ns, main_ns)
+        self._apps = Apps(argv, self._poll, exec_ns, main_ns)
         self._builds = builds.Builds(self._poll)
 
     def run(self) -> NoReturn:
@@ -49,7 +48,7 @@ class Launcher:
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
-            self._verb.fds += [listener.detach() for listener in process_env.listen(self.argv)]
+            self._apps.fds += [listener.detach() for listener in process_env.listen(self.argv)]
         if self.argv[0] == "chat":
             self._terminal.watch()
         try:
@@ -63,7 +62,7 @@ class Launcher:
     @property
     def _serves(self) -> bool:
         """Return whether clients may wait on listening sockets, which outlive a crashed app."""
-        return len(self._verb.fds) > 3
+        return len(self._apps.fds) > 3
 
     # --- running
 
@@ -125,7 +124,7 @@ class Launcher:
         if app.request.how == "cold":
             self._finish(app, f"exit {exit.UNEXPECTED}", why)
             return
-        if self._verb.choice.resume == "always" and app.role == "verb":
+        if self._apps.choice.resume == "always" and app.role == "verb":
             exit.fail(
                 EdgeInferError(
                     f"the snapshot could not be resumed: {why}", hint="build it again: `edgeinfer warm`"

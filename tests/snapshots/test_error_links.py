@@ -147,7 +147,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
 def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
     ours, theirs = socket.socketpair()
     launcher = Launcher(["chat"], 0, 0)
-    launcher._verb.choice = LaunchChoice("m", {}, "auto")
+    launcher._apps.choice = LaunchChoice("m", {}, "auto")
 
     def no_start(*_):
         raise raised_here()

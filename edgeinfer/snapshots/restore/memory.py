@@ -49,13 +49,13 @@ _SWAPPED = 1 << 62
 _OF_FILE = 1 << 61
 
 
-def large(kind: str) -> list[Area]:
-    """Large mappings of files, `kind` "p" private or "s" shared, in the order of their addresses."""
+def large_shared() -> list[Area]:
+    """Return the large shared mappings of files, the weights, in the order of their addresses."""
     return [
         area
         for area in areas()
         if area.path.startswith("/")
-        and area.permissions.endswith(kind)
+        and area.permissions.endswith("s")
         and area.high - area.low >= LARGE_BYTES
     ]
 
@@ -107,14 +107,14 @@ def give_back(ranges: list[Range]) -> int:
 
 def give_back_shared() -> None:
     """Drop the pages of large shared file mappings: the model's file."""
-    advise((Range(area.low, area.high) for area in large("s")), DONTNEED)
+    advise((Range(area.low, area.high) for area in large_shared()), DONTNEED)
 
 
 def touched_shared() -> list[Area]:
     """List the touched windows of large shared mappings: the weights that computing needs."""
     found = []
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        for area in large("s"):
+        for area in large_shared():
             for low in range(area.low, area.high, WINDOW_BYTES):
                 high = min(low + WINDOW_BYTES, area.high)
                 if any(entry & _PRESENT for entry in _entries(pagemap, low, high)):
