@@ -371,9 +371,10 @@ def _scheduler(loaded: LlamaModel, active: ActiveContext, lora: LoraAdapters) ->
 
 
 def _batch_invariance(loaded: LlamaModel) -> BatchInvariance:
-    rows = invariant_rows(loaded.n_batch, loaded.shape.file_type)
+    kernels = libllama.build_info().kernels
+    rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_ours = flash == "on" and libllama.build_info().kernels
+    is_ours = flash == "on" and kernels
     if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
         return BatchInvariance(rows, cells=None)
     return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells)

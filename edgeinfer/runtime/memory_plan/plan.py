@@ -124,7 +124,7 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
 
 
 def invariant_rows(n_batch: int, file_type: int) -> int:
-    """Return the tokens of a batch up to which kernels are batch-invariant (decision 022)."""
+    """Return the tokens of a batch up to which llama.cpp's kernels are batch-invariant."""
     return n_batch if file_type in _DOT_ONLY else _DOT_ROWS
 
 

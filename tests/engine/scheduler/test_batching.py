@@ -105,6 +105,18 @@ def test_batched_answers_equal_unbatched(engine: LlamaEngine, sampling: Sampling
     assert_nothing_left(engine)
 
 
+def test_batched_answers_equal_unbatched_with_weights_of_many_types(gemma3: Path) -> None:
+    """Q4_K, Q5_0, Q6_K and Q8_0, with drafts and without, over a sliding window."""
+    if not libllama.build_info().kernels:
+        pytest.skip("llama.cpp's kernels are not batch-invariant for these types")
+    with closing(load(gemma3, n_parallel=12, n_ctx=4096)) as engine:
+        requests = [written(s, max_tokens=40) for s in SUBJECTS]
+        alone = [text_of(list(engine.submit(r))) for r in requests]
+        assert [text_of(list(g)) for g in [engine.submit(r) for r in requests]] == alone
+        drafting = [msgspec.structs.replace(r, speculative="auto") for r in requests]
+        assert [text_of(list(g)) for g in [engine.submit(r) for r in drafting]] == alone
+
+
 def test_long_batched_prompts_equal_unbatched(smollm2: Path) -> None:
     """All of them together are too few for cells to be freed while others run: out of order, they are
     summed otherwise.
@@ -153,7 +165,7 @@ def test_attention_in_use_decides_batch_invariance(
         ("", loaded, llamas),
     ):
         monkeypatch.setattr(
-            libllama, "build_info", lambda a=attention: msgspec.structs.replace(build, attention=a)
+            libllama, "build_info", lambda a=attention: msgspec.structs.replace(build, kernels=a)
         )
         assert _batch_invariance(model) == expected
 
