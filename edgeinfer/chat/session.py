@@ -421,7 +421,7 @@ class Answer:
                 self._store.append(self.turn.id, new.text, new.reasoning)
             except StoreError as error:
                 self.store_error = error
-            if self._watch.add(new.reasoning + new.text):
+            if self._watch.add(new.reasoning + new.text) is not None:
                 self._repeats = True
                 self.stop()
         return new

@@ -19,9 +19,18 @@ class RepetitionWatch:
     def __init__(self) -> None:
         self._tail = ""
 
-    def add(self, text: str) -> bool:
-        """Add what was generated; return whether the answer now ends in a loop."""
-        self._tail = (self._tail + text)[-_TIMES * _LONGEST_PART :]
+    def add(self, text: str) -> int | None:
+        """Add what was generated; return how much of it (characters) makes the answer a loop, or None.
+
+        Each character is looked at, since drafts and the time decide how the answer is cut into pieces.
+        """
+        for i, character in enumerate(text, 1):
+            self._tail = (self._tail + character)[-_TIMES * _LONGEST_PART :]
+            if self._is_loop():
+                return i
+        return None
+
+    def _is_loop(self) -> bool:
         text = _COUNTER.sub("", self._tail)
         before = text.rfind(text[-_KEY:], 0, -1)
         length = len(text) - _KEY - before

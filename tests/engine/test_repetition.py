@@ -31,6 +31,15 @@ def test_a_loop_is_seen(name):
     assert watched(LOOPS[name])
 
 
+@pytest.mark.parametrize("size", [3, 50, 10_000])
+def test_a_loop_ends_at_one_character_however_the_answer_is_cut(size):
+    text = LOOPS["a sentence"]
+    by_character, watch = RepetitionWatch(), RepetitionWatch()
+    first = next(i for i, character in enumerate(text, 1) if by_character.add(character))
+    pieces = [(at, watch.add(text[at : at + size])) for at in range(0, len(text), size)]
+    assert next(at + kept for at, kept in pieces if kept is not None) == first
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_no_loop_is_seen_in_an_ordinary_answer(name):
     assert not watched(ANSWERS[name])

@@ -183,10 +183,15 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
     watch, repeats = RepetitionWatch(), False
     is_terminal = stream_to is not None and stream_to.isatty()
     for event in generation:
+        if isinstance(event, TextDelta | ReasoningDelta):
+            if repeats:
+                continue  # decoded before the cancellation
+            kept = watch.add(event.text)
+            if kept is not None:
+                repeats = True
+                generation.cancel()
+                event = msgspec.structs.replace(event, text=event.text[:kept])
         answer.add(event)
-        if isinstance(event, TextDelta | ReasoningDelta) and not repeats and watch.add(event.text):
-            repeats = True
-            generation.cancel()
         if stream_to is not None and isinstance(event, TextDelta):
             stream_to.write(without_controls(event.text) if is_terminal else event.text)
             stream_to.flush()
@@ -194,7 +199,6 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         stream_to.write("\n")
         stream_to.flush()
     end = answer.finished
-    repeats = repeats and end.reason == "cancelled"
     if repeats:
         sys.stderr.write("edgeinfer: the answer repeated itself; stopped\n")
     return RunResult(
