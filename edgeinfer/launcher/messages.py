@@ -74,16 +74,6 @@ class LaunchRequest(Message):
     is_named: bool = False
 
 
-class Relocate(Message):
-    """To a parked process: replace these paths, own the pages of `memory`, and park again.
-
-    The descriptor is the pipe that will wake it.
-    """
-
-    moved: dict[str, str]
-    memory: str
-
-
 class StartWorker(Message):
     """To the launcher: start a process that serves an engine; `requested` are its snapshot options."""
 

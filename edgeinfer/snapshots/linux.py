@@ -20,8 +20,6 @@ _CAPABILITY_VERSION_3 = 0x20080522
 #: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs, at most in a user namespace.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 MADV_DONTNEED = 4
-_MADV_POPULATE_WRITE = 23
-_PROT_READ_WRITE = 3
 
 _loaded: list[ctypes.CDLL] = []
 
@@ -131,15 +129,6 @@ def drop_privileges() -> None:
 def forget_pages(start: int, length: int) -> None:
     """Call madvise(MADV_DONTNEED): the pages read as when they were mapped."""
     _checked(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
-
-
-def own_pages(start: int, length: int, permissions: str) -> None:
-    """Privatise pages (MADV_POPULATE_WRITE) of these permissions ("r--p"). Raises OSError."""
-    allowed = sum(bit for letter, bit in (("r", 1), ("w", 2), ("x", 4)) if letter in permissions)
-    libc, where = _libc(), (ctypes.c_void_p(start), ctypes.c_size_t(length))
-    _checked(libc.mprotect(*where, _PROT_READ_WRITE), "mprotect")
-    _checked(libc.madvise(*where, _MADV_POPULATE_WRITE), "madvise(MADV_POPULATE_WRITE)")
-    _checked(libc.mprotect(*where, allowed), "mprotect")
 
 
 def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:

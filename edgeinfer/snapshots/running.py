@@ -218,11 +218,6 @@ class ProcessDescription(msgspec.Struct, frozen=True, kw_only=True):
         given = format.given_part(snapshot, self.model, snapshot_options(self.options))
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
 
-    def of_this_home(self) -> ProcessDescription:
-        """Return the description of an imported process, whose paths are ours already."""
-        stamps = stamps_of(self.files, self.options)
-        return msgspec.structs.replace(self, program=fingerprint.program_tag(), stamps=stamps)
-
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
         """Return the description with other adapters, read just now."""
         lora = "" if adapters == self.files_adapters() else adapters_text(adapters)

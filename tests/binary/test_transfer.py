@@ -34,5 +34,5 @@ def test_it_computes_the_same_on_another_machine(warm, modern, binary, tmp_path)
     assert here["start"]["how"] == "resumed"
     assert here["text"] == warm.json(*ASK)["text"]
 
-    refused = modern.run(*words, check=False)
-    assert "glibc: it was made with glibc 2.31, here is glibc" in refused.stderr
+    imported = modern.json(*words)  # another C library: built here of the same files
+    assert imported["snapshot"]["model"] == MODEL

@@ -177,11 +177,6 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     bring.add_argument(
         "--trust", metavar="FINGERPRINT", default="", help="trust this key from now on, as `trust` does"
     )
-    bring.add_argument(
-        "--rebuild",
-        action="store_true",
-        help="build the same here instead, from the same model and options",
-    )
     for parser in (export, bring):
         add_quiet(parser)
     trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")

@@ -16,14 +16,13 @@ from typing import ClassVar
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
-from edgeinfer.errors import InterruptedByUser, SnapshotStaleError, UsageError
+from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.host import Host
 from edgeinfer.models import sources
 from edgeinfer.models.progress import Job
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import parse_adapters
 from edgeinfer.snapshots import format, registry
-from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing
 from edgeinfer.snapshots.transfer.description import Source, offered
@@ -59,24 +58,19 @@ class ExportResult(Result, frozen=True, kw_only=True):
 
 
 class ImportResult(Result, frozen=True, kw_only=True):
-    """A snapshot that was imported, or rebuilt here from its description."""
+    """A snapshot that was imported."""
 
     kind: ClassVar[str] = "snapshots-import"
 
     snapshot: Details
     signer: str
-    rebuilt: bool
     wall_s: float
 
     def human(self) -> str:
         d = self.snapshot
-        origin = (
-            "was built here from its description"
-            if self.rebuilt
-            else "computes here what it computed there"
-        )
         return (
-            f"{d.name} {origin}: {format_bytes(d.disk_bytes)} on disk; {self.wall_s:.1f} s\n"
+            f"{d.name} was built here as it was there: {format_bytes(d.disk_bytes)} on disk; "
+            f"{self.wall_s:.1f} s\n"
             f"signed by {self.signer}\n"
             f"try it: {_launch(d.name, d.model, d.requested)}"
         )
@@ -163,31 +157,15 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult:
     if options.trust:
         signing.trust(options.trust)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
-    config = host.config.snapshots
     try:
         with _source(options.source, progress) as source:
             offer = offered(source, options.name)
-            work = importing.Importing(source, offer, config, progress.report)
-            if options.rebuild:
-                details = jobs.build(work.order(host), config, progress.report)
-            else:
-                details = work.run()
-    except SnapshotStaleError as error:
-        hint = error.hint or f"build the same here: `{_import_command(options)} --rebuild`"
-        raise SnapshotStaleError(error.message, key=error.key, hint=hint) from error
+            details = importing.import_snapshot(source, offer, host, progress.report)
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
     return ImportResult(
-        snapshot=details,
-        signer=offer.signer,
-        rebuilt=options.rebuild,
-        wall_s=round(time.monotonic() - start_s, 2),
+        snapshot=details, signer=offer.signer, wall_s=round(time.monotonic() - start_s, 2)
     )
-
-
-def _import_command(options: argparse.Namespace) -> str:
-    command = ["edgeinfer", "snapshots", "import", options.source]
-    return shlex.join([*command, "--name", options.name] if options.name else command)
 
 
 @contextmanager

@@ -49,8 +49,8 @@ _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
 
-class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshot to make, and the CRIU to make it with: its path, version and tier."""
+class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshot to make, the CRIU to make it with (its path, version and tier), what to load."""
 
     name: str
     model: str
@@ -59,19 +59,14 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     criu: str
     version: str
     tier: str
-    depends_on: str = ""
-
-
-class BuildRequest(SnapshotRequest, frozen=True, kw_only=True):
-    """A snapshot of a process that loads what `park` says."""
-
     park: ParkRequest
+    depends_on: str = ""
 
 
 class Builder:
     """One build in `folder`; `order` is the socket to whoever started it."""
 
-    def __init__(self, order: socket.socket, folder: Path, request: SnapshotRequest) -> None:
+    def __init__(self, order: socket.socket, folder: Path, request: BuildRequest) -> None:
         self._order = order
         self._folder = folder
         self._request = request
@@ -134,7 +129,7 @@ class Builder:
 
     def _converse(self, link: socket.socket, order: socket.socket) -> Parked:
         """Have the process park; return once it has closed its end."""
-        self._send_request(link)
+        messages.send(link, messages.Payload(content=msgspec.json.encode(self._request.park)))
         try:
             content = wait_for_payload(link, self._pass_on)
         except EdgeInferError as error:
@@ -149,11 +144,6 @@ class Builder:
             )
         return msgspec.json.decode(content, type=Parked)
 
-    def _send_request(self, link: socket.socket) -> None:
-        assert isinstance(self._request, BuildRequest)
-        content = msgspec.json.encode(self._request.park)
-        messages.send(link, messages.Payload(content=content))
-
     def _init(
         self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
     ) -> NoReturn:
@@ -161,7 +151,11 @@ class Builder:
         try:
             process.die_with_parent()
             linux.become_init(flags, user, group)
-            parked = self._start(flags, link.fileno())
+            if flags:
+                Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
+            parked = os.fork()
+            if parked == 0:
+                self._exec_parked(link.fileno())
             link.close()
             os.close(self._wake_read)
             order = orders.recv(64)
@@ -171,14 +165,6 @@ class Builder:
                 orders.sendall(b"failed" if self._run_criu(int(order)) else b"dumped")
         finally:
             os._exit(0)
-
-    def _start(self, flags: int, link: int) -> int:
-        if flags:
-            Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
-        pid = os.fork()
-        if pid == 0:
-            self._exec_parked(link)
-        return pid
 
     def _exec_parked(self, link: int) -> NoReturn:
         try:
@@ -256,8 +242,7 @@ class Builder:
 
     def _refuse_changed(self, stamps: dict[str, str]) -> None:
         """Raise SnapshotStaleError for a file of the model that is another than before the load."""
-        before = self._request.park.stamps if isinstance(self._request, BuildRequest) else {}
-        for path, stamp in before.items():
+        for path, stamp in self._request.park.stamps.items():
             if stamps.get(path, stamp) != stamp:
                 raise SnapshotStaleError(
                     f"{path} was changed while the snapshot was built; nothing of it is kept",
@@ -359,7 +344,7 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
     return None
 
 
-def main(kind: type[Builder] = Builder, request_type: type[SnapshotRequest] = BuildRequest) -> None:
+def main() -> None:
     """Build into the folder of the command line; whatever fails, the folder is gone."""
     process.die_with_parent()
     order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
@@ -367,7 +352,7 @@ def main(kind: type[Builder] = Builder, request_type: type[SnapshotRequest] = Bu
     if content is None:
         return
     try:
-        details = kind(order, folder, msgspec.json.decode(content, type=request_type)).build()
+        details = Builder(order, folder, msgspec.json.decode(content, type=BuildRequest)).build()
     except (EdgeInferError, OSError) as error:
         problem = (
             error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")

@@ -32,7 +32,7 @@ from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu, fingerprint, format, registry
-from edgeinfer.snapshots.build.builder import BuildRequest, SnapshotRequest, wait_for_payload
+from edgeinfer.snapshots.build.builder import BuildRequest, wait_for_payload
 from edgeinfer.snapshots.build.park import ParkRequest
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.running import ProcessDescription, read_files, stamps_of
@@ -192,15 +192,13 @@ def sweep(root: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_builder(
-    folder: Path, request: SnapshotRequest, progress: Progress, module: str = _BUILDER
-) -> Details:
+def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Details:
     """Run a builder in a folder that is there and locked, and pass its stages on.
 
     Raises what it raises, SnapshotError when it dies.
     """
     mine, theirs = socket.socketpair()
-    command = process.child_command(module, str(theirs.fileno()), str(folder))
+    command = process.child_command(_BUILDER, str(theirs.fileno()), str(folder))
     log = folder / "builder.log"
     with mine, open(os.open(log, os.O_RDWR | os.O_CREAT, 0o600), "wb") as errors_to:
         builder = subprocess.Popen(
@@ -221,7 +219,7 @@ def run_builder(
 
 def _listen(
     link: socket.socket,
-    request: SnapshotRequest,
+    request: BuildRequest,
     progress: Progress,
     builder: subprocess.Popen[bytes],
     log: Path,

@@ -33,7 +33,6 @@ from edgeinfer.platform import process
 from edgeinfer.runtime.llama.mappings import Range, Untouched, areas
 from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots import linux
-from edgeinfer.snapshots.build import relocate
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.restore import app_process, memory, reinitialize
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
@@ -258,14 +257,9 @@ def main() -> None:
         request = msgspec.json.decode(received[0].content, type=ParkRequest)
         loaded, parked = prepare(link, request)
     loaded.droppable = reinitialize.read_droppable_ranges()  # a restore forgets which they are
-    while True:
-        resumed_ns = _sleep(link, parked, loaded)
-        link = socket.socket(fileno=LINK_FD)
-        received = messages.receive(link)
-        if received is None or not isinstance(received[0], messages.Relocate):
-            app_process.run_app(link, received, loaded, resumed_ns)
-        with _reporting_errors(link):
-            parked = _relocate(loaded, received[0], received[1])
+    resumed_ns = _sleep(link, parked, loaded)
+    link = socket.socket(fileno=LINK_FD)
+    app_process.run_app(link, messages.receive(link), loaded, resumed_ns)
 
 
 @contextlib.contextmanager
@@ -288,26 +282,6 @@ def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
     resumed_ns = time.monotonic_ns()
     os.close(WAKE_FD)
     return resumed_ns
-
-
-def _relocate(loaded: LoadedModel, request: messages.Relocate, fds: list[int]) -> Parked:
-    """Become a process of this home, with a new pipe to wake it."""
-    os.dup2(fds[0], WAKE_FD)
-    os.close(fds[0])
-    relocate.relocate(request.moved)
-    relocate.own_pages(request.memory)
-    adapters: tuple[str, ...] = ()
-    if loaded.description is not None:
-        loaded.description = loaded.description.of_this_home()
-        adapters = loaded.description.options.adapter_paths(loaded.description.files)
-    return Parked(
-        info=loaded.engine.info,
-        actual=actual(loaded.engine),
-        canary=b"",
-        files=(*mapped_files(), *adapters),
-        system_tokens=0,
-        stages_ms={},
-    )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Export snapshots as signed OCI images, and import those that fit this machine."""
+"""Export what a snapshot is built of as a signed OCI image; import builds it here."""

@@ -2,7 +2,7 @@
 
 The config is an ordinary image config with one more key, `edgeinfer`. It names every layer by the
 digest of its archive, so one signature binds all, and stays valid if a tool compresses the layers
-otherwise. `Requirements` are what a machine must match to import it.
+otherwise.
 """
 
 from __future__ import annotations
@@ -10,22 +10,16 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import importlib.metadata
 import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Protocol
 
 import msgspec
 
-import edgeinfer
-from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError, SnapshotUntrustedError
-from edgeinfer.platform.disk import sha256_of
-from edgeinfer.shipping import shipped
-from edgeinfer.snapshots import fingerprint
+from edgeinfer.errors import SnapshotCorruptError, SnapshotUntrustedError
 from edgeinfer.snapshots.transfer import signing
 
-FORMAT = 3
+FORMAT = 4
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -55,26 +49,21 @@ def corrupt(message: str) -> SnapshotCorruptError:
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer: the digest of its archive, the archive's bytes, and the files in it with theirs.
+    """A layer: the digest of its archive, the archive's bytes, and the one file in it with its own.
 
-    `role` is "model" (a file of the model or of its draft model, under its SHA-256 in `models/`),
-    "adapter" (likewise in `adapters/`) or "snapshot" (CRIU's images and memory).
+    `file` is a file of a model under its SHA-256 in `models/`, or an adapter in `adapters/`.
     """
 
-    role: str
     diff_id: str
     unpacked: Size
-    files: dict[str, Size]
+    file: str
+    size: Size
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a model: its path at the exporter's, its size and SHA-256 in hexadecimal.
+    """A file of a model: its name at the exporter's, its size and SHA-256 in hexadecimal."""
 
-    `mapped` is the path without symlinks.
-    """
-
-    path: str
-    mapped: str
+    name: str
     size: Size
     sha256: str
 
@@ -92,15 +81,10 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter: its name and scale, its path at the exporter's, its size and SHA-256.
-
-    `stamp` is what the process knows the file by (`disk.stamps`).
-    """
+    """A LoRA adapter: its name and scale, its size and SHA-256."""
 
     name: AdapterName
     scale: float
-    path: str
-    stamp: str
     size: Size
     sha256: str
 
@@ -110,46 +94,15 @@ class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
         return f"adapters/{self.sha256}.gguf"
 
 
-class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """The parked process's numbers: its pid, the inodes of its link and of the pipe that wakes it."""
-
-    pid: int
-    link: int
-    wake: int
-
-
-class Requirements(msgspec.Struct, frozen=True, kw_only=True):
-    """The importer's machine: the same `keys`, every feature of `cpu`, at least this `criu`.
-
-    `libraries` maps paths to SHA-256s.
-    """
-
-    keys: dict[str, str]
-    cpu: tuple[str, ...]
-    criu: str
-    libraries: dict[str, str]
-
-
 class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot as its exporter describes it.
-
-    `places` are its "program", "environment" ("" in the shipped file) and "snapshot" folders,
-    `real_places` the same without symlinks.
-    """
+    """A snapshot as its exporter describes it: what to build it of."""
 
     format: int
     name: Name
     model: str
     requested: dict[str, str]
-    actual: dict[str, str]
     system: str
-    system_tokens: int
-    canary: bytes
-    parked_process: ParkedProcess
-    places: dict[str, str]
-    real_places: dict[str, str]
     model_files: tuple[ModelFile, ...]
-    requirements: Requirements
     layers: tuple[Layer, ...]
     draft: DraftModel | None = None
     adapters: tuple[AdapterFile, ...] = ()
@@ -164,7 +117,7 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
 def config_bytes(description: SnapshotDescription) -> bytes:
     """Encode the image config; the same snapshot gives the same bytes."""
     machine = {"x86_64": "amd64", "aarch64": "arm64"}
-    architecture = description.requirements.keys["architecture"]
+    architecture = os.uname().machine
     config = {
         "architecture": machine.get(architecture, architecture),
         "os": "linux",
@@ -295,122 +248,3 @@ def _signer(annotations: dict[str, str], config: bytes) -> str:
             hint="fetch or export it again",
         )
     return signing.refuse_unknown(public)
-
-
-_FEATURE_LINES = ("flags", "Features")
-
-
-def own_folders(snapshot: str) -> dict[str, str]:
-    """Return this program's folders, and a snapshot's."""
-    app = shipped.app_dir()
-    if app is not None:
-        return {"program": str(app), "environment": "", "snapshot": snapshot}
-    program, environment = fingerprint.program_places()
-    return {"program": os.path.dirname(program), "environment": environment, "snapshot": snapshot}
-
-
-def without_symlinks(folders: dict[str, str]) -> dict[str, str]:
-    """Resolve the folders' symlinks."""
-    return {name: path and os.path.realpath(path) for name, path in folders.items()}
-
-
-def folder_map(theirs: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
-    """Map the exporter's folders to ours."""
-    return {path: ours[name] for name, path in theirs.items() if path and ours.get(name)}
-
-
-def own_requirements(libraries: Iterable[str], criu: str) -> Requirements:
-    """Describe this machine. `libraries` are files that a process maps. Raises OSError."""
-    return Requirements(
-        keys=_own_keys(),
-        cpu=cpu_features(),
-        criu=criu,
-        libraries={path: sha256_of(Path(path), lambda _done: None) for path in sorted(libraries)},
-    )
-
-
-def _own_keys() -> dict[str, str]:
-    keys = fingerprint.machine_keys()
-    own = {name: keys[name] for name in ("architecture", "kernel", "python", "edgeinfer")}
-    packages = {f"package {name}": version for name, version in _packages().items()}
-    return own | {"glibc": glibc(), "program": _program()} | packages
-
-
-def refuse_other_machine(theirs: Requirements, libraries: dict[str, str], criu: str) -> None:
-    """Raise SnapshotStaleError naming the first thing that does not fit, theirs and ours.
-
-    `libraries` maps the exporter's paths to those here, `criu` is the version here.
-    """
-    missing = sorted(set(theirs.cpu) - set(cpu_features()))
-    if missing:
-        _differs("cpu", f"a processor with {' '.join(missing)}", "one without")
-    ours = _own_keys()
-    for key in theirs.keys | ours:
-        there, here = theirs.keys.get(key) or "none", ours.get(key) or "none"
-        if there != here:
-            _differs(key, there, here)
-    for path, digest in theirs.libraries.items():
-        _same_file(path, libraries.get(path, path), digest)
-    if _numbers(criu) < _numbers(theirs.criu):
-        _differs("criu", theirs.criu, criu)
-
-
-def cpu_features() -> tuple[str, ...]:
-    """List the first processor's features as the kernel names them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("ascii", errors="replace").partition("\n\n")[0]
-    except OSError:
-        return ()
-    rows = (line.partition(":") for line in lines.splitlines())
-    found = next((value for name, _, value in rows if name.strip() in _FEATURE_LINES), "")
-    return tuple(sorted(found.split()))
-
-
-def glibc() -> str:
-    """Return the C library's version, "" if it is not glibc."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (OSError, ValueError):
-        return ""
-
-
-def _program() -> str:
-    app = shipped.app_dir()
-    if app is not None:
-        return app.name
-    hashed = hashlib.sha256()
-    root = Path(fingerprint.PACKAGE)
-    for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".tcss", ".toml", ".sql") and path.is_file():
-            hashed.update(os.fsencode(path.relative_to(root)) + b"\0" + path.read_bytes())
-    return hashed.hexdigest()
-
-
-def _packages() -> dict[str, str]:
-    """Return the installed packages; none if our build holds them all."""
-    if shipped.is_shipped():
-        return {}
-    found = {
-        dist.name.lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()
-    }
-    return {name: version for name, version in sorted(found.items()) if name != edgeinfer.__name__}
-
-
-def _same_file(name: str, path: str, digest: str) -> None:
-    try:
-        found = sha256_of(Path(path), lambda _done: None)
-    except OSError as error:
-        found = f"no such file ({error.strerror})"
-    if found != digest:
-        _differs(f"library {os.path.basename(name)}", f"sha256 {digest}", found)
-
-
-def _differs(key: str, theirs: str, ours: str) -> None:
-    raise SnapshotStaleError(
-        f"the snapshot does not fit this machine: {key}: it was made with {theirs}, here is {ours}",
-        key=key,
-    )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdecimal())

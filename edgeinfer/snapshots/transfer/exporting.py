@@ -1,10 +1,9 @@
-"""Export: verify a snapshot, describe it and the files it was built from, pack, sign and store it."""
+"""Export: describe a snapshot and the files it was built from, pack, sign and store them."""
 
 from __future__ import annotations
 
 import base64
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -12,16 +11,13 @@ from typing import Protocol
 import msgspec
 
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
-from edgeinfer.errors import SnapshotCorruptError, SnapshotError, UsageError
+from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models.reference import resolve
-from edgeinfer.platform import paths
-from edgeinfer.platform.disk import sha256_of, stamps
-from edgeinfer.runtime.options import Adapter, parse_adapters
+from edgeinfer.platform.disk import sha256_of
+from edgeinfer.runtime.options import parse_adapters
 from edgeinfer.snapshots import fingerprint, format, registry
-from edgeinfer.snapshots.build import builder, criu_images
-from edgeinfer.snapshots.restore import checks
-from edgeinfer.snapshots.transfer import oci, signing
+from edgeinfer.snapshots.transfer import signing
 from edgeinfer.snapshots.transfer.description import (
     FORMAT,
     SIGNATURE,
@@ -29,14 +25,10 @@ from edgeinfer.snapshots.transfer.description import (
     AdapterFile,
     DraftModel,
     ModelFile,
-    ParkedProcess,
     SnapshotDescription,
     config_bytes,
     manifest_bytes,
-    own_folders,
-    own_requirements,
     sha256,
-    without_symlinks,
 )
 from edgeinfer.snapshots.transfer.oci import Packed
 
@@ -66,32 +58,38 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 def export(folder: Path, where: Store, name: str, progress: Progress) -> Exported:
     """Export the snapshot in `folder` under `name`.
 
-    Raises what `verify.wrong_files` raises, SnapshotCorruptError, SnapshotStaleError for one that could
-    not be resumed here, SnapshotError for one that does not travel, RestoreError, and what the store
-    raises.
+    Raises SnapshotStaleError for one that could not be resumed here, SnapshotError for one that does
+    not travel, and what the store raises.
     """
     key = signing.own_key(make=True)
     assert key is not None
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
     inputs = gather_inputs(manifest)
-    progress("verify", None)
-    wrong = builder.wrong_files(folder)
-    if wrong:
-        raise SnapshotCorruptError(f"{folder.name}: {', '.join(wrong)} changed since it was built")
-    with tempfile.TemporaryDirectory(dir=paths.cache_dir(), prefix="export-") as scratch:
-        progress("pack", None)
-        description, layers = _described(folder, inputs, Path(scratch))
-        config = config_bytes(description)
-        annotations = {
-            SIGNER: base64.b64encode(key.public).decode(),
-            SIGNATURE: base64.b64encode(key.sign(config)).decode(),
-        }
-        image = manifest_bytes(config, [one.blob for one in layers], annotations)
-        progress("write", None)
-        written = _put_layers(layers, where)
-        where.put(sha256(config), len(config), iter([config]))
-        where.put_manifest(name, image)
+    progress("pack", None)
+    layers = inputs.layers()
+    config = config_bytes(
+        SnapshotDescription(
+            format=FORMAT,
+            name=manifest.name,
+            model=manifest.model,
+            requested=manifest.requested,
+            system=registry.read_details(folder).system,
+            model_files=inputs.model,
+            layers=tuple(one.layer for one in layers),
+            draft=inputs.draft,
+            adapters=inputs.adapters,
+        )
+    )
+    annotations = {
+        SIGNER: base64.b64encode(key.public).decode(),
+        SIGNATURE: base64.b64encode(key.sign(config)).decode(),
+    }
+    image = manifest_bytes(config, [one.blob for one in layers], annotations)
+    progress("write", None)
+    written = _put_layers(layers, where)
+    where.put(sha256(config), len(config), iter([config]))
+    where.put_manifest(name, image)
     return Exported(
         name=name,
         digest=sha256(image),
@@ -111,83 +109,35 @@ def _put_layers(layers: list[Packed], where: Store) -> int:
     return written
 
 
-def _described(folder: Path, inputs: Inputs, scratch: Path) -> tuple[SnapshotDescription, list[Packed]]:
-    manifest, details = format.read_manifest(str(folder)), registry.read_details(folder)
-    places = own_folders(str(folder))
-    members = [oci.whole(folder / one, f"snapshot/{one}") for one in manifest.images]
-    layers = [*inputs.layers(), oci.compressed("snapshot", members, scratch / "layer")]
-    return (
-        SnapshotDescription(
-            format=FORMAT,
-            name=manifest.name,
-            model=manifest.model,
-            requested=manifest.requested,
-            actual=manifest.actual,
-            system=details.system,
-            system_tokens=details.system_tokens,
-            canary=checks.ask(manifest, str(folder), checks.nobodys_request("canary")),
-            parked_process=ParkedProcess(
-                pid=manifest.pid, link=manifest.link_inode, wake=manifest.wake_inode
-            ),
-            places=places,
-            real_places=without_symlinks(places),
-            model_files=inputs.model,
-            requirements=own_requirements(_libraries(folder, inputs), manifest.keys["criu"]),
-            layers=tuple(one.layer for one in layers),
-            draft=inputs.draft,
-            adapters=inputs.adapters,
-        ),
-        layers,
-    )
-
-
-def _libraries(folder: Path, inputs: Inputs) -> list[str]:
-    own = {one.mapped for one in inputs.models}
-    return [
-        path
-        for path in criu_images.file_paths(folder / format.IMAGES)
-        if path not in own and not path.startswith(f"{folder}/") and os.path.isfile(path)
-    ]
-
-
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that were read to build a snapshot."""
+    """The files that were read to build a snapshot. `paths` are theirs, by name in their layers."""
 
     model: tuple[ModelFile, ...]
     draft: DraftModel | None
     adapters: tuple[AdapterFile, ...]
-
-    @property
-    def models(self) -> tuple[ModelFile, ...]:
-        """Return the files of the model and of its draft model."""
-        return self.model + (self.draft.files if self.draft else ())
+    paths: dict[str, str]
 
     def layers(self) -> list[Packed]:
         """Pack a layer for each file; equal files share one."""
-        models = {one.member: one.path for one in self.models}
-        adapters = {one.member: one.path for one in self.adapters}
-        return [*_layers("model", models), *_layers("adapter", adapters)]
-
-
-def _layers(role: str, files: dict[str, str]) -> list[Packed]:
-    return [oci.stored(role, [oci.whole(Path(path), member)]) for member, path in files.items()]
+        return [Packed(Path(path), member) for member, path in self.paths.items()]
 
 
 def gather_inputs(manifest: format.Manifest) -> Inputs:
     """Find the inputs. Raises SnapshotError for one that no other machine could know by a name."""
+    paths: dict[str, str] = {}
     found = Inputs(
-        model=_files(manifest.model, "edgeinfer warm NAME"),
-        draft=_draft(manifest),
-        adapters=_adapters(manifest),
+        model=_files(manifest.model, "edgeinfer warm NAME", paths),
+        draft=_draft(manifest, paths),
+        adapters=_adapters(manifest, paths),
+        paths=paths,
     )
-    known = {path for file in found.models for path in (file.path, file.mapped)}
-    known |= {adapter.path for adapter in found.adapters}
+    known = {name for path in paths.values() for name in (path, os.path.realpath(path))}
     _refuse_others(manifest, (path for path in manifest.files if path not in known))
     return found
 
 
-def _files(model: str, warm: str) -> tuple[ModelFile, ...]:
-    """Return the files of a pulled model. Raises SnapshotError for another."""
+def _files(model: str, warm: str, paths: dict[str, str]) -> tuple[ModelFile, ...]:
+    """Return the files of a pulled model, their paths in `paths`. Raises SnapshotError for another."""
     pulled = None if "/" in model else resolve(model).pulled
     if pulled is None or pulled.name != model:
         first = f"`edgeinfer pull {model} --name NAME`, then "
@@ -197,42 +147,42 @@ def _files(model: str, warm: str) -> tuple[ModelFile, ...]:
         raise SnapshotError(
             f"{model} is no name that another machine could know the model by", hint=f"{first}`{warm}`"
         )
-    return tuple(
-        ModelFile(
-            path=str(path), mapped=os.path.realpath(path), size=file.size_bytes, sha256=file.sha256
-        )
+    found = tuple(
+        ModelFile(name=path.name, size=file.size_bytes, sha256=file.sha256)
         for path, file in zip(pulled.paths, pulled.files, strict=True)
     )
+    paths |= {one.member: str(path) for one, path in zip(found, pulled.paths, strict=True)}
+    return found
 
 
-def _draft(manifest: format.Manifest) -> DraftModel | None:
+def _draft(manifest: format.Manifest, paths: dict[str, str]) -> DraftModel | None:
     name = manifest.requested.get(DRAFT.field, "")
     if name in ("", "none"):
         return None
-    return DraftModel(name=name, files=_files(name, f"edgeinfer warm {manifest.model} --draft NAME"))
+    warm = f"edgeinfer warm {manifest.model} --draft NAME"
+    return DraftModel(name=name, files=_files(name, warm, paths))
 
 
-def _adapters(manifest: format.Manifest) -> tuple[AdapterFile, ...]:
-    return tuple(map(_adapter, parse_adapters(manifest.requested.get(LORA.field, NO_ADAPTERS))))
-
-
-def _adapter(adapter: Adapter) -> AdapterFile:
-    path = Path(adapter.path)
-    try:
-        names.model_name(adapter.name)
-    except UsageError as error:
-        raise SnapshotError(
-            f"the adapter {path.name} has no name that another machine could store it under",
-            hint=f"{error.hint}: rename the file, and `edgeinfer warm` with it again",
-        ) from error
-    return AdapterFile(
-        name=adapter.name,
-        scale=adapter.scale,
-        path=adapter.path,
-        stamp=stamps([os.path.realpath(path)]),
-        size=path.stat().st_size,
-        sha256=sha256_of(path, lambda _done: None),
-    )
+def _adapters(manifest: format.Manifest, paths: dict[str, str]) -> tuple[AdapterFile, ...]:
+    found = []
+    for adapter in parse_adapters(manifest.requested.get(LORA.field, NO_ADAPTERS)):
+        path = Path(adapter.path)
+        try:
+            names.model_name(adapter.name)
+        except UsageError as error:
+            raise SnapshotError(
+                f"the adapter {path.name} has no name that another machine could store it under",
+                hint=f"{error.hint}: rename the file, and `edgeinfer warm` with it again",
+            ) from error
+        one = AdapterFile(
+            name=adapter.name,
+            scale=adapter.scale,
+            size=path.stat().st_size,
+            sha256=sha256_of(path, lambda _done: None),
+        )
+        found.append(one)
+        paths[one.member] = adapter.path
+    return tuple(found)
 
 
 def _refuse_others(manifest: format.Manifest, unknown: Iterable[str]) -> None:

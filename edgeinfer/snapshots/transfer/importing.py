@@ -1,9 +1,7 @@
-"""Import: check a snapshot from elsewhere, make it one of this home, publish it if it computes alike.
+"""Import: check a snapshot from elsewhere, store what is missing of its files, build the same here.
 
-Nothing of it is unpacked before its signer is known, nothing is mapped before every digest was checked,
-and nothing is published before a resume has computed what the exporter's process computed. Models and
-adapters are found here by their digests, else stored where `pull` stores them, under the exporter's
-names.
+Nothing of it is unpacked before its signer is known and every digest was checked. Models and adapters
+are found here by their digests, else stored where `pull` stores them, under the exporter's names.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.config.load_options import DRAFT, LOAD_OPTIONS, LORA
 from edgeinfer.errors import SnapshotStaleError
 from edgeinfer.host import Host
@@ -27,15 +24,12 @@ from edgeinfer.models.names import Reference, parse_reference, sanitize_file_nam
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import need_room, room_errors, sha256_of, stamps, sync
+from edgeinfer.platform.disk import need_room, room_errors, sha256_of, sync
 from edgeinfer.runtime.options import Adapter, LoadOptions
-from edgeinfer.snapshots import criu, format
-from edgeinfer.snapshots.build import criu_images, jobs
-from edgeinfer.snapshots.build.jobs import Progress
-from edgeinfer.snapshots.build.relocate import Places
-from edgeinfer.snapshots.registry import Details
+from edgeinfer.snapshots import format, registry
+from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.running import adapters_text
-from edgeinfer.snapshots.transfer import description, oci
+from edgeinfer.snapshots.transfer import oci
 from edgeinfer.snapshots.transfer.description import (
     AdapterFile,
     LayerBlob,
@@ -45,134 +39,38 @@ from edgeinfer.snapshots.transfer.description import (
     Source,
     corrupt,
 )
-from edgeinfer.snapshots.transfer.relocator import ARRIVED, ImportRequest
-
-_RELOCATOR = "edgeinfer.snapshots.transfer.relocator"
 
 
-class Importing:
-    """One import of a snapshot that is offered."""
+def import_snapshot(
+    source: Source, offer: Offered, host: Host, progress: jobs.Progress
+) -> registry.Details:
+    """Have models and adapters here, and build the same snapshot of them.
 
-    def __init__(
-        self, source: Source, offer: Offered, config: SnapshotsConfig, progress: jobs.Progress
-    ) -> None:
-        self._source = source
-        self._offer = offer
-        self._placing = Placing(source, offer, progress)
-        self._what = with_local_names(offer.description)
-        self._config = config
-        self._progress = progress
-        self._criu = criu.available()
-
-    def run(self) -> Details:
-        """Import, publish, and remove the snapshot of that name before.
-
-        Raises SnapshotStaleError if it does not fit, SnapshotCorruptError, DiskFullError, RestoreError,
-        DumpError, and what pulling the model raises.
-        """
-        what = self._what
-        self._progress("compare", None)
-        description.refuse_other_machine(what.requirements, self._libraries(), self._criu.version)
-        self._placing.refuse_other_options()
-        self._check([*self._placing.missing(), *self._layers()])
-        placed = self._placing.place()
-        need = sum(2 * layer.unpacked for layer, _ in self._layers())
-        with (
-            jobs.new_generation(what.name, need, self._config, self._progress) as folder,
-            room_errors(folder, "nothing of the snapshot is kept"),
-        ):
-            self._arrive(folder)
-            moved = self._folders(str(folder)) | placed
-            self._rewrite(folder, moved)
-            return jobs.run_builder(folder, self._request(moved), self._progress, _RELOCATOR)
-
-    def order(self, host: Host) -> jobs.Order:
-        """Have models and adapters here, and say what to build for the same snapshot.
-
-        Raises SnapshotStaleError, SnapshotCorruptError, DiskFullError, and what pulling them raises.
-        """
-        what = self._what
-        self._check(self._placing.missing())
-        self._placing.place()
-        typed = {
-            option.field: option.parse(what.requested[option.field])
-            for option in LOAD_OPTIONS
-            if option.field in what.requested
-        }
-        options = msgspec.convert(typed, LoadOptions)
-        return jobs.Order(
-            model=what.model,
-            files=host.files(what.model, options.draft),
-            options=options,
-            system=what.system,
-            given_name=format.given_part(what.name, what.model, what.requested),
-        )
-
-    def _libraries(self) -> dict[str, str]:
-        places = Places(self._folders(""))
-        return {path: places.of(path) for path in self._what.requirements.libraries}
-
-    def _folders(self, folder: str) -> dict[str, str]:
-        ours, what = description.own_folders(folder), self._what
-        real = description.folder_map(what.real_places, description.without_symlinks(ours))
-        return real | description.folder_map(what.places, ours)
-
-    def _check(self, layers: list[LayerBlob]) -> None:
-        for number, (layer, blob) in enumerate(layers):
-            self._progress("check", number / len(layers))
-            oci.verify(layer, blob, self._source.chunks(blob.digest, blob.size))
-
-    def _layers(self) -> Iterable[LayerBlob]:
-        return (pair for pair in self._offer.layers if pair[0].role == "snapshot")
-
-    def _arrive(self, folder: Path) -> None:
-        self._progress("unpack", None)
-        (folder / ARRIVED / format.IMAGES).mkdir(mode=0o700, parents=True)
-        for layer, blob in self._layers():
-            chunks = self._source.chunks(blob.digest, blob.size)
-            targets = {name: folder / ARRIVED / _plain(name) for name in layer.files}
-            oci.unpack(layer, blob, chunks, targets)
-
-    def _rewrite(self, folder: Path, moved: dict[str, str]) -> None:
-        images, old = folder / ARRIVED / format.IMAGES, self._what.real_places.get("snapshot", "")
-        places = Places(moved | {f"{old}/{format.MEMORY}": str(folder / ARRIVED / format.MEMORY)})
-        try:
-            criu_images.move_files(
-                images, {path: places.of(path) for path in criu_images.file_paths(images)}
-            )
-        except OSError as error:
-            raise SnapshotStaleError(
-                f"the snapshot needs {error.filename}, which is not here", key=str(error.filename)
-            ) from error
-        for core in images.glob("core-*.img"):
-            criu_images.become_ours(core)
-
-    def _request(self, moved: dict[str, str]) -> ImportRequest:
-        what, found = self._what, self._criu
-        return ImportRequest(
-            name=what.name,
-            model=what.model,
-            requested=what.requested,
-            system=what.system,
-            system_tokens=what.system_tokens,
-            canary=what.canary,
-            parked_process=what.parked_process,
-            moved=moved,
-            criu=found.criu,
-            version=found.version,
-            tier=found.tier or "",
-        )
-
-
-def _plain(name: str) -> str:
-    kind, _, rest = name.partition("/")
-    folder, _, file = rest.rpartition("/")
-    if kind != "snapshot" or folder not in ("", format.IMAGES) or file.startswith(".") or not file:
-        raise corrupt(f"{name!r} is no file of a snapshot")
-    return rest
-
-
-_ROLES = ("model", "adapter")
+    Raises SnapshotStaleError for a name that means something else here, SnapshotCorruptError,
+    DiskFullError, and what pulling and building raise.
+    """
+    what = with_local_names(offer.description)
+    placing = Placing(source, offer, progress)
+    placing.refuse_other_options()
+    missing = placing.missing()
+    for number, (layer, blob) in enumerate(missing):
+        progress("check", number / len(missing))
+        oci.verify(layer, blob, source.chunks(blob.digest, blob.size))
+    placing.place()
+    typed = {
+        option.field: option.parse(what.requested[option.field])
+        for option in LOAD_OPTIONS
+        if option.field in what.requested
+    }
+    options = msgspec.convert(typed, LoadOptions)
+    order = jobs.Order(
+        model=what.model,
+        files=host.files(what.model, options.draft),
+        options=options,
+        system=what.system,
+        given_name=format.given_part(what.name, what.model, what.requested),
+    )
+    return jobs.build(order, host.config.snapshots, progress)
 
 
 def with_local_names(what: SnapshotDescription) -> SnapshotDescription:
@@ -189,16 +87,11 @@ def with_local_names(what: SnapshotDescription) -> SnapshotDescription:
 class Placing:
     """The models and adapters of one snapshot that is offered."""
 
-    def __init__(self, source: Source, offer: Offered, progress: Progress) -> None:
+    def __init__(self, source: Source, offer: Offered, progress: jobs.Progress) -> None:
         self._source = source
         self._what = offer.description
         self._progress = progress
-        self._blobs = {
-            member: (layer, blob)
-            for layer, blob in offer.layers
-            if layer.role in _ROLES
-            for member in layer.files
-        }
+        self._blobs = {layer.file: (layer, blob) for layer, blob in offer.layers}
 
     def missing(self) -> list[LayerBlob]:
         """List the layers of what is not here. Raises SnapshotStaleError if a name is taken."""
@@ -208,19 +101,12 @@ class Placing:
         wanted += (one for one in self._what.adapters if self._known_adapter(one) is None)
         return [self._layer(one.member) for one in {one.member: one for one in wanted}.values()]
 
-    def place(self) -> dict[str, str]:
-        """Have everything here; the exporter's paths → ours."""
-        moved: dict[str, str] = {}
+    def place(self) -> None:
+        """Have everything here."""
         for name, files in self._what.models.items():
-            for one, path in zip(files, self._model(name, files), strict=True):
-                moved |= {one.mapped: os.path.realpath(path), one.path: str(path)}
+            self._place_model(name, files)
         for adapter in self._what.adapters:
-            path = self._adapter(adapter)
-            moved |= {adapter.path: str(path), adapter.stamp: stamps([os.path.realpath(path)])}
-        before, now = (
-            one.requested.get(LORA.field, "") for one in (self._what, with_local_names(self._what))
-        )
-        return moved | {before: now}
+            self._place_adapter(adapter)
 
     def refuse_other_options(self) -> None:
         """Raise SnapshotStaleError if this user's models.toml names what the snapshot lacks."""
@@ -241,11 +127,9 @@ class Placing:
         except KeyError:
             raise corrupt(f"no layer of the snapshot holds {member}") from None
 
-    def _unpack(self, files: dict[str, Path]) -> None:
-        for member, path in files.items():
-            layer, blob = self._layer(member)
-            chunks = self._source.chunks(blob.digest, blob.size)
-            oci.unpack(layer, blob, chunks, {member: path})
+    def _unpack(self, member: str, path: Path) -> None:
+        layer, blob = self._layer(member)
+        oci.unpack(layer, blob, self._source.chunks(blob.digest, blob.size), path)
 
     # --- models
 
@@ -261,21 +145,21 @@ class Placing:
             raise _other_here("model", name, ", ".join(wanted), ours)
         return here
 
-    def _model(self, name: str, files: tuple[ModelFile, ...]) -> tuple[Path, ...]:
+    def _place_model(self, name: str, files: tuple[ModelFile, ...]) -> None:
         here = self._known_model(name, files)
         if here is None:
-            here = self._unpacked(name, files)
+            self._unpack_model(name, files)
         elif here.name != name:
-            here = _pulled(name, here.paths[0], in_place=True)
-        return here.paths
+            _pull(name, here.paths[0], in_place=True)
 
-    def _unpacked(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel:
+    def _unpack_model(self, name: str, files: tuple[ModelFile, ...]) -> None:
         self._progress("model", None)
         need_room(paths.models_dir(), 2 * sum(one.size for one in files), name)
         with _scratch() as work:
-            found = {one.member: work / sanitize_file_name(one.path) for one in files}
-            self._unpack(found)
-            return _pulled(name, found[files[0].member], in_place=False)
+            found = [work / sanitize_file_name(one.name) for one in files]
+            for one, path in zip(files, found, strict=True):
+                self._unpack(one.member, path)
+            _pull(name, found[0], in_place=False)
 
     # --- adapters
 
@@ -289,7 +173,7 @@ class Placing:
             return place
         return next((path for path in paths.adapters_dir().glob("*.gguf") if _is(path, wanted)), None)
 
-    def _adapter(self, wanted: AdapterFile) -> Path:
+    def _place_adapter(self, wanted: AdapterFile) -> None:
         place = adapters.place(wanted.name)
         paths.private_dir(paths.adapters_dir())
         with model_lock(Reference(wanted.name)):
@@ -298,14 +182,13 @@ class Placing:
                 self._unpack_adapter(wanted, place)
             elif known != place:
                 os.link(known, place)
-        return place
 
     def _unpack_adapter(self, wanted: AdapterFile, place: Path) -> None:
         self._progress("adapter", None)
         need_room(paths.models_dir(), wanted.size, f"the adapter {wanted.name}")
         with _scratch() as work:
             target = work / place.name
-            self._unpack({wanted.member: target})
+            self._unpack(wanted.member, target)
             if not _is(target, wanted):
                 raise corrupt(
                     f"the layer of the adapter {wanted.name} holds another than {wanted.sha256}"
@@ -322,8 +205,8 @@ def _is(path: Path, wanted: AdapterFile) -> bool:
     )
 
 
-def _pulled(name: str, first: Path, *, in_place: bool) -> store.PulledModel:
-    return pull.pull(str(first), options=pull.PullOptions(name=name, in_place=in_place))
+def _pull(name: str, first: Path, *, in_place: bool) -> None:
+    pull.pull(str(first), options=pull.PullOptions(name=name, in_place=in_place))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import re
 import shlex
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,6 @@ from edgeinfer.snapshots.transfer.description import (
     MANIFEST_TYPE,
     MAX_BYTES,
     TAR,
-    TAR_GZIP,
     Descriptor,
     Layer,
     corrupt,
@@ -149,104 +148,37 @@ class Layout:
         write_whole(self.folder / "index.json", msgspec.json.encode(index))
 
 
-#: Python's heap shrinks to 0.29 of its size at level 1; to 0.26 at level 6, in three times the time.
-_GZIP_LEVEL = 1
 _GZIP = 31
 _BLOCK = 512
 
-Chunks = Callable[[], Iterator[bytes]]
-#: Where each file of a layer is written.
-Targets = dict[str, Path]
 
+class Packed:
+    """A file as a layer; `chunks` reads the archive as often as it is wanted."""
 
-class Member:
-    """A file of a layer: its name there, its size in bytes, and where its bytes come from."""
+    def __init__(self, path: Path, member: str) -> None:
+        self._path = path
+        size = path.stat().st_size
+        hashed, unpacked = hashlib.sha256(), 0
+        self._info = tarfile.TarInfo(member)
+        self._info.size = size
+        for chunk in self.chunks():
+            hashed.update(chunk)
+            unpacked += len(chunk)
+        digest = f"sha256:{hashed.hexdigest()}"
+        self.layer = Layer(diff_id=digest, unpacked=unpacked, file=member, size=size)
+        self.blob = Descriptor(TAR, digest, unpacked)  # not compressed: weights do not shrink
 
-    def __init__(self, name: str, size: int, chunks: Chunks) -> None:
-        self.name = name
-        self.size = size
-        self.chunks = chunks
-
-
-def contents(path: Path, size: int) -> Chunks:
-    """Return a reader of a file of `size` bytes."""
-
-    def read() -> Iterator[bytes]:
-        left = size
-        with open(path, "rb", buffering=0) as file:
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the archive. Raises SnapshotCorruptError if the file became shorter."""
+        yield self._info.tobuf(tarfile.GNU_FORMAT)
+        left = self._info.size
+        with open(self._path, "rb", buffering=0) as file:
             while left and (chunk := file.read(min(CHUNK_BYTES, left))):
                 left -= len(chunk)
                 yield chunk
         if left:
-            raise SnapshotCorruptError(f"{path} ends {left} bytes early")
-
-    return read
-
-
-def whole(path: Path, name: str) -> Member:
-    """Return a member that is all of a file."""
-    size = path.stat().st_size
-    return Member(name, size, contents(path, size))
-
-
-def tar(members: Iterable[Member]) -> Iterator[bytes]:
-    """Archive these members."""
-    for member in members:
-        info = tarfile.TarInfo(member.name)
-        info.size = member.size
-        yield info.tobuf(tarfile.GNU_FORMAT)
-        yield from member.chunks()
-        yield bytes(-member.size % _BLOCK)
-    yield bytes(2 * _BLOCK)
-
-
-class Packed:
-    """A layer, the blob that holds it, and the blob's bytes as often as they are wanted."""
-
-    def __init__(self, layer: Layer, blob: Descriptor, chunks: Chunks) -> None:
-        self.layer = layer
-        self.blob = blob
-        self.chunks = chunks
-
-
-def stored(role: str, members: list[Member]) -> Packed:
-    """Pack an uncompressed layer: weights do not shrink. Its bytes are read twice."""
-    hashed, size = hashlib.sha256(), 0
-    for chunk in tar(members):
-        hashed.update(chunk)
-        size += len(chunk)
-    digest = f"sha256:{hashed.hexdigest()}"
-    layer = Layer(
-        role=role, diff_id=digest, unpacked=size, files={member.name: member.size for member in members}
-    )
-    return Packed(layer, Descriptor(TAR, digest, size), lambda: tar(members))
-
-
-def compressed(role: str, members: list[Member], into: Path) -> Packed:
-    """Pack a layer with gzip into a file."""
-    inner, outer = hashlib.sha256(), hashlib.sha256()
-    packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP)
-    unpacked = 0
-    with open(into, "wb") as file:
-
-        def write(part: bytes) -> None:
-            outer.update(part)
-            file.write(part)
-
-        for chunk in tar(members):
-            inner.update(chunk)
-            unpacked += len(chunk)
-            write(packer.compress(chunk))
-        write(packer.flush())
-    size = into.stat().st_size
-    layer = Layer(
-        role=role,
-        diff_id=f"sha256:{inner.hexdigest()}",
-        unpacked=unpacked,
-        files={member.name: member.size for member in members},
-    )
-    blob = Descriptor(TAR_GZIP, f"sha256:{outer.hexdigest()}", size)
-    return Packed(layer, blob, contents(into, size))
+            raise SnapshotCorruptError(f"{self._path} ends {left} bytes early")
+        yield bytes(-self._info.size % _BLOCK + 2 * _BLOCK)
 
 
 class _Stream(io.RawIOBase):
@@ -272,40 +204,35 @@ def verify(layer: Layer, blob: Descriptor, chunks: Iterator[bytes]) -> None:
     for chunk in _archive(layer, blob, chunks):
         hashed.update(chunk)
     if f"sha256:{hashed.hexdigest()}" != layer.diff_id:
-        raise corrupt(
-            f"{blob.digest} holds another archive than the {layer.role} layer that was signed"
-        )
+        raise corrupt(f"{blob.digest} holds another archive of {layer.file} than was signed")
 
 
-def unpack(layer: Layer, blob: Descriptor, chunks: Iterator[bytes], places: Targets) -> None:
-    """Write a layer's files where `places` says, by name.
+def unpack(layer: Layer, blob: Descriptor, chunks: Iterator[bytes], path: Path) -> None:
+    """Write a layer's file to `path`.
 
-    Raises SnapshotCorruptError when the archive holds anything else than the files that the layer
-    lists, or is not the one that was signed.
+    Raises SnapshotCorruptError when the archive holds anything else than that file, or is not the one
+    that was signed.
     """
     hashed = hashlib.sha256()
     archive_bytes = _hashing(_archive(layer, blob, chunks), hashed.update)
-    waiting = {name: size for name, size in layer.files.items() if name in places}
+    is_written = False
     try:
         with tarfile.open(fileobj=io.BufferedReader(_Stream(archive_bytes)), mode="r|") as archive:
             for member in archive:
-                _refuse_unexpected(member, waiting, blob)
-                _write(archive, member, places[member.name])
+                if not member.isreg() or member.issparse():
+                    raise corrupt(f"{member.name} in {blob.digest} is no plain file")
+                if is_written or (member.name, member.size) != (layer.file, layer.size):
+                    raise corrupt(f"{member.name} in {blob.digest} is not expected there")
+                _write(archive, member, path)
+                is_written = True
     except tarfile.TarError as error:
         raise corrupt(f"{blob.digest} is no archive: {error}") from error
     for _ in archive_bytes:
         pass  # what stands behind the archive's end is hashed too
-    if waiting:
-        raise corrupt(f"{blob.digest} lacks {', '.join(sorted(waiting))}")
+    if not is_written:
+        raise corrupt(f"{blob.digest} lacks {layer.file}")
     if f"sha256:{hashed.hexdigest()}" != layer.diff_id:
         raise corrupt(f"{blob.digest} changed while it was read")
-
-
-def _refuse_unexpected(member: tarfile.TarInfo, waiting: dict[str, int], blob: Descriptor) -> None:
-    if not member.isreg() or member.issparse():
-        raise corrupt(f"{member.name} in {blob.digest} is no plain file")
-    if waiting.pop(member.name, -1) != member.size:
-        raise corrupt(f"{member.name} in {blob.digest} is not expected there")
 
 
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:

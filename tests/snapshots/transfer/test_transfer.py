@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import os
 import shutil
@@ -16,10 +17,9 @@ import msgspec
 import pytest
 from stores_here import docker_registry, registry_program
 
-from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
+from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.snapshots.build.relocate import Places
 from edgeinfer.snapshots.transfer import description, importing, oci, signing
 from edgeinfer.snapshots.transfer.description import offered
 from edgeinfer.snapshots.transfer.oci import Layout
@@ -49,7 +49,6 @@ def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, sig
     assert signer in refused.error["message"]
 
     abroad.run("snapshots", "import", str(exported), "--trust", signer, "--quiet").check()
-    abroad.run("snapshots", "verify", MODEL).check()
     here, there = abroad.ask(), warm.ask()
     assert here.start["how"] == "resumed"
     assert here.result["text"] == there.result["text"]
@@ -66,7 +65,7 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
             warm.run("snapshots", "export", MODEL, f"{name}:{tag}", "--json").result for tag in "ab"
         )
         assert first["written_bytes"] == first["layers_bytes"] > warm.model.stat().st_size
-        assert second["layers_bytes"] - second["written_bytes"] > warm.model.stat().st_size
+        assert second["written_bytes"] == 0
         missing = abroad.run("snapshots", "import", f"{name}:c", "--json").error
         assert missing["code"] == "snapshot-missing"
         abroad.run("pull", str(abroad.model), "--name", MODEL, "--in-place", "--quiet").check()
@@ -106,17 +105,6 @@ def resigned(
     layout.put_manifest("small", description.manifest_bytes(changed, layers, annotations))
 
 
-def requiring(described, *, cpu=(), libraries=None, **keys) -> description.SnapshotDescription:
-    before = described.requirements
-    requirements = msgspec.structs.replace(
-        before,
-        keys=before.keys | keys,
-        cpu=before.cpu + cpu,
-        libraries=before.libraries | (libraries or {}),
-    )
-    return msgspec.structs.replace(described, requirements=requirements)
-
-
 def copied(exported: Path, folder: Path) -> description.ImageManifest:
     shutil.copytree(exported, folder, copy_function=os.link)
     return description.read_manifest(Layout(folder).manifest())
@@ -148,10 +136,6 @@ def flip_model(exported, folder, _key):
     replaced(folder, copied(exported, folder).layers[0].digest, flipped)
 
 
-def flip_snapshot(exported, folder, _key):
-    replaced(folder, copied(exported, folder).layers[-1].digest, flipped)
-
-
 def flip_config(exported, folder, _key):
     replaced(folder, copied(exported, folder).config.digest, flipped)
 
@@ -162,12 +146,6 @@ def change_config(exported, folder, _key):
     content = content.replace(b'"n_ctx":"8192"', b'"n_ctx":"8191"')
     manifest.config = description.Descriptor("", description.sha256(content), len(content))
     Layout(folder).put(manifest.config.digest, manifest.config.size, iter([content]))
-    rewritten(folder, manifest)
-
-
-def swap(exported, folder, _key):
-    manifest = copied(exported, folder)
-    manifest.layers.reverse()
     rewritten(folder, manifest)
 
 
@@ -197,24 +175,8 @@ def other_signer(exported, folder, _key):
     resigned(exported, folder, signing.Key(os.urandom(32)), lambda d: d)
 
 
-def other_processor(exported, folder, key):
-    resigned(exported, folder, key, lambda d: requiring(d, cpu=("flying",)))
-
-
-def other_library(exported, folder, key):
-    def change(d):
-        path = next(path for path in d.requirements.libraries if "libllama" in path)
-        return requiring(d, libraries={path: "0" * 64})
-
-    resigned(exported, folder, key, change)
-
-
-def other_glibc(exported, folder, key):
-    resigned(exported, folder, key, lambda d: requiring(d, glibc="glibc 2.99"))
-
-
 def with_member(name: str, kind: bytes):
-    """A layer of the snapshot, signed by somebody who is trusted, with a member that leads out of it."""
+    """A layer, signed by somebody who is trusted, with another member than the file it should hold."""
 
     def change_layer(exported, folder, key):
         archive = io.BytesIO()
@@ -226,10 +188,7 @@ def with_member(name: str, kind: bytes):
 
         def change(d):
             layer = msgspec.structs.replace(
-                d.layers[-1],
-                diff_id=description.sha256(content),
-                unpacked=len(content),
-                files={name: 0},
+                d.layers[-1], diff_id=description.sha256(content), unpacked=len(content)
             )
             return msgspec.structs.replace(d, layers=(*d.layers[:-1], layer))
 
@@ -241,21 +200,15 @@ def with_member(name: str, kind: bytes):
 
 TAMPERINGS = {
     "a bit of the model": (flip_model, "snapshot-corrupt", "holds other bytes than its name says"),
-    "a bit of the memory": (flip_snapshot, "snapshot-corrupt", ""),
     "a bit of the config": (flip_config, "snapshot-corrupt", "holds other bytes than its name says"),
     "another config": (change_config, "snapshot-untrusted", "altered after it was signed"),
-    "swapped layers": (swap, "snapshot-corrupt", "signed"),
-    "a layer left out": (drop, "snapshot-corrupt", "2 were signed"),
+    "a layer left out": (drop, "snapshot-corrupt", "1 were signed"),
     "a layer cut short": (cut, "snapshot-corrupt", "has fewer bytes"),
     "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
     "no signature": (unsign, "snapshot-untrusted", "is not signed"),
     "another signer": (other_signer, "snapshot-untrusted", "whom you have not trusted"),
-    "another processor": (other_processor, "snapshot-stale", "cpu: it was made with a processor with fly"),
-    "another libllama": (other_library, "snapshot-stale", "library libllama.so"),
-    "another glibc": (other_glibc, "snapshot-stale", "glibc 2.99, here is glibc"),
-    "a symlink in a layer": (with_member("snapshot/memory.img", tarfile.SYMTYPE), "snapshot-corrupt", "plain"),
-    "a way out of a layer": (with_member("snapshot/../x", tarfile.REGTYPE), "snapshot-corrupt", "no file of"),
-    "an absolute name": (with_member("/etc/x", tarfile.REGTYPE), "snapshot-corrupt", "no file of"),
+    "a symlink in a layer": (with_member("models/x.gguf", tarfile.SYMTYPE), "snapshot-corrupt", "plain"),
+    "an absolute name": (with_member("/etc/x", tarfile.REGTYPE), "snapshot-corrupt", "not expected there"),
 }  # fmt: skip
 
 
@@ -263,9 +216,7 @@ def refused(folder: Path) -> EdgeInferError:
     """Return the error of importing a folder; assert that nothing is published."""
     source = Layout(folder)
     with pytest.raises(EdgeInferError) as error:
-        importing.Importing(
-            source, offered(source), SnapshotsConfig(), lambda _stage, _fraction: None
-        ).run()
+        importing.import_snapshot(source, offered(source), Host(), lambda _stage, _fraction: None)
     assert not list(paths.snapshots_dir().glob("*@*"))
     return error.value
 
@@ -346,23 +297,13 @@ def test_trust_is_given_and_taken():
 
 def test_the_same_files_make_the_same_layer(tmp_path):
     (tmp_path / "file").write_bytes(b"content" * 1000)
-    members = [oci.whole(tmp_path / "file", "models/x.gguf")]
-    first, second = (oci.stored("model", members) for _ in range(2))
+    first, second = (oci.Packed(tmp_path / "file", "models/x.gguf") for _ in range(2))
     assert first.layer == second.layer
-    zipped = oci.compressed("model", members, tmp_path / "zipped")
-    assert zipped.layer == first.layer
-    with tarfile.open(fileobj=io.BytesIO(b"".join(zipped.chunks()))) as archive:
+    content = b"".join(first.chunks())
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         assert archive.extractfile("models/x.gguf").read() == b"content" * 1000
-
-
-def test_places_map_whole_path_components():
-    places = Places({"/home/a": "/home/bob", "/home/a/venv": "/opt/v"})
-    assert places.of("/home/a") == "/home/bob"
-    assert places.of("/home/a/venv/lib") == "/opt/v/lib"
-    assert places.of("/home/ab") == "/home/ab"
-    assert places.value((1, ("/home/a/x", Path("/home/a/y")))) == (
-        1,
-        ("/home/bob/x", Path("/home/bob/y")),
-    )
-    unchanged = ("/usr", b"/usr", 1)
-    assert places.value(unchanged) is unchanged
+    zipped = gzip.compress(content)  # as skopeo copies it
+    blob = description.Descriptor(description.TAR_GZIP, description.sha256(zipped), len(zipped))
+    oci.verify(first.layer, blob, iter([zipped]))
+    oci.unpack(first.layer, blob, iter([zipped]), tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == b"content" * 1000
