@@ -1,8 +1,7 @@
 """The description of an exported snapshot: the config of an OCI image, signed by the exporter.
 
-The config is an ordinary image config with one more key, `edgeinfer`. It names every layer by the
-digest of its archive, so one signature binds all, and stays valid if a tool compresses the layers
-otherwise.
+The config is an ordinary image config with one more key, `edgeinfer`. It names every file by its
+digest, which is that of its layer, so one signature binds all.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ FORMAT = 4
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
-TAR = "application/vnd.oci.image.layer.v1.tar"
-TAR_GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
+#: A layer that is a file of a model as it is, in Docker's words, and one that is an adapter.
+MODEL_TYPE = "application/vnd.docker.ai.gguf.v3"
+ADAPTER_TYPE = "application/vnd.edgeinfer.adapter.gguf"
 SIGNATURE = "io.edgeinfer.snapshot.signature"
 SIGNER = "io.edgeinfer.snapshot.signer"
 Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -34,6 +34,7 @@ Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z
 AdapterName = Annotated[
     str, msgspec.Meta(pattern=r"\A(?!.*\.\.)[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?\Z")
 ]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 #: A manifest or a config larger than this is none.
 MAX_BYTES = 8 << 20
 
@@ -48,29 +49,22 @@ def corrupt(message: str) -> SnapshotCorruptError:
     return SnapshotCorruptError(message, hint="")
 
 
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer: the digest of its archive, the archive's bytes, and the one file in it with its own.
+class Blob(msgspec.Struct, frozen=True, kw_only=True):
+    """A file by its size and SHA-256 in hexadecimal."""
 
-    `file` is a file of a model under its SHA-256 in `models/`, or an adapter in `adapters/`.
-    """
-
-    diff_id: str
-    unpacked: Size
-    file: str
     size: Size
-
-
-class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a model: its name at the exporter's, its size and SHA-256 in hexadecimal."""
-
-    name: str
-    size: Size
-    sha256: str
+    sha256: Sha256
 
     @property
-    def member(self) -> str:
-        """Return its name in its layer."""
-        return f"models/{self.sha256}.gguf"
+    def digest(self) -> str:
+        """Return the digest of its layer."""
+        return f"sha256:{self.sha256}"
+
+
+class ModelFile(Blob, frozen=True, kw_only=True):
+    """A file of a model and its name at the exporter's."""
+
+    name: str
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,18 +74,11 @@ class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[ModelFile, ...]
 
 
-class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter: its name and scale, its size and SHA-256."""
+class AdapterFile(Blob, frozen=True, kw_only=True):
+    """A LoRA adapter: its name and scale."""
 
     name: AdapterName
     scale: float
-    size: Size
-    sha256: str
-
-    @property
-    def member(self) -> str:
-        """Return its name in its layer."""
-        return f"adapters/{self.sha256}.gguf"
 
 
 class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +90,6 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     requested: dict[str, str]
     system: str
     model_files: tuple[ModelFile, ...]
-    layers: tuple[Layer, ...]
     draft: DraftModel | None = None
     adapters: tuple[AdapterFile, ...] = ()
 
@@ -114,6 +100,17 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
         return found if self.draft is None else found | {self.draft.name: self.draft.files}
 
 
+def layers(description: SnapshotDescription) -> list[Descriptor]:
+    """Return a layer for each file; equal files share one."""
+    models = (one for files in description.models.values() for one in files)
+    typed = [
+        *((one, MODEL_TYPE) for one in models),
+        *((one, ADAPTER_TYPE) for one in description.adapters),
+    ]
+    found = {one.digest: Descriptor(media_type, one.digest, one.size) for one, media_type in typed}
+    return list(found.values())
+
+
 def config_bytes(description: SnapshotDescription) -> bytes:
     """Encode the image config; the same snapshot gives the same bytes."""
     machine = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -122,7 +119,7 @@ def config_bytes(description: SnapshotDescription) -> bytes:
         "architecture": machine.get(architecture, architecture),
         "os": "linux",
         "config": {},
-        "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in description.layers]},
+        "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in layers(description)]},
         "edgeinfer": msgspec.to_builtins(description),
     }
     return msgspec.json.encode(config)
@@ -173,7 +170,6 @@ class ImageManifest(msgspec.Struct, rename="camel"):
     """An image manifest, as far as it matters here."""
 
     config: Descriptor
-    layers: list[Descriptor]
     annotations: dict[str, str] = {}
 
 
@@ -183,25 +179,6 @@ def read_manifest(content: bytes) -> ImageManifest:
         return msgspec.json.decode(content, type=ImageManifest)
     except msgspec.MsgspecError as error:
         raise corrupt(f"this is no manifest of an image: {error}") from error
-
-
-#: A layer, and what it lies in.
-LayerBlob = tuple[Layer, Descriptor]
-
-
-def paired(manifest: ImageManifest, description: SnapshotDescription) -> list[LayerBlob]:
-    """Pair every layer with its blob. Raises SnapshotCorruptError if they do not match."""
-    if len(manifest.layers) != len(description.layers):
-        raise corrupt(
-            f"the manifest lists {len(manifest.layers)} layers, {len(description.layers)} were signed"
-        )
-    for blob in manifest.layers:
-        if blob.media_type not in (TAR, TAR_GZIP):
-            raise SnapshotCorruptError(
-                f"{blob.digest} is {blob.media_type}: no archive, or one of another compression",
-                hint="copy the image as it is: `skopeo copy --preserve-digests`",
-            )
-    return list(zip(description.layers, manifest.layers, strict=True))
 
 
 class Source(Protocol):
@@ -215,10 +192,9 @@ class Source(Protocol):
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """A snapshot that is offered: described, its layers with their blobs, who signed it (trusted)."""
+    """A snapshot that is offered, and who signed it (trusted)."""
 
     description: SnapshotDescription
-    layers: list[LayerBlob]
     signer: str
 
 
@@ -230,8 +206,7 @@ def offered(source: Source, name: str = "") -> Offered:
     manifest = read_manifest(source.manifest(name))
     config = source.read(manifest.config.digest, manifest.config.size)
     signer = _signer(manifest.annotations, config)
-    description = read_config(config)
-    return Offered(description, paired(manifest, description), signer)
+    return Offered(read_config(config), signer)
 
 
 def _signer(annotations: dict[str, str], config: bytes) -> str:

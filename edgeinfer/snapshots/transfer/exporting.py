@@ -1,4 +1,4 @@
-"""Export: describe a snapshot and the files it was built from, pack, sign and store them."""
+"""Export: describe a snapshot by the files it was built from, sign that, and store both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models.reference import resolve
-from edgeinfer.platform.disk import sha256_of
+from edgeinfer.platform.disk import CHUNK_BYTES, sha256_of
 from edgeinfer.runtime.options import parse_adapters
 from edgeinfer.snapshots import fingerprint, format, registry
 from edgeinfer.snapshots.transfer import signing
@@ -27,10 +27,10 @@ from edgeinfer.snapshots.transfer.description import (
     ModelFile,
     SnapshotDescription,
     config_bytes,
+    layers,
     manifest_bytes,
     sha256,
 )
-from edgeinfer.snapshots.transfer.oci import Packed
 
 Progress = Callable[[str, float | None], None]
 
@@ -65,75 +65,55 @@ def export(folder: Path, where: Store, name: str, progress: Progress) -> Exporte
     assert key is not None
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
-    inputs = gather_inputs(manifest)
-    progress("pack", None)
-    layers = inputs.layers()
-    config = config_bytes(
-        SnapshotDescription(
-            format=FORMAT,
-            name=manifest.name,
-            model=manifest.model,
-            requested=manifest.requested,
-            system=registry.read_details(folder).system,
-            model_files=inputs.model,
-            layers=tuple(one.layer for one in layers),
-            draft=inputs.draft,
-            adapters=inputs.adapters,
-        )
-    )
+    described, paths = describe(manifest, registry.read_details(folder).system)
+    config, blobs = config_bytes(described), layers(described)
     annotations = {
         SIGNER: base64.b64encode(key.public).decode(),
         SIGNATURE: base64.b64encode(key.sign(config)).decode(),
     }
-    image = manifest_bytes(config, [one.blob for one in layers], annotations)
-    progress("write", None)
-    written = _put_layers(layers, where)
+    image = manifest_bytes(config, blobs, annotations)
+    written = 0
+    for number, blob in enumerate(blobs):
+        progress("write", number / len(blobs))
+        if not where.has(blob.digest, blob.size):
+            where.put(blob.digest, blob.size, _chunks(paths[blob.digest]))
+            written += blob.size
     where.put(sha256(config), len(config), iter([config]))
     where.put_manifest(name, image)
     return Exported(
         name=name,
         digest=sha256(image),
         signer=key.fingerprint,
-        layers_bytes=sum(one.blob.size for one in layers),
+        layers_bytes=sum(blob.size for blob in blobs),
         written_bytes=written,
     )
 
 
-def _put_layers(layers: list[Packed], where: Store) -> int:
-    written = 0
-    for packed in layers:
-        blob = packed.blob
-        if not where.has(blob.digest, blob.size):
-            where.put(blob.digest, blob.size, packed.chunks())
-            written += blob.size
-    return written
+def _chunks(path: str) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
-class Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that were read to build a snapshot. `paths` are theirs, by name in their layers."""
+def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, str]]:
+    """Return a snapshot's description, and its files' paths by their digests.
 
-    model: tuple[ModelFile, ...]
-    draft: DraftModel | None
-    adapters: tuple[AdapterFile, ...]
-    paths: dict[str, str]
-
-    def layers(self) -> list[Packed]:
-        """Pack a layer for each file; equal files share one."""
-        return [Packed(Path(path), member) for member, path in self.paths.items()]
-
-
-def gather_inputs(manifest: format.Manifest) -> Inputs:
-    """Find the inputs. Raises SnapshotError for one that no other machine could know by a name."""
+    Raises SnapshotError for a file that no other machine could know by a name.
+    """
     paths: dict[str, str] = {}
-    found = Inputs(
-        model=_files(manifest.model, "edgeinfer warm NAME", paths),
+    found = SnapshotDescription(
+        format=FORMAT,
+        name=manifest.name,
+        model=manifest.model,
+        requested=manifest.requested,
+        system=system,
+        model_files=_files(manifest.model, "edgeinfer warm NAME", paths),
         draft=_draft(manifest, paths),
         adapters=_adapters(manifest, paths),
-        paths=paths,
     )
     known = {name for path in paths.values() for name in (path, os.path.realpath(path))}
     _refuse_others(manifest, (path for path in manifest.files if path not in known))
-    return found
+    return found, paths
 
 
 def _files(model: str, warm: str, paths: dict[str, str]) -> tuple[ModelFile, ...]:
@@ -151,7 +131,7 @@ def _files(model: str, warm: str, paths: dict[str, str]) -> tuple[ModelFile, ...
         ModelFile(name=path.name, size=file.size_bytes, sha256=file.sha256)
         for path, file in zip(pulled.paths, pulled.files, strict=True)
     )
-    paths |= {one.member: str(path) for one, path in zip(found, pulled.paths, strict=True)}
+    paths |= {one.digest: str(path) for one, path in zip(found, pulled.paths, strict=True)}
     return found
 
 
@@ -181,7 +161,7 @@ def _adapters(manifest: format.Manifest, paths: dict[str, str]) -> tuple[Adapter
             sha256=sha256_of(path, lambda _done: None),
         )
         found.append(one)
-        paths[one.member] = adapter.path
+        paths[one.digest] = adapter.path
     return tuple(found)
 
 

@@ -1,7 +1,8 @@
 """Import: check a snapshot from elsewhere, store what is missing of its files, build the same here.
 
-Nothing of it is unpacked before its signer is known and every digest was checked. Models and adapters
-are found here by their digests, else stored where `pull` stores them, under the exporter's names.
+Nothing of it is read before its signer is known, nothing stored before every digest was checked.
+Models and adapters are found here by their digests, else stored where `pull` stores them, under the
+exporter's names.
 """
 
 from __future__ import annotations
@@ -29,15 +30,12 @@ from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshots import format, registry
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.running import adapters_text
-from edgeinfer.snapshots.transfer import oci
 from edgeinfer.snapshots.transfer.description import (
     AdapterFile,
-    LayerBlob,
     ModelFile,
     Offered,
     SnapshotDescription,
     Source,
-    corrupt,
 )
 
 
@@ -50,13 +48,10 @@ def import_snapshot(
     DiskFullError, and what pulling and building raise.
     """
     what = with_local_names(offer.description)
-    placing = Placing(source, offer, progress)
+    placing = Placing(source, offer.description, progress)
     placing.refuse_other_options()
-    missing = placing.missing()
-    for number, (layer, blob) in enumerate(missing):
-        progress("check", number / len(missing))
-        oci.verify(layer, blob, source.chunks(blob.digest, blob.size))
-    placing.place()
+    with _scratch() as work:
+        placing.place(placing.fetch_missing(work))
     typed = {
         option.field: option.parse(what.requested[option.field])
         for option in LOAD_OPTIONS
@@ -87,26 +82,45 @@ def with_local_names(what: SnapshotDescription) -> SnapshotDescription:
 class Placing:
     """The models and adapters of one snapshot that is offered."""
 
-    def __init__(self, source: Source, offer: Offered, progress: jobs.Progress) -> None:
+    def __init__(self, source: Source, what: SnapshotDescription, progress: jobs.Progress) -> None:
         self._source = source
-        self._what = offer.description
+        self._what = what
         self._progress = progress
-        self._blobs = {layer.file: (layer, blob) for layer, blob in offer.layers}
 
-    def missing(self) -> list[LayerBlob]:
-        """List the layers of what is not here. Raises SnapshotStaleError if a name is taken."""
-        wanted: list[ModelFile | AdapterFile] = []
-        for name, files in self._what.models.items():
-            wanted += () if self._known_model(name, files) else files
-        wanted += (one for one in self._what.adapters if self._known_adapter(one) is None)
-        return [self._layer(one.member) for one in {one.member: one for one in wanted}.values()]
+    def fetch_missing(self, work: Path) -> dict[str, Path]:
+        """Write what is not here into `work`, every digest checked; digests → paths.
 
-    def place(self) -> None:
-        """Have everything here."""
+        Raises SnapshotStaleError if a name is taken, SnapshotCorruptError, DiskFullError.
+        """
+        missing: dict[str, tuple[int, Path]] = {}
+        for number, (name, files) in enumerate(self._what.models.items()):
+            if self._known_model(name, files) is None:
+                folder = work / str(number)
+                missing |= {
+                    one.digest: (one.size, folder / sanitize_file_name(one.name)) for one in files
+                }
+        for one in self._what.adapters:
+            if self._known_adapter(one) is None:
+                missing[one.digest] = (one.size, work / f"{one.name}.gguf")
+        need_room(work, 2 * sum(size for size, _ in missing.values()), self._what.model)
+        for number, (digest, (size, path)) in enumerate(missing.items()):
+            self._progress("fetch", number / len(missing))
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "xb") as out:
+                for chunk in self._source.chunks(digest, size):
+                    out.write(chunk)
+        return {digest: path for digest, (_, path) in missing.items()}
+
+    def place(self, fetched: dict[str, Path]) -> None:
+        """Have everything here under its name."""
         for name, files in self._what.models.items():
-            self._place_model(name, files)
+            here = self._known_model(name, files)
+            if here is None:
+                _pull(name, fetched[files[0].digest], in_place=False)
+            elif here.name != name:
+                _pull(name, here.paths[0], in_place=True)
         for adapter in self._what.adapters:
-            self._place_adapter(adapter)
+            self._place_adapter(adapter, fetched)
 
     def refuse_other_options(self) -> None:
         """Raise SnapshotStaleError if this user's models.toml names what the snapshot lacks."""
@@ -121,18 +135,6 @@ class Placing:
                     key="models.toml",
                 )
 
-    def _layer(self, member: str) -> LayerBlob:
-        try:
-            return self._blobs[member]
-        except KeyError:
-            raise corrupt(f"no layer of the snapshot holds {member}") from None
-
-    def _unpack(self, member: str, path: Path) -> None:
-        layer, blob = self._layer(member)
-        oci.unpack(layer, blob, self._source.chunks(blob.digest, blob.size), path)
-
-    # --- models
-
     def _known_model(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel | None:
         """Find these files here, by any name. Raises SnapshotStaleError if others have this one."""
         wanted = [one.sha256 for one in files]
@@ -145,24 +147,6 @@ class Placing:
             raise _other_here("model", name, ", ".join(wanted), ours)
         return here
 
-    def _place_model(self, name: str, files: tuple[ModelFile, ...]) -> None:
-        here = self._known_model(name, files)
-        if here is None:
-            self._unpack_model(name, files)
-        elif here.name != name:
-            _pull(name, here.paths[0], in_place=True)
-
-    def _unpack_model(self, name: str, files: tuple[ModelFile, ...]) -> None:
-        self._progress("model", None)
-        need_room(paths.models_dir(), 2 * sum(one.size for one in files), name)
-        with _scratch() as work:
-            found = [work / sanitize_file_name(one.name) for one in files]
-            for one, path in zip(files, found, strict=True):
-                self._unpack(one.member, path)
-            _pull(name, found[0], in_place=False)
-
-    # --- adapters
-
     def _known_adapter(self, wanted: AdapterFile) -> Path | None:
         """Find this file here, by any name. Raises SnapshotStaleError if another has this one."""
         place = adapters.place(wanted.name)
@@ -173,28 +157,16 @@ class Placing:
             return place
         return next((path for path in paths.adapters_dir().glob("*.gguf") if _is(path, wanted)), None)
 
-    def _place_adapter(self, wanted: AdapterFile) -> None:
+    def _place_adapter(self, wanted: AdapterFile, fetched: dict[str, Path]) -> None:
         place = adapters.place(wanted.name)
         paths.private_dir(paths.adapters_dir())
         with model_lock(Reference(wanted.name)):
             known = self._known_adapter(wanted)
             if known is None:
-                self._unpack_adapter(wanted, place)
+                sync(fetched[wanted.digest])
+                os.replace(fetched[wanted.digest], place)
             elif known != place:
                 os.link(known, place)
-
-    def _unpack_adapter(self, wanted: AdapterFile, place: Path) -> None:
-        self._progress("adapter", None)
-        need_room(paths.models_dir(), wanted.size, f"the adapter {wanted.name}")
-        with _scratch() as work:
-            target = work / place.name
-            self._unpack(wanted.member, target)
-            if not _is(target, wanted):
-                raise corrupt(
-                    f"the layer of the adapter {wanted.name} holds another than {wanted.sha256}"
-                )
-            sync(target)
-            os.replace(target, place)
 
 
 def _is(path: Path, wanted: AdapterFile) -> bool:

@@ -17,10 +17,9 @@ from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.transfer import description, exporting, signing
-from edgeinfer.snapshots.transfer.oci import Layout
 
 from ..test_by_itself import Endpoint
-from .test_transfer import copied, flipped, link, refused, replaced, resigned
+from .test_transfer import cut, description_of, drop, flip_file, link, refused, resigned
 
 MODEL = "small"
 TWIN = "twin"
@@ -56,19 +55,14 @@ def signer(exporter, exported) -> str:
     return exporter.run("snapshots", "trust", "--json").result["own"]
 
 
-def description_of(folder: Path) -> description.SnapshotDescription:
-    manifest = description.read_manifest(Layout(folder).manifest())
-    return description.read_config(Layout(folder).read(manifest.config.digest, manifest.config.size))
-
-
 def place_of(person, name: str) -> Path:
     return person.data / f"data/adapters/{name}.gguf"
 
 
 @pytest.mark.criu
 def test_adapters_and_draft_are_exported_once_each(exporter, exported, signer, abroad):
-    kinds = [layer.file.partition("/")[0] for layer in description_of(exported).layers]
-    assert kinds == ["models", "adapters", "adapters"]
+    kinds = [layer.media_type for layer in description.layers(description_of(exported))]
+    assert kinds == [description.MODEL_TYPE, description.ADAPTER_TYPE, description.ADAPTER_TYPE]
 
     azure = place_of(abroad, "azure")
     azure.parent.mkdir(mode=0o700)
@@ -104,16 +98,6 @@ def test_adapters_and_draft_are_exported_once_each(exporter, exported, signer, a
 # --- what was altered on the way
 
 
-def adapter_layer(folder: Path) -> tuple[int, description.Layer]:
-    layers = description_of(folder).layers
-    return next((at, layer) for at, layer in enumerate(layers) if layer.file.startswith("adapters/"))
-
-
-def flip_adapter(exported, folder, _key):
-    at, _ = adapter_layer(exported)
-    replaced(folder, copied(exported, folder).layers[at].digest, flipped)
-
-
 def swap_adapters(exported, folder, key):
     """The one's digest under the other's name."""
 
@@ -127,28 +111,12 @@ def swap_adapters(exported, folder, key):
     make_adapter(adapters.place("red"), 0, strength=0.5)
 
 
-def leave_adapter_out(exported, folder, key):
-    at, _ = adapter_layer(exported)
-
-    def change(d):
-        layer = msgspec.structs.replace(d.layers[at], file="something/else")
-        return msgspec.structs.replace(d, layers=(*d.layers[:at], layer, *d.layers[at + 1 :]))
-
-    resigned(exported, folder, key, change)
-
-
-def other_content(exported, folder, key):
+def lead_out_by_digest(exported, folder, key):
     def change(d):
         first, *others = d.adapters
-        wrong = "0" * 64
-        layers = [
-            msgspec.structs.replace(one, file=f"adapters/{wrong}.gguf")
-            if first.member == one.file
-            else one
-            for one in d.layers
-        ]
-        first = msgspec.structs.replace(first, sha256=wrong)
-        return msgspec.structs.replace(d, adapters=(first, *others), layers=tuple(layers))
+        return msgspec.structs.replace(
+            d, adapters=(msgspec.structs.replace(first, sha256="../" * 5 + "etc/hosts"), *others)
+        )
 
     resigned(exported, folder, key, change)
 
@@ -174,11 +142,12 @@ def wished_otherwise(exported, folder, key):
 
 
 TAMPERINGS = {
-    "a bit of an adapter": (flip_adapter, "snapshot-corrupt", "holds other bytes than its name says"),
+    "a bit of an adapter": (flip_file, "snapshot-corrupt", "holds other bytes than its name says"),
     "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
     "another adapter's digest": (swap_adapters, "snapshot-stale", "adapter: red is sha256"),
-    "no layer of an adapter": (leave_adapter_out, "snapshot-corrupt", "no layer of the snapshot holds"),
-    "another adapter's file": (other_content, "snapshot-corrupt", "is not expected there"),
+    "no layer of an adapter": (drop, "snapshot-corrupt", "has no sha256:"),
+    "an adapter cut short": (cut, "snapshot-corrupt", "has fewer bytes"),
+    "a digest that leads out": (lead_out_by_digest, "snapshot-corrupt", "no snapshot of edgeinfer"),
     "a name that leads out": (lead_out, "snapshot-corrupt", "this image is no snapshot of edgeinfer"),
     "other wishes here": (wished_otherwise, "snapshot-stale", "yours gives small `lora`"),
 }
@@ -223,9 +192,9 @@ def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
         (manifest_with("", "", shouting), "RED.gguf, which your models.toml names"),
     ):
         with pytest.raises(SnapshotError, match=words):
-            exporting.gather_inputs(manifest)
+            exporting.describe(manifest, "")
     (tmp_path / "RED.gguf").rename(tmp_path / "red.gguf")
     lora = str(LORA.parse(f"{tmp_path}/red.gguf:0.5"))
-    found = exporting.gather_inputs(manifest_with(lora=lora, draft=MODEL))
+    found, paths_by_digest = exporting.describe(manifest_with(lora=lora, draft=MODEL), "")
     assert [(one.name, one.scale) for one in found.adapters] == [("red", 0.5)]
-    assert len(found.paths) == 2  # the draft model is the model itself
+    assert len(paths_by_digest) == 2  # the draft model is the model itself
