@@ -36,7 +36,7 @@ _PEAK = Path(__file__).with_name("cpu_peak.c")
 
 
 def serve_side(side: str, variant: str) -> None:
-    """One side: for each line `TYPE ROWS` of standard input, the seconds of one product of all matrices."""
+    """Time the products of all matrices (s) for each line `TYPE ROWS` of standard input."""
     if side != "ours":
         libedgeinfer.use_kernels = lambda ggml, base, version: libedgeinfer.Kernels()
     if variant:
