@@ -111,7 +111,11 @@ def answer_on(screen):
     """The words of each line of the last answer on the screen, newest line last."""
     above = screen.partition("╭")[0]  # the composer's frame
     lines = above.rpartition("❯")[2].splitlines()
-    return [words_of(line) for line in lines if line.startswith("   ") and words_of(line)]
+    # until the first words come, a line that ends in "…" says what it waits for
+    shown = (
+        words_of(line) for line in lines if line.startswith("   ") and not line.rstrip().endswith("…")
+    )
+    return [words for words in shown if words]
 
 
 def words_of(text):
