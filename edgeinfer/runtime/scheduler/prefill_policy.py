@@ -12,7 +12,7 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
 #: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length, for the sake
-#: of incoming requests (decision 081). Not by time: without kernels of our own the size decides rounding.
+#: of incoming requests (decision 081). Not by time: with llama.cpp's kernels the size decides rounding.
 _ALONE = 128
 #: Prompts up to this length are prefilled before longer ones.
 SHORT_TOKENS = 256
