@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Half a minute a level; again when a source, the compiler or
-# llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
+# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Half a minute a level; again when a source, the
+# compiler or llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
 #
 #   libedgeinfer-guard.so.1           guard.cpp
 #   libedgeinfer-cells.so.1           cells.cpp
@@ -15,7 +15,8 @@ site=$(echo .venv/lib/python3*/site-packages)
 out=.venv/lib/edgeinfer/native
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
 made_from() { cat "$@" native/build.sh; printf '%s\n' "$llama" "$(uname -sm)" "$(g++ --version 2>&1 | head -1)"; }
-levels="v3 v3-vnni v4"
+every="v3 v3-vnni v4"
+levels=$every
 all=$(made_from native/*.cpp native/*.h | cksum)
 if [ "${1:-}" = here ]; then
   case " $(grep -m1 ^flags /proc/cpuinfo) " in
@@ -25,7 +26,7 @@ if [ "${1:-}" = here ]; then
   esac
 fi
 built=$(cat "$out/.built" 2>/dev/null || true)
-[ "$built" != "$all v3 v3-vnni v4" ] && [ "$built" != "$all $levels" ] || exit 0
+[ "$built" != "$all $every" ] && [ "$built" != "$all $levels" ] || exit 0
 command -v g++ >/dev/null || { echo "error: g++ is missing" >&2; exit 1; }
 
 mkdir -p "$out"

@@ -6,7 +6,7 @@
 // integers, and so exact; floats are summed by block, from the first to the last. A row's bits depend on its activations and
 // on the weights alone: not on how many rows there are, on threads, or on the kernel that computes it.
 //
-// Three kernels: up to kFew columns (rows of the batch), weights are unpacked in registers for all of them; more columns share
+// Two kernels: up to kFew columns (rows of the batch), weights are unpacked in registers for all of them; more columns share
 // a slab of 32 rows that is unpacked to the L2 cache.
 #include <immintrin.h>
 
@@ -18,7 +18,7 @@
 #include "hook.h"
 
 #define INLINE inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 8")  // of loops of up to eight: whole
 
 namespace {
 
@@ -86,8 +86,7 @@ template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out
     for (int i = 0; i < n; i += 4) {
         const int at = i + 4 <= n ? i : n - 4;
         Dwords z[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) z[j] = of_rows(p + 4 * at + j * stride, stride);
+        UNROLL for (int j = 0; j < 4; j++) z[j] = of_rows(p + 4 * at + j * stride, stride);
         const Dwords a = UNPACK(lo, z[0], z[1], 32), b = UNPACK(hi, z[0], z[1], 32);
         const Dwords c = UNPACK(lo, z[2], z[3], 32), d = UNPACK(hi, z[2], z[3], 32);
         out[at] = UNPACK(lo, a, c, 64), out[at + 1] = UNPACK(hi, a, c, 64);
@@ -117,16 +116,14 @@ struct Block {
     Floats d, m;
 };
 INLINE void nibbles(const Dwords *from, Block &b) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) b.w[i] = from[i] & 0x0f0f0f0f, b.w[4 + i] = from[i] >> 4 & 0x0f0f0f0f;
+    UNROLL for (int i = 0; i < 4; i++) b.w[i] = from[i] & 0x0f0f0f0f, b.w[4 + i] = from[i] >> 4 & 0x0f0f0f0f;
 }
 INLINE void straddling_nibbles(const Dwords *from, Block &b) {
     const Dwords n[4] = {funnel(from[0], from[1]), funnel(from[1], from[2]), funnel(from[2], from[3]), funnel(from[3], from[4])};
     nibbles(n, b);
 }
 INLINE void fifth_bits(Dwords high, Block &b) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) b.w[i] |= (high >> 4 * i & 15) * 0x02040810 & 0x10101010;  // bits 0 to 3 to bit 4 of bytes
+    UNROLL for (int i = 0; i < 8; i++) b.w[i] |= (high >> 4 * i & 15) * 0x02040810 & 0x10101010;  // bits 0 to 3 to bit 4 of bytes
 }
 
 struct Q4_0 : Shape<32, false, 15> {
@@ -145,8 +142,7 @@ struct Q4_1 : Shape<32, true, 15> {
         Dwords x[10];
         Block b;
         dwords<10>(p, stride, x);
-#pragma GCC unroll 2
-        for (int i = 0; i < 10; i += 5) nibbles(x + i + 1, b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
+        UNROLL for (int i = 0; i < 10; i += 5) nibbles(x + i + 1, b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
     }
 };
 struct Q5_0 : Shape<32, false, 31> {
@@ -165,8 +161,7 @@ struct Q5_1 : Shape<32, true, 31> {
         Dwords x[12];
         Block b;
         dwords<12>(p, stride, x);
-#pragma GCC unroll 2
-        for (int i = 0; i < 12; i += 6)
+        UNROLL for (int i = 0; i < 12; i += 6)
             nibbles(x + i + 2, b), fifth_bits(x[i + 1], b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
     }
 };
@@ -179,17 +174,14 @@ struct Q8_0 : Shape<32, false, kMostByte> {
         Dwords x[17];
         Block b;
         dwords<17>(p, stride, x);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) b.w[i] = funnel(x[i], x[i + 1]) ^ kFlip;
+        UNROLL for (int i = 0; i < 8; i++) b.w[i] = funnel(x[i], x[i + 1]) ^ kFlip;
         b.d = halves(x[0]), f(b);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) b.w[i] = x[9 + i] ^ kFlip;
+        UNROLL for (int i = 0; i < 8; i++) b.w[i] = x[9 + i] ^ kFlip;
         b.d = halves(x[8] >> 16), f(b);
     }
 };
 INLINE void look_up_nibbles(Block &b, __m128i table) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) b.w[i] = look_up(table, b.w[i]);
+    UNROLL for (int i = 0; i < 8; i++) b.w[i] = look_up(table, b.w[i]);
 }
 INLINE void iq4_values(Block &b) {
     const __m128i table = _mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
@@ -234,14 +226,11 @@ struct Q4_K : Shape<32, true, 15> {
         const Floats d = halves(x[0]), least = -halves(x[0] >> 16);
         if (kFifth) dwords<8>(p + 16, stride, high);
         p += kFifth ? 48 : 16;
-#pragma GCC unroll 4
-        for (int i = 0; i < 8; i += 2, p += 32) {
+        UNROLL for (int i = 0; i < 8; i += 2, p += 32) {
             Dwords q[8];
             dwords<8>(p, stride, q);
-#pragma GCC unroll 2
-            for (int j = i; j < i + 2; j++) {
-#pragma GCC unroll 8
-                for (int k = 0; k < 8; k++) {
+            UNROLL for (int j = i; j < i + 2; j++) {
+                UNROLL for (int k = 0; k < 8; k++) {
                     b.w[k] = q[k] >> 4 * (j - i) & 0x0f0f0f0f;
                     if (kFifth) b.w[k] |= (high[k] >> j & 0x01010101) << 4;
                 }
@@ -261,14 +250,11 @@ struct Q6_K : Shape<16, false, 63> {
         Block b;
         dwords<4>(p + 192, stride, s), dwords<4>(p + 194, stride, last);
         const Floats d = halves(last[3] >> 16);
-#pragma GCC unroll 2
-        for (int n = 0; n < 2; n++) {
+        UNROLL for (int n = 0; n < 2; n++) {
             Dwords low[16], high[8];
             dwords<16>(p + 64 * n, stride, low), dwords<8>(p + 128 + 32 * n, stride, high);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {  // blocks of 16
-#pragma GCC unroll 4
-                for (int k = 0; k < 4; k++) {
+            UNROLL for (int i = 0; i < 8; i++) {  // blocks of 16
+                UNROLL for (int k = 0; k < 4; k++) {
                     const int at = 4 * (i % 2) + k, quarter = i / 2;
                     const Dwords top = quarter < 2 ? high[at] << (4 - 2 * quarter) : high[at] >> (2 * quarter - 4);
                     b.w[k] = (low[8 * (quarter % 2) + at] >> 4 * (quarter / 2) & 0x0f0f0f0f) | (top & 0x30303030);
@@ -290,14 +276,11 @@ struct Q3_K : Shape<16, false, 7> {
         const Dwords s[4] = {(a0 & 0x0f0f0f0f) | (a2 & 0x03030303) << 4, (a1 & 0x0f0f0f0f) | (a2 >> 2 & 0x03030303) << 4,
                              (a0 >> 4 & 0x0f0f0f0f) | (a2 >> 4 & 0x03030303) << 4,
                              (a1 >> 4 & 0x0f0f0f0f) | (a2 >> 6 & 0x03030303) << 4};
-#pragma GCC unroll 2
-        for (int n = 0; n < 2; n++) {
+        UNROLL for (int n = 0; n < 2; n++) {
             Dwords q[8];
             dwords<8>(p + 32 + 32 * n, stride, q);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-#pragma GCC unroll 4
-                for (int k = 0; k < 4; k++) {
+            UNROLL for (int i = 0; i < 8; i++) {
+                UNROLL for (int k = 0; k < 4; k++) {
                     const int at = 4 * (i % 2) + k;
                     b.w[k] = (q[at] >> 2 * (i / 2) & 0x03030303) | (high[at] >> (4 * n + i / 2) & 0x01010101) << 2;
                 }
@@ -313,14 +296,11 @@ struct Q2_K : Shape<16, true, 3> {
         Block b;
         dwords<4>(p, stride, s), dwords<4>(p + 68, stride, last);
         const Floats d = halves(last[3]), least = -halves(last[3] >> 16);
-#pragma GCC unroll 2
-        for (int n = 0; n < 2; n++) {
+        UNROLL for (int n = 0; n < 2; n++) {
             Dwords q[8];
             dwords<8>(p + 16 + 32 * n, stride, q);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-#pragma GCC unroll 4
-                for (int k = 0; k < 4; k++) b.w[k] = q[4 * (i % 2) + k] >> 2 * (i / 2) & 0x03030303;
+            UNROLL for (int i = 0; i < 8; i++) {
+                UNROLL for (int k = 0; k < 4; k++) b.w[k] = q[4 * (i % 2) + k] >> 2 * (i / 2) & 0x03030303;
                 const Dwords scale = byte(s[2 * n + i / 4], i % 4);
                 b.d = d * floats(scale & 15), b.m = least * floats(scale >> 4), f(b);
             }
@@ -335,8 +315,7 @@ struct IQ4_XS : Shape<32, false, kMostByte> {
         dwords<4>(p, stride, x);
         const Floats d = halves(x[0]);
         const Dwords high = x[0] >> 16, low = x[1];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
+        UNROLL for (int i = 0; i < 8; i++) {
             Dwords q[4];
             dwords<4>(p + 8 + 16 * i, stride, q);
             nibbles(q, b), iq4_values(b);
@@ -358,8 +337,7 @@ struct F16 : FloatShape {
         Dwords x[4];
         Block b;
         dwords<4>(p, stride, x);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) b.w[2 * i] = (Dwords)halves(x[i]), b.w[2 * i + 1] = (Dwords)halves(x[i] >> 16);
+        UNROLL for (int i = 0; i < 4; i++) b.w[2 * i] = (Dwords)halves(x[i]), b.w[2 * i + 1] = (Dwords)halves(x[i] >> 16);
         f(b);
     }
 };
@@ -369,8 +347,7 @@ struct BF16 : FloatShape {
         Dwords x[4];
         Block b;
         dwords<4>(p, stride, x);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) b.w[2 * i] = x[i] << 16, b.w[2 * i + 1] = x[i] & 0xffff0000;
+        UNROLL for (int i = 0; i < 4; i++) b.w[2 * i] = x[i] << 16, b.w[2 * i + 1] = x[i] & 0xffff0000;
         f(b);
     }
 };

@@ -146,7 +146,7 @@ class Apps:
         if is_verb:  # a worker's launch began when it was asked for
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
         request.is_named = is_verb and bool(self.choice.snapshot)
-        request.guess = self.choice.model
+        request.expected_model = self.choice.model
         fds = list(app.fds)
         serves = is_verb and self._argv[0] == "serve"
         users = process_env.user_lookup() if serves and request.how == "resumed" else None

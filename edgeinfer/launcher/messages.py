@@ -70,7 +70,7 @@ class LaunchRequest(Message):
     snapshot: str = ""
     reason: str = ""
     hint: str = ""
-    guess: str = ""
+    expected_model: str = ""
     is_named: bool = False
 
 

@@ -68,23 +68,24 @@ def run(*args: str | Path) -> str:
     return done.stdout
 
 
-def outcomes(level: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(Path(__file__).with_name("attention_op.py"), level))
+def outcomes(program: str, level: str) -> dict[str, Any]:
+    """Run a program of this folder with the kernels of a level, "none" for llama.cpp's: case → Outcome."""
+    if level != "none" and not can_run(level):
+        pytest.skip(f"this processor has not the instructions of {level}")
+    found: dict[str, Any] = json.loads(run(Path(__file__).with_name(program), level))
     return found
 
 
 @pytest.fixture(scope="module")
 def llamas() -> dict[str, Any]:
     """Every case as llama.cpp's own attention computes it."""
-    return outcomes("none")
+    return outcomes("attention_op.py", "none")
 
 
 @pytest.fixture(scope="module", params=["v3", "v4"])
 def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Every case with our attention of one level."""
-    if not can_run(request.param):
-        pytest.skip(f"this processor has not the instructions of x86-64-{request.param}")
-    return outcomes(request.param)
+    return outcomes("attention_op.py", request.param)
 
 
 @pytest.mark.parametrize("case", OURS, ids=str)

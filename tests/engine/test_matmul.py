@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from matmul_ops import TYPES
 
-from .test_attention import can_run, run
+from .test_attention import outcomes
 
 #: What the order of a float sum costs: ours goes along a row, llama.cpp's F32 has 64 sums.
 _FLOAT_ERROR = 1e-6
 
 
-def outcomes(level: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(Path(__file__).with_name("matmul_op.py"), level))
-    return found
-
-
 @pytest.fixture(scope="module")
 def llamas() -> dict[str, Any]:
     """Every type as llama.cpp's own kernels compute it."""
-    return outcomes("none")
+    return outcomes("matmul_op.py", "none")
 
 
 @pytest.fixture(scope="module", params=["v3", "v4"])
 def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Every type with our kernels of one level."""
-    if not can_run(request.param):
-        pytest.skip(f"this processor has not the instructions of {request.param}")
-    return outcomes(request.param)
+    return outcomes("matmul_op.py", request.param)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -125,8 +125,8 @@ class AppHost(Host):
         files = self.files(ref, options.draft, progress)
         stamps = stamps_of(files, options)
         name, system = ref.name, files.system_prompt
-        if self._hint and format.part_of(self._request.guess) != format.part_of(name):
-            reason = f"the launcher expected {self._request.guess}"
+        if self._hint and format.part_of(self._request.expected_model) != format.part_of(name):
+            reason = f"the launcher expected {self._request.expected_model}"
             try:
                 selection.find(name, snapshot_options(options))
             except EdgeInferError as error:
