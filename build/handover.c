@@ -71,7 +71,6 @@ static int find_app(const char *data, char *app, size_t size)
     const char *name = field(app_field, sizeof "EDGEINFER-APP=" - 1);
     const char *model = field(model_field, sizeof "EDGEINFER-MODEL=" - 1);
     struct stat info;
-    if (!*name) return 0;
     if ((size_t)snprintf(app, size, "%s/app/%s", data, name) >= size) return 0;
     if (lstat(app, &info) || !S_ISDIR(info.st_mode)) return 0;
     if (info.st_uid != geteuid() || (info.st_mode & 022)) return 0;
@@ -170,6 +169,8 @@ int main(int argc, char **argv)
     if (n <= 0) return pyinstaller_main(argc, argv); /* no /proc: PyInstaller has its own words for it */
     file[n] = 0;
     if (outer && !strcmp(outer, file)) return pyinstaller_main(argc, argv); /* the second process of a first start */
+    if (!*field(app_field, sizeof "EDGEINFER-APP=" - 1))
+        return pyinstaller_main(argc, argv); /* the unpacked application's own executable, which needs no home */
     if (!data_dir(data, sizeof data)) {
         fprintf(stderr, "error: no home directory is known for this user\n\nhint: set HOME, or EDGEINFER_HOME\n");
         return 2;

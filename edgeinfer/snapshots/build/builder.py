@@ -294,7 +294,7 @@ class Builder:
 
 
 def parked_environment() -> dict[str, str]:
-    """Build the parked process's environment, with nothing of the user's but the home.
+    """Build the parked process's environment, with nothing of the user's.
 
     One malloc arena, because glibc gives pages of the others back and expects zeros, where a mapping of
     `memory.img` would show what was there before. One thread for numpy's linear algebra, which nothing
@@ -307,8 +307,7 @@ def parked_environment() -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    # a user may have no entry in the passwd file, where the home would be looked up
-    return ours | {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
+    return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
 def _ms_since(began: float) -> float:
