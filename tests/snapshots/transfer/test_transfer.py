@@ -62,6 +62,9 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
         )
         assert first["written_bytes"] == first["layers_bytes"] == warm.model.stat().st_size
         assert second["written_bytes"] == 0
+        abroad.run("pull", f"{name}:a", "--name", "pulled", "--quiet").check()  # the model alone
+        (pulled,) = (abroad.home / "ei/data/models/pulled").glob("*.gguf")
+        assert pulled.read_bytes() == warm.model.read_bytes()
         missing = abroad.run("snapshots", "import", f"{name}:c", "--json").error
         assert missing["code"] == "snapshot-missing"
         abroad.run("pull", str(abroad.model), "--name", MODEL, "--in-place", "--quiet").check()
