@@ -207,7 +207,13 @@ def table(results: dict[str, dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(NAMES),
+        metavar="NAME",
+        help="smollm2, gemma3, or a shape of random weights such as 4b-q4_k_m",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     add_out(parser)
     options = parser.parse_args()

@@ -421,6 +421,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sections", type=lambda s: s.split(","), default=["load"])
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--figure", default="serve", help="name of the table of `load`")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     add_out(parser)
     options = parser.parse_args()
@@ -436,8 +437,8 @@ def main() -> None:
             if peer_program("llama-server")
             else "\n\nllama-server is not here (tools/setup.sh bench fetches it): that side is missing."
         )
-        print(write_figure(options.out, "serve", table(rows) + missing + "\n"))
-        (options.out / "serve.json").write_text(json.dumps(rows, indent=1))
+        print(write_figure(options.out, options.figure, table(rows) + missing + "\n"))
+        (options.out / f"{options.figure}.json").write_text(json.dumps(rows, indent=1))
     sections = {
         "start": start_section,
         "switch": switch_section,

@@ -29,12 +29,41 @@ NAMES = {
 }
 
 
+#: Shapes of models with random weights: options of `random_gguf.py`.
+SHAPES = {
+    "4b": "--layers 36 --width 2560 --feed-forward 9728 --key-value-heads 8 --head-size 128"
+    " --context 16384".split(),
+    "7b": "--context 16384".split(),
+}
+
+
 def model_path(name: str) -> Path:
-    """Find the file of one of NAMES. Raises SystemExit where it was not pulled."""
+    """Find the file of one of NAMES, or make a SHAPE-TYPE (`4b-q4_k_m`) of random weights in bench-out/models.
+
+    Raises SystemExit if a model of NAMES was not pulled.
+    """
+    if name not in NAMES:
+        return random_model(name, ROOT / "bench-out/models")
     path = MODELS / NAMES[name]
     if not path.is_file():
         raise SystemExit(f"error: {path} is missing\n\nhint: tools/setup.sh bench pulls it")
     return path
+
+
+def random_model(name: str, folder: Path) -> Path:
+    """Make a model of SHAPE or SHAPE-TYPE in `folder` unless it is there. Raises SystemExit."""
+    shape, _, kind = name.partition("-")
+    if shape not in SHAPES:
+        raise SystemExit(
+            f"error: no model {name}\n\nhint: {', '.join([*NAMES, *SHAPES])} or SHAPE-TYPE"
+        )
+    out = folder / f"random-{name}.gguf"
+    if not out.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        program = Path(__file__).with_name("random_gguf.py")
+        command = [sys.executable, str(program), str(model_path("smollm2")), str(out), *SHAPES[shape]]
+        subprocess.run([*command, "--type", kind or "q4_0"], check=True, stdout=subprocess.DEVNULL)
+    return out
 
 
 def peer_program(name: str) -> str | None:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import drop, markdown
+from common import drop, markdown, random_model
 from memory_sides import Messages, Rows, Side, conversation, ms, ours, theirs, wait_written
 
-#: Shapes of models with random weights: the words for `random_gguf.py`.
-SHAPES = {
-    "4b": "--layers 36 --width 2560 --feed-forward 9728 --key-value-heads 8 --head-size 128"
-    " --context 16384".split(),
-    "7b": "--context 16384".split(),
-}
 _N_CTX = 8192 + 1024
 #: A decode step is timed as so many of an answer.
 _STEPS = 8
@@ -48,12 +41,7 @@ def model_of(shape: str, small: Path, work: Path) -> Path:
     """The small model, or one of that shape with random weights."""
     if shape == "small":
         return small
-    out = work / f"random-{shape}.gguf"
-    if not out.exists():
-        program = Path(__file__).with_name("random_gguf.py")
-        command = [sys.executable, str(program), str(small), str(out), *SHAPES[shape]]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return out
+    return random_model(shape, work)
 
 
 def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
