@@ -96,17 +96,11 @@ class AppFront:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
         self._load(name, n_ctx)
 
-    def pick_model(self) -> None:
-        self._pick_model(self._session.conversation.model)
-
-    def offer_pull(self, model: str) -> None:
-        """Show the first screen: no model is here yet, and `model` was asked for."""
-        self._pick_model(model, first=True)
-
-    def _pick_model(self, wanted: str, *, first: bool = False) -> None:
+    def pick_model(self, wanted: str = "", *, first: bool = False) -> None:
+        """Show the models; `first`: none is here yet, and `wanted` was asked for."""
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
-        screen = ModelScreen(self._launch, wanted, first=first)
+        screen = ModelScreen(self._launch, wanted or self._session.conversation.model, first=first)
         self._app.push_screen(screen, self._model_picked)
 
     def _model_picked(self, name: str | None) -> None:

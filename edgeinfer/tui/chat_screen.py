@@ -16,6 +16,7 @@ from textual.widgets import Static, TextArea
 from edgeinfer.chat import context
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
+from edgeinfer.chat.history.values import Turn
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
@@ -130,30 +131,28 @@ class ChatScreen(Screen[None]):
 
     # the model
 
-    @on(Loader.Loaded)
-    def _loaded(self, message: Loader.Loaded) -> None:
+    @on(Loader.Ended)
+    def _load_ended(self, message: Loader.Ended) -> None:
         if not self.loader.finish(message):
             return
-        self.session.engine = message.engine
+        waited, self.answering.unanswered = self.answering.unanswered, False
+        if isinstance(message.outcome, EdgeInferError):
+            self._not_loaded(message.model, message.outcome, self.session.head if waited else None)
+            return
+        self.session.engine = message.outcome
         if self.session.conversation.model != message.model:
             self.session.set(model=message.model)
         self.attachments.show()
         self.refresh_status()
-        if self.answering.unanswered:
-            self.answering.unanswered = False
+        if waited:
             self.answering.answer_after_cut()
 
-    @on(Loader.Failed)
-    def _not_loaded(self, message: Loader.Failed) -> None:
-        if not self.loader.finish(message):
-            return
+    def _not_loaded(self, model: str, error: EdgeInferError, unsent: Turn | None) -> None:
         self.refresh_status()
-        unsent = self.session.head if self.answering.unanswered else None
-        self.answering.unanswered = False
-        if isinstance(message.error, ModelNotPulledError):
-            self.front.offer_pull(message.model)
+        if isinstance(error, ModelNotPulledError):
+            self.front.pick_model(model, first=True)
         else:
-            self.view.show_error(message.error, unsent.content if unsent else "")
+            self.view.show_error(error, unsent.content if unsent else "")
 
     # sending
 

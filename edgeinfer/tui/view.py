@@ -30,21 +30,16 @@ from edgeinfer.tui.widgets.transcript import Transcript
 
 
 class Loader:
-    """Loads a model; a later load replaces an earlier one. Its thread posts `Loaded` or `Failed`."""
+    """Loads a model; a later load replaces an earlier one. Its thread posts `Ended`."""
 
-    class Loaded(Message):
-        def __init__(self, serial: int, model: str, engine: Engine) -> None:
+    class Ended(Message):
+        """A load has ended: with an engine, or with an error."""
+
+        def __init__(self, serial: int, model: str, outcome: Engine | EdgeInferError) -> None:
             super().__init__()
             self.serial = serial
             self.model = model
-            self.engine = engine
-
-    class Failed(Message):
-        def __init__(self, serial: int, model: str, error: EdgeInferError) -> None:
-            super().__init__()
-            self.serial = serial
-            self.model = model
-            self.error = error
+            self.outcome = outcome
 
     def __init__(self, engines: Engines, post: Callable[[Message], object]) -> None:
         self._engines = engines
@@ -65,7 +60,7 @@ class Loader:
             target=self._load, args=(model, n_ctx, self._serial), name=f"load {model}", daemon=True
         ).start()
 
-    def finish(self, ended: Loaded | Failed) -> bool:
+    def finish(self, ended: Ended) -> bool:
         """Return True if the ended load is the latest one; then nothing is loading."""
         if ended.serial != self._serial:
             return False
@@ -78,16 +73,15 @@ class Loader:
             if serial == self._serial:
                 self.progress = f"{stage}{done}"
 
-        ended: Loader.Loaded | Loader.Failed
+        outcome: Engine | EdgeInferError
         try:
-            ended = self.Loaded(serial, model, self._engines.get(model, n_ctx, progress))
+            outcome = self._engines.get(model, n_ctx, progress)
         except OSError as failure:  # the launcher that would have started a worker is gone
-            error = EngineClosedError(f"{model} cannot be started: {failure}")
-            ended = self.Failed(serial, model, error)
+            outcome = EngineClosedError(f"{model} cannot be started: {failure}")
         except EdgeInferError as failure:
-            ended = self.Failed(serial, model, failure)
+            outcome = failure
         with contextlib.suppress(RuntimeError):  # the app has ended meanwhile
-            self._post(ended)
+            self._post(self.Ended(serial, model, outcome))
 
     def close(self) -> None:
         self._serial += 1
@@ -104,35 +98,15 @@ _FASTEST_S = 1 / 30
 _SLOWEST_S = 0.25
 
 
-class Pace:
-    """Computes the pause after a drawing from this thread's processor time since the last one."""
-
-    def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
-        self._cpu = cpu
-        self._last = cpu()
-        self.pause_s = _FASTEST_S
-
-    def drawn(self) -> float:
-        """Return the smoothed pause (s) before the next drawing; call once a drawing."""
-        now = self._cpu()
-        wanted = min(max((now - self._last) / SHARE, _FASTEST_S), _SLOWEST_S)
-        self._last = now
-        self.pause_s += (wanted - self.pause_s) * 0.3
-        return self.pause_s
-
-
 class Streaming:
     """Streams one answer into its entry in the transcript."""
 
-    def __init__(
-        self, answer: Answer, entry: AnswerEntry, transcript: Transcript, pace: Pace | None = None
-    ) -> None:
+    def __init__(self, answer: Answer, entry: AnswerEntry, transcript: Transcript) -> None:
         self.answer = answer
         self.entry = entry
         self.transcript = transcript
         self.tokens = 0
         self.began = time.monotonic()
-        self._pace = pace or Pace()
         self._due = asyncio.Event()
 
     async def run(self) -> tuple[Turn, EdgeInferError | None]:
@@ -156,11 +130,16 @@ class Streaming:
         return self.answer.done or self.answer.abandon(), error
 
     async def _draw_as_due(self) -> None:
+        pause_s, before_s = _FASTEST_S, time.thread_time()
         while True:
             await self._due.wait()
             self._due.clear()
             self._show()
-            await asyncio.sleep(self._pace.drawn())
+            now_s = time.thread_time()
+            wanted_s = min(max((now_s - before_s) / SHARE, _FASTEST_S), _SLOWEST_S)
+            before_s = now_s
+            pause_s += (wanted_s - pause_s) * 0.3
+            await asyncio.sleep(pause_s)
 
     def _show(self) -> None:
         piece = self.answer.flush()
@@ -265,13 +244,12 @@ class View:
 
     def refresh_status(self) -> None:
         state, at_right = self._state()
-        writing = self.streaming is not None
-        parts = (Part(self.model, 7, "bold", shortens=True), *state, *self._numbers(writing))
+        figures = numbers(
+            self.session, writing=self.streaming is not None, cached_tokens=self.cached_tokens
+        )
+        parts = (Part(self.model, 7, "bold", shortens=True), *state, *figures)
         self.status.show(parts, at_right)
         self.header.update(self.session.conversation.title)
-
-    def _numbers(self, writing: bool) -> list[Part]:
-        return numbers(self.session, writing=writing, cached_tokens=self.cached_tokens)
 
     def _state(self) -> tuple[list[Part], str]:
         if self.streaming is not None:

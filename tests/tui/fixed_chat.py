@@ -14,7 +14,7 @@ from edgeinfer.chat.model_choices import ModelChoice
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, Start
 from edgeinfer.models.fits import FirstRunChoice
-from edgeinfer.runtime.events import Finished, Progress, ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.tui.app import ChatApp
@@ -39,38 +39,29 @@ def words(text):
 
 SHELF = [
     ModelChoice(
-        name=MODEL,
-        title="SmolLM2 135M Instruct",
-        parameters="135M",
+        name=name,
+        title=title,
+        parameters=parameters,
         licence="Apache-2.0",
-        context_length=8192,
-        size_bytes=98_362_432,
-        needs_bytes=400 << 20,
+        context_length=context,
+        size_bytes=size,
+        needs_bytes=needs,
         available_bytes=8 << 30,
-        pulled=True,
-        warm=True,
-    ),
-    ModelChoice(
-        name="qwen3-0.6b",
-        title="Qwen3 0.6B",
-        parameters="0.6B",
-        licence="Apache-2.0",
-        context_length=32768,
-        size_bytes=484_000_000,
-        needs_bytes=800 << 20,
-        available_bytes=8 << 30,
-        size_is_estimate=True,
-    ),
-    ModelChoice(
-        name="mistral-7b-instruct",
-        title="Mistral 7B",
-        parameters="7B",
-        licence="Apache-2.0",
-        context_length=32768,
-        size_bytes=4_370_000_000,
-        needs_bytes=30 << 30,
-        available_bytes=8 << 30,
-    ),
+        **state,
+    )
+    for name, title, parameters, context, size, needs, state in (
+        (
+            MODEL,
+            "SmolLM2 135M Instruct",
+            "135M",
+            8192,
+            98_362_432,
+            400 << 20,
+            {"pulled": True, "warm": True},
+        ),
+        ("qwen3-0.6b", "Qwen3 0.6B", "0.6B", 32768, 484_000_000, 800 << 20, {"size_is_estimate": True}),
+        ("mistral-7b-instruct", "Mistral 7B", "7B", 32768, 4_370_000_000, 30 << 30, {}),
+    )
 ]
 
 
@@ -146,21 +137,3 @@ async def wait_until(pilot, condition, seconds=10.0):
         await asyncio.sleep(0)
     await pilot.pause()
     return found
-
-
-__all__ = [
-    "EMPTY_SHELF",
-    "MODEL",
-    "NOON",
-    "OFFERED",
-    "SHELF",
-    "FixedHost",
-    "Progress",
-    "ReasoningDelta",
-    "TextDelta",
-    "end",
-    "make_app",
-    "make_launch",
-    "wait_until",
-    "words",
-]

@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import Literal
 
 from edgeinfer.chat.history.values import Turn
-from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, fold, prefixed, right, styled, wrap
+from edgeinfer.tui.drawing.lines import (
+    BLANK,
+    Line,
+    Span,
+    clean,
+    fold,
+    prefixed,
+    right,
+    styled,
+    under,
+    wrap,
+)
 from edgeinfer.tui.drawing.markdown import Body
 
 #: A pasted question longer than this is folded to its first lines.
@@ -82,12 +93,8 @@ class Question(TurnEntry):
             tokens = f" · {attached.tokens:,} tokens" if attached.tokens else ""
             rows += fold(styled(f"+ {clean(attached.name)}{tokens}", "attachment"), width - 2)
         drawn = [
-            prefixed(
-                Line(r.text, (Span(0, len(r.text), "question"), *r.spans)),
-                "❯ " if i == 0 else "  ",
-                "prompt",
-            )
-            for i, r in enumerate(rows)
+            prefixed(under(row, "question"), "  " if i else "❯ ", "prompt")
+            for i, row in enumerate(rows)
         ]
         if self.page[1] > 1 and drawn:
             drawn[0] = right(drawn[0], f"‹ {self.page[0]}/{self.page[1]} ›", "page", width)
@@ -174,7 +181,7 @@ class AnswerEntry(TurnEntry):
         if self.folded:
             return [head, BLANK]
         dimmed = [
-            Line(line.text, (*line.spans, Span(0, len(line.text), "dim")), "") for line in thought.lines
+            Line(line.text, (*line.spans, Span(0, len(line.text), "dim"))) for line in thought.lines
         ]
         return [head, *(prefixed(line, "  │ ", "dim") for line in dimmed), BLANK]
 

@@ -47,16 +47,16 @@ def styled(text: str, style: str, fill: str = "") -> Line:
 
 def wrap(line: Line, width: int) -> list[Line]:
     """Cut at words, and inside too long ones, into pieces of at most `width` cells."""
-    text, spans, fill = line
+    text = line.text
     if len(text) <= width and cell_len(text) <= width:
         return [line]
     cuts = [0, *divide_line(text, max(width, 2)), len(text)]
-    return [_slice(text, spans, fill, a, b) for a, b in itertools.pairwise(cuts)]
+    return [cut(line, a, b, strip=True) for a, b in itertools.pairwise(cuts)]
 
 
 def fold(line: Line, width: int) -> list[Line]:
     """Cut at `width` cells exactly: for code, whose spaces count."""
-    text, spans, fill = line
+    text = line.text
     if len(text) <= width and cell_len(text) <= width:
         return [line]
     cuts, cells = [0], 0
@@ -67,20 +67,24 @@ def fold(line: Line, width: int) -> list[Line]:
             cells = 0
         cells += size
     cuts.append(len(text))
-    return [_slice(text, spans, fill, a, b, keep=True) for a, b in itertools.pairwise(cuts)]
+    return [cut(line, a, b) for a, b in itertools.pairwise(cuts)]
 
 
-def _slice(
-    text: str, spans: tuple[Span, ...], fill: str, start: int, end: int, *, keep: bool = False
-) -> Line:
-    piece = text[start:end] if keep else text[start:end].rstrip()
+def cut(line: Line, start: int, end: int, *, strip: bool = False) -> Line:
+    """Return the characters from `start` to `end` with their styles; `strip`: no blanks at the end."""
+    piece = line.text[start:end].rstrip() if strip else line.text[start:end]
     stop = start + len(piece)
     inside = tuple(
         Span(max(a, start) - start, min(b, stop) - start, s)
-        for a, b, s in spans
+        for a, b, s in line.spans
         if a < stop and b > start
     )
-    return Line(piece, inside, fill)
+    return Line(piece, inside, line.fill)
+
+
+def under(line: Line, style: str) -> Line:
+    """Put `style` under the line's own styles."""
+    return line._replace(spans=(Span(0, len(line.text), style), *line.spans))
 
 
 def prefixed(line: Line, prefix: str, style: str = "", fill: str | None = None) -> Line:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,11 +17,13 @@ from edgeinfer.tui.drawing.lines import (
     Line,
     Span,
     clean,
+    cut,
     fold,
     hung,
     prefixed,
     right,
     styled,
+    under,
     wrap,
 )
 
@@ -137,10 +139,7 @@ class Drawer:
                 return paragraph(node, width)
             case "heading":
                 level = min(int(node.tag[1:]), 3)
-                return [
-                    Line(line.text, (Span(0, len(line.text), f"h{level}"), *line.spans))
-                    for line in paragraph(node, width)
-                ]
+                return [under(line, f"h{level}") for line in paragraph(node, width)]
             case "fence" | "code_block":
                 self.next_code += 1
                 return draw_code(
@@ -153,9 +152,10 @@ class Drawer:
                 return self._list(node, width, depth)
             case "blockquote":
                 inside = self._blocks(node.children, width - 2, depth)
-                return [prefixed(_under(line, "quote"), "▎ ", "quote-bar") for line in inside]
+                return [prefixed(under(line, "quote"), "▎ ", "quote-bar") for line in inside]
             case "table":
-                return draw_table(_rows(node), width)
+                rows = [row for part in node.children for row in part.children]
+                return draw_table([[_inline(cell)[0] for cell in row.children] for row in rows], width)
             case "hr":
                 return [styled("─" * width, "rule")]
             case _:
@@ -199,9 +199,9 @@ def _inline(node: SyntaxTreeNode) -> list[Line]:
     spans: list[Span] = []
     breaks: list[int] = []
     _walk(node.children[0].children if node.children else [], text, spans, breaks)
-    whole = "".join(text)
-    edges = [0, *breaks, len(whole)]
-    return [_cut(whole, spans, a, b) for a, b in itertools.pairwise(edges)]
+    whole = Line("".join(text), tuple(spans))
+    edges = [0, *breaks, len(whole.text)]
+    return [cut(whole, a, b) for a, b in itertools.pairwise(edges)]
 
 
 def _walk(
@@ -232,35 +232,6 @@ def _walk(
                 spans.insert(at, Span(start, sum(map(len, text)), _INLINE[node.type]))
             case _:
                 text.append(clean(node.content or "").replace("\n", " "))
-
-
-def _cut(text: str, spans: Sequence[Span], start: int, end: int) -> Line:
-    return Line(
-        text[start:end],
-        tuple(
-            Span(max(a, start) - start, min(b, end) - start, s)
-            for a, b, s in spans
-            if a < end and b > start
-        ),
-    )
-
-
-def _under(line: Line, style: str) -> Line:
-    return Line(line.text, (Span(0, len(line.text), style), *line.spans), line.fill)
-
-
-def _rows(table: SyntaxTreeNode) -> list[list[Line]]:
-    return [[_cell(cell) for cell in row.children] for row in _table_rows(table)]
-
-
-def _table_rows(table: SyntaxTreeNode) -> Iterator[SyntaxTreeNode]:
-    for part in table.children:
-        yield from part.children
-
-
-def _cell(node: SyntaxTreeNode) -> Line:
-    lines = _inline(node)
-    return lines[0] if lines else BLANK
 
 
 _GAP = " │ "
@@ -314,59 +285,44 @@ def _row(cells: Sequence[Line], widths: Sequence[int], style: str) -> list[Line]
 
 
 class Body:
-    """A document and its lines. `settled` blocks can no longer change when text is appended."""
+    """A document and its lines. Its settled blocks can no longer change when text is appended."""
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source
-        self.width = width
-        self._lines: list[Line] = []
-        self._settled_lines = 0  # of _lines
-        self._settled_chars = 0  # of source
-        self._settled_codes = 0
-        self._draw()
+        self.lines: list[Line] = []
+        self.redraw(width)
 
-    @property
-    def lines(self) -> list[Line]:
-        """Return the drawn lines; do not change them."""
-        return self._lines
-
-    def append(self, text: str) -> int:
-        """Append text. Return the first line that may have changed."""
+    def append(self, text: str) -> None:
+        """Append text."""
         self.source += text
-        first = self._settled_lines
         self._draw()
-        return first
 
-    def redraw(self, width: int | None = None) -> None:
-        """Draw everything again, at another width if one is given."""
-        self.width = self.width if width is None else width
-        self._settled_lines = self._settled_chars = self._settled_codes = 0
+    def redraw(self, width: int) -> None:
+        """Draw everything, at this width."""
+        self.width = width
+        self._settled_lines = 0  # of `lines`
+        self._settled_chars = 0  # of `source`
+        self._settled_codes = 0
         self._draw()
 
     def _draw(self) -> None:
         tail = self.source[self._settled_chars :]
         tokens = parser().parse(tail)
-        del self._lines[self._settled_lines :]
-        last = next(
-            (
-                i
-                for i in range(len(tokens) - 1, -1, -1)
-                if tokens[i].level == 0 and tokens[i].nesting >= 0
-            ),
-            None,
-        )
-        if last is None:
+        del self.lines[self._settled_lines :]
+        begins = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
+        if not begins:
             return
+        last = begins[-1]
         begin = tokens[last].map
         drawer = Drawer(self.width, self._settled_codes + 1)
         if last and begin:
             self._add(drawer.draw(tokens[:last]))
-            self._settled_lines = len(self._lines)
+            self._settled_lines = len(self.lines)
             self._settled_codes = drawer.next_code - 1
             self._settled_chars += sum(map(len, tail.splitlines(keepends=True)[: begin[0]]))
         self._add(drawer.draw(tokens[last:]))
 
     def _add(self, lines: list[Line]) -> None:
-        if self._lines and lines:
-            self._lines.append(BLANK)
-        self._lines += lines
+        if self.lines and lines:
+            self.lines.append(BLANK)
+        self.lines += lines

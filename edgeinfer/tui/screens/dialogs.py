@@ -1,4 +1,4 @@
-"""Small screens: a choice, one line to type, and help on commands and keys."""
+"""Small screens: a choice, and help on commands and keys."""
 
 from __future__ import annotations
 
@@ -80,26 +80,6 @@ class ChoiceScreen(ModalScreen[str | None]):
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option.id)
-
-
-class AskScreen(ModalScreen[str | None]):
-    """The answer is the typed text, None if it was left."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
-
-    def __init__(self, title: str, value: str = "") -> None:
-        super().__init__()
-        self._title, self._value = title, value
-
-    def compose(self) -> ComposeResult:
-        with sheet(self._title, "Enter takes · Esc leaves", small=True):
-            field = Input(self._value)
-            field.cursor_blink = False
-            yield field
-
-    @on(Input.Submitted)
-    def _submitted(self, event: Input.Submitted) -> None:
-        self.dismiss(event.value)
 
 
 class HelpScreen(ModalScreen[None]):

@@ -1,9 +1,8 @@
-"""The list of conversations: searched as one types; opens, renames, deletes, exports."""
+"""The list of conversations: searched while the user types; opens and deletes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 from textual import on
@@ -13,16 +12,15 @@ from textual.content import Content
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat import formats
 from edgeinfer.chat.commander import Commander
 from edgeinfer.chat.history.store import MARK, UNMARK
-from edgeinfer.chat.history.values import Summary, branch_to
+from edgeinfer.chat.history.values import Summary
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.drawing.lines import clean
-from edgeinfer.tui.screens.dialogs import AskScreen, ListScreen, sheet
+from edgeinfer.tui.screens.dialogs import ListScreen, sheet
 
 
 class SessionScreen(ListScreen[int | None]):
@@ -41,12 +39,7 @@ class SessionScreen(ListScreen[int | None]):
         self.found: list[Summary] = []
 
     def compose(self) -> ComposeResult:
-        keys = (
-            "Enter open · ^R rename · ^D delete · ^U undo · ^E export"
-            if self.app.size.width >= 70
-            else "Enter open · ^D delete · Esc"
-        )
-        with sheet("Conversations", keys):
+        with sheet("Conversations", "Enter open · ^D delete · ^U undo"):
             yield self.field("Search", self._words)
             yield OptionList(id="found")
 
@@ -83,24 +76,6 @@ class SessionScreen(ListScreen[int | None]):
         if self.chosen is not None:
             self.dismiss(self.chosen.id)
 
-    def action_rename(self) -> None:
-        chosen = self.chosen
-        if chosen is not None:
-            self.app.push_screen(
-                AskScreen("Rename", chosen.title), lambda title: self._rename(chosen.id, title)
-            )
-
-    def _rename(self, conversation_id: int, title: str | None) -> None:
-        if title and title.strip():
-            try:
-                if conversation_id == self.session.conversation.id:
-                    self.session.set(title=title.strip())
-                else:
-                    self.session.store.update(conversation_id, title=title.strip())
-            except EdgeInferError as error:
-                self._show_error(error)
-            self._search()
-
     def action_delete(self) -> None:
         chosen = self.chosen
         if chosen is not None and self._done(lambda: self.commander.delete(chosen.id)):
@@ -110,21 +85,6 @@ class SessionScreen(ListScreen[int | None]):
     def action_undelete(self) -> None:
         if self._done(self.commander.undelete):
             self._search()
-
-    def action_export(self) -> None:
-        chosen = self.chosen
-        if chosen is None:
-            return
-        try:
-            conversation = self.session.store.conversation(chosen.id)
-            turns = branch_to(self.session.store.turns(chosen.id), conversation.head_id)
-            path = formats.write(
-                Path(formats.file_name(conversation, ".md")), formats.to_markdown(conversation, turns)
-            )
-        except EdgeInferError as error:
-            self._show_error(error)
-            return
-        self.notify(f"Written to {path}", timeout=4, markup=False)
 
     def _done(self, action: Callable[[], object]) -> bool:
         """Run an action; show its error and return False if it has one."""

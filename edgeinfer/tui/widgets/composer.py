@@ -262,29 +262,33 @@ _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Files and pastes for the next question: counts their tokens, shows them in `line`."""
+    """Files and pastes for the next question: counts their tokens, shows them in `line`.
+
+    `kept` are the attachments that the composer's text does not name.
+    """
 
     def __init__(self, session: ChatSession, line: Static, attachments: Sequence[Attachment]) -> None:
         self._session = session
         self._line = line
-        self._kept = list(attachments)
+        self.kept = list(attachments)
         self._named: dict[Path, Attachment] = {}
 
     def add(self, attachment: Attachment) -> None:
         """Keep a file for the next question."""
-        self._kept.append(self._counted(attachment))
+        self.kept.append(self._counted(attachment))
         self.show()
 
     def paste(self, text: str) -> Attachment:
         """Attach a pasted text. Return it, with its tokens once a model counts."""
-        names = {attachment.name for attachment in self._kept}
+        names = {attachment.name for attachment in self.kept}
         numbers = range(1, len(names) + 2)
         name = next(name for n in numbers if (name := f"pasted text {n}") not in names)
         self.add(Attachment(name=name, text=text))
-        return self._kept[-1]
+        return self.kept[-1]
 
     def remove_last(self) -> None:
-        self.keep(self._kept[:-1])
+        self.kept = self.kept[:-1]
+        self.show()
 
     def typed(self, text: str) -> None:
         """Read and count the files that the composer's text names."""
@@ -299,31 +303,21 @@ class AttachmentList:
     @property
     def found(self) -> list[Attachment]:
         """Return the attachments, as last read."""
-        return [*self._kept, *self._named.values()]
+        return [*self.kept, *self._named.values()]
 
     def collect(self, text: str) -> list[Attachment]:
         """Return the attachments of `text`, read now. Raises UsageError."""
         named = [read(path) for path in mentioned(text)]
-        return [self._counted(a) for a in (*self._kept, *named)]
-
-    @property
-    def kept(self) -> list[Attachment]:
-        """Return the attachments that the text does not name."""
-        return self._kept
-
-    def keep(self, attachments: Sequence[Attachment]) -> None:
-        """Replace the attachments that the text does not name."""
-        self._kept = list(attachments)
-        self.show()
+        return [self._counted(a) for a in (*self.kept, *named)]
 
     def clear(self) -> None:
         """Remove all: they were sent."""
-        self._kept, self._named = [], {}
+        self.kept, self._named = [], {}
         self.show()
 
     def show(self) -> None:
         """Show them in one line, hidden if there are none."""
-        self._kept = [self._counted(a) for a in self._kept]
+        self.kept = [self._counted(a) for a in self.kept]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0
         self._line.update("  ".join(_label(a, n_ctx) for a in self.found))
