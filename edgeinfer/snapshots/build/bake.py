@@ -61,10 +61,10 @@ class Baked(NamedTuple):
     mappings: int
 
 
-def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], None]) -> Baked:
+def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]) -> Baked:
     """Bake the dump of process `pid` in `folder`, its pages into the new file `memory`.
 
-    Progress is (bytes done, bytes in all).
+    `progress` gets the part that is done, 0 to 1.
 
     Raises DumpError when the images are not what this module knows, OSError when there is no room.
     """
@@ -77,27 +77,18 @@ def bake(folder: Path, memory: Path, pid: int, progress: Callable[[int, int], No
     for core in folder.glob("core-*.img"):
         _forget_scheduling(core)
     info = memory.stat()
-    vmas = criu_images.part(
-        [(1, criu_images.BYTES, criu_images.read(folder / f"mm-{pid}.img").messages[0])], 1
-    )
-    mapped = sum(1 for n, _, _ in vmas if n == criu_images.MM_VMAS)
-    return Baked(info.st_size, info.st_blocks * 512, pages.stat().st_size, mapped)
+    areas = criu_images.read(folder / f"mm-{pid}.img").messages[0].parts(criu_images.MM_AREAS)
+    return Baked(info.st_size, info.st_blocks * 512, pages.stat().st_size, len(areas))
 
 
 def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
     """Return the pages CRIU wrote, in the order of the file, neighbours joined."""
     runs: list[Run] = []
     offset = 0
-    for raw in criu_images.read(pagemap).messages[1:]:
-        entry = criu_images.decode(raw)
-        start, flags = (
-            criu_images.number(entry, criu_images.PAGEMAP_VADDR),
-            criu_images.number(entry, criu_images.PAGEMAP_FLAGS),
-        )
-        length = PAGE * (
-            criu_images.number(entry, criu_images.PAGEMAP_PAGES)
-            or criu_images.number(entry, criu_images.PAGEMAP_PAGES32)
-        )
+    for entry in criu_images.read(pagemap).messages[1:]:
+        start, flags = entry.number(criu_images.RUN_ADDRESS), entry.number(criu_images.RUN_FLAGS)
+        n_pages = entry.number(criu_images.RUN_PAGES) or entry.number(criu_images.RUN_PAGES32)
+        length = n_pages * PAGE
         if runs and runs[-1].end == start and runs[-1].flags == flags:
             runs[-1] = runs[-1]._replace(length=runs[-1].length + length)
         else:
@@ -108,7 +99,7 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
     return runs
 
 
-def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[Range]:
+def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
     """Punch holes where the file holds zeros; those (offset, end), in order."""
     zero = bytes(BLOCK_BYTES)
     zeros: list[Range] = []
@@ -123,7 +114,7 @@ def _scan(memory: Path, progress: Callable[[int, int], None]) -> list[Range]:
                     if zeros and zeros[-1].high == begin:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, at + block + BLOCK_BYTES))
-            progress(at + len(chunk), size)
+            progress((at + len(chunk)) / size)
         for begin, end in zeros:
             _punch(fd, begin, end - begin)
     finally:
@@ -141,18 +132,13 @@ def _punch(fd: int, offset: int, length: int) -> None:
 def _forget_scheduling(core: Path) -> None:
     """Clear the background's niceness: a resumed process takes its launcher's instead."""
     image = criu_images.read(core)
-    message = criu_images.decode(image.messages[0])
     gone = (criu_images.THREAD_NICE, criu_images.THREAD_POLICY, criu_images.THREAD_PRIORITY)
-    kept: Message = []
-    for n, kind, value in message:
-        if n == criu_images.CORE_THREAD and isinstance(value, bytes):
-            value = criu_images.encode(
-                [field for field in criu_images.decode(value) if field[0] not in gone]
-            )
-        kept.append((n, kind, value))
-    criu_images.write(
-        core, criu_images.Image(image.magic, [criu_images.encode(kept), *image.messages[1:]])
-    )
+    threads = [
+        Message(field for field in thread if field.number not in gone)
+        for thread in image.messages[0].parts(criu_images.CORE_THREAD)
+    ]
+    image.messages[0] = image.messages[0].with_parts(criu_images.CORE_THREAD, threads)
+    criu_images.write(core, image)
 
 
 class _Baker:
@@ -176,50 +162,43 @@ class _Baker:
         """Add `memory.img` to the files CRIU opens."""
         path = self._folder / "files.img"
         image = criu_images.read(path)
-        self._file_id = 1 + max(
-            criu_images.number(criu_images.decode(raw), criu_images.FILE_ID) for raw in image.messages
+        self._file_id = 1 + max(file.number(criu_images.FILE_ID) for file in image.messages)
+        owner = Message.of(dict.fromkeys(range(1, 6), 0))
+        regular = Message.of(
+            {
+                criu_images.REG_ID: self._file_id,
+                criu_images.REG_FLAGS: os.O_RDONLY,
+                criu_images.REG_POS: 0,
+                criu_images.REG_OWNER: owner.encode(),
+                criu_images.REG_NAME: os.fsencode(self._memory),
+                criu_images.REG_SIZE: self._memory.stat().st_size,
+                criu_images.REG_MODE: _MODE,
+            }
         )
-        owner = criu_images.encode([(n, criu_images.VARINT, 0) for n in range(1, 6)])
-        regular: Message = [
-            (criu_images.REG_ID, criu_images.VARINT, self._file_id),
-            (criu_images.REG_FLAGS, criu_images.VARINT, os.O_RDONLY),
-            (criu_images.REG_POS, criu_images.VARINT, 0),
-            (criu_images.REG_OWNER, criu_images.BYTES, owner),
-            (criu_images.REG_NAME, criu_images.BYTES, os.fsencode(self._memory)),
-            (criu_images.REG_SIZE, criu_images.VARINT, self._memory.stat().st_size),
-            (criu_images.REG_MODE, criu_images.VARINT, _MODE),
-        ]
-        entry: Message = [
-            (criu_images.FILE_TYPE, criu_images.VARINT, criu_images.REGULAR_FILE),
-            (criu_images.FILE_ID, criu_images.VARINT, self._file_id),
-            (criu_images.FILE_REG, criu_images.BYTES, criu_images.encode(regular)),
-        ]
-        criu_images.write(
-            path, criu_images.Image(image.magic, [criu_images.encode(entry), *image.messages])
+        entry = Message.of(
+            {
+                criu_images.FILE_TYPE: criu_images.REGULAR_FILE,
+                criu_images.FILE_ID: self._file_id,
+                criu_images.FILE_REG: regular.encode(),
+            }
         )
+        image.messages.insert(0, entry)
+        criu_images.write(path, image)
 
     def _write_areas(self) -> None:
         """Cut the memory areas so that long runs of content become mappings of `memory.img`."""
         path = self._folder / f"mm-{self._pid}.img"
         image = criu_images.read(path)
-        out: Message = []
-        for n, kind, value in criu_images.decode(image.messages[0]):
-            if n == criu_images.MM_VMAS and isinstance(value, bytes):
-                out += [
-                    (n, kind, criu_images.encode(area)) for area in self._cut(criu_images.decode(value))
-                ]
-            else:
-                out.append((n, kind, value))
-        criu_images.write(path, criu_images.Image(image.magic, [criu_images.encode(out)]))
+        areas = image.messages[0].parts(criu_images.MM_AREAS)
+        pieces = (piece for area in areas for piece in self._cut(area))
+        image.messages[0] = image.messages[0].with_parts(criu_images.MM_AREAS, pieces)
+        criu_images.write(path, image)
 
     def _cut(self, area: Message) -> Iterator[Message]:
-        start, end = (
-            criu_images.number(area, criu_images.AREA_START),
-            criu_images.number(area, criu_images.AREA_END),
-        )
-        status = criu_images.number(area, criu_images.AREA_STATUS)
+        start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
+        status = area.number(criu_images.AREA_STATUS)
         # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
-        runs = self._content if status & criu_images.AREA_ANON_PRIVATE else self._runs
+        runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_PAGES * PAGE if _may_be_mapped(area) else end
         at = start
         for run in runs:
@@ -237,24 +216,19 @@ class _Baker:
             yield area if at == start else _piece(area, at, end)
 
     def _mapping(self, area: Message, run: Run) -> Message:
-        status = (
-            criu_images.number(area, criu_images.AREA_STATUS) & ~criu_images.AREA_ANON_PRIVATE
-            | criu_images.AREA_FILE_PRIVATE
+        status, flags = area.number(criu_images.AREA_STATUS), area.number(criu_images.AREA_FLAGS)
+        return area.with_values(
+            {
+                criu_images.AREA_START: run.start,
+                criu_images.AREA_END: run.end,
+                criu_images.AREA_OFFSET: run.offset,
+                criu_images.AREA_FILE: self._file_id,
+                criu_images.AREA_FLAGS: flags & ~criu_images.MAP_ANONYMOUS | criu_images.MAP_PRIVATE,
+                criu_images.AREA_STATUS: status & ~criu_images.STATUS_ANON_PRIVATE
+                | criu_images.STATUS_FILE_PRIVATE,
+                criu_images.AREA_OPEN_FLAGS: os.O_RDONLY,
+            }
         )
-        changes = {
-            criu_images.AREA_START: run.start,
-            criu_images.AREA_END: run.end,
-            criu_images.AREA_OFFSET: run.offset,
-            criu_images.AREA_FILE: self._file_id,
-            criu_images.AREA_FLAGS: criu_images.number(area, criu_images.AREA_FLAGS)
-            & ~criu_images.MAP_ANONYMOUS
-            | criu_images.MAP_PRIVATE,
-            criu_images.AREA_STATUS: status,
-            criu_images.AREA_OPEN_FLAGS: os.O_RDONLY,
-        }
-        for field, value in changes.items():
-            area = criu_images.with_number(area, field, value)
-        return area
 
     def _write_rest(self) -> None:
         """Leave CRIU the pages that are not mapped: a new pagemap and a new, short file of pages."""
@@ -268,45 +242,38 @@ class _Baker:
                     pages.write(os.pread(fd, run.length, run.offset))
         finally:
             os.close(fd)
-        criu_images.write(
-            pagemap, criu_images.Image(image.magic, [image.messages[0], *map(_pagemap_entry, rest)])
-        )
+        image.messages[1:] = map(_pagemap_entry, rest)
+        criu_images.write(pagemap, image)
 
 
 def _may_be_mapped(area: Message) -> bool:
-    status, flags = (
-        criu_images.number(area, criu_images.AREA_STATUS),
-        criu_images.number(area, criu_images.AREA_FLAGS),
+    status, flags = area.number(criu_images.AREA_STATUS), area.number(criu_images.AREA_FLAGS)
+    private = criu_images.STATUS_ANON_PRIVATE | criu_images.STATUS_FILE_PRIVATE
+    return bool(
+        status & criu_images.STATUS_REGULAR
+        and status & private
+        and not status & criu_images.STATUS_VDSO
+        and not flags & criu_images.MAP_GROWSDOWN
     )
-    if (
-        not status & criu_images.AREA_REGULAR
-        or status & criu_images.AREA_VDSO
-        or flags & criu_images.MAP_GROWSDOWN
-    ):
-        return False
-    return bool(status & (criu_images.AREA_ANON_PRIVATE | criu_images.AREA_FILE_PRIVATE))
 
 
 def _piece(area: Message, start: int, end: int) -> Message:
-    offset = criu_images.number(area, criu_images.AREA_OFFSET)
-    if criu_images.number(area, criu_images.AREA_STATUS) & criu_images.AREA_FILE_PRIVATE:
-        area = criu_images.with_number(
-            area,
-            criu_images.AREA_OFFSET,
-            offset + start - criu_images.number(area, criu_images.AREA_START),
-        )
-    return criu_images.with_number(
-        criu_images.with_number(area, criu_images.AREA_START, start), criu_images.AREA_END, end
+    offset = area.number(criu_images.AREA_OFFSET)
+    if area.number(criu_images.AREA_STATUS) & criu_images.STATUS_FILE_PRIVATE:
+        offset += start - area.number(criu_images.AREA_START)
+    return area.with_values(
+        {criu_images.AREA_START: start, criu_images.AREA_END: end, criu_images.AREA_OFFSET: offset}
     )
 
 
-def _pagemap_entry(run: Run) -> bytes:
-    pages = run.length // PAGE
-    message: Message = [
-        (criu_images.PAGEMAP_VADDR, criu_images.VARINT, run.start),
-        (criu_images.PAGEMAP_PAGES32, criu_images.VARINT, pages),
-    ]
-    return criu_images.encode([*message, (criu_images.PAGEMAP_FLAGS, criu_images.VARINT, run.flags)])
+def _pagemap_entry(run: Run) -> Message:
+    return Message.of(
+        {
+            criu_images.RUN_ADDRESS: run.start,
+            criu_images.RUN_PAGES32: run.length // PAGE,
+            criu_images.RUN_FLAGS: run.flags,
+        }
+    )
 
 
 def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:

@@ -1,13 +1,14 @@
 """CRIU's image files: a magic number, then length-prefixed protobuf, then raw bytes.
 
-Only as much protobuf as editing needs: a message is a list of (field number, wire type, value), order
-and unknown fields kept, so what this module does not know passes through unchanged. The field numbers
-below are those of CRIU's `images/*.proto`.
+Only as much protobuf as editing needs: order and unknown fields are kept, so what this module does not
+know passes through unchanged. The field numbers below are those of CRIU's `images/*.proto`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from edgeinfer.errors import SnapshotCorruptError
 
@@ -15,12 +16,10 @@ VARINT = 0
 FIXED64 = 1
 BYTES = 2
 FIXED32 = 5
-Field = tuple[int, int, int | bytes]
-Message = list[Field]
 
-
-#: A memory area, in field MM_VMAS of an `mm` message.
-MM_VMAS = 14
+#: Fields by their message: the address space, one of its areas, a run of pages, an open file, a regular
+#: file, a task, a thread.
+MM_AREAS = 14
 AREA_START = 1
 AREA_END = 2
 AREA_OFFSET = 3
@@ -28,10 +27,10 @@ AREA_FILE = 4
 AREA_FLAGS = 6
 AREA_STATUS = 7
 AREA_OPEN_FLAGS = 10
-PAGEMAP_VADDR = 1
-PAGEMAP_PAGES32 = 2
-PAGEMAP_FLAGS = 4
-PAGEMAP_PAGES = 5
+RUN_ADDRESS = 1
+RUN_PAGES32 = 2
+RUN_FLAGS = 4
+RUN_PAGES = 5
 FILE_TYPE = 1
 FILE_ID = 2
 FILE_REG = 3
@@ -49,20 +48,98 @@ THREAD_PRIORITY = 5
 #: What CRIU writes for a regular file in FILE_TYPE.
 REGULAR_FILE = 1
 #: Bits of a memory area's status.
-AREA_REGULAR = 1
-AREA_VDSO = 1 << 3
-AREA_FILE_PRIVATE = 1 << 6
-AREA_ANON_PRIVATE = 1 << 9
+STATUS_REGULAR = 1
+STATUS_VDSO = 1 << 3
+STATUS_FILE_PRIVATE = 1 << 6
+STATUS_ANON_PRIVATE = 1 << 9
 MAP_PRIVATE = 2
 MAP_ANONYMOUS = 0x20
 MAP_GROWSDOWN = 0x100
 
 
-class Image:
-    """One image file: its magic numbers and its messages, raw."""
+class Field(NamedTuple):
+    """A field of a message; its value is a number, or bytes that may be a message."""
 
-    def __init__(self, magic: bytes, messages: list[bytes]) -> None:
-        self.magic, self.messages = magic, messages
+    number: int
+    kind: int
+    value: int | bytes
+
+
+class Message(list[Field]):
+    """The fields of a message, in order."""
+
+    @classmethod
+    def of(cls, values: Mapping[int, int | bytes]) -> Message:
+        """Make a message of these fields."""
+        return cls().with_values(values)
+
+    @classmethod
+    def decode(cls, data: int | bytes) -> Message:
+        """Decode a message. Raises SnapshotCorruptError if it is none."""
+        if isinstance(data, int):
+            raise SnapshotCorruptError("an image of CRIU has a number in place of a message")
+        message, at = cls(), 0
+        try:
+            while at < len(data):
+                key, at = _varint(data, at)
+                kind = key & 7
+                value: int | bytes
+                if kind == VARINT:
+                    value, at = _varint(data, at)
+                else:
+                    size, at = (
+                        _varint(data, at) if kind == BYTES else ({FIXED64: 8, FIXED32: 4}[kind], at)
+                    )
+                    value, at = data[at : at + size], at + size
+                message.append(Field(key >> 3, kind, value))
+        except (IndexError, KeyError) as error:
+            raise SnapshotCorruptError(f"an image of CRIU cannot be understood: {error!r}") from error
+        return message
+
+    def encode(self) -> bytes:
+        """Return the bytes of the message."""
+        out = []
+        for number, kind, value in self:
+            out.append(_encoded(number << 3 | kind))
+            if isinstance(value, int):
+                out.append(_encoded(value))
+            else:
+                out.append((_encoded(len(value)) if kind == BYTES else b"") + value)
+        return b"".join(out)
+
+    def number(self, field: int) -> int:
+        """Return the integer in a field, 0 if there is none."""
+        return next((value for n, _, value in self if n == field and isinstance(value, int)), 0)
+
+    def parts(self, field: int) -> list[Message]:
+        """Return the messages in a repeated field."""
+        return [Message.decode(value) for n, _, value in self if n == field]
+
+    def with_values(self, values: Mapping[int, int | bytes]) -> Message:
+        """Return the message with these fields, in their places or at the end."""
+        kept = (
+            field._replace(value=values[field.number]) if field.number in values else field
+            for field in self
+        )
+        numbers = {field.number for field in self}
+        added = (
+            Field(number, VARINT if isinstance(value, int) else BYTES, value)
+            for number, value in values.items()
+            if number not in numbers
+        )
+        return Message([*kept, *added])
+
+    def with_parts(self, field: int, parts: Iterable[Message]) -> Message:
+        """Return the message with these messages in a repeated field, which comes last."""
+        others = [one for one in self if one.number != field]
+        return Message([*others, *(Field(field, BYTES, part.encode()) for part in parts)])
+
+
+class Image(NamedTuple):
+    """One image file: its magic numbers and its messages."""
+
+    magic: bytes
+    messages: list[Message]
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -85,57 +162,6 @@ def _encoded(value: int) -> bytes:
     return bytes(out)
 
 
-def decode(data: bytes) -> Message:
-    """Return the fields of a message. Raises SnapshotCorruptError if it is none."""
-    fields: Message = []
-    at = 0
-    try:
-        while at < len(data):
-            key, at = _varint(data, at)
-            number, kind = key >> 3, key & 7
-            value: int | bytes
-            if kind == VARINT:
-                value, at = _varint(data, at)
-            else:
-                size, at = _varint(data, at) if kind == BYTES else ({FIXED64: 8, FIXED32: 4}[kind], at)
-                value, at = data[at : at + size], at + size
-            fields.append((number, kind, value))
-    except (IndexError, KeyError) as error:
-        raise SnapshotCorruptError(f"an image of CRIU cannot be understood: {error!r}") from error
-    return fields
-
-
-def encode(message: Message) -> bytes:
-    """Return the bytes of a message."""
-    out = []
-    for number, kind, value in message:
-        out.append(_encoded(number << 3 | kind))
-        if isinstance(value, int):
-            out.append(_encoded(value))
-        else:
-            out.append((_encoded(len(value)) if kind == BYTES else b"") + value)
-    return b"".join(out)
-
-
-def number(message: Message, field: int, default: int = 0) -> int:
-    """Return the integer in a field."""
-    return next((value for n, _, value in message if n == field and isinstance(value, int)), default)
-
-
-def part(message: Message, field: int) -> Message:
-    """Return the message in a field; empty if there is none."""
-    return next(
-        (decode(value) for n, _, value in message if n == field and isinstance(value, bytes)), []
-    )
-
-
-def with_number(message: Message, field: int, value: int) -> Message:
-    """Return the message with an integer field set, in its place or at the end."""
-    if any(n == field for n, _, _ in message):
-        return [(n, kind, value if n == field else old) for n, kind, old in message]
-    return [*message, (field, VARINT, value)]
-
-
 def read(path: Path) -> Image:
     """Read an image file made of messages only. Raises SnapshotCorruptError if it is truncated."""
     data = path.read_bytes()
@@ -146,9 +172,10 @@ def read(path: Path) -> Image:
         at += 4 + size
         if at > len(data):
             raise SnapshotCorruptError(f"{path} is truncated")
-        messages.append(data[at - size : at])
+        messages.append(Message.decode(data[at - size : at]))
     return Image(data[:8], messages)
 
 
 def write(path: Path, image: Image) -> None:
-    path.write_bytes(image.magic + b"".join(len(m).to_bytes(4, "little") + m for m in image.messages))
+    raw = [message.encode() for message in image.messages]
+    path.write_bytes(image.magic + b"".join(len(m).to_bytes(4, "little") + m for m in raw))
