@@ -25,7 +25,6 @@ from edgeinfer.runtime.options import parse_adapters
 from edgeinfer.snapshots import format, registry
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing
-from edgeinfer.snapshots.transfer.description import Source, offered
 from edgeinfer.snapshots.transfer.oci import Layout
 from edgeinfer.units import format_bytes
 
@@ -159,7 +158,7 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult:
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     try:
         with _source(options.source, progress) as source:
-            offer = offered(source, options.name)
+            offer = importing.offered(source, options.name)
             details = importing.import_snapshot(source, offer, host, progress.report)
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
@@ -169,7 +168,7 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult:
 
 
 @contextmanager
-def _source(text: str, progress: StageProgress) -> Iterator[Source]:
+def _source(text: str, progress: StageProgress) -> Iterator[Layout]:
     artifact = _artifact(text)
     if artifact is None:
         yield Layout(Path(text).expanduser())

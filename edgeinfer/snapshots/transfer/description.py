@@ -6,17 +6,13 @@ digest, which is that of its layer, so one signature binds all.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import os
-from collections.abc import Iterator
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
-from edgeinfer.errors import SnapshotCorruptError, SnapshotUntrustedError
-from edgeinfer.snapshots.transfer import signing
+from edgeinfer.errors import SnapshotCorruptError
 
 FORMAT = 4
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -179,47 +175,3 @@ def read_manifest(content: bytes) -> ImageManifest:
         return msgspec.json.decode(content, type=ImageManifest)
     except msgspec.MsgspecError as error:
         raise corrupt(f"this is no manifest of an image: {error}") from error
-
-
-class Source(Protocol):
-    """Where a snapshot comes from: a folder, or what was fetched of a registry."""
-
-    def manifest(self, name: str = "") -> bytes: ...
-
-    def read(self, digest: str, size: int) -> bytes: ...
-
-    def chunks(self, digest: str, size: int) -> Iterator[bytes]: ...
-
-
-class Offered(msgspec.Struct, frozen=True):
-    """A snapshot that is offered, and who signed it (trusted)."""
-
-    description: SnapshotDescription
-    signer: str
-
-
-def offered(source: Source, name: str = "") -> Offered:
-    """Read the snapshot of a name whose signer this user trusts.
-
-    Raises SnapshotCorruptError, SnapshotUntrustedError.
-    """
-    manifest = read_manifest(source.manifest(name))
-    config = source.read(manifest.config.digest, manifest.config.size)
-    signer = _signer(manifest.annotations, config)
-    return Offered(read_config(config), signer)
-
-
-def _signer(annotations: dict[str, str], config: bytes) -> str:
-    try:
-        public = base64.b64decode(annotations[SIGNER], validate=True)
-        signature = base64.b64decode(annotations[SIGNATURE], validate=True)
-    except (KeyError, binascii.Error, ValueError) as error:
-        raise SnapshotUntrustedError(
-            "the snapshot is not signed", hint="export it again: `edgeinfer snapshots export`"
-        ) from error
-    if not signing.is_signed_by(public, signature, config):
-        raise SnapshotUntrustedError(
-            "the snapshot's signature is not of what it describes: it was altered after it was signed",
-            hint="fetch or export it again",
-        )
-    return signing.refuse_unknown(public)

@@ -7,6 +7,8 @@ exporter's names.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
 import shutil
 import tempfile
@@ -17,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.config.load_options import DRAFT, LOAD_OPTIONS, LORA
-from edgeinfer.errors import SnapshotStaleError
+from edgeinfer.errors import SnapshotStaleError, SnapshotUntrustedError
 from edgeinfer.host import Host
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
@@ -29,18 +31,56 @@ from edgeinfer.platform.disk import need_room, room_errors, sha256_of, sync
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshots import format, registry
 from edgeinfer.snapshots.build import jobs
-from edgeinfer.snapshots.running import adapters_text
+from edgeinfer.snapshots.inputs import SnapshotInputs, adapters_text
+from edgeinfer.snapshots.transfer import signing
 from edgeinfer.snapshots.transfer.description import (
+    SIGNATURE,
+    SIGNER,
     AdapterFile,
     ModelFile,
-    Offered,
     SnapshotDescription,
-    Source,
+    read_config,
+    read_manifest,
 )
+from edgeinfer.snapshots.transfer.oci import Layout
+
+
+class Offered(msgspec.Struct, frozen=True):
+    """A snapshot that is offered, and who signed it (trusted)."""
+
+    description: SnapshotDescription
+    signer: str
+
+
+def offered(source: Layout, name: str = "") -> Offered:
+    """Read the snapshot of a name whose signer this user trusts.
+
+    Raises SnapshotCorruptError, SnapshotUntrustedError.
+    """
+    manifest = read_manifest(source.manifest(name))
+    config = source.read(manifest.config.digest, manifest.config.size)
+    signer = _signer(manifest.annotations, config)
+    return Offered(read_config(config), signer)
+
+
+def _signer(annotations: dict[str, str], config: bytes) -> str:
+    try:
+        public = base64.b64decode(annotations[SIGNER], validate=True)
+        signature = base64.b64decode(annotations[SIGNATURE], validate=True)
+    except (KeyError, binascii.Error, ValueError) as error:
+        raise SnapshotUntrustedError(
+            "the snapshot is not signed", hint="export it again: `edgeinfer snapshots export`"
+        ) from error
+    if not signing.is_signed_by(public, signature, config):
+        raise SnapshotUntrustedError(
+            "the snapshot's signature is not of what it describes: it was altered after it was signed",
+            hint="fetch or export it again",
+        )
+    return signing.refuse_unknown(public)
 
 
 def import_snapshot(
-    source: Source, offer: Offered, host: Host, progress: jobs.Progress
+    source: Layout, offer: Offered, host: Host, progress: jobs.Progress
 ) -> registry.Details:
     """Have models and adapters here, and build the same snapshot of them.
 
@@ -58,14 +98,14 @@ def import_snapshot(
         if option.field in what.requested
     }
     options = msgspec.convert(typed, LoadOptions)
-    order = jobs.Order(
+    inputs = SnapshotInputs(
         model=what.model,
         files=host.files(what.model, options.draft),
         options=options,
         system=what.system,
         given_name=format.given_part(what.name, what.model, what.requested),
     )
-    return jobs.build(order, host.config.snapshots, progress)
+    return jobs.build(inputs, host.config.snapshots, progress)
 
 
 def with_local_names(what: SnapshotDescription) -> SnapshotDescription:
@@ -82,7 +122,7 @@ def with_local_names(what: SnapshotDescription) -> SnapshotDescription:
 class Placing:
     """The models and adapters of one snapshot that is offered."""
 
-    def __init__(self, source: Source, what: SnapshotDescription, progress: jobs.Progress) -> None:
+    def __init__(self, source: Layout, what: SnapshotDescription, progress: jobs.Progress) -> None:
         self._source = source
         self._what = what
         self._progress = progress

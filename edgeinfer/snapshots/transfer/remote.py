@@ -18,7 +18,7 @@ from edgeinfer.models.fetching import download, http_client
 from edgeinfer.models.fetching.oci import Registry
 from edgeinfer.models.progress import Job
 from edgeinfer.models.sources import OciArtifact
-from edgeinfer.snapshots.transfer.description import MANIFEST_TYPE, MAX_BYTES, corrupt
+from edgeinfer.snapshots.transfer.description import MANIFEST_TYPE
 from edgeinfer.snapshots.transfer.oci import Layout
 
 _TIMEOUT_S = 60.0
@@ -58,13 +58,13 @@ class RegistryStore(Registry):
         self.asked("PUT", f"{self.base}/manifests/{name}", headers, content, wanted=(200, 201))
 
 
-class FetchedSnapshot:
-    """A snapshot of a registry, its blobs fetched into `folder` when they are wanted."""
+class FetchedSnapshot(Layout):
+    """A snapshot of a registry, its blobs fetched into `folder` when they are read."""
 
     def __init__(self, registry: Registry, reference: str, folder: Path, job: Job) -> None:
+        super().__init__(folder)
         self._registry = registry
         self._reference = reference
-        self._layout = Layout(folder)
         self._job = job
 
     def manifest(self, _name: str = "") -> bytes:
@@ -74,23 +74,12 @@ class FetchedSnapshot:
         except SourceNotFoundError as error:
             raise SnapshotMissingError(error.message, hint="check the name and the tag") from error
 
-    def read(self, digest: str, size: int) -> bytes:
-        """Fetch and check a small blob. Raises SnapshotCorruptError."""
-        if not 0 <= size <= MAX_BYTES:
-            raise corrupt(f"{digest} is said to have {size} bytes")
-        self._fetch(digest, size)
-        return self._layout.read(digest, size)
-
     def chunks(self, digest: str, size: int) -> Iterator[bytes]:
         """Yield a blob, fetched first if needed. Raises DownloadError and its kin."""
-        self._fetch(digest, size)
-        return self._layout.chunks(digest, size)
-
-    def _fetch(self, digest: str, size: int) -> None:
-        if self._layout.has(digest, size):
-            return
-        place = self._layout.blob(digest)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        remote = self._registry.blob({"digest": digest, "size": size}, place.name)
-        self._job.begin("downloading", digest, total=size)
-        download.fetch(remote, place.parent, self._job).replace(place)
+        if not self.has(digest, size):
+            place = self.blob(digest)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            remote = self._registry.blob({"digest": digest, "size": size}, place.name)
+            self._job.begin("downloading", digest, total=size)
+            download.fetch(remote, place.parent, self._job).replace(place)
+        return super().chunks(digest, size)

@@ -15,6 +15,8 @@ import ctypes
 import hashlib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,6 +35,7 @@ _PKCS8 = bytes.fromhex("302e020100300506032b657004220420")
 _SPKI = bytes.fromhex("302a300506032b6570032100")
 _BEGIN, _END = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
 _EVP_PKEY_ED25519 = 1087
+_PRIVATE, _PUBLIC = "EVP_PKEY_new_raw_private_key", "EVP_PKEY_new_raw_public_key"
 _NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
 
 _loaded: list[ctypes.CDLL] = []
@@ -45,7 +48,7 @@ def _libcrypto() -> ctypes.CDLL:
             library = ctypes.CDLL(name)
         except OSError:
             continue
-        for maker in ("EVP_PKEY_new_raw_private_key", "EVP_PKEY_new_raw_public_key", "EVP_MD_CTX_new"):
+        for maker in (_PRIVATE, _PUBLIC, "EVP_MD_CTX_new"):
             getattr(library, maker).restype = ctypes.c_void_p
         _loaded.append(library)
         break
@@ -63,12 +66,38 @@ def fingerprint(public: bytes) -> str:
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
+@contextmanager
+def _key(maker: str, raw: bytes) -> Iterator[ctypes.c_void_p]:
+    """Yield OpenSSL's key of these bytes."""
+    crypto = _libcrypto()
+    made = getattr(crypto, maker)(_EVP_PKEY_ED25519, None, raw, ctypes.c_size_t(KEY_BYTES))
+    if not made:
+        raise SnapshotError("OpenSSL knows no such Ed25519 key")
+    try:
+        yield ctypes.c_void_p(made)
+    finally:
+        crypto.EVP_PKEY_free(ctypes.c_void_p(made))
+
+
+@contextmanager
+def _context() -> Iterator[ctypes.c_void_p]:
+    crypto = _libcrypto()
+    context = ctypes.c_void_p(crypto.EVP_MD_CTX_new())
+    try:
+        yield context
+    finally:
+        crypto.EVP_MD_CTX_free(context)
+
+
 class Key:
     """A private key of 32 bytes."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
-        self.public = self._public()
+        public, size = ctypes.create_string_buffer(KEY_BYTES), ctypes.c_size_t(KEY_BYTES)
+        with _key(_PRIVATE, seed) as key:
+            _libcrypto().EVP_PKEY_get_raw_public_key(key, public, ctypes.byref(size))
+        self.public = public.raw
 
     @property
     def fingerprint(self) -> str:
@@ -76,63 +105,29 @@ class Key:
 
     def sign(self, message: bytes) -> bytes:
         """Sign a message; return 64 bytes."""
-        crypto, key = _libcrypto(), self._key()
-        context = ctypes.c_void_p(crypto.EVP_MD_CTX_new())
+        crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
         signature = ctypes.create_string_buffer(SIGNATURE_BYTES)
         size = ctypes.c_size_t(SIGNATURE_BYTES)
-        try:
+        with _key(_PRIVATE, self._seed) as key, _context() as context:
             done = crypto.EVP_DigestSignInit(context, None, None, None, key) == 1 and (
-                crypto.EVP_DigestSign(
-                    context, signature, ctypes.byref(size), message, ctypes.c_size_t(len(message))
-                )
-                == 1
+                crypto.EVP_DigestSign(context, signature, ctypes.byref(size), message, length) == 1
             )
-        finally:
-            crypto.EVP_MD_CTX_free(context)
-            crypto.EVP_PKEY_free(key)
         if not done or size.value != SIGNATURE_BYTES:
             raise SnapshotError("OpenSSL could not sign")
         return signature.raw
-
-    def _key(self) -> ctypes.c_void_p:
-        made = _libcrypto().EVP_PKEY_new_raw_private_key(
-            _EVP_PKEY_ED25519, None, self._seed, ctypes.c_size_t(KEY_BYTES)
-        )
-        if not made:
-            raise SnapshotError("OpenSSL knows no Ed25519 here")
-        return ctypes.c_void_p(made)
-
-    def _public(self) -> bytes:
-        crypto, key = _libcrypto(), self._key()
-        public, size = ctypes.create_string_buffer(KEY_BYTES), ctypes.c_size_t(KEY_BYTES)
-        crypto.EVP_PKEY_get_raw_public_key(key, public, ctypes.byref(size))
-        crypto.EVP_PKEY_free(key)
-        return public.raw
 
 
 def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
     """Return whether this key signed this message."""
     if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
-    crypto = _libcrypto()
-    made = crypto.EVP_PKEY_new_raw_public_key(
-        _EVP_PKEY_ED25519, None, public, ctypes.c_size_t(KEY_BYTES)
-    )
-    if not made:
-        return False
-    key, context = ctypes.c_void_p(made), ctypes.c_void_p(crypto.EVP_MD_CTX_new())
-    length = ctypes.c_size_t(len(message))
-    try:
+    crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
+    size = ctypes.c_size_t(SIGNATURE_BYTES)
+    with _key(_PUBLIC, public) as key, _context() as context:
         return bool(
             crypto.EVP_DigestVerifyInit(context, None, None, None, key) == 1
-            and crypto.EVP_DigestVerify(
-                context, signature, ctypes.c_size_t(SIGNATURE_BYTES), message, length
-            )
-            == 1
+            and crypto.EVP_DigestVerify(context, signature, size, message, length) == 1
         )
-    finally:
-        crypto.EVP_MD_CTX_free(context)
-        crypto.EVP_PKEY_free(key)
 
 
 def own_key(*, make: bool) -> Key | None:

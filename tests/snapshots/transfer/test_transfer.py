@@ -17,7 +17,6 @@ from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntru
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.snapshots.transfer import description, importing, signing
-from edgeinfer.snapshots.transfer.description import offered
 from edgeinfer.snapshots.transfer.oci import Layout
 
 from ...conftest import BUILD_CACHE
@@ -198,7 +197,9 @@ def refused(folder: Path) -> EdgeInferError:
     """Return the error of importing a folder; assert that nothing is published."""
     source = Layout(folder)
     with pytest.raises(EdgeInferError) as error:
-        importing.import_snapshot(source, offered(source), Host(), lambda _stage, _fraction: None)
+        importing.import_snapshot(
+            source, importing.offered(source), Host(), lambda _stage, _fraction: None
+        )
     assert not list(paths.snapshots_dir().glob("*@*"))
     return error.value
 
