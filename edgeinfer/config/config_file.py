@@ -73,9 +73,6 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     disk_margin_gib: Annotated[
         float, key_doc("Disk space, GiB, that building a snapshot leaves free.", ge=0)
     ] = 4.0
-    idle_release_s: Annotated[
-        float, key_doc("Seconds without work after which memory is given back; 0 never.", ge=0)
-    ] = 30.0
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):

@@ -131,11 +131,6 @@ def forget_pages(start: int, length: int) -> None:
     _checked(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
-def equal(start: int, other: ctypes.Array[ctypes.c_char], length: int) -> bool:
-    """Return whether the memory at `start` equals the first `length` bytes of `other` (memcmp)."""
-    return bool(_libc().memcmp(ctypes.c_void_p(start), other, ctypes.c_size_t(length)) == 0)
-
-
 def getrandom(size: int) -> bytes:
     """Read randomness by system call: libc's state may repeat (glibc >= 2.41)."""
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]

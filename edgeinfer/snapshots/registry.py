@@ -6,10 +6,8 @@ of NAME succeeds or something that it depended on has changed.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -216,27 +214,15 @@ def _worth(folder: Path) -> tuple[bool, bool, float]:
     return not is_orphan(folder), is_named(folder), last_used_s(folder)
 
 
-def prune_to_limit(
-    root: Path, config: SnapshotsConfig, keep: str = "", extra_bytes: int = 0
-) -> list[str]:
-    """Remove the least recently used until all and `extra_bytes` fit the limit; their names."""
+def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
+    """Remove the least recently used until all and `need_bytes` fit limit and disk; their names."""
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
-    total, removed = sum(sizes.values()) + extra_bytes, []
+    total, removed = sum(sizes.values()) + need_bytes, []
     for folder in by_last_use(root, keep):
-        if total <= config.max_total_gib * _GIB:
+        is_on_disk = free_bytes(root) - need_bytes >= config.disk_margin_gib * _GIB
+        if is_on_disk and total <= config.max_total_gib * _GIB:
             break
         total -= sizes.get(folder, 0)
-        removed.append(format.name_of(folder.name))
-        remove_snapshot(folder)
-    return removed
-
-
-def make_room(root: Path, need_bytes: int, config: SnapshotsConfig, keep: str = "") -> list[str]:
-    """Remove the least recently used until `need_bytes` fit limit and disk; their names."""
-    removed = prune_to_limit(root, config, keep, need_bytes)
-    for folder in by_last_use(root, keep):
-        if free_bytes(root) - need_bytes >= config.disk_margin_gib * _GIB:
-            break
         removed.append(format.name_of(folder.name))
         remove_snapshot(folder)
     return removed
@@ -270,14 +256,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 def killed_error(what: str) -> OutOfMemoryError:
     """Return the error for a process of a build that somebody killed; it is not remembered."""
     return OutOfMemoryError(f"{what} was killed, as the kernel does when memory is short")
-
-
-def input_digest(files: Sequence[str], options: bytes) -> str:
-    """Digest a build's program, machine, files, options (64 hex). Raises OSError."""
-    stamps = fingerprint.own_files() | {path: fingerprint.stamp(path) for path in files}
-    parts: list[object] = [*fingerprint.machine_keys().items(), options]
-    parts += stamps.items()
-    return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def record_failure(failure: Failure, error: EdgeInferError) -> None:

@@ -1,29 +1,25 @@
-"""Find our running processes in /proc, and describe what each has loaded.
+"""Find our running processes in /proc, and what each has loaded.
 
 No records are written: an app has the same pid in a namespace of its own every time it is resumed, and
 files named after pids would outlive a `kill -9`. A launcher is known by its program and its arguments,
-an app by its launcher being its ancestor. A process's own description, for `snapshots take`, holds a
-model's files, options, adapters and system prompt; of requests it holds nothing.
+an app by its launcher being its ancestor.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from edgeinfer.cache_report import CacheReport
-from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.process_metadata import left_by
-from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles, ReplicasInfo
-from edgeinfer.snapshots import fingerprint, format
+from edgeinfer.runtime.options import ReplicasInfo
+from edgeinfer.snapshots.inputs import ProcessDescription
 
 T = TypeVar("T")
 
@@ -185,102 +181,3 @@ def _memory(pid: int) -> tuple[int, int]:
     except OSError:
         pass
     return sizes["RssAnon:"], sizes["RssFile:"]
-
-
-#: Choices that a load makes by what is free at that moment, as far as an option can make them.
-_CHOICES = ("kv_type", "flash_attention")
-
-
-class ProcessDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded model. `options` are as they were asked for, `became` with what the load chose.
-
-    `adapters` are those that it has now. `stamps` are of the files that were read
-    (`fingerprint.stamp`), when they were. `program` is who loaded it (`fingerprint.program_tag`).
-    `snapshot` is the name of the one it was resumed from, "" for none, and `given_name` what a person
-    has called that one; `url` is where its endpoint listens.
-    """
-
-    model: str
-    files: ModelFiles
-    options: LoadOptions
-    became: LoadOptions
-    adapters: tuple[Adapter, ...]
-    system: str
-    stamps: dict[str, str]
-    program: str
-    is_worker: bool = False
-    snapshot: str = ""
-    given_name: str = ""
-    url: str = ""
-
-    def resumed_from(self, snapshot: str) -> ProcessDescription:
-        """Return the description of a process resumed from this snapshot, "" for none."""
-        given = format.given_part(snapshot, self.model, snapshot_options(self.options))
-        return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
-
-    def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
-        """Return the description with other adapters, read just now."""
-        lora = "" if adapters == self.files_adapters() else adapters_text(adapters)
-        options = msgspec.structs.replace(self.options, lora=lora)
-        paths = [adapter.path for adapter in self.adapters]
-        stamps = {path: stamp for path, stamp in self.stamps.items() if path not in paths}
-        return msgspec.structs.replace(
-            self,
-            options=options,
-            became=msgspec.structs.replace(self.became, lora=lora),
-            adapters=adapters,
-            stamps=stamps | stamps_of(self.files, options),
-        )
-
-    def files_adapters(self) -> tuple[Adapter, ...]:
-        """Return the adapters that the catalogue names for the model."""
-        return LoadOptions().adapters(self.files)
-
-
-def adapters_text(adapters: Sequence[Adapter]) -> str:
-    """Return the adapters as `LoadOptions.lora` names them."""
-    said = [a.path if a.scale == 1 else f"{a.path}:{a.scale:g}" for a in adapters]
-    return ",".join(said) or NO_ADAPTERS
-
-
-def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
-    """List the paths of all files that a load reads."""
-    return (*files.paths, *files.draft_paths, *options.adapter_paths(files))
-
-
-def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """Return the stamps of those files that exist; loading reports a missing one."""
-    return {
-        path: fingerprint.stamp(path) for path in read_files(files, options) if os.path.exists(path)
-    }
-
-
-def describe(
-    engine: Engine,
-    model: str,
-    files: ModelFiles,
-    options: LoadOptions,
-    *,
-    system: str,
-    stamps: dict[str, str],
-) -> ProcessDescription:
-    """Describe what was loaded into this process."""
-    return ProcessDescription(
-        model=model,
-        files=files,
-        options=options,
-        became=became(options, engine),
-        adapters=engine.info.lora,
-        system=system,
-        stamps=stamps,
-        program=fingerprint.program_tag(),
-    )
-
-
-def became(options: LoadOptions, engine: Engine) -> LoadOptions:
-    """Return the options with every choice made that another load might make otherwise."""
-    info = engine.info
-    if not info.can_generate:
-        return options
-    chosen = {name: info.choices[name].value for name in _CHOICES if name in info.choices}
-    return msgspec.structs.replace(options, n_ctx=info.n_ctx, n_parallel=info.n_parallel, **chosen)

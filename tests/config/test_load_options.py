@@ -19,7 +19,7 @@ from edgeinfer.host import Host
 from edgeinfer.launcher import selection
 from edgeinfer.runtime.llama.model import check_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.restore import app_host
 
 TYPED = [option for option in LOAD_OPTIONS if option.flag]
@@ -97,8 +97,8 @@ def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None
     typed = parsed("warm", *app_host.warm_argv("m", wanted))
     built = requesting.load_options(typed, LoadConfig())
     assert built == wanted
-    order = jobs.Order(model="m", files=ModelFiles(name="m", paths=()), options=built)
-    assert order.name == ("m" if not option.of_snapshot else order.name)
+    inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=built)
+    assert inputs.name == ("m" if not option.of_snapshot else inputs.name)
     assert snapshot_options(built) == snapshot_options(wanted)
     assert (option.field in snapshot_options(built)) == option.of_snapshot
 

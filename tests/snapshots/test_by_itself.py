@@ -278,24 +278,6 @@ def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
             os.close(handle)
 
 
-def test_idle_endpoint_releases_memory_and_answers_again(warm):
-    warm.settings("[snapshots]\nauto-warm = false\nidle-release-s = 0.5\n")
-    try:
-        with Endpoint(warm, MODEL) as endpoint:
-            endpoint.ask(tokens=30)
-            app = endpoint.apps()[0]
-            before = _of_files(app)
-            wait_until(lambda: _of_files(app) < before - 30_000_000, "30 MB to be given back")
-            assert endpoint.ask(tokens=30)["usage"]["completion_tokens"] == 30
-    finally:
-        warm.settings("[snapshots]\nauto-warm = false\n")
-
-
-def _of_files(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssFile"))
-
-
 def test_uninstall_refuses_while_an_endpoint_runs_and_not_for_one_with_another_home(warm):
     with Endpoint(warm, MODEL) as endpoint:
         outcome = warm.run("uninstall", "--yes", "--json")

@@ -25,7 +25,7 @@ from edgeinfer.launcher.launch import Launcher
 from edgeinfer.launcher.selection import LaunchChoice
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots.build import builder, jobs
-from edgeinfer.snapshots.build.park import ParkRequest
+from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.restore import app_host
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
@@ -98,24 +98,18 @@ def start(program: str, link: socket.socket, *arguments: str) -> subprocess.Pope
     return process
 
 
-def request_in(folder):
-    park = ParkRequest(
-        model="m",
-        files=ModelFiles(paths=("m.gguf",), name="m"),
-        options=LoadOptions(),
-        system="",
-        stamps={},
+def request() -> builder.BuildRequest:
+    inputs = SnapshotInputs(
+        model="m", files=ModelFiles(paths=("m.gguf",), name="m"), options=LoadOptions()
     )
-    return builder.BuildRequest(
-        name="m", model="m", requested={}, system="", criu="criu", version="", tier="root", park=park
-    )
+    return builder.BuildRequest(inputs=inputs, depends_on="", criu="criu", version="", tier="root")
 
 
 def test_from_the_parked_process_to_the_builder(tmp_path):
     ours, theirs = socket.socketpair()
     with ours, start(PARK, theirs, MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
-            builder.Builder(ours, tmp_path, request_in(tmp_path))._converse(ours, ours)
+            builder.Builder(ours, tmp_path, request())._converse(ours, ours)
         assert process.wait(30) == 1
     assert survives(raised.value)
 
@@ -125,7 +119,7 @@ def test_from_the_builder_to_who_ordered_the_build(tmp_path):
     folder = tmp_path / "new"
     with ours, start(BUILDER, theirs, str(folder), MESSAGE, HINT) as process:
         with pytest.raises(OutOfMemoryError) as raised:
-            jobs._listen(ours, request_in(tmp_path), lambda *_: None, process, tmp_path / "log")
+            jobs._listen(ours, request(), lambda *_: None, process, tmp_path / "log")
         assert process.wait(30) == 0
     assert survives(raised.value)
 

@@ -11,7 +11,6 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -20,7 +19,6 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs.snapshots import SnapshotResult, SnapshotsResult
 from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import (
-    EngineClosedError,
     SnapshotCorruptError,
     SnapshotMissingError,
     SnapshotStaleError,
@@ -30,14 +28,13 @@ from edgeinfer.launcher import selection
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import locked
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.runtime.llama.mappings import LARGE_BYTES
-from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.llama.mappings import Area
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu, fingerprint, format, registry
 from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.inputs import SnapshotInputs, describe
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.snapshots.restore import loaded_model, memory, reinitialize
-from edgeinfer.snapshots.restore.memory import IdleWatch
+from edgeinfer.snapshots.restore import loaded_model, prefetch, reinitialize
 
 
 @pytest.fixture
@@ -272,7 +269,10 @@ def test_refusal_of_the_only_snapshot_is_reported(root):
 
 def test_a_default_option_accepts_any_snapshot_and_another_does_not():
     engine = FakeEngine()
-    mine = loaded_model.LoadedModel(engine, "fake", LoadOptions(n_ctx=4096, kv_type="q8_0"))
+    options = LoadOptions(n_ctx=4096, kv_type="q8_0")
+    files = ModelFiles(name="fake", paths=())
+    inputs = SnapshotInputs(model="fake", files=files, options=options)
+    mine = loaded_model.LoadedModel(engine, describe(engine, inputs))
     assert mine.serves("fake", LoadOptions())
     assert mine.serves("fake", LoadOptions(n_ctx=4096, n_threads=7))
     assert not mine.serves("fake", LoadOptions(n_ctx=512))
@@ -339,101 +339,24 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
     assert area[:4] == bytes(4)
 
 
-# --- memory
-
-
-def test_large_allocation_is_found_whole(tmp_path):
-    libc = ctypes.CDLL(None)
-    pointer, size = ctypes.c_void_p(), 64 << 20
-    assert libc.posix_memalign(ctypes.byref(pointer), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
-    try:
-        inside = [
-            (low, high) for low, high in memory.buffers() if low <= pointer.value + memory.PAGE < high
-        ]
-        assert len(inside) == 1
-        low, high = inside[0]
-        assert pointer.value <= low + memory.PAGE
-        assert size - 3 * memory.PAGE <= high - low <= size
-    finally:
-        libc.free(pointer)
-
-
-def test_clean_file_pages_are_dropped_and_written_ones_stay(tmp_path):
-    path = tmp_path / "file"
-    length = 4 * memory.WINDOW_BYTES
-    path.write_bytes(b"f" * length)
-    with open(path, "r+b") as file:
-        area = mmap.mmap(file.fileno(), length, flags=mmap.MAP_PRIVATE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    low = -(-address // memory.WINDOW_BYTES) * memory.WINDOW_BYTES
-    offset = low - address
-    assert area[:] == b"f" * length
-    area[offset + 5] = ord("w")
-    dropped = memory.give_back([(low, low + 2 * memory.WINDOW_BYTES)])
-    assert dropped == memory.WINDOW_BYTES
-    assert area[offset + 5] == ord("w")
-    assert area[offset + memory.WINDOW_BYTES] == ord("f")
+# --- prefetch
 
 
 def test_prefetch_reads_only_uncached_pages(tmp_path):
     path = tmp_path / "file"
-    step = memory.WINDOW_BYTES
-    content = os.urandom(4 * step + 5000)
-    path.write_bytes(content)
-    stretches = [(step // 2, 2 * step), (3 * step, step + 5000)]
+    step = prefetch.STEP_BYTES
+    path.write_bytes(os.urandom(4 * step + 5000))
+    area = Area(0, 3 * step + 5000, "r--s", step, str(path))
+    assert prefetch.missing_part(area) == 0.0
+    assert prefetch.read_ahead(area) == 0
     with open(path, "rb") as file:
-        fd = file.fileno()
-        assert memory.missing_part(fd, stretches) == 0.0
-        assert memory.read_ahead(fd, stretches) == 0
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # the probes themselves read nothing more
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        assert memory.missing_part(fd, stretches) == 1.0
-        assert memory.read_ahead(fd, stretches) == 3 * step + 5000
-        assert memory.missing_part(fd, stretches) == 0.0
-
-
-def test_touched_windows_of_a_shared_mapping_are_found(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"f" * LARGE_BYTES * 2)
-    with open(path, "rb") as file:
-        area = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
-
-    def of_file():
-        return [
-            (found.offset, found.high - found.low)
-            for found in memory.touched_shared()
-            if found.path == str(path)
-        ]
-
-    memory.give_back_shared()
-    assert of_file() == []
-    area.madvise(mmap.MADV_RANDOM)  # one fault, few pages around it
-    assert area[10 * memory.WINDOW_BYTES + memory.WINDOW_BYTES // 2] == ord("f")
-    assert of_file() == [(10 * memory.WINDOW_BYTES, memory.WINDOW_BYTES)]
-
-
-def test_idle_engine_is_released_once_per_rest():
-    engine = FakeEngine()
-    released = threading.Semaphore(0)
-    watch = IdleWatch(engine, 0.1, released.release)
-    watch.start()
-    assert released.acquire(timeout=20)
-    assert not released.acquire(timeout=0.5)
-    list(engine.submit(GenerateRequest(prompt="hi")))
-    assert released.acquire(timeout=20)
-    watch.stop()
-    engine.close()
-
-
-def test_watch_of_an_engine_that_was_unloaded_ends_quietly(monkeypatch):
-    def metrics():
-        raise EngineClosedError("closed")
-
-    engine = FakeEngine()
-    monkeypatch.setattr(engine, "metrics", metrics)
-    IdleWatch(engine, 0.1, lambda: None)._watch()
-    engine.close()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    cut = area._replace(high=2 * step)
+    assert prefetch.read_ahead(cut) == 2 * step
+    assert 0 < prefetch.missing_part(area) < 1
+    assert prefetch.read_ahead(area) >= 5000
+    assert prefetch.missing_part(area) == 0.0
 
 
 def test_criu_work_folder_of_another_user_is_skipped(root, monkeypatch):
@@ -466,7 +389,7 @@ def test_least_recently_used_snapshots_are_pruned_first(root):
     config = SnapshotsConfig(max_total_gib=9 * mib / (1 << 30), disk_margin_gib=0.0)
     for path in root.rglob(format.MEMORY):
         path.write_bytes(os.urandom(4 * mib))
-    assert registry.prune_to_limit(root, config, keep="a") == ["b"]
+    assert registry.make_room(root, config, keep="a") == ["b"]
     assert sorted(format.generations(str(root))) == ["a", "c"]
 
 

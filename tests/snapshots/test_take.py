@@ -14,7 +14,7 @@ from made_models import make_adapter
 from other_processes import descendants, has_ended, wait_until
 
 from edgeinfer.platform import process_metadata
-from edgeinfer.snapshots.running import ProcessDescription
+from edgeinfer.snapshots.inputs import ProcessDescription
 
 from .conftest import Person
 from .test_by_itself import MODEL, Endpoint
@@ -253,11 +253,12 @@ from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.inputs import SnapshotInputs
 became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on")
-order = jobs.Order(
+inputs = SnapshotInputs(
     model="small", files=Host().files("small"), options=LoadOptions(), became=became, given_name="less"
 )
-details = jobs.build(order, SnapshotsConfig(), lambda stage, fraction: None)
+details = jobs.build(inputs, SnapshotsConfig(), lambda stage, fraction: None)
 print(json.dumps([details.requested, details.actual]))
 """
 

@@ -21,8 +21,8 @@ from edgeinfer.platform import paths
 from edgeinfer.snapshots import criu, fingerprint, format, registry, running
 from edgeinfer.snapshots.build import builder, jobs
 from edgeinfer.snapshots.build.jobs import take as build
+from edgeinfer.snapshots.inputs import ProcessDescription
 from edgeinfer.snapshots.registry import Details, Failure, Listed
-from edgeinfer.snapshots.running import ProcessDescription
 from edgeinfer.units import format_bytes, format_duration
 
 
@@ -282,7 +282,7 @@ def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
         confirm("remove every snapshot?", yes=options.yes)
         return _remove(registry.by_last_use(root))
     sizes = {folder: registry.disk_bytes(folder) for folder in registry.by_last_use(root)}
-    removed = [*registry.remove_stale(root), *registry.prune_to_limit(root, host.config.snapshots)]
+    removed = [*registry.remove_stale(root), *registry.make_room(root, host.config.snapshots)]
     freed = sum(size for folder, size in sizes.items() if not folder.exists())
     return RemovedResult(removed=tuple(removed), freed_bytes=freed)
 
@@ -320,12 +320,9 @@ def _take(options: argparse.Namespace, host: Host) -> TakeResult:
     criu.available()
     progress = StageProgress(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
     with stoppable("stopped; nothing of the snapshot is kept"), progress:
-        taken = build(loaded, options.name, host.config.snapshots, progress.report)
+        snapshot, was_built = build(loaded, options.name, host.config.snapshots, progress.report)
     return TakeResult(
-        pid=pid,
-        snapshot=taken.snapshot,
-        was_built=taken.was_built,
-        wall_s=round(time.monotonic() - start_s, 2),
+        pid=pid, snapshot=snapshot, was_built=was_built, wall_s=round(time.monotonic() - start_s, 2)
     )
 
 

@@ -23,6 +23,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.format import generations, read_manifest
+from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     for path in load_options.adapter_paths(files):
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
-    order = jobs.Order(
+    inputs = SnapshotInputs(
         model=ref.name,
         files=files,
         options=load_options,
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     )
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with stoppable("stopped; nothing of the snapshot is kept"), progress:
-        details = jobs.build(order, config, progress.report)
+        details = jobs.build(inputs, config, progress.report)
     return WarmResult(snapshot=details, wall_s=round(time.monotonic() - start_s, 2))
 
 

@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import msgspec
 
+from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import (
     DiskFullError,
     DumpError,
@@ -39,7 +40,8 @@ from edgeinfer.platform import process
 from edgeinfer.platform.disk import free_bytes, sha256_of, sync, write_whole
 from edgeinfer.snapshots import criu, fingerprint, format, linux, registry
 from edgeinfer.snapshots.build.bake import Baked, bake
-from edgeinfer.snapshots.build.park import Parked, ParkRequest
+from edgeinfer.snapshots.build.park import Parked, Stages
+from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
@@ -50,17 +52,13 @@ _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshot to make, the CRIU to make it with (its path, version and tier), what to load."""
+    """What to build, the digest of its inputs, and CRIU: its path, version and tier."""
 
-    name: str
-    model: str
-    requested: dict[str, str]
-    system: str
+    inputs: SnapshotInputs
+    depends_on: str
     criu: str
     version: str
     tier: str
-    park: ParkRequest
-    depends_on: str = ""
 
 
 class Builder:
@@ -71,36 +69,22 @@ class Builder:
         self._folder = folder
         self._request = request
         self._images = folder / format.IMAGES
-        self._stages: dict[str, float] = {}
+        self._stages = Stages(order)
         self._wake_read, self._wake_write = os.pipe()
 
     def build(self) -> Details:
         """Build and publish. Raises what loading raises, DumpError, RestoreError, DiskFullError."""
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()
-        self._stages.update(parked.stages_ms)
-        began = time.monotonic()
-        baked = bake(self._images, self._folder / format.MEMORY, parked.pid, self._bake_progress)
-        self._stages["bake"] = _ms_since(began)
+        self._stages.begin("bake")
+        baked = bake(self._images, self._folder / format.MEMORY, parked.pid, self._stages.report)
+        self._stages.begin("verify")
         manifest = self._manifest(parked)
-        self._say("verify", None)
-        began = time.monotonic()
         self._compare_canary(manifest, parked.canary)
-        self._stages["verify"] = _ms_since(began)
+        self._stages.begin("")
         details = self._details(manifest, parked, baked)
         self._publish(manifest, details)
         return details
-
-    def _say(self, stage: str, fraction: float | None) -> None:
-        self._pass_on(
-            messages.Stage(name=stage, fraction="" if fraction is None else f"{fraction:.4f}")
-        )
-
-    def _pass_on(self, stage: messages.Stage) -> None:
-        messages.send(self._order, stage)
-
-    def _bake_progress(self, done: int, total: int) -> None:
-        self._say("bake", done / total if total else 1.0)
 
     # --- parking and dumping
 
@@ -118,20 +102,18 @@ class Builder:
         theirs.close()
         orders.close()
         parked = self._converse(mine, order)
-        began = time.monotonic()
-        self._say("dump", None)
+        self._stages.begin("dump")
         order.sendall(b"%d\n" % parked.pid)
         if order.recv(64) != b"dumped":
             raise self._dump_failed()
         os.waitpid(init, 0)
-        self._stages["dump"] = _ms_since(began)
         return parked
 
     def _converse(self, link: socket.socket, order: socket.socket) -> Parked:
         """Have the process park; return once it has closed its end."""
-        messages.send(link, messages.Payload(content=msgspec.json.encode(self._request.park)))
+        messages.send(link, messages.Payload(content=msgspec.json.encode(self._request.inputs)))
         try:
-            content = wait_for_payload(link, self._pass_on)
+            content = wait_for_payload(link, lambda stage: messages.send(self._order, stage))
         except EdgeInferError as error:
             raise _disk_full(self._folder) or error from None
         if content is None or messages.receive(link) is not None:
@@ -214,17 +196,17 @@ class Builder:
     # --- trying and publishing
 
     def _manifest(self, parked: Parked) -> format.Manifest:
-        request = self._request
+        request, inputs = self._request, self._request.inputs
         manifest = format.Manifest(
-            name=request.name,
-            model=request.model,
+            name=inputs.name,
+            model=inputs.model,
             criu=request.criu,
             tier=request.tier,
             pid=parked.pid,
             link_inode=parked.link_inode,
             wake_inode=parked.wake_inode,
         )
-        manifest.requested = request.requested
+        manifest.requested = snapshot_options(inputs.options)
         manifest.actual = parked.actual
         manifest.keys = fingerprint.machine_keys() | {
             "sha256": parked.info.sha256,
@@ -242,7 +224,7 @@ class Builder:
 
     def _refuse_changed(self, stamps: dict[str, str]) -> None:
         """Raise SnapshotStaleError for a file of the model that is another than before the load."""
-        for path, stamp in self._request.park.stamps.items():
+        for path, stamp in self._request.inputs.stamps.items():
             if stamps.get(path, stamp) != stamp:
                 raise SnapshotStaleError(
                     f"{path} was changed while the snapshot was built; nothing of it is kept",
@@ -270,14 +252,14 @@ class Builder:
             requested=manifest.requested,
             actual=manifest.actual,
             reasons={name: chosen.reason for name, chosen in parked.info.choices.items()},
-            system=self._request.system,
+            system=self._request.inputs.system,
             system_tokens=parked.system_tokens,
             memory_bytes=baked.memory_bytes,
             images_bytes=images_bytes,
             disk_bytes=baked.disk_bytes + images_bytes,
             mappings=baked.mappings,
             digests={name: _digest(self._folder / name) for name in manifest.images},
-            stages_ms=self._stages,
+            stages_ms=parked.stages_ms | self._stages.ms,
             depends_on=self._request.depends_on,
         )
 
@@ -308,10 +290,6 @@ def parked_environment() -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-
-
-def _ms_since(began: float) -> float:
-    return round((time.monotonic() - began) * 1000, 1)
 
 
 def _tail(log: Path, only: str = "") -> str:

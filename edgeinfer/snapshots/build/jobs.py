@@ -30,12 +30,11 @@ from edgeinfer.host import Host
 from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
-from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots import criu, fingerprint, format, registry
 from edgeinfer.snapshots.build.builder import BuildRequest, wait_for_payload
-from edgeinfer.snapshots.build.park import ParkRequest
+from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamps_of
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.snapshots.running import ProcessDescription, read_files, stamps_of
 from edgeinfer.units import format_bytes
 
 #: (stage, fraction 0..1 or None when unknown)
@@ -46,40 +45,6 @@ BACKGROUND_LOCK = ".auto-warm.lock"
 #: Python's heap, KV cache and compute buffers that were touched.
 _NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.build.builder"
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot to build. `given_name` "": derived; `system` "": the template's own.
-
-    `became` are the options with the choices of another load, which are to be made again, `adapters`
-    those of the options under the names they had there. `stamps` are what the model's files must be
-    (`fingerprint.stamp`); none: what they are.
-    """
-
-    model: str
-    files: ModelFiles
-    options: LoadOptions
-    system: str = ""
-    given_name: str = ""
-    became: LoadOptions | None = None
-    adapters: tuple[Adapter, ...] | None = None
-    stamps: dict[str, str] = {}
-
-    @property
-    def name(self) -> str:
-        return format.snapshot_name(self.model, snapshot_options(self.options), self.given_name)
-
-    @property
-    def depends_on(self) -> str:
-        """Digest all inputs of the build. Raises OSError if a file of the model is gone."""
-        adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
-        what = (self.files, snapshot_options(self.options), self.system, adapters)
-        return registry.input_digest(read_files(self.files, self.options), msgspec.json.encode(what))
-
-    @property
-    def as_loaded(self) -> LoadOptions:
-        """Return the options with the load's choices, if known."""
-        return self.became or self.options
 
 
 def step_back() -> None:
@@ -101,7 +66,7 @@ def new_generation(
     format.refuse_unsafe_ancestors(str(root))
     with locked(build_lock(root, name), lambda: progress("wait for another warm of this model", None)):
         sweep(root)
-        registry.make_room(root, need_bytes, config, keep=name)
+        registry.make_room(root, config, name, need_bytes)
         refuse_full(root, name, need_bytes, config)
         folder = root / format.folder_name(name, time.time_ns(), fingerprint.program_tag())
         folder.mkdir(mode=0o700)
@@ -113,41 +78,31 @@ def new_generation(
             raise
         registry.forget_failure(name)
         registry.drop_older(root, name)
-    registry.prune_to_limit(root, config, keep=name)
+    registry.make_room(root, config, name)
 
 
-def build(order: Order, config: SnapshotsConfig, progress: Progress) -> Details:
+def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
     """Build, publish, and remove the snapshot of that name before; its processes go on.
 
     Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and as loading does.
     """
     found = criu.available()
-    with new_generation(order.name, _NEED_BYTES, config, progress) as folder:
+    with new_generation(inputs.name, _NEED_BYTES, config, progress) as folder:
         request = BuildRequest(
-            name=order.name,
-            model=order.model,
-            requested=snapshot_options(order.options),
-            depends_on=order.depends_on,
-            system=order.system,
+            inputs=msgspec.structs.replace(
+                inputs, stamps=inputs.stamps or stamps_of(inputs.files, inputs.options)
+            ),
+            depends_on=inputs.depends_on,
             criu=found.criu,
             version=found.version,
             tier=found.tier or "",
-            park=ParkRequest(
-                model=order.model,
-                files=order.files,
-                options=order.options,
-                system=order.system,
-                stamps=order.stamps or stamps_of(order.files, order.options),
-                became=order.became,
-                adapters=order.adapters,
-            ),
         )
         try:
             return run_builder(folder, request, progress)
         except EdgeInferError as error:
             failure = registry.Failure(
-                name=order.name,
-                model=order.model,
+                name=inputs.name,
+                model=inputs.model,
                 message=error.message,
                 at_s=time.time(),
                 depends_on=request.depends_on,
@@ -238,39 +193,22 @@ def _listen(
     raise SnapshotError(f"the process that builds the snapshot died{': ' + last[0] if last else ''}")
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshot; `was_built`: it was not there already, with nothing changed since."""
-
-    snapshot: Details
-    was_built: bool
-
-
 def take(
     found: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: Progress
-) -> Taken:
+) -> tuple[Details, bool]:
     """Build the snapshot of `found`, under the name it was resumed from unless one is given.
 
-    It runs at the lowest niceness, one at a time. Raises SnapshotStaleError when a file is another than
-    the one that was loaded, and what `build` raises.
+    Returns the snapshot, and False if it existed already and nothing has changed since. The build runs
+    at the lowest niceness, one at a time. Raises SnapshotStaleError when a file is another than the one
+    that was loaded, and what `build` raises.
     """
     process.step_back()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
     with locked(lock, lambda: progress("wait for another build", None)):
         _refuse_changed(found)
-        order = Order(
-            model=found.model,
-            files=found.files,
-            options=found.options,
-            system=found.system,
-            given_name=given_name or found.given_name,
-            became=found.became,
-            adapters=found.adapters,
-            stamps=found.stamps,
-        )
-        there = _already_there(order)
-        if there is not None:
-            return Taken(snapshot=there, was_built=False)
-        return Taken(snapshot=build(order, config, progress), was_built=True)
+        inputs = msgspec.structs.replace(found, given_name=given_name or found.given_name)
+        there = _already_there(inputs)
+        return (there, False) if there else (build(inputs, config, progress), True)
 
 
 def _refuse_changed(found: ProcessDescription) -> None:
@@ -286,37 +224,37 @@ def _refuse_changed(found: ProcessDescription) -> None:
             )
 
 
-def _already_there(order: Order) -> Details | None:
+def _already_there(inputs: SnapshotInputs) -> Details | None:
     """Return the valid snapshot of that name built from the same inputs and choices, if any."""
     root = str(paths.snapshots_dir())
-    folders = format.generations(root, fingerprint.program_tag()).get(order.name)
+    folders = format.generations(root, fingerprint.program_tag()).get(inputs.name)
     if not folders:
         return None
     try:
         details = registry.read_details(Path(folders[0]))
     except EdgeInferError:
         return None
-    wanted = snapshot_options(order.as_loaded)
-    is_same = details.depends_on == order.depends_on and not differing(
+    wanted = snapshot_options(inputs.as_loaded)
+    is_same = details.depends_on == inputs.depends_on and not differing(
         wanted, details.requested, details.actual
     )
     return details if is_same and registry.state_of(Path(folders[0]))[0] else None
 
 
-def reason_not_to(config: Config, order: Order) -> str:
-    """Return why the snapshot of `order` should not be built, or ""."""
+def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
+    """Return why the snapshot of `inputs` should not be built, or ""."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
     found = criu.probe()
     if found.tier is None:
         return found.reason
-    if is_building(order.name):
+    if is_building(inputs.name):
         return "another process is building it"
-    failed = registry.find_failure(order.name)
-    if failed is not None and failed.depends_on == order.depends_on:
+    failed = registry.find_failure(inputs.name)
+    if failed is not None and failed.depends_on == inputs.depends_on:
         return f"it failed before, and nothing has changed since: {failed.message}"
     try:
-        selection.find(order.model, snapshot_options(order.options))
+        selection.find(inputs.model, snapshot_options(inputs.options))
     except EdgeInferError:
         return ""
     return "it is already built"
@@ -329,11 +267,11 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
         ref = host.resolve(model)
         name = ref.name
         files = host.files(ref, options.draft)
-        order = Order(model=name, files=files, options=options, system=files.system_prompt)
-        if why_not := reason_not_to(host.config, order):
+        inputs = SnapshotInputs(model=name, files=files, options=options, system=files.system_prompt)
+        if why_not := reason_not_to(host.config, inputs):
             return f"{name}: not built: {why_not}"
         began = time.monotonic()
-        details = build(order, host.config.snapshots, lambda _stage, _fraction: None)
+        details = build(inputs, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:
         return f"{model}: not built: {error.message}"
     took = f"{time.monotonic() - began:.1f} s"

@@ -1,4 +1,4 @@
-"""The process a snapshot is taken of: it loads, prefills, gives zeros back, and waits.
+"""The process a snapshot is taken of: it loads, prefills, and waits.
 
 `python -m edgeinfer.snapshots.build.park`, with the builder's socket as descriptor LINK_FD and a
 pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
@@ -9,7 +9,6 @@ their place. It has never seen a user's environment, terminal, prompt or key: th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -30,13 +29,13 @@ from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.launcher import messages
 from edgeinfer.launcher.argv import LAUNCH_VERBS
 from edgeinfer.platform import process
-from edgeinfer.runtime.llama.mappings import Range, Untouched, areas
-from edgeinfer.runtime.options import Adapter, EngineInfo, LoadOptions, ModelFiles
-from edgeinfer.snapshots import linux
+from edgeinfer.runtime.llama.mappings import areas
+from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
-from edgeinfer.snapshots.restore import app_process, memory, reinitialize
+from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe
+from edgeinfer.snapshots.restore import app_process, reinitialize
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
-from edgeinfer.snapshots.running import became, describe
+from edgeinfer.snapshots.restore.prefetch import mapped_weights
 
 #: Our packages whose every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
@@ -52,23 +51,6 @@ LAZY_MODULES = """
     uvicorn.protocols.http.httptools_impl uvicorn.protocols.utils
 """.split()
 _WIDGETS = "textual.widgets"
-#: Memory is compared with zeros, and given back, in blocks of this size.
-_BLOCK_BYTES = 256 << 10
-
-
-class ParkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to load and park. `became`: load choices to make again; `adapters`: those it has then.
-
-    `stamps` are the files' before the load (`fingerprint.stamp`).
-    """
-
-    model: str
-    files: ModelFiles
-    options: LoadOptions
-    system: str
-    stamps: dict[str, str]
-    became: LoadOptions | None = None
-    adapters: tuple[Adapter, ...] | None = None
 
 
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,65 +94,61 @@ def _import(name: str) -> list[str]:
     return []
 
 
-class _Stages:
+class Stages:
+    """Reports the stages of a build over a link; `ms` is how long each took."""
+
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._name, self._since = "", time.monotonic()
         self.ms: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
+        """End a stage and begin the next, "" for none."""
         now = time.monotonic()
         if self._name:
             self.ms[self._name] = round((now - self._since) * 1000, 1)
         self._name, self._since = name, now
         if name:
-            self.report(name, None)
+            self.report(None)
 
-    def report(self, name: str, fraction: float | None) -> None:
-        messages.send(
-            self._link,
-            messages.Stage(name=name, fraction="" if fraction is None else f"{fraction:.4f}"),
-        )
+    def report(self, fraction: float | None) -> None:
+        """Tell how much of the stage is done."""
+        done = "" if fraction is None else f"{fraction:.4f}"
+        messages.send(self._link, messages.Stage(name=self._name, fraction=done))
 
 
-def prepare(link: socket.socket, request: ParkRequest) -> tuple[LoadedModel, Parked]:
+def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, Parked]:
     """Load, warm up, prefill and park as the builder asks. Raises what loading raises."""
     from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
 
-    files, options = request.files, request.options
+    files, options = inputs.files, inputs.options
     # the system prompt of a launch that names none
-    loadable = msgspec.structs.replace(files, system_prompt=request.system)
-    stages = _Stages(link)
+    loadable = msgspec.structs.replace(files, system_prompt=inputs.system)
+    stages = Stages(link)
     stages.begin("load")
     # llama.cpp needs no Python to load, and the imports no llama.cpp
     with ThreadPoolExecutor(1) as loader:
         loading = loader.submit(
-            load_engine, loadable, options, lambda _stage, fraction: stages.report("load", fraction)
+            load_engine, loadable, options, lambda _stage, fraction: stages.report(fraction)
         )
         import_everything()
         _rehearse()
         engine: Parkable = loading.result()
-    if request.became is not None:
-        engine = _with_choices(engine, loadable, options, request.became)
-    if request.adapters is not None and request.adapters != engine.info.lora:
-        engine.use_adapters(request.adapters)
-    loaded = LoadedModel(engine, request.model, options)
-    loaded.description = describe(
-        engine, request.model, files, options, system=request.system, stamps=request.stamps
-    )
-    # loading read it all; what is touched from here on is what computing needs
-    memory.give_back_shared()
+    if inputs.became is not None:
+        engine = _with_choices(engine, loadable, options, inputs.became)
+    if inputs.adapters is not None and inputs.adapters != engine.info.lora:
+        engine.use_adapters(inputs.adapters)
+    loaded = LoadedModel(engine, describe(engine, inputs))
     system_tokens = 0
     if engine.info.has_chat_template:
         stages.begin("prefill")
-        system_tokens = engine.prefill_system(request.system)
+        system_tokens = engine.prefill_system(inputs.system)
     stages.begin("warm up")
     engine.warm_up()
     # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
     canary = loaded.canary()
     engine.park()
-    loaded.needed, loaded.buffers = memory.touched_shared(), memory.buffers()
-    give_back_zeros(loaded.buffers)
+    loaded.weights = mapped_weights()
     stages.begin("")
     parked = Parked(
         info=engine.info,
@@ -181,21 +159,6 @@ def prepare(link: socket.socket, request: ParkRequest) -> tuple[LoadedModel, Par
         stages_ms=stages.ms,
     )
     return loaded, parked
-
-
-def give_back_zeros(buffers: list[Range]) -> None:
-    """Give back what holds zeros in these ranges, an empty KV cache above all: CRIU writes each page.
-
-    Memory that was never touched is not even compared, which takes 0.45 s a GiB. Nothing may write to
-    the ranges meanwhile.
-    """
-    zeros = ctypes.create_string_buffer(_BLOCK_BYTES)
-    with contextlib.closing(Untouched()) as untouched:
-        for low, high in buffers:
-            for at in range(low, high, _BLOCK_BYTES):
-                size = min(_BLOCK_BYTES, high - at)
-                if not untouched.holds(at, at + size) and linux.equal(at, zeros, size):
-                    linux.forget_pages(at, size)
 
 
 def _with_choices(
@@ -254,8 +217,8 @@ def main() -> None:
     if received is None or not isinstance(received[0], messages.Payload):
         os._exit(1)
     with _reporting_errors(link):
-        request = msgspec.json.decode(received[0].content, type=ParkRequest)
-        loaded, parked = prepare(link, request)
+        inputs = msgspec.json.decode(received[0].content, type=SnapshotInputs)
+        loaded, parked = prepare(link, inputs)
     loaded.droppable = reinitialize.read_droppable_ranges()  # a restore forgets which they are
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ from edgeinfer.errors import (
     EdgeInferError,
     EngineClosedError,
     InterruptedByUser,
-    SnapshotError,
     UsageError,
     from_fields,
     to_fields,
@@ -33,16 +33,16 @@ from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshots import format
+from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, describe, stamps_of
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable
-from edgeinfer.snapshots.restore.memory import IdleWatch
-from edgeinfer.snapshots.running import ProcessDescription, describe, stamps_of
 
 if TYPE_CHECKING:
     from edgeinfer.workers.remote_engine import RemoteEngine
 
 
-#: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built.
-_REST_S = 15.0
+#: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built, and between
+#: two looks at it.
+_REST_S, _LOOK_S = 15.0, 3.0
 
 
 class AppHost(Host):
@@ -69,7 +69,9 @@ class AppHost(Host):
         self._loaded = loaded
         self._listeners = listeners
         self._asking = threading.Lock()
-        self._description = OwnProcessDescription()
+        self._note = process_metadata.Note(process_metadata.DESCRIPTION)
+        self._description: ProcessDescription | None = None
+        self._url = ""
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
@@ -100,7 +102,6 @@ class AppHost(Host):
             return engine
         self._reached("load")
         if self._loaded.serves(model, options, named=self._named):
-            self._loaded.release_when_idle(self.config.snapshots.idle_release_s)
             engine = self._loaded.take(options)
             self._describe(self._loaded.engine, self._loaded.description)
             self.keep_blocks(self._loaded.engine)
@@ -123,8 +124,14 @@ class AppHost(Host):
     ) -> Engine:
         ref = self.resolve(model)
         files = self.files(ref, options.draft, progress)
-        stamps = stamps_of(files, options)
-        name, system = ref.name, files.system_prompt
+        name = ref.name
+        inputs = SnapshotInputs(
+            model=name,
+            files=files,
+            options=options,
+            system=files.system_prompt,
+            stamps=stamps_of(files, options),
+        )
         if self._hint and format.part_of(self._request.expected_model) != format.part_of(name):
             reason = f"the launcher expected {self._request.expected_model}"
             try:
@@ -134,7 +141,7 @@ class AppHost(Host):
             self.start = msgspec.structs.replace(self.start, reason=reason)
         self._say_cold_start()
         engine = self._load(files, options, progress)
-        self._describe(engine, describe(engine, name, files, options, system=system, stamps=stamps))
+        self._describe(engine, describe(engine, inputs))
         return engine
 
     def _say_cold_start(self) -> None:
@@ -142,15 +149,37 @@ class AppHost(Host):
         if self._hint and self.start.how == "cold":
             sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
 
-    def _describe(self, engine: Parkable, found: ProcessDescription | None) -> None:
-        self._description.write(found, self.start.snapshot, is_worker=self._is_worker)
-        engine.on_new_adapters = self._description.has_adapters
+    def _describe(self, engine: Parkable, found: ProcessDescription) -> None:
+        found = found.resumed_from(self.start.snapshot)
+        self._publish(msgspec.structs.replace(found, is_worker=self._is_worker))
+        engine.on_new_adapters = self._has_adapters
+
+    def _has_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        if self._description is not None:
+            self._publish(self._description.with_adapters(adapters))
 
     def listens_at(self, url: str) -> None:
-        self._description.listens_at(url)
+        self._url = url
+        self._publish(self._description)
+
+    def _publish(self, found: ProcessDescription | None) -> None:
+        """Leave what is loaded where `ps` and `snapshots take` find it."""
+        self._description = found
+        if found is not None:
+            self._note.write(msgspec.structs.replace(found, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        return take_through_launcher(self._tell, model, name)
+        """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""
+        arguments = (f"--model={model}", f"--name={name}")
+        end = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
+        if end.result is None:
+            raise from_fields(end.error)
+        return TakenSnapshot(
+            name=end.result.snapshot.name,
+            disk_bytes=end.result.snapshot.disk_bytes,
+            was_built=end.result.was_built,
+            seconds=end.result.wall_s,
+        )
 
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
@@ -193,11 +222,8 @@ class AppHost(Host):
         cancel: threading.Event | None = None,
     ) -> None:
         """Run `edgeinfer warm` in a process of the launcher's, outside our namespaces."""
-        read_fd, write_fd = os.pipe()
-        with self._asking:
-            messages.send(self._link, messages.WarmNow(argv=warm_argv(model, options)), [write_fd])
-        os.close(write_fd)
-        follow_build(model, read_fd, progress, cancel, lambda: self._tell(messages.StopWarming()))
+        output = self._tell_with_pipe(messages.WarmNow(argv=warm_argv(model, options)))
+        follow_build(model, output, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Name the snapshot that would have helped; the launcher builds it later, when idle."""
@@ -208,14 +234,9 @@ class AppHost(Host):
         wanted = messages.WantSnapshot(model=model, options=msgspec.json.encode(options))
         self._tell(wanted)
         if self._long_lived:
-
-            def rested() -> None:
-                wanted.now = True
-                self._tell(wanted)
-                watch.stop()
-
-            watch = IdleWatch(engine, _REST_S, rested)
-            watch.start()
+            wanted.now = True
+            asking = (engine, lambda: self._tell(wanted))
+            threading.Thread(target=_call_when_rested, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
         """Return whether unconfigured options are used for the first time; log it."""
@@ -234,87 +255,62 @@ class AppHost(Host):
         with self._asking, contextlib.suppress(OSError):
             messages.send(self._link, message, fds)
 
+    def _tell_with_pipe(self, message: messages.Message) -> int:
+        """Send a message with the end of a pipe to write to; return the one to read."""
+        read_fd, write_fd = os.pipe()
+        self._tell(message, [write_fd])
+        os.close(write_fd)
+        return read_fd
 
-#: Sends a message to the launcher, with descriptors.
-Tell = Callable[[messages.Message, Sequence[int]], None]
+
+def _call_when_rested(engine: Engine, action: Callable[[], None]) -> None:
+    """Call `action` once nothing was asked of the engine for `_REST_S`; never if it was closed."""
+    rested_s, before = 0.0, (0, 0)
+    while rested_s < _REST_S:
+        time.sleep(_LOOK_S)
+        try:
+            now = engine.metrics()
+        except EngineClosedError:
+            return
+        done = (now.requests_total, now.prompt_tokens_total)
+        is_resting = done == before and not now.running + now.queued
+        rested_s = rested_s + _LOOK_S if is_resting else 0.0
+        before = done
+    action()
 
 
-class _Named(msgspec.Struct, frozen=True):
+class _BuiltSnapshot(msgspec.Struct, frozen=True):
     name: str
     disk_bytes: int
 
 
-class _Result(msgspec.Struct, frozen=True):
-    snapshot: _Named
-    was_built: bool
+class _BuildResult(msgspec.Struct, frozen=True):
+    snapshot: _BuiltSnapshot
     wall_s: float
+    was_built: bool = True
 
 
-class _TakeEnvelope(msgspec.Struct, frozen=True):
-    """The JSON of `edgeinfer snapshots take`; `error` as in `errors.to_fields`."""
+class BuildEnd(msgspec.Struct, frozen=True):
+    """The JSON that ends `warm` and `snapshots take`; `error` is as in `errors.to_fields`."""
 
-    ok: bool
-    result: _Result | None = None
+    result: _BuildResult | None = None
     error: dict[str, str] = {}
 
 
-class _Envelope(msgspec.Struct, frozen=True):
-    """The last line of `edgeinfer warm --json`; `error` as in `errors.to_fields`."""
-
-    ok: bool
-    error: dict[str, str] = {}
-
-
-class OwnProcessDescription:
-    """This process's description, with what is known of its launch."""
-
-    def __init__(self) -> None:
-        self._note = process_metadata.Note(process_metadata.DESCRIPTION)
-        self._found: ProcessDescription | None = None
-        self._url = ""
-
-    def write(self, found: ProcessDescription | None, snapshot: str, *, is_worker: bool) -> None:
-        """Leave what was loaded, resumed from `snapshot`; nothing where that is not known."""
-        if found is not None:
-            found = found.resumed_from(snapshot)
-            self._found = msgspec.structs.replace(found, is_worker=is_worker)
-            self._leave()
-
-    def has_adapters(self, adapters: tuple[Adapter, ...]) -> None:
-        """Leave that the model has these adapters from now on."""
-        if self._found is not None:
-            self._found = self._found.with_adapters(adapters)
-            self._leave()
-
-    def listens_at(self, url: str) -> None:
-        """Leave where its endpoint listens too."""
-        self._url = url
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._found is not None:
-            self._note.write(msgspec.structs.replace(self._found, url=self._url))
-
-
-def take_through_launcher(tell: Tell, model: str, name: str) -> TakenSnapshot:
-    """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""
-    read_fd, write_fd = os.pipe()
-    tell(messages.TakeSnapshot(argv=(f"--model={model}", f"--name={name}")), [write_fd])
-    os.close(write_fd)
-    with open(read_fd, "rb") as answer:
-        raw = answer.read()
-    try:
-        said = msgspec.json.decode(raw, type=_TakeEnvelope)
-    except msgspec.MsgspecError:
-        raise SnapshotError("the process that takes the snapshot ended without a word") from None
-    if said.result is None:
-        raise from_fields(said.error)
-    return TakenSnapshot(
-        name=said.result.snapshot.name,
-        disk_bytes=said.result.snapshot.disk_bytes,
-        was_built=said.result.was_built,
-        seconds=said.result.wall_s,
-    )
+def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
+    """Read the output of a build, a line a stage, until it ends; close it."""
+    last = "it ended without a word"
+    end = None
+    with open(output, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("{"):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    end = msgspec.json.decode(line, type=BuildEnd)
+            elif line.strip():
+                last = line.strip().removesuffix("…").strip()
+                if progress is not None:
+                    progress(last, None)
+    return end or BuildEnd(error=to_fields(DumpError(last)))
 
 
 def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
@@ -324,42 +320,26 @@ def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
 
 def follow_build(
     model: str,
-    fd: int,
+    output: int,
     progress: LoadProgress | None,
     cancel: threading.Event | None,
     stop: Callable[[], None],
 ) -> None:
-    """Read a build's progress from `fd` until it ends, then close `fd`.
+    """Read the output of `edgeinfer warm` until it ends, and close it.
 
     Raises the error it ended with, DumpError when it ended without one, InterruptedByUser once stopped.
     """
     ended = threading.Event()
     if cancel is not None:
         threading.Thread(target=_stop_when, args=(cancel, ended, stop), daemon=True).start()
-    said = _Envelope(ok=False)
-    last = ""
-    with open(fd, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.startswith("{"):
-                said = _decoded(line, said)
-            elif line.strip():
-                last = line.strip().removesuffix("…").strip()
-                if progress is not None:
-                    progress(last, None)
+    end = read_build(output, progress)
     ended.set()
     if cancel is not None and cancel.is_set():
         raise InterruptedByUser("stopped; nothing of the snapshot is kept")
-    if not said.ok:
-        why = said.error.get("message") or last or "it ended without a word"
-        error = said.error or to_fields(DumpError("", hint=f"run `edgeinfer warm {model}`"))
-        raise from_fields({**error, "message": f"{model} was not warmed: {why}"})
-
-
-def _decoded(line: str, before: _Envelope) -> _Envelope:
-    try:
-        return msgspec.json.decode(line, type=_Envelope)
-    except msgspec.MsgspecError:
-        return before
+    if end.result is None:
+        why = end.error.get("message", "")
+        hint = {"hint": f"run `edgeinfer warm {model}`"}
+        raise from_fields(hint | end.error | {"message": f"{model} was not warmed: {why}"})
 
 
 def _stop_when(cancel: threading.Event, ended: threading.Event, stop: Callable[[], None]) -> None:

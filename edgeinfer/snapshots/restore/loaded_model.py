@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from edgeinfer.config.load_options import differing, snapshot_options, unmet
 from edgeinfer.errors import EngineClosedError
+from edgeinfer.host import OwnEngine
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.llama.mappings import Area, Range
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.snapshots.restore import memory
-from edgeinfer.snapshots.restore.memory import IdleWatch, release_idle
-from edgeinfer.snapshots.running import ProcessDescription
-
-if TYPE_CHECKING:
-    from edgeinfer.runtime.llama.backends.devices import OffloadRequest
-    from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.snapshots.inputs import ProcessDescription
+from edgeinfer.snapshots.restore.prefetch import start_prefetch
 
 CANARY_TOKENS = 4
 _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
 
 
-class Parkable(Engine, Protocol):
+class Parkable(OwnEngine, Engine, Protocol):
     """What the engine of this process can do besides."""
 
     on_new_adapters: Callable[[tuple[Adapter, ...]], None]
@@ -42,32 +38,20 @@ class Parkable(Engine, Protocol):
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None: ...
 
-    def use_blocks(self, store: BlockStore) -> None: ...
-
-    def leave_blocks(self) -> None: ...
-
-    def use_devices(self, wanted: OffloadRequest) -> None: ...
-
-    def between_steps(self, work: Callable[[], Any]) -> Any: ...
-
 
 class LoadedModel:
-    """A loaded engine with the name and options it was asked for under.
+    """A loaded engine and how it was loaded.
 
-    `droppable` are the ranges of `freshness`, `buffers` those of `residency`, `needed` what computing
-    touches of mapped files. `description` says how it came to be loaded.
+    `droppable` are the ranges of `reinitialize`, `weights` the model's mapped files.
     """
 
-    def __init__(self, engine: Parkable, model: str, options: LoadOptions) -> None:
+    def __init__(self, engine: Parkable, description: ProcessDescription) -> None:
         self._engine = engine
-        self.model = model
-        self._options = options
+        self.description = description
+        self.model = description.model
         self._entropy = b""
-        self._watch: IdleWatch | None = None
         self.droppable: list[Range] = []
-        self.buffers: list[Range] = []
-        self.needed: list[Area] = []
-        self.description: ProcessDescription | None = None
+        self.weights: list[Area] = []
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +69,7 @@ class LoadedModel:
         """
         if not self.is_open or model != self.model:
             return False
-        wanted, requested = snapshot_options(options), snapshot_options(self._options)
+        wanted, requested = snapshot_options(options), snapshot_options(self.description.options)
         return not (differing if named else unmet)(wanted, requested, actual(self._engine))
 
     def take(self, options: LoadOptions) -> Engine:
@@ -104,17 +88,7 @@ class LoadedModel:
 
         self._entropy = entropy
         self._engine.resume(choose_threads(0, read_processors()).value, entropy)
-        memory.prefetch(self.needed)
-
-    def release_when_idle(self, idle_s: float) -> None:
-        """Give memory back after so many seconds without work, every time; 0 never does."""
-        if idle_s > 0 and self._watch is None:
-            self._watch = IdleWatch(
-                self._engine,
-                idle_s,
-                lambda: self._engine.between_steps(lambda: release_idle(self.buffers)),
-            )
-            self._watch.start()
+        start_prefetch(self.weights)
 
     def canary(self) -> bytes:
         """Compute a score, four tokens or an embedding, bit-equal after a restore."""

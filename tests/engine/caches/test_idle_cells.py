@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,7 @@ from made_decoders import make_lfm2
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama.cells import cell_memory
-from edgeinfer.runtime.llama.mappings import Range, Untouched
+from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.llama.sparse_buffers import Buffer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.scheduler import idle_cells
@@ -38,13 +39,20 @@ def engine(smollm2: Path, tmp_path: Path) -> Iterator[LlamaEngine]:
 
 def touched(engine: LlamaEngine, size: int) -> int:
     """Pieces of `size` bytes of the cells' memory that take pages."""
-    with closing(Untouched()) as untouched:
-        pieces = (
-            (at, min(at + size, high))
-            for low, high in engine._loaded.cells.pages()
-            for at in range(low, high, size)
-        )
-        return sum(not untouched.holds(*piece) for piece in pieces)
+    pieces = (
+        (at, min(at + size, high))
+        for low, high in engine._loaded.cells.pages()
+        for at in range(low, high, size)
+    )
+    return sum(is_touched(*piece) for piece in pieces)
+
+
+def is_touched(low: int, high: int) -> bool:
+    """Return whether a page of these addresses is present or swapped."""
+    first, end = low // mmap.PAGESIZE, -(-high // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        entries = os.pread(file.fileno(), 8 * (end - first), 8 * first)
+    return any(entry >> 62 for entry in memoryview(entries).cast("Q"))
 
 
 def rest(engine: LlamaEngine) -> None:
@@ -76,9 +84,7 @@ def test_cells_of_unknown_layout_are_left_alone() -> None:
     cells = cell_memory([Buffer(0, Range(address, address + (1 << 20)))], [100, 100], 1024)
     assert cells.rows == ()
     cells.populate(0, 1024)
-    untouched = Untouched()
-    assert untouched.holds(address, address + (1 << 20))
-    untouched.close()
+    assert not is_touched(address, address + (1 << 20))
 
 
 def test_idle_memory_is_returned_and_the_conversation_restored(

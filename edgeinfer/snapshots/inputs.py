@@ -1,0 +1,129 @@
+"""The inputs of a snapshot: what the process that is parked loads, and how a load is repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
+from edgeinfer.snapshots import fingerprint, format
+
+#: Choices that a load makes by what is free at that moment, as far as an option can make them.
+_CHOICES = ("kv_type", "flash_attention")
+
+
+class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """A model and how it is loaded. `given_name` "": derived; `system` is what a launch begins with.
+
+    `became` are the options with the choices of another load, which are to be made again, `adapters`
+    those of the options under the names they had there. `stamps` are of the files that are read
+    (`fingerprint.stamp`), before they are.
+    """
+
+    model: str
+    files: ModelFiles
+    options: LoadOptions
+    system: str = ""
+    given_name: str = ""
+    became: LoadOptions | None = None
+    adapters: tuple[Adapter, ...] | None = None
+    stamps: dict[str, str] = {}
+
+    @property
+    def name(self) -> str:
+        return format.snapshot_name(self.model, snapshot_options(self.options), self.given_name)
+
+    @property
+    def depends_on(self) -> str:
+        """Digest program, machine, files and options (64 hex). Raises OSError if a file is gone."""
+        adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
+        what = (self.files, snapshot_options(self.options), self.system, adapters)
+        stamps = fingerprint.own_files()
+        stamps |= {path: fingerprint.stamp(path) for path in read_files(self.files, self.options)}
+        parts = (*fingerprint.machine_keys().items(), msgspec.json.encode(what), *stamps.items())
+        return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+    @property
+    def as_loaded(self) -> LoadOptions:
+        """Return the options with the load's choices, if known."""
+        return self.became or self.options
+
+
+class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
+    """A loaded model, as its process leaves it for `ps` and `snapshots take`: nothing of a request.
+
+    `adapters` are those that it has now. `program` is who loaded it (`fingerprint.program_tag`).
+    `snapshot` is the name of the one it was resumed from, "" for none, and `given_name` what a person
+    has called that one; `url` is where its endpoint listens.
+    """
+
+    program: str
+    is_worker: bool = False
+    snapshot: str = ""
+    url: str = ""
+
+    def resumed_from(self, snapshot: str) -> ProcessDescription:
+        """Return the description of a process resumed from this snapshot, "" for none."""
+        given = format.given_part(snapshot, self.model, snapshot_options(self.options))
+        return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
+
+    def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
+        """Return the description with other adapters, read just now."""
+        from_catalogue = LoadOptions().adapters(self.files)
+        lora = "" if adapters == from_catalogue else adapters_text(adapters)
+        options = msgspec.structs.replace(self.options, lora=lora)
+        paths = [adapter.path for adapter in self.adapters or ()]
+        stamps = {path: stamp for path, stamp in self.stamps.items() if path not in paths}
+        return msgspec.structs.replace(
+            self,
+            options=options,
+            became=msgspec.structs.replace(self.as_loaded, lora=lora),
+            adapters=adapters,
+            stamps=stamps | stamps_of(self.files, options),
+        )
+
+
+def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
+    """Describe what was loaded into this process."""
+    return ProcessDescription(
+        model=inputs.model,
+        files=inputs.files,
+        options=inputs.options,
+        system=inputs.system,
+        became=became(inputs.options, engine),
+        adapters=engine.info.lora,
+        stamps=inputs.stamps,
+        program=fingerprint.program_tag(),
+    )
+
+
+def became(options: LoadOptions, engine: Engine) -> LoadOptions:
+    """Return the options with every choice made that another load might make otherwise."""
+    info = engine.info
+    if not info.can_generate:
+        return options
+    chosen = {name: info.choices[name].value for name in _CHOICES if name in info.choices}
+    return msgspec.structs.replace(options, n_ctx=info.n_ctx, n_parallel=info.n_parallel, **chosen)
+
+
+def adapters_text(adapters: Sequence[Adapter]) -> str:
+    """Return the adapters as `LoadOptions.lora` names them."""
+    said = [a.path if a.scale == 1 else f"{a.path}:{a.scale:g}" for a in adapters]
+    return ",".join(said) or NO_ADAPTERS
+
+
+def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
+    """List the paths of all files that a load reads."""
+    return (*files.paths, *files.draft_paths, *options.adapter_paths(files))
+
+
+def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
+    """Return the stamps of those files that exist; loading reports a missing one."""
+    return {
+        path: fingerprint.stamp(path) for path in read_files(files, options) if os.path.exists(path)
+    }
