@@ -63,21 +63,6 @@ class Manifest:
     of all files of content to sizes in bytes.
     """
 
-    __slots__ = (
-        "actual",
-        "criu",
-        "files",
-        "images",
-        "keys",
-        "link_inode",
-        "model",
-        "name",
-        "pid",
-        "requested",
-        "tier",
-        "wake_inode",
-    )
-
     def __init__(
         self, *, name: str, model: str, criu: str, tier: str, pid: int, link_inode: int, wake_inode: int
     ) -> None:
@@ -92,13 +77,6 @@ class Manifest:
         self.keys: dict[str, str] = {}
         self.files: dict[str, str] = {}
         self.images: dict[str, int] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Manifest) and all(
-            getattr(self, a) == getattr(other, a) for a in self.__slots__
-        )
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _escaped(word: str) -> str:

@@ -73,11 +73,6 @@ def own_proc() -> None:
     _checked(_libc().mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(0), None), "mount /proc")
 
 
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, as an init is."""
-    _checked(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
 def become_init(flags: int, uid: int, gid: int) -> None:
     """Set up the child of `clone(flags)`: map this user's ids, mount a /proc of its own.
 
@@ -88,7 +83,7 @@ def become_init(flags: int, uid: int, gid: int) -> None:
     if flags:
         own_proc()
     else:
-        adopt_orphans()
+        _checked(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def set_name(name: str) -> None:

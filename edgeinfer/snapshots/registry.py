@@ -6,8 +6,10 @@ of NAME succeeds or something that it depended on has changed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
@@ -258,10 +260,13 @@ def killed_error(what: str) -> OutOfMemoryError:
     return OutOfMemoryError(f"{what} was killed, as the kernel does when memory is short")
 
 
-def record_failure(failure: Failure, error: EdgeInferError) -> None:
-    """Write the failure down, unless `error` may pass by itself."""
+def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:
+    """Write down that a build failed, unless `error` may pass by itself."""
     if not isinstance(error, _PASSING):
-        write_whole(_failure_path(failure.name), msgspec.json.encode(failure), 0o600)
+        failure = Failure(
+            name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on
+        )
+        write_whole(_failure_path(name), msgspec.json.encode(failure), 0o600)
 
 
 def forget_failure(name: str) -> None:
@@ -269,15 +274,13 @@ def forget_failure(name: str) -> None:
     _failure_path(name).unlink(missing_ok=True)
 
 
-def find_failure(name: str) -> Failure | None:
-    """Return the failure recorded for a snapshot's name."""
-    return _read_failure(_failure_path(name))
-
-
 def list_failures() -> list[Failure]:
     """List this program's failures by name."""
-    found = paths.snapshots_dir().glob(f".*-{fingerprint.program_tag()}{_FAILURE_SUFFIX}")
-    return [failure for path in sorted(found) if (failure := _read_failure(path)) is not None]
+    found = []
+    for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # ended meanwhile
+            found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
+    return found
 
 
 def forget_failures_of(model: str) -> None:
@@ -289,10 +292,3 @@ def forget_failures_of(model: str) -> None:
 
 def _failure_path(name: str) -> Path:
     return paths.snapshots_dir() / f".{name}-{fingerprint.program_tag()}{_FAILURE_SUFFIX}"
-
-
-def _read_failure(path: Path) -> Failure | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Failure)
-    except (OSError, msgspec.MsgspecError):
-        return None

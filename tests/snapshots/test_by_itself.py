@@ -8,16 +8,12 @@ import contextlib
 import http.client
 import json
 import os
-import select
 import signal
 import socket
 from pathlib import Path
 
 import pytest
-from other_processes import command_name, engines_below, free_port, wait_until
-
-from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.restore import app_host
+from other_processes import command_name, engines_below, free_port, has_ended, wait_until
 
 pytestmark = pytest.mark.criu
 
@@ -76,24 +72,6 @@ def test_app_is_shown_by_ps_as_the_verb_and_its_model(warm):
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-
-
-def test_stale_snapshot_is_rebuilt_in_the_background(user):
-    user.run("warm", MODEL, "--quiet").check()
-    stale = user.snapshot()
-    (stale / "memory.img").write_bytes(b"")
-    assert user.ask().start["how"] == "cold"
-    user.logged("built in")
-    assert user.snapshot() != stale
-    assert user.ask().start["how"] == "resumed"
-
-
-def test_the_snapshot_that_the_chat_orders_serves_its_own_launch(user):
-    order = app_host.warm_argv(MODEL, LoadOptions(n_parallel=3, kv_type="q8_0"))
-    user.run("warm", *order).check()
-    assert user.snapshot(f"{MODEL},kv_typeq8_0,parallel3")
-    typed = ("--parallel", "3", "--kv-type", "q8_0", "--resume=always")
-    assert user.ask(*typed).start["how"] == "resumed"
 
 
 def test_named_snapshot_is_resumed_by_name_alone(user):
@@ -183,6 +161,13 @@ class Endpoint:
         """The pids of the apps, the verb's first."""
         return engines_below(self.process.pid)
 
+    def kill_app(self) -> int:
+        """Kill the verb's app, and return its pid once it has ended."""
+        app = self.apps()[0]
+        os.kill(app, signal.SIGKILL)
+        wait_until(lambda: has_ended(app), "the app to end")
+        return app
+
     def __enter__(self):
         self.listening()
         return self
@@ -207,10 +192,8 @@ def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
         assert '"how":"resumed"' in endpoint.log.read_text().replace(" ", "")
         os.kill(apps[1], signal.SIGKILL)
         assert endpoint.ask("second")["choices"][0]["text"] == first
-        handles = [os.pidfd_open(pid) for pid in endpoint.apps()]
-    for handle in handles:
-        assert select.select([handle], [], [], 30)[0]
-        os.close(handle)
+        apps = endpoint.apps()
+    wait_until(lambda: all(map(has_ended, apps)), "both to end")
     warm.run("snapshots", "rm", "second").check()
     warm.run("rm", "second").check()
 
@@ -250,11 +233,7 @@ def test_killed_endpoint_is_resumed_and_refuses_no_client(warm):
     with Endpoint(warm, MODEL) as endpoint:
         endpoint.ask()
         for _ in range(3):
-            app = endpoint.apps()[0]
-            handle = os.pidfd_open(app)
-            os.kill(app, signal.SIGKILL)
-            assert select.select([handle], [], [], 30)[0]
-            os.close(handle)
+            app = endpoint.kill_app()
             assert endpoint.ask()["usage"]["completion_tokens"] == 3
         assert endpoint.apps()[0] != app
     assert endpoint.process.returncode == 0
@@ -271,11 +250,7 @@ def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
                 link.request("POST", "/api/generate", json.dumps(asked))
                 last = link.getresponse().read().splitlines()[-1]
             assert json.loads(last)["eval_count"] == 3
-            app = endpoint.apps()[0]
-            handle = os.pidfd_open(app)
-            os.kill(app, signal.SIGKILL)
-            assert select.select([handle], [], [], 30)[0]
-            os.close(handle)
+            endpoint.kill_app()
 
 
 def test_uninstall_refuses_while_an_endpoint_runs_and_not_for_one_with_another_home(warm):

@@ -190,29 +190,6 @@ def test_a_model_replaced_by_one_of_the_same_size_is_refused(spoiled):
         os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
-        ("kernel", "kernel"),
-        ("cpu", "processor"),
-        ("edgeinfer", "edgeinfer"),
-        ("user", "user"),
-        ("architecture", "architecture"),
-    ],
-)
-def test_another_machine_is_refused_by_name(spoiled, line, key):
-    person, folder = spoiled
-    manifest = folder / "manifest"
-    rows = [
-        f"key\t{line}\tanother" if row.startswith(f"key\t{line}\t") else row
-        for row in manifest.read_text().split("\n")
-    ]
-    manifest.write_text("\n".join(rows))
-    outcome = person.ask("--resume=always")
-    assert outcome.code == 7
-    assert key in outcome.err
-
-
 def test_folders_and_files_others_could_write_are_refused(spoiled):
     person, folder = spoiled
     for path in (folder, folder / "manifest", folder / "images/pages-1.img", person.snapshots):

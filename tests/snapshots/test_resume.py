@@ -12,7 +12,7 @@ import signal
 import subprocess
 
 import pytest
-from other_processes import command_name, descendants, private_bytes, wait_until
+from other_processes import command_name, descendants, has_ended, private_bytes, wait_until
 
 pytestmark = pytest.mark.criu
 
@@ -100,7 +100,7 @@ def test_launch_request_sets_the_process_environment(warm):
 
 
 def test_a_resumed_process_is_not_niced_like_whoever_built_it(warm):
-    assert facts(warm)["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
+    assert facts(warm)["nice"] <= os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_modules_of_launch_verbs_are_imported_before_the_dump(warm):
@@ -203,30 +203,33 @@ def test_exit_codes_are_the_apps(warm):
     assert warm.run("run", MODEL, "x", "--no-such-option").code == 2
 
 
+def counting(person) -> subprocess.Popen:
+    """Start a long answer, and return once it has begun."""
+    words = ("Count from one to ten thousand.", "--max-tokens", "100000")
+    process = person.popen("run", MODEL, *words)
+    assert select.select([process.stdout], [], [], 60)[0]
+    return process
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_app_and_its_answer_comes_back(warm, number):
-    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
-    assert select.select([process.stdout], [], [], 60)[0]
+    process = counting(warm)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 130
 
 
 def test_killing_the_launcher_ends_the_app(warm):
-    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
-    assert select.select([process.stdout], [], [], 60)[0]
-    handles = [os.pidfd_open(pid) for pid in descendants(process.pid)]
-    assert len(handles) == 2
+    process = counting(warm)
+    below = descendants(process.pid)
+    assert len(below) == 2
     process.kill()
     process.communicate(timeout=60)
-    for handle in handles:
-        assert select.select([handle], [], [], 30)[0]
-        os.close(handle)
+    wait_until(lambda: all(map(has_ended, below)), "both to end")
 
 
 def test_the_launcher_reports_an_app_that_was_killed(warm):
-    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
-    assert select.select([process.stdout], [], [], 60)[0]
+    process = counting(warm)
     os.kill(descendants(process.pid)[-1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
@@ -234,8 +237,7 @@ def test_the_launcher_reports_an_app_that_was_killed(warm):
 
 
 def test_an_app_that_stops_stops_its_launcher_and_both_go_on(warm):
-    process = warm.popen("run", MODEL, "Count from one to ten thousand.", "--max-tokens", "100000")
-    assert select.select([process.stdout], [], [], 60)[0]
+    process = counting(warm)
     os.kill(process.pid, signal.SIGTSTP)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)

@@ -251,12 +251,6 @@ def test_requests_wait_for_the_replacement_of_the_last_replica():
             engine.tokenize("x")
 
 
-def test_number_of_replicas_is_reported_with_its_reason():
-    shop = Shop()
-    with shop.open(least=1, most=2) as engine:
-        assert engine.replicas().words == "1 replica of 1 to 2: the least that may run"
-
-
 def test_adapters_are_applied_to_every_replica_and_to_added_ones():
     shop = Shop()
     with shop.open() as engine:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -54,61 +54,41 @@ def step_back() -> None:
     process.step_back()
 
 
-@contextlib.contextmanager
-def new_generation(
-    name: str, need_bytes: int, config: SnapshotsConfig, progress: Progress
-) -> Iterator[Path]:
-    """Make and lock the folder of a name's next snapshot; then remove the one before.
+def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
+    """Build, publish, and remove the snapshot of that name before; its processes go on.
 
-    The folder is removed if building fails. Raises DiskFullError, SnapshotUnsafeError.
+    Raises SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError, RestoreError, and
+    what loading raises.
     """
+    found, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
     format.refuse_unsafe_ancestors(str(root))
     with locked(build_lock(root, name), lambda: progress("wait for another warm of this model", None)):
         sweep(root)
-        registry.make_room(root, config, name, need_bytes)
-        refuse_full(root, name, need_bytes, config)
-        folder = root / format.folder_name(name, time.time_ns(), fingerprint.program_tag())
-        folder.mkdir(mode=0o700)
-        try:
-            with locked(folder / format.LOCK):
-                yield folder
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        registry.forget_failure(name)
-        registry.drop_older(root, name)
-    registry.make_room(root, config, name)
-
-
-def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
-    """Build, publish, and remove the snapshot of that name before; its processes go on.
-
-    Raises SnapshotsUnavailableError, DiskFullError, DumpError, RestoreError, and as loading does.
-    """
-    found = criu.available()
-    with new_generation(inputs.name, _NEED_BYTES, config, progress) as folder:
+        registry.make_room(root, config, name, _NEED_BYTES)
+        refuse_full(root, name, _NEED_BYTES, config)
+        stamps = inputs.stamps or stamps_of(inputs.files, inputs.options)
         request = BuildRequest(
-            inputs=msgspec.structs.replace(
-                inputs, stamps=inputs.stamps or stamps_of(inputs.files, inputs.options)
-            ),
+            inputs=msgspec.structs.replace(inputs, stamps=stamps),
             depends_on=inputs.depends_on,
             criu=found.criu,
             version=found.version,
             tier=found.tier or "",
         )
+        folder = root / format.folder_name(name, time.time_ns(), fingerprint.program_tag())
+        folder.mkdir(mode=0o700)
         try:
-            return run_builder(folder, request, progress)
-        except EdgeInferError as error:
-            failure = registry.Failure(
-                name=inputs.name,
-                model=inputs.model,
-                message=error.message,
-                at_s=time.time(),
-                depends_on=request.depends_on,
-            )
-            registry.record_failure(failure, error)
+            with locked(folder / format.LOCK):
+                details = run_builder(folder, request, progress)
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, EdgeInferError):
+                registry.record_failure(name, inputs.model, request.depends_on, error)
             raise
+        registry.forget_failure(name)
+        registry.drop_older(root, name)
+    registry.make_room(root, config, name)
+    return details
 
 
 def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig) -> None:
@@ -250,9 +230,9 @@ def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
         return found.reason
     if is_building(inputs.name):
         return "another process is building it"
-    failed = registry.find_failure(inputs.name)
-    if failed is not None and failed.depends_on == inputs.depends_on:
-        return f"it failed before, and nothing has changed since: {failed.message}"
+    for failed in registry.list_failures():
+        if (failed.name, failed.depends_on) == (inputs.name, inputs.depends_on):
+            return f"it failed before, and nothing has changed since: {failed.message}"
     try:
         selection.find(inputs.model, snapshot_options(inputs.options))
     except EdgeInferError:

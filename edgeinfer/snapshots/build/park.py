@@ -70,28 +70,19 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
     wake_inode: int = 0
 
 
-def import_everything() -> list[str]:
-    """Import what chat, run and serve need; return what is not there (an extra, a part)."""
-    missing = []
+def import_everything() -> None:
+    """Import what chat, run and serve need and is there."""
+    found = [*LAZY_MODULES]
     for package in (f"edgeinfer.{name}" for name in OWN_PACKAGES):
-        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            if not module.name.endswith("__main__"):
-                missing += _import(module.name)
-    for name in LAZY_MODULES:
-        missing += _import(name)
+        modules = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
+        found += [module.name for module in modules if not module.name.endswith("__main__")]
+    for name in found:
+        with contextlib.suppress(ImportError):  # it needs an extra
+            importlib.import_module(name)
     widgets = sys.modules.get(_WIDGETS)
     for name in getattr(widgets, "__all__", ()):
-        with contextlib.suppress(ImportError):  # a widget that needs an extra
+        with contextlib.suppress(ImportError):
             getattr(widgets, name)
-    return missing
-
-
-def _import(name: str) -> list[str]:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return [name]
-    return []
 
 
 class Stages:

@@ -38,7 +38,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     timezone: str
     affinity: list[int]
     nofile: int
-    threads: int
     nice: int
     modules: list[str]
 
@@ -70,7 +69,6 @@ def gather(loaded: LoadedModel | None) -> Facts:
         timezone=time.strftime("%Z"),
         affinity=sorted(os.sched_getaffinity(0)),
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        threads=len(os.listdir("/proc/self/task")),
         nice=os.getpriority(os.PRIO_PROCESS, 0),
         modules=sorted(sys.modules),
     )

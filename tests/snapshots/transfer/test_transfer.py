@@ -204,17 +204,22 @@ def refused(folder: Path) -> EdgeInferError:
     return error.value
 
 
-@pytest.mark.criu
-def test_altered_image_is_refused_by_name_and_nothing_is_published(exported, signer):
+def all_refused(tamperings: dict, exported: Path, signer: str) -> None:
+    """Import what each of `tamperings` makes of an export; `signer` and a key of the test are trusted."""
     key = signing.Key(os.urandom(32))
     signing.trust(signer)
     signing.trust(key.fingerprint)
-    for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
-        folder = exported.with_name(f"altered-{number}")
+    for number, (what, (tamper, code, words)) in enumerate(tamperings.items()):
+        folder = exported.with_name(f"{exported.name}-{number}")
         tamper(exported, folder, key)
         error = refused(folder)
         assert (error.code, words in error.message) == (code, True), (what, error)
         shutil.rmtree(folder)
+
+
+@pytest.mark.criu
+def test_altered_image_is_refused_by_name_and_nothing_is_published(exported, signer):
+    all_refused(TAMPERINGS, exported, signer)
 
 
 # --- parts

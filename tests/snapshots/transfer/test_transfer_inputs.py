@@ -16,10 +16,10 @@ from edgeinfer.models import adapters, pull
 from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
 from edgeinfer.snapshots import format
-from edgeinfer.snapshots.transfer import description, exporting, signing
+from edgeinfer.snapshots.transfer import description, exporting
 
 from ..test_by_itself import Endpoint
-from .test_transfer import cut, description_of, drop, flip_file, link, refused, resigned
+from .test_transfer import all_refused, description_of, flip_file, resigned
 
 MODEL = "small"
 TWIN = "twin"
@@ -98,37 +98,24 @@ def test_adapters_and_draft_are_exported_once_each(exporter, exported, signer, a
 # --- what was altered on the way
 
 
-def swap_adapters(exported, folder, key):
-    """The one's digest under the other's name."""
+def first_adapter(**changes):
+    """Return a tampering that signs a description whose first adapter is changed."""
 
-    def change(d):
-        first, second = d.adapters
-        return msgspec.structs.replace(
-            d, adapters=(msgspec.structs.replace(first, sha256=second.sha256), second)
-        )
+    def tamper(exported, folder, key):
+        def change(d):
+            first, *others = d.adapters
+            return msgspec.structs.replace(
+                d, adapters=(msgspec.structs.replace(first, **changes), *others)
+            )
 
-    resigned(exported, folder, key, change)
-    make_adapter(adapters.place("red"), 0, strength=0.5)
+        resigned(exported, folder, key, change)
 
-
-def lead_out_by_digest(exported, folder, key):
-    def change(d):
-        first, *others = d.adapters
-        return msgspec.structs.replace(
-            d, adapters=(msgspec.structs.replace(first, sha256="../" * 5 + "etc/hosts"), *others)
-        )
-
-    resigned(exported, folder, key, change)
+    return tamper
 
 
-def lead_out(exported, folder, key):
-    def change(d):
-        first, *others = d.adapters
-        return msgspec.structs.replace(
-            d, adapters=(msgspec.structs.replace(first, name="../x"), *others)
-        )
-
-    resigned(exported, folder, key, change)
+def other_adapter_here(exported, folder, key):
+    resigned(exported, folder, key, lambda d: d)
+    make_adapter(adapters.place("red"), 5, strength=0.5)
 
 
 def wished_otherwise(exported, folder, key):
@@ -143,30 +130,24 @@ def wished_otherwise(exported, folder, key):
 
 TAMPERINGS = {
     "a bit of an adapter": (flip_file, "snapshot-corrupt", "holds other bytes than its name says"),
-    "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
-    "another adapter's digest": (swap_adapters, "snapshot-stale", "adapter: red is sha256"),
-    "no layer of an adapter": (drop, "snapshot-corrupt", "has no sha256:"),
-    "an adapter cut short": (cut, "snapshot-corrupt", "has fewer bytes"),
-    "a digest that leads out": (lead_out_by_digest, "snapshot-corrupt", "no snapshot of edgeinfer"),
-    "a name that leads out": (lead_out, "snapshot-corrupt", "this image is no snapshot of edgeinfer"),
+    "another adapter here": (other_adapter_here, "snapshot-stale", "adapter: red is sha256"),
+    "a digest that leads out": (
+        first_adapter(sha256="../" * 5 + "etc/hosts"), "snapshot-corrupt", "no snapshot of edgeinfer"
+    ),
+    "a name that leads out": (
+        first_adapter(name="../x"), "snapshot-corrupt", "this image is no snapshot of edgeinfer"
+    ),
     "other wishes here": (wished_otherwise, "snapshot-stale", "yours gives small `lora`"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.criu
 def test_altered_adapters_are_refused_by_name_and_nothing_is_published(exported, signer):
-    key = signing.Key(os.urandom(32))
-    signing.trust(signer)
-    signing.trust(key.fingerprint)
     paths.private_dir(paths.adapters_dir())
-    for number, (what, (tamper, code, words)) in enumerate(TAMPERINGS.items()):
-        folder = exported.with_name(f"altered-adapters-{number}")
-        tamper(exported, folder, key)
-        error = refused(folder)
-        assert (error.code, words in error.message) == (code, True), (what, error)
+    for what, tampering in TAMPERINGS.items():
+        all_refused({what: tampering}, exported, signer)
         adapters.place("red").unlink(missing_ok=True)
         assert not list(paths.adapters_dir().iterdir()), what
-        shutil.rmtree(folder)
 
 
 # --- what does not travel
