@@ -83,9 +83,6 @@ bench-agents: full  ## a new session of a coding agent, its preamble at rest: fi
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_agents.py $(ARGS)
 
-bench-pull: full  ## a download over 1 to 16 connections, from a server that limits each and from one that does not
-	$(BIN)/python benchmarks/bench_pull.py $(ARGS)
-
 bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by model and drafter
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)

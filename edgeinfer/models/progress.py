@@ -54,17 +54,12 @@ OnProgress = Callable[[PullProgress], None]
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Retries of a server: `attempts` without a new byte, pauses doubling from `pause_s` up to 30 s.
-
-    A file with `parallel_bytes` or more missing is fetched over up to `connections`.
-    """
+    """Retries of a server: `attempts` without a new byte, pauses doubling from `pause_s` up to 30 s."""
 
     attempts: int = 6
     pause_s: float = 1.0
     connect_s: float = 15.0
     silence_s: float = 30.0
-    connections: int = 8
-    parallel_bytes: int = 16 << 20
 
     def pause(self, failures: int, asked_s: float) -> float:
         """Return the pause (s) after `failures` in a row, at least what the server asked for."""

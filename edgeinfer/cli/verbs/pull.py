@@ -20,7 +20,7 @@ from edgeinfer.models.adapters import PulledAdapter, is_adapter, pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.fetching import fetch
-from edgeinfer.models.progress import FETCHED_IS_KEPT, PullProgress, RetryPolicy, progress_on
+from edgeinfer.models.progress import FETCHED_IS_KEPT, PullProgress, progress_on
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.models.reference import resolve
 from edgeinfer.units import format_bytes
@@ -116,13 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
     parser.add_argument("--again", action="store_true", help="fetch it even if it is already here")
-    parser.add_argument(
-        "--connections",
-        type=int,
-        default=8,
-        metavar="N",
-        help="connections for a large file (default 8)",
-    )
     add_quiet(parser)
 
 
@@ -145,15 +138,12 @@ def run(options: argparse.Namespace, host: Host) -> Result:
             return external
         if external is not None:
             wanted = f"file:{quote(external.files[0])}"
-    if options.connections < 1:
-        raise UsageError("--connections must be at least 1", hint="")
     pull_options = PullOptions(
         name=options.name,
         quantize=options.quantize,
         sha256=options.sha256,
         in_place=options.in_place,
         again=options.again,
-        retry_policy=RetryPolicy(connections=options.connections),
     )
     fetched = False
 

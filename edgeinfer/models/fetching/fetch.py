@@ -19,7 +19,7 @@ from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull_plan import Fetched, PullPlan
-from edgeinfer.platform.disk import CHUNK_BYTES, need_room, room_errors, share_blocks
+from edgeinfer.platform.disk import CHUNK_BYTES, need_room, room_errors, share_blocks, size_or_zero
 
 if TYPE_CHECKING:
     from edgeinfer.models.fetching.download import Remote
@@ -108,7 +108,7 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
             f"{source} has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
         )
     total = sum(remote.size_bytes for remote in remotes)
-    have = sum(download.fetched_bytes(work / (remote.file_name + download.PART)) for remote in remotes)
+    have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, total - have, str(source))
     is_url = isinstance(source, sources.Url)
     fetched = []
@@ -136,11 +136,11 @@ def _fetch_renewing(
 
     part = work / (remote.file_name + download.PART)
     while True:
-        had = download.fetched_bytes(part)
+        had = size_or_zero(part)
         try:
             return download.fetch(remote, work, job)
         except AuthenticationError:
-            if isinstance(source, sources.Url) or download.fetched_bytes(part) <= had:
+            if isinstance(source, sources.Url) or size_or_zero(part) <= had:
                 raise
             remote = _resolve(source, todo)[index]
 

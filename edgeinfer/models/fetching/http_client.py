@@ -58,15 +58,11 @@ class RetryableError(Exception):
         self.wait_s = wait_s
 
 
-class NoRangesError(RetryableError):
-    """The server gives the whole file only, even if it announced ranges."""
-
-
-def range_headers(start: int, end: int | None, validator: str) -> dict[str, str]:
-    """Ask for the bytes from `start` to before `end` (None: to the last), if `validator` holds."""
+def range_headers(start: int, validator: str) -> dict[str, str]:
+    """Return the headers that ask for the bytes from `start` on, if `validator` still holds."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "edgeinfer"}
-    if start or end is not None:
-        headers["Range"] = f"bytes={start}-{end - 1 if end is not None else ''}"
+    if start:
+        headers["Range"] = f"bytes={start}-"
         if validator:
             headers["If-Range"] = validator
     return headers
@@ -92,11 +88,6 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     if total.isdecimal():
         return start, int(total)
     return start, start + int(length) if length.isdecimal() else None
-
-
-def has_ranges(response: httpx2.Response) -> bool:
-    """Return whether the server gives parts of the file: it just did, or says so."""
-    return response.status_code == 206 or response.headers.get("Accept-Ranges", "").lower() == "bytes"
 
 
 def validator(response: httpx2.Response) -> str:

@@ -4,6 +4,10 @@ fetched is kept.
 
 from __future__ import annotations
 
+import json
+import threading
+
+import msgspec
 import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
@@ -13,6 +17,7 @@ from edgeinfer.errors import (
     ChecksumError,
     DiskFullError,
     DownloadError,
+    InterruptedByUser,
     InvalidGgufError,
     ModelBusyError,
     OfflineError,
@@ -266,6 +271,53 @@ def test_partial_longer_than_the_file(server, url, body, options) -> None:
     server.always = Fault()
     pull(url, options=options)
     assert is_right(body)
+
+
+def test_partial_of_an_earlier_version_is_dropped(server, url, body, options) -> None:
+    """It may have holes: earlier versions fetched over several connections."""
+    server.faults.append(Fault(cut_after=100_000))
+    server.always = Fault(status=404)
+    with pytest.raises(SourceNotFoundError):
+        pull(url, options=options)
+    state = part().with_name(part().name + ".json")
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"boot_id": "a kernel's"}))
+    server.always = Fault()
+    pull(url, options=options)
+    assert is_right(body)
+    assert "range" not in server.gets("/tiny.gguf")[-1].headers
+
+
+def test_changed_file_while_it_is_fetched(server, url, body, options) -> None:
+    other = gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)], seed=1)
+    server.always = Fault(pace=1 << 12)
+    changed = threading.Event()
+
+    def change(now: PullProgress) -> None:
+        if now.stage == "downloading" and now.done_bytes > 50_000 and not changed.is_set():
+            changed.set()
+            server.files["/tiny.gguf"] = other
+            server.always = Fault()
+            server.drop_all()
+
+    pull(url, change, options=options)
+    assert changed.is_set()
+    assert is_right(other)
+
+
+def test_cancelled_pull_does_not_wait_for_a_silent_server(server, url, options) -> None:
+    server.always = Fault(cut_after=50_000, silent=True)
+    cancel = threading.Event()
+    retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
+
+    def stop() -> None:
+        server.wait_served(50_000)
+        cancel.set()
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(InterruptedByUser):
+        pull(url, None, cancel, msgspec.structs.replace(options, retry_policy=retry_policy))
+    stopping.join()
 
 
 def test_pull_of_a_locked_model_is_refused(url, options) -> None:

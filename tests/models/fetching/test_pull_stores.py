@@ -43,7 +43,7 @@ def body() -> bytes:
 
 @pytest.fixture
 def options() -> PullOptions:
-    return PullOptions(name="tiny", retry_policy=msgspec.structs.replace(HASTY, parallel_bytes=1 << 20))
+    return PullOptions(name="tiny", retry_policy=HASTY)
 
 
 @pytest.fixture
