@@ -1,4 +1,4 @@
-"""What each `/` command does to the session, for any front end, which only shows things."""
+"""Run each `/` command on the session, for any front end, which only shows things."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Commander:
         else:
             getattr(self, f"_{typed.name.replace('-', '_')}")(typed.argument)
 
-    # what the model is told
+    # settings
 
     def _system(self, argument: str) -> None:
         if argument:
@@ -104,14 +104,12 @@ class Commander:
             self.session.set(system_prompt=text)
         shown = self.session.conversation.system_prompt
         saved = f"\nSaved: {', '.join(self.prompts)}" if self.prompts else ""
-        self.front.show_text(
-            (
-                f"System prompt: {shown}"
-                if shown
-                else "No system prompt of yours; the model's own, if any."
-            )
-            + saved
+        text = (
+            f"System prompt: {shown}"
+            if shown
+            else "No system prompt of yours; the model's own, if any."
         )
+        self.front.show_text(text + saved)
 
     def _save_system(self, argument: str) -> None:
         text = self.session.conversation.system_prompt
@@ -127,17 +125,18 @@ class Commander:
     def _set(self, argument: str) -> None:
         name, _, text = argument.replace("=", " ").partition(" ")
         if not name:
-            lines = [f"{option.label:<18} {option.help}" for option in presets.OPTIONS.values()]
-            self.front.show_text(
-                f"Sampling: {presets.describe(self.session.conversation.sampling)}\n\n"
-                + "\n".join(lines)
-            )
-            return
-        key = presets.option(name)
-        if text.strip():
-            new = presets.value(key, text.strip())
-            self.session.set(sampling=presets.changed(self.session.conversation.sampling, key, new))
-        self.front.show_text(f"Sampling: {presets.describe(self.session.conversation.sampling)}")
+            options = [
+                "",
+                *(f"{option.label:<18} {option.help}" for option in presets.OPTIONS.values()),
+            ]
+        else:
+            options = []
+            key = presets.option(name)
+            if text.strip():
+                new = presets.value(key, text.strip())
+                self.session.set(sampling=presets.changed(self.session.conversation.sampling, key, new))
+        now = presets.describe(self.session.conversation.sampling)
+        self.front.show_text("\n".join([f"Sampling: {now}", *options]))
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:
@@ -173,11 +172,7 @@ class Commander:
             self.front.pick_model()
 
     def _lora(self, argument: str) -> None:
-        engine = self.session.engine
-        if engine is None:
-            raise UsageError("the model is not loaded yet", hint="wait a moment")
-        if argument and self.session.busy:
-            raise UsageError("an answer is being written", hint="stop it, or wait for its end")
+        engine = self.session.idle_engine()
         if argument:
             try:
                 wanted = parse_adapters(str(LORA.parse(",".join(argument.split()))))
@@ -187,7 +182,7 @@ class Commander:
         found = [f"{adapter.name} at {adapter.scale:g}" for adapter in engine.info.lora]
         self.front.show_text(f"Adapters: {', '.join(found) or 'none'}")
 
-    # what rides along, what is copied
+    # attachments and copies
 
     def _file(self, argument: str) -> None:
         self.front.attach(attachments.read(Path(argument.removeprefix("@").strip('"')).expanduser()))
@@ -292,11 +287,8 @@ class Commander:
                 if self.session.page(turn.id, step):
                     self.front.show_changed()
                 else:
-                    self.front.show_text(
-                        "That is the last alternative."
-                        if step > 0
-                        else "That is the first alternative."
-                    )
+                    end = "last" if step > 0 else "first"
+                    self.front.show_text(f"That is the {end} alternative.")
                 return
         raise UsageError("there are no alternatives", hint="make one: `/regen`")
 
@@ -315,16 +307,12 @@ class Commander:
         self.front.show_text("A copy of its own; the first conversation stays as it was.")
 
     def _drop(self, _: str) -> None:
-        if self.session.engine is None:
-            raise UsageError("the model is not loaded yet", hint="wait a moment")
-        kept = context.first_kept(self.session, self.session.engine)
+        kept = context.first_kept(self.session, self.session.idle_engine())
         self.session.cut(kept.id, "")
         self.front.show_changed()
 
     def _summarise(self, _: str) -> None:
-        if self.session.engine is None:
-            raise UsageError("the model is not loaded yet", hint="wait a moment")
-        self.front.summarise(context.first_kept(self.session, self.session.engine))
+        self.front.summarise(context.first_kept(self.session, self.session.idle_engine()))
 
 
 def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:

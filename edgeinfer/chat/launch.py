@@ -67,11 +67,11 @@ class Engines:
 
         `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; the previous one stays then.
         """
-        with self._loading:  # one load at a time
-            return self._get(model, n_ctx, progress)
-
-    def _get(self, model: str, n_ctx: int | None, progress: LoadProgress | None) -> Engine:
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
+        with self._loading:  # one load at a time
+            return self._get(model, options, progress)
+
+    def _get(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Engine:
         if self._first is not None and model != self._first[0]:
             options = options.for_another_model()
         key = (model, options.n_ctx)

@@ -1,4 +1,4 @@
-"""Sampling a person sets in the chat: options by name, and presets of several at once."""
+"""Sampling set in the chat: options by name, and presets of several at once."""
 
 from __future__ import annotations
 

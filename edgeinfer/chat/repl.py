@@ -135,10 +135,8 @@ class Repl:
             self._trouble(error)
 
     def _ask(self, text: str) -> None:
-        found = [
-            self._counted(a)
-            for a in [*self._attachments, *map(attachments.read, attachments.mentioned(text))]
-        ]
+        named = map(attachments.read, attachments.mentioned(text))
+        found = [self._counted(a) for a in (*self._attachments, *named)]
         editing, self._editing = self._editing, None
         if editing is None:
             self.session.ask(text, found)
@@ -155,8 +153,7 @@ class Repl:
         self.show_answer(self.session.begin_answer())
 
     def _counted(self, attachment: Attachment) -> Attachment:
-        engine = self.session.engine
-        return attachments.counted(attachment, engine)
+        return attachments.counted(attachment, self.session.engine)
 
     def _trouble(self, error: EdgeInferError) -> None:
         self._failure = self._failure or error
@@ -258,7 +255,7 @@ class Repl:
         self.show_text(f"Model: {name}, context {engine.info.n_ctx} tokens.")
 
     def _fetch(self, name: str, error: ModelNotPulledError) -> str:
-        """Pull the model that the user agrees to; return its name. Raises `error` for none."""
+        """Pull the chosen model and return its name. Raises `error` if the user declines."""
         rows = list_choices(self.launch.host.warm_models())
         offered = model_choices.first_run_offer(self.launch, rows)
         report = ProgressLines(self._out).report
@@ -320,14 +317,11 @@ class Repl:
         )
 
     def summarise(self, kept: Turn) -> None:
-        if self.session.engine is None:
-            return
+        engine = self.session.idle_engine()
         self.show_text("Summarising…")
-        generation = self.session.engine.submit(
-            context.summary_request(self.session, self.session.engine, kept)
-        )
+        generation = engine.submit(context.summary_request(self.session, engine, kept))
         text = "".join(event.text for event in generation if isinstance(event, TextDelta)).strip()
-        self.session.cut(kept.id, text or "")
+        self.session.cut(kept.id, text)
         self.show_text(f"Summary: {text}")
         self.show_changed()
 

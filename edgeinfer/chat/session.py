@@ -85,6 +85,11 @@ class ChatSession:
         """Return True while an answer is generated."""
         return self.answer is not None and self.answer.done is None
 
+    def refuse_busy(self) -> None:
+        """Raise UsageError while an answer is generated."""
+        if self.busy:
+            raise UsageError("an answer is being written", hint="stop it first: Esc")
+
     def all_turns(self) -> list[Turn]:
         """Return every turn of every branch, by id, for a JSON export."""
         return [self._turns[key] for key in sorted(self._turns)]
@@ -174,7 +179,7 @@ class ChatSession:
         head = self.head
         if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
             raise UsageError("the last answer was not cut", hint="")
-        engine = self._idle_engine()
+        engine = self.idle_engine()
         generation = engine.submit(self._request(self.path, continue_final=True))
         self.store.reopen(head.id)
         return self._run(
@@ -182,7 +187,7 @@ class ChatSession:
         )
 
     def _begin(self, question_id: int) -> Answer:
-        engine = self._idle_engine()
+        engine = self.idle_engine()
         blank = Turn(
             conversation_id=self.conversation.id,
             parent_id=question_id,
@@ -213,9 +218,9 @@ class ChatSession:
         if turn.conversation_id == self.conversation.id:
             self._turns[turn.id] = turn
 
-    def _idle_engine(self) -> Engine:
-        if self.busy:
-            raise UsageError("an answer is being written", hint="stop it first: Esc")
+    def idle_engine(self) -> Engine:
+        """Return the engine. Raises UsageError while it answers, EngineClosedError if there is none."""
+        self.refuse_busy()
         if self.engine is None:
             raise EngineClosedError(
                 "the model is not loaded", hint="wait for it, or pick another: `/model`"
@@ -225,8 +230,7 @@ class ChatSession:
     def _add_user(self, text: str, attachments: Sequence[Attachment], parent_id: int | None) -> Turn:
         if not text.strip() and not attachments:
             raise UsageError("there is nothing to send", hint="type something")
-        if self.busy:
-            raise UsageError("an answer is being written", hint="stop it first: Esc")
+        self.refuse_busy()
         if not self.conversation.id:
             title = self.conversation.title or title_of(text or attachments[0].name)
             self.conversation = self.store.create(
@@ -263,12 +267,13 @@ class ChatSession:
         index = found.index(turn_id) + step
         if not 0 <= index < len(found):
             return False
-        self._move(newest_leaf(self._turns, found[index]))
+        self.back_to(newest_leaf(self._turns, found[index]))
         return True
 
     def back_to(self, turn_id: int | None) -> None:
         """Show the branch only up to this turn (None: nothing); the rest stays in the tree."""
-        self._move(turn_id)
+        self.store.update(self.conversation.id, head_id=turn_id)
+        self.conversation = msgspec.structs.replace(self.conversation, head_id=turn_id)
 
     def fork(self) -> None:
         """Copy the branch on show into a conversation of its own and open it."""
@@ -291,11 +296,7 @@ class ChatSession:
         self.store.cut(turn_id, summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 
-    def _move(self, head_id: int | None) -> None:
-        self.store.update(self.conversation.id, head_id=head_id)
-        self.conversation = msgspec.structs.replace(self.conversation, head_id=head_id)
-
-    # what the engine is asked
+    # requests
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
         """Return the messages of a branch: system prompt with the summary of what was cut, turns."""
@@ -325,7 +326,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return what the engine would be asked if `text` were sent now; None where nothing would be.
+        """Return the request that sending `text` now would make, None if there is nothing to send.
 
         `editing` is the question that it would replace.
         """
@@ -355,11 +356,8 @@ def title_of(text: str) -> str:
     line = " ".join(text.strip().splitlines()[0].split()) if text.strip() else ""
     if len(line) <= _TITLE_CELLS:
         return line
-    return (
-        line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:") + "…"
-        if " " in line[:_TITLE_CELLS]
-        else line[:_TITLE_CELLS]
-    )
+    words = line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:")
+    return f"{words}…" if words else line[:_TITLE_CELLS]
 
 
 class Answer:
@@ -431,20 +429,17 @@ class Answer:
         self.generation.cancel()
 
     def fail(self, error: EdgeInferError) -> Turn:
-        """End it with an error, keeping what was said."""
+        """End the answer with an error; its text is kept."""
         return self._end("failed", error.message, self.turn.stats)
 
     def abandon(self) -> Turn:
-        """End it because the front ends: kept as stopped."""
+        """End the answer because the front end leaves; it is kept as stopped."""
         self.generation.cancel()
         return self._end("stopped", "", self.turn.stats)
 
     def _finish(self, end: Finished) -> None:
-        statuses: dict[str, Status] = {
-            "length": "length",
-            "cancelled": "stopped",
-            "deadline": "stopped",
-        }
+        statuses: dict[str, Status]
+        statuses = {"length": "length", "cancelled": "stopped", "deadline": "stopped"}
         stats = Stats(
             prompt_tokens=end.usage.prompt_tokens,
             cached_tokens=end.usage.cached_tokens,

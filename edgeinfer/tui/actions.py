@@ -92,8 +92,7 @@ class AppFront:
     # models
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
-        if self._session.busy:
-            raise UsageError("an answer is being written", hint="stop it first: Esc")
+        self._session.refuse_busy()
         self._load(name, n_ctx)
 
     def pick_model(self, wanted: str = "", *, first: bool = False) -> None:

@@ -99,9 +99,9 @@ class Answering:
 
     def summarise(self, kept: Turn) -> None:
         """Summarise the turns before `kept`, cut there, and answer the question that did not fit."""
-        engine = self._session.engine
-        if engine is None or self._view.summarising is not None:
+        if self._view.summarising is not None:
             return
+        engine = self._session.idle_engine()
         generation = engine.submit(context.summary_request(self._session, engine, kept))
         self._view.summarising = generation
         self._view.transcript.run_worker(self._summarise(generation, kept), group="answer")

@@ -15,7 +15,7 @@ from made_gguf import gguf_bytes
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
 from edgeinfer.config.config_file import Config, load_config
-from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
@@ -74,11 +74,10 @@ def test_backslash_continues_a_line(tmp_path):
     assert repl.session.path[0].content == "one\ntwo"
 
 
-def test_model_cannot_move_the_cursor(tmp_path):
-    out, repl = talk(tmp_path, "x", engine=FakeEngine([["\x1b[2J", "\x9b31m\x07 fine"]]))
-    assert "[2J31m fine" in out
-    assert "\x9b" not in out
-    assert "\x07" not in out
+def test_answer_cannot_steer_the_terminal_and_keeps_its_spaces(tmp_path):
+    engine = FakeEngine([["\x1b[2J", "\x9b31m\x07 10\u00a0km\u202e\u2066\tend"]])
+    out, repl = talk(tmp_path, "x", engine=engine)
+    assert "Answer: [2J31m 10\u00a0km\tend\n" in out
     assert repl.session.path[-1].content.startswith("\x1b")
 
 
@@ -92,18 +91,8 @@ def test_reasoning_is_folded_until_unfolded(tmp_path):
 
 
 def test_commands_work_and_mistakes_are_reported(tmp_path):
-    out, repl = talk(
-        tmp_path,
-        "q",
-        "/regen",
-        "/prev",
-        "/modle",
-        "/temp 9999",
-        "/edit anew",
-        "/sessions",
-        "/stats",
-        "/help",
-    )
+    lines = "q|/regen|/prev|/modle|/temp 9999|/edit anew|/sessions|/stats|/help".split("|")
+    out, repl = talk(tmp_path, *lines)
     assert "Error: there is no command /modle" in out
     assert "Next: did you mean /model?" in out
     assert "temperature is a number between 0 and 10" in out
@@ -193,8 +182,6 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
 
 
 def test_full_context_offers_ways_out(tmp_path):
-    from edgeinfer.errors import ContextLengthError
-
     class Small(FakeEngine):
         def submit(self, request):
             if sum(len(m.content) for m in request.messages) > 2200:
@@ -212,12 +199,6 @@ def test_full_context_offers_ways_out(tmp_path):
 def test_command_that_finds_nothing_ends_in_a_prompt(tmp_path, line):
     out, _ = talk(tmp_path, line, "/quit")
     assert out.endswith("> ")
-
-
-def test_answer_cannot_steer_the_terminal_and_keeps_its_spaces(tmp_path):
-    engine = FakeEngine([["10\u00a0km\x1b[2J\u202e\u2066\tend"]])
-    out, _ = talk(tmp_path, "q", engine=engine)
-    assert "Answer: 10\u00a0km[2J\tend\n" in out
 
 
 def test_pull_reports_progress_in_lines(tmp_path, monkeypatch):

@@ -1,6 +1,4 @@
-"""`edgeinfer run` around a scripted engine: what is the model, what the prompt, what is printed, what
-exits how.
-"""
+"""`edgeinfer run` around a scripted engine: model and prompt, output, exit codes."""
 
 import io
 import json
@@ -15,7 +13,8 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError
 from edgeinfer.host import Host, Start
-from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, Usage
+from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
 
@@ -26,36 +25,9 @@ END = Finished(
 )
 
 
-class Scripted:
+def scripted(*script, **info):
     """An engine that answers every request with the same events."""
-
-    def use_blocks(self, store):
-        pass
-
-    def leave_blocks(self):
-        pass
-
-    def use_devices(self, wishes):
-        pass
-
-    def __init__(self, events):
-        self.events = events
-        self.asked = []
-        self.cancelled = 0
-        self.info = EngineInfo(model="m", system_prompt="You are brief.")
-
-    def submit(self, request):
-        self.asked.append(request)
-        return self
-
-    def __iter__(self):
-        for event in self.events:
-            if isinstance(event, Exception):
-                raise event
-            yield event
-
-    def cancel(self):
-        self.cancelled += 1
+    return FakeEngine([script], info=EngineInfo(model="m", n_ctx=4096, **info))
 
 
 class ScriptedHost(Host):
@@ -73,7 +45,11 @@ class ScriptedHost(Host):
 
 @pytest.fixture
 def engine():
-    return Scripted([ReasoningDelta("hm"), TextDelta("Red, "), TextDelta("green."), END])
+    return scripted(ReasoningDelta("hm"), "Red, ", "green.", END, system_prompt="You are brief.")
+
+
+def run(engine, *typed):
+    return main(["run", "tiny", *typed], ScriptedHost(engine))
 
 
 @pytest.fixture(autouse=True)
@@ -82,11 +58,11 @@ def _no_stdin(monkeypatch):
 
 
 def test_answer_is_streamed_to_stdout(engine, capsys):
-    assert main(["run", "tiny", "Name colours"], ScriptedHost(engine)) == 0
+    assert run(engine, "Name colours") == 0
     out = capsys.readouterr()
     assert out.out == "Red, green.\n"
     assert out.err == ""
-    turns = engine.asked[0].messages
+    turns = engine.requests[0].messages
     assert [(t.role, t.content) for t in turns] == [
         ("system", "You are brief."),
         ("user", "Name colours"),
@@ -94,14 +70,14 @@ def test_answer_is_streamed_to_stdout(engine, capsys):
 
 
 def test_raw_prompt_is_sent_unchanged(engine, capsys):
-    assert main(["run", "tiny", "Once upon", "--raw"], ScriptedHost(engine)) == 0
-    assert (engine.asked[0].prompt, engine.asked[0].messages) == ("Once upon", ())
-    assert main(["run", "tiny", "x", "--raw", "--system", "s"], ScriptedHost(engine)) == 2
+    assert run(engine, "Once upon", "--raw") == 0
+    assert (engine.requests[0].prompt, engine.requests[0].messages) == ("Once upon", ())
+    assert run(engine, "x", "--raw", "--system", "s") == 2
     assert "--system" in capsys.readouterr().err
 
 
 def test_json_is_one_envelope(engine, capsys):
-    assert main(["run", "tiny", "x", "--json"], ScriptedHost(engine)) == 0
+    assert run(engine, "x", "--json") == 0
     body = json.loads(capsys.readouterr().out)
     assert body["kind"] == "run"
     assert body["ok"] is True
@@ -130,33 +106,33 @@ def test_words_are_split_into_model_and_prompt(engine, monkeypatch, typed, model
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"" if prompt else b"piped")))
     assert main(["run", *typed], host) == 0
     assert host.opened[0][0] == model
-    assert engine.asked[0].messages[-1].content == (prompt or "piped")
+    assert engine.requests[0].messages[-1].content == (prompt or "piped")
 
 
 def test_pipe_follows_the_prompt(engine, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("añ\n".encode())))
-    assert main(["run", "tiny", "Summarise:"], ScriptedHost(engine)) == 0
-    assert engine.asked[0].messages[-1].content == "Summarise:\n\nañ\n"
+    assert run(engine, "Summarise:") == 0
+    assert engine.requests[0].messages[-1].content == "Summarise:\n\nañ\n"
 
 
 def test_no_prompt_says_what_to_type(engine, capsys):
-    assert main(["run", "tiny"], ScriptedHost(engine)) == 2
+    assert run(engine) == 2
     assert "hint: give one" in capsys.readouterr().err
-    assert engine.asked == []
+    assert engine.requests == []
 
 
 def test_options_reach_the_request(engine):
     host = ScriptedHost(engine)
     typed = "run tiny x --temperature 0 --seed 7 --max-tokens 3 --ctx 512".split()
     assert main([*typed, "--system", ""], host) == 0
-    request = engine.asked[0]
+    request = engine.requests[0]
     assert (request.sampling.temperature, request.sampling.seed, request.max_tokens) == (0.0, 7, 3)
     assert [turn.role for turn in request.messages] == ["user"]
     assert host.opened[0][1].n_ctx == 512
 
 
 def test_timings_go_to_stderr(engine, capsys):
-    assert main(["run", "tiny", "x", "--timings"], ScriptedHost(engine)) == 0
+    assert run(engine, "x", "--timings") == 0
     line = capsys.readouterr().err
     assert "resumed in 80 ms" in line
     assert "2 tokens at 100.0/s" in line
@@ -177,6 +153,8 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
         host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
         monkeypatch.setattr(host, "files", lambda model, *_: ModelFiles(name=model, paths=()))
         monkeypatch.setattr(host, "is_model", lambda name: name == "tiny")
+        monkeypatch.setattr(host, "keep_blocks", lambda _engine: None)
+        monkeypatch.setattr(host, "attach_devices", lambda _engine, _options: None)
         assert main(["run", "tiny", "x", *more], host) == 0
         out = capsys.readouterr()
         said = out.err.partition(";")[0] or said
@@ -188,22 +166,24 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
 
 def test_stopped_answer_keeps_its_text_and_exits_130(capsys):
     stopped = Finished(reason="cancelled", usage=Usage(), timings=Timings())
-    assert main(["run", "tiny", "x"], ScriptedHost(Scripted([TextDelta("so f"), stopped]))) == 130
+    assert run(scripted("so f", stopped), "x") == 130
     assert capsys.readouterr().out == "so f\n"
 
 
 def test_engine_error_is_words_and_an_exit_code(capsys):
-    assert main(["run", "tiny", "x", "--json"], ScriptedHost(Scripted([QueueFullError("full")]))) == 8
+    assert run(scripted(QueueFullError("full")), "x", "--json") == 8
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "queue-full"
 
 
 def test_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
-    broken = ScriptedHost(Scripted([ZeroDivisionError("oops")]))
-    assert main(["run", "tiny", "x"], broken) == 70
-    assert "Traceback" not in capsys.readouterr().err
-    monkeypatch.setenv("EDGEINFER_DEBUG", "1")
-    assert main(["run", "tiny", "x"], broken) == 70
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    class Broken(ScriptedHost):
+        def engine(self, model, options, progress=None):
+            raise ZeroDivisionError("oops")
+
+    for debug, shown in (("0", False), ("1", True)):
+        monkeypatch.setenv("EDGEINFER_DEBUG", debug)
+        assert main(["run", "tiny", "x"], Broken(None)) == 70
+        assert ("Traceback" in capsys.readouterr().err) == shown
 
 
 @pytest.mark.parametrize(
@@ -215,27 +195,22 @@ def test_mistyped_command_line_is_exit_2(argv, engine, capsys):
 
 
 def test_answer_that_repeats_itself_is_ended_and_said(capsys):
-    class Looping(Scripted):
-        def __iter__(self):
-            while not self.cancelled:
-                yield TextDelta("Avaid, ")
-            yield Finished(reason="cancelled", usage=Usage(), timings=Timings())
-
-    assert main(["run", "tiny", "x"], ScriptedHost(Looping([]))) == 0
+    looping = scripted(*["Avaid, "] * 20_000)
+    assert run(looping, "x") == 0
     said = capsys.readouterr()
     assert said.err == "edgeinfer: the answer repeated itself; stopped\n"
     assert len(said.out) < 1000
-    assert main(["run", "tiny", "x", "--json"], ScriptedHost(Looping([]))) == 0
+    assert run(looping, "x", "--json") == 0
     assert json.loads(capsys.readouterr().out)["result"]["finish_reason"] == "repetition"
 
 
 @pytest.mark.parametrize(
     ("typed", "dry"), [([], 0.4), (["--temperature", "0"], 0), (["--top-p", "1"], 0.4)]
 )
-def test_greedy_output_is_without_the_penalty_of_the_defaults(engine, typed, dry):
-    engine.info = EngineInfo(model="m", sampling=Sampling(dry_multiplier=0.4))
-    assert main(["run", "tiny", "x", *typed], ScriptedHost(engine)) == 0
-    assert engine.asked[0].sampling.dry_multiplier == dry
+def test_greedy_output_is_without_the_penalty_of_the_defaults(typed, dry):
+    engine = scripted("x", sampling=Sampling(dry_multiplier=0.4))
+    assert run(engine, "x", *typed) == 0
+    assert engine.requests[0].sampling.dry_multiplier == dry
 
 
 # --- what the endpoint can, too
@@ -245,22 +220,20 @@ def test_answer_options_reach_the_request(engine, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     typed = ["run", "tiny", "x", "--stop", "END", "--stop", ".", "--think", "off"]
     assert main([*typed, "--schema", str(tmp_path / "schema.json")], ScriptedHost(engine)) == 0
-    request = engine.asked[-1]
+    request = engine.requests[-1]
     assert request.stop == ("END", ".")
     assert request.constraint == JsonSchema({"type": "object"})
     assert (request.template_options, request.reasoning_budget) == ({"enable_thinking": False}, 0)
     assert main(["run", "x", "--schema", '{"type": "array"}'], ScriptedHost(engine)) == 0
-    assert engine.asked[-1].constraint == JsonSchema({"type": "array"})
+    assert engine.requests[-1].constraint == JsonSchema({"type": "array"})
     assert main(["run", "x", "--grammar", 'root ::= "a"'], ScriptedHost(engine)) == 0
-    assert engine.asked[-1].constraint == Grammar('root ::= "a"')
+    assert engine.requests[-1].constraint == Grammar('root ::= "a"')
 
 
 def test_file_stands_before_the_prompt(engine, tmp_path):
     (tmp_path / "notes.txt").write_text("be there at nine")
-    assert (
-        main(["run", "tiny", "When?", "--file", str(tmp_path / "notes.txt")], ScriptedHost(engine)) == 0
-    )
-    content = engine.asked[0].messages[-1].content
+    assert run(engine, "When?", "--file", str(tmp_path / "notes.txt")) == 0
+    content = engine.requests[0].messages[-1].content
     assert content.startswith("File `notes.txt`:")
     assert content.index("be there at nine") < content.index("When?")
 
@@ -303,7 +276,7 @@ def test_saved_system_prompt_is_sent(engine, monkeypatch):
     host = ScriptedHost(engine)
     host._config = Config(chat=ChatConfig(system_prompts={"pirate": "Arr."}))
     assert main(["run", "tiny", "x", "--system", "pirate"], host) == 0
-    assert engine.asked[0].messages[0].content == "Arr."
+    assert engine.requests[0].messages[0].content == "Arr."
 
 
 def test_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):

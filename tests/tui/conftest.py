@@ -36,6 +36,13 @@ class Driven:
         await self.type(text, "enter")
         await self.until(lambda: self.idle() and len(self.session.all_turns()) >= before + 2)
 
+    async def click(self, mark):
+        """Click on the first line of the transcript that has `mark`, three cells into it."""
+        rows = self.shown().splitlines()
+        y = next(i for i, text in enumerate(rows) if mark in text)
+        await self.pilot.click("#transcript", offset=(rows[y].index(mark) + 3, y))
+        await self.pilot.pause()
+
     def idle(self):
         return self.chat.streaming is None and not self.session.busy
 

@@ -70,29 +70,21 @@ def begin(terminal, how, *words):
 
 
 def start(terminal, line, how):
-    """Type the command.
-
-    A snapshot that a change of our own sources has made stale meanwhile is built again.
-    """
     terminal.run(f"{line} --resume={'always' if how == 'resumed' else 'never'}")
+
+
+def leave(terminal):
+    terminal.press("C-q")
+    terminal.until(lambda: left(terminal))
+
+
+def until_wide(terminal, columns):
+    """Wait until the composer's frame is as wide as the terminal, but for a margin."""
     terminal.until(
-        lambda: (
-            "was changed after" in terminal.screen()
-            or terminal.modes()[0] != "0 0 1 0"
-            or "Model:" in terminal.screen()
+        lambda: any(
+            line.endswith("╮") and len(line) == columns - 1 for line in terminal.screen().splitlines()
         )
     )
-    if "was changed after" in terminal.screen():
-        subprocess.run(
-            [EDGEINFER, "warm", MODEL],
-            env=clean(terminal.home),
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
-        terminal.run("clear")
-        terminal.until(lambda: "was changed" not in terminal.screen())
-        start(terminal, line, how)
 
 
 def stored(terminal):
@@ -131,13 +123,12 @@ def has_threads(pid):
 
 
 def test_question_typed_before_the_screen_is_there_is_asked(terminal, how):
-    terminal.run(f"edgeinfer chat --temp 0 --resume={'always' if how == 'resumed' else 'never'}")
+    start(terminal, "edgeinfer chat --temp 0", how)
     terminal.type("Name three colours.")
     terminal.press("Enter")
     terminal.until_shown("❯ Name three colours.")
     terminal.until_shown("tok/s")
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
 
 
 def test_question_is_typed_streamed_and_the_app_quit(terminal, how):
@@ -150,8 +141,7 @@ def test_question_is_typed_streamed_and_the_app_quit(terminal, how):
     terminal.until_shown("❯ Name three colours.")
     terminal.until_shown("tok/s")
     terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
     terminal.until(lambda: terminal.modes() == before)
     assert "Ask something" not in terminal.screen()
 
@@ -164,23 +154,16 @@ def test_stop_keeps_the_partial_answer(terminal, how):
     terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
     terminal.press("Escape")
     terminal.until_shown("stopped")
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
 
 
 def test_resize_is_drawn_at_the_new_size(terminal, how):
     begin(terminal, how)
-    terminal.resize(50, 15)
-    terminal.until(
-        lambda: any(line.endswith("╮") and len(line) == 49 for line in terminal.screen().splitlines())
-    )
-    terminal.resize(120, 40)
-    terminal.until(
-        lambda: any(line.endswith("╮") and len(line) == 119 for line in terminal.screen().splitlines())
-    )
+    for columns, rows in ((50, 15), (120, 40)):
+        terminal.resize(columns, rows)
+        until_wide(terminal, columns)
     assert len(terminal.screen().rstrip("\n").splitlines()) == 40
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
 
 
 def test_ctrl_z_and_fg(terminal, how):
@@ -197,13 +180,10 @@ def test_ctrl_z_and_fg(terminal, how):
     terminal.resize(100, 30)
     terminal.run("fg")
     terminal.until_shown("half a thought")
-    terminal.until(
-        lambda: any(line.endswith("╮") and len(line) == 99 for line in terminal.screen().splitlines())
-    )
+    until_wide(terminal, 100)
     terminal.type(", whole")
     terminal.until_shown("half a thought, whole")
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
     terminal.until(lambda: terminal.modes() == before)
 
 
@@ -213,8 +193,7 @@ def test_editor_gets_the_terminal(terminal, how):
     terminal.until_shown("this one")
     terminal.press("C-o")
     terminal.until_shown("this two")
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
 
 
 def test_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
@@ -225,8 +204,7 @@ def test_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
     terminal.until_shown("What is the word?")
     terminal.press("Enter")
     terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
     terminal.until(lambda: terminal.modes() == before)
 
 
@@ -256,8 +234,7 @@ def test_kill_9_of_the_app(terminal, how):
     begin(terminal, how, "--continue")
     terminal.until_shown("❯ Tell a long story")
     terminal.until_shown("interrupted")
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)
 
 
 def test_kill_9_of_the_launcher(terminal, how):
@@ -288,5 +265,4 @@ def test_models_that_suit_the_machine_are_offered_if_none_is_here(terminal, tmp_
     terminal.until_shown("No model is here yet")
     terminal.until_shown("tiny, ~")
     terminal.press("Escape")
-    terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    leave(terminal)

@@ -78,10 +78,10 @@ def _statements(script: str) -> Iterator[str]:
             gathered = ""
 
 
-#: An answer without a new piece for so long was left behind by a process that died.
+#: The process of an answer without a new piece for this long (ms) has died.
 STALE_MS = 60_000
 
-#: Deleted conversations are kept so long, for undo.
+#: Deleted conversations are kept for this long (ms), for undo.
 UNDO_MS = 24 * 3600 * 1000
 
 #: Put around found words in a snippet; neither can be in a stored text that a terminal shows.
@@ -146,12 +146,10 @@ def _store_errors(name: str) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        hint = (
-            "free some room on the disk"
-            if "full" in str(error)
-            else f"move {name} aside: a new one is made"
-        )
-        if "locked" in str(error):
+        hint = f"move {name} aside: a new one is made"
+        if "full" in str(error):
+            hint = "free some room on the disk"
+        elif "locked" in str(error):
             hint = "another edgeinfer is writing: try again"
         raise StoreError(f"the conversations in {name} cannot be used: {error}", hint=hint) from error
 
@@ -206,9 +204,8 @@ class Store:
         """Set columns of a conversation: title, model, system_prompt, sampling, head_id, draft."""
         if set(fields) - {"draft"}:
             fields["updated_ms"] = self.clock()
-        columns = ", ".join(f"{name} = ?" for name in fields)
-        values = [_column(name, value) for name, value in fields.items()]
-        self._write(f"UPDATE conversation SET {columns} WHERE id = ?", (*values, conversation_id))
+        with _store_errors(self.name):
+            self._set("conversation", conversation_id, fields)
 
     def conversation(self, conversation_id: int) -> Conversation:
         """Return a conversation. Raises StoreError if there is none."""
@@ -225,9 +222,8 @@ class Store:
 
     def delete(self, conversation_id: int) -> None:
         """Hide a conversation; `undelete` restores it until it is purged, a day later."""
-        self._write(
-            "UPDATE conversation SET deleted_ms = ? WHERE id = ?", (self.clock(), conversation_id)
-        )
+        with _store_errors(self.name):
+            self._set("conversation", conversation_id, {"deleted_ms": self.clock()})
 
     def undelete(self, conversation_id: int) -> None:
         """Restore a deleted conversation. Raises StoreError if it has been purged."""
@@ -245,10 +241,8 @@ class Store:
         new = msgspec.structs.replace(turn, created_ms=self.clock())
         with self._transaction():
             new = msgspec.structs.replace(new, id=self._insert("turn", new))
-            self.db.execute(
-                "UPDATE conversation SET head_id = ?, updated_ms = ? WHERE id = ?",
-                (new.id, new.created_ms, new.conversation_id),
-            )
+            head = {"head_id": new.id, "updated_ms": new.created_ms}
+            self._set("conversation", new.conversation_id, head)
         return new
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
@@ -275,27 +269,24 @@ class Store:
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
         """Add a piece of a streaming answer (0.05 ms); nothing is shown before it returns."""
-        self._write(
-            "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
-            (turn_id, content, reasoning, self.clock()),
-        )
+        with _store_errors(self.name):
+            self.db.execute(
+                "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
+                (turn_id, content, reasoning, self.clock()),
+            )
 
     def finish(self, turn: Turn) -> None:
         """Write a turn's end (content, status, stats) and drop its journal in the same transaction."""
         with self._transaction():
             names = ("content", "reasoning", "status", "error", "model", "stats")
-            columns = ", ".join(f"{name} = ?" for name in names)
-            values = [_column(name, getattr(turn, name)) for name in names]
-            self.db.execute(f"UPDATE turn SET {columns} WHERE id = ?", (*values, turn.id))
+            self._set("turn", turn.id, {name: getattr(turn, name) for name in names})
             self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn.id,))
-            self.db.execute(
-                "UPDATE conversation SET updated_ms = ? WHERE id = ?",
-                (self.clock(), turn.conversation_id),
-            )
+            self._set("conversation", turn.conversation_id, {"updated_ms": self.clock()})
 
     def cut(self, turn_id: int, summary: str) -> None:
         """Stop sending the turns before this one; `summary` stands for them."""
-        self._write("UPDATE turn SET cut_summary = ? WHERE id = ?", (summary, turn_id))
+        with _store_errors(self.name):
+            self._set("turn", turn_id, {"cut_summary": summary})
 
     def clean_up(self) -> int:
         """Fold the journals of answers whose process died; return how many."""
@@ -371,7 +362,7 @@ class Store:
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
         # the status first: leaving "streaming" indexes the text, and that must be the whole text
-        self.db.execute("UPDATE turn SET status = 'streaming' WHERE id = ?", (turn_id,))
+        self._set("turn", turn_id, {"status": "streaming"})
         self.db.execute(
             "UPDATE turn SET content = content || ?, reasoning = reasoning || ?, status = ? WHERE id = "
             "?",
@@ -404,9 +395,10 @@ class Store:
         sql = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})"
         return self.db.execute(sql, values).lastrowid or 0
 
-    def _write(self, sql: str, values: tuple[object, ...]) -> int:
-        with _store_errors(self.name):
-            return self.db.execute(sql, values).lastrowid or 0
+    def _set(self, table: str, row_id: int, fields: dict[str, Any]) -> None:
+        columns = ", ".join(f"{name} = ?" for name in fields)
+        values = [_column(name, value) for name, value in fields.items()]
+        self.db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values, row_id))
 
 
 def _column(name: str, value: object) -> object:
