@@ -12,7 +12,7 @@ import msgspec
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.disk import sha256_of_part, whole_file
 from edgeinfer.shipping import payload
-from edgeinfer.shipping.bundle import Bundle, BundledFile, field
+from edgeinfer.shipping.bundle import HEADER_BYTES, field
 
 
 def with_field(bootloader: bytes, key: bytes, value: str) -> bytes:
@@ -58,18 +58,13 @@ def with_model(program: Path, record: PulledModel, out: Path) -> None:
 
 
 def _write_bundle(new: BinaryIO, record: PulledModel) -> int:
-    """Write the section at `new`'s end, with room in its header for offsets; return its length."""
+    """Write the section (`shipping.bundle`) at the end of `new`; return its length."""
     start = new.tell()
-    at = 64 << 10
-    files = []
-    for path, file in zip(record.paths, record.files, strict=True):
-        files.append(BundledFile(path.name, at, file.size_bytes, file.sha256))
-        at += file.size_bytes + (-file.size_bytes % payload.PAGE)
-    header = msgspec.json.encode(Bundle(record, tuple(files)))
-    if len(header) + 8 > files[0].offset:
+    header = msgspec.json.encode(record)
+    if len(header) + 8 > HEADER_BYTES:
         raise SystemExit(f"error: {record.name} has too many files to be bundled")
-    new.write((struct.pack("<Q", len(header)) + header).ljust(files[0].offset, b"\0"))
-    for path, bundled in zip(record.paths, files, strict=True):
+    new.write((struct.pack("<Q", len(header)) + header).ljust(HEADER_BYTES, b"\0"))
+    for path, bundled in zip(record.paths, record.files, strict=True):
         with path.open("rb") as source:
             digest = sha256_of_part(
                 source.fileno(), 0, bundled.size_bytes, lambda chunk, _done: new.write(chunk)

@@ -113,7 +113,7 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
             )
         scratch = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder.parent))
         try:
-            _Unpacking(shipped, index, scratch, folder, progress).run(file.fileno())
+            _unpack_blocks(shipped, index, scratch, folder, progress, file.fileno())
             for path, target in index.links:
                 (scratch / path).symlink_to(target)
             file.seek(shipped.payload_offset + 8)
@@ -127,57 +127,48 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
             raise
 
 
-class _Unpacking:
-    def __init__(
-        self, shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress
-    ) -> None:
-        self._shipped = shipped
-        self._index = index
-        self._scratch = scratch
-        self._folder = folder
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
-        # the largest first: the last one to finish is then a small one
-        self._todo = sorted(range(len(index.blocks)), key=lambda n: index.blocks[n].raw)
-        self._failures: list[BaseException] = []
+def _unpack_blocks(
+    shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress, fd: int
+) -> None:
+    """Write every file to `scratch`, in up to four threads. Raises the first error of one."""
+    names = [*(entry.path for entry in index.files), *(path for path, _ in index.links)]
+    for directory in {os.path.dirname(name) for name in names}:
+        (scratch / directory).mkdir(mode=0o755, parents=True, exist_ok=True)
+    numbers = sorted(range(len(index.blocks)), key=lambda n: index.blocks[n].raw, reverse=True)
+    largest_first = iter(numbers)  # shared by the threads; the last one to finish is then a small one
+    failures: list[BaseException] = []
+    lock = threading.Lock()
+    done = 0
 
-    def run(self, fd: int) -> None:
-        """Unpack every block. Raises what the first failing thread raised."""
-        names = [*(entry.path for entry in self._index.files), *(path for path, _ in self._index.links)]
-        for directory in sorted({os.path.dirname(name) for name in names}):
-            (self._scratch / directory).mkdir(mode=0o755, parents=True, exist_ok=True)
-        count = min(4, len(os.sched_getaffinity(0)), len(self._todo))
-        threads = [threading.Thread(target=self._work, args=(fd,)) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._failures:
-            raise self._failures[0]
-
-    def _work(self, fd: int) -> None:
-        while not self._failures:
-            with self._lock:
-                if not self._todo:
-                    return
-                number = self._todo.pop()
-            try:
-                self._block(fd, number)
-            except (OSError, EdgeInferError, MemoryError) as error:
-                self._failures.append(error)
-
-    def _block(self, fd: int, number: int) -> None:
-        entries = [entry for entry in self._index.files if entry.block == number]
-        raw = payload.block_bytes(fd, self._shipped, self._index.blocks[number])
-        for entry, content in payload.split_block(raw, entries, self._shipped.path):
+    def unpack_block(number: int) -> None:
+        nonlocal done
+        entries = [entry for entry in index.files if entry.block == number]
+        raw = payload.block_bytes(fd, shipped, index.blocks[number])
+        for entry, content in payload.split_block(raw, entries, shipped.path):
             data: bytes | memoryview = content
-            if entry.path in self._index.relocate:
-                data = payload.relocated(content, interpreter(self._folder, entry.path))
-            _write(self._scratch / entry.path, data, entry.mode)
-            with self._lock:
-                self._done += entry.size
-                self._progress(self._done, self._index.size)
+            if entry.path in index.relocate:
+                data = payload.relocated(content, interpreter(folder, entry.path))
+            _write(scratch / entry.path, data, entry.mode)
+            with lock:
+                done += entry.size
+                progress(done, index.size)
+
+    def work() -> None:
+        try:
+            for number in largest_first:
+                if not failures:
+                    unpack_block(number)
+        except (OSError, EdgeInferError, MemoryError) as error:
+            failures.append(error)
+
+    count = min(4, len(os.sched_getaffinity(0)), len(numbers))
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def interpreter(folder: Path, path: str) -> str:

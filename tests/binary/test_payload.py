@@ -14,9 +14,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 import assemble
 import bootloader
 import pack
+from made_gguf import gguf_bytes
 
 from edgeinfer.errors import ChecksumError, DiskFullError, EdgeInferError
-from edgeinfer.shipping import payload, unpack
+from edgeinfer.models import store
+from edgeinfer.models.progress import Job
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
+from edgeinfer.models.remove import remove
+from edgeinfer.shipping import bundle, payload, unpack
 
 from ..conftest import BUILD_CACHE
 
@@ -120,6 +126,40 @@ def test_index_cannot_name_a_file_outside(path):
         "relocate": [],
     }
     assert payload.parse_index(json.dumps(document).encode()) is None
+
+
+@pytest.fixture
+def with_model(shipped_file, tmp_path):
+    """The shipped file with a model of two files inside, which is no longer in the store."""
+    bodies = [gguf_bytes(tensors=[(f"blk.{i}.weight", 3000)], seed=i) for i in (1, 2)]
+    for i, body in enumerate(bodies, 1):
+        (tmp_path / f"x-0000{i}-of-00002.gguf").write_bytes(body)
+    record = pull(str(tmp_path / "x-00001-of-00002.gguf"), options=PullOptions(name="tiny"))
+    assemble.with_model(shipped_file, record, tmp_path / "with-model")
+    remove("tiny")
+    unpack.ensure_unpacked(tmp_path / "with-model")
+    return payload.open_shipped(tmp_path / "with-model"), bodies
+
+
+def test_bundled_model_is_stored_once(with_model):
+    shipped, bodies = with_model
+    record = bundle.bring_out(shipped, Job())
+    assert [path.read_bytes() for path in record.paths] == bodies
+    assert resolve("tiny").files().sha256 == record.sha256
+    assert (unpack.app_root() / f"{shipped.model}.model").exists()
+    before = record.paths[0].stat()
+    assert bundle.bring_out(shipped, Job()) == record
+    assert record.paths[0].stat() == before
+
+
+def test_damaged_bundle_stores_nothing(with_model):
+    shipped, _ = with_model
+    raw = bytearray(shipped.path.read_bytes())
+    raw[shipped.bundle_offset + bundle.offsets(bundle.read(shipped))[1] + 2500] ^= 1
+    shipped.path.write_bytes(raw)
+    with pytest.raises(ChecksumError, match=r"x-00002-of-00002\.gguf in .* is damaged"):
+        bundle.bring_out(shipped, Job())
+    assert store.list_pulled() == []
 
 
 def test_executable_that_names_its_folder(tmp_path):
