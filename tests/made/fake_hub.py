@@ -136,7 +136,11 @@ class HubHandler(BaseHTTPRequestHandler):
             {
                 "rfilename": name,
                 "size": len(body),
-                "lfs": {"sha256": sha(body), "size": len(body), "pointerSize": 1},
+                "lfs": {
+                    "sha256": self.hub.lies.get(name) or sha(body),
+                    "size": len(body),
+                    "pointerSize": 1,
+                },
             }
             for name, body in self.hub.repos[repo].items()
         ]
@@ -161,13 +165,8 @@ class HubHandler(BaseHTTPRequestHandler):
             self.reply(403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
         else:
             self.hub.files[f"/cdn/{repo}/{name}"] = body
-            headers = {
-                "X-Repo-Commit": COMMIT,
-                "X-Linked-ETag": f'"{self.hub.lies.get(name) or sha(body)}"',
-                "X-Linked-Size": str(len(body)),
-                "ETag": '"not-this-one"',
-                "Location": f"{self.hub.other_url}/cdn/{repo}/{name}?signature=once",
-            }
+            place = f"{self.hub.other_url}/cdn/{repo}/{name}?signature=once"
+            headers = {"ETag": '"not-this-one"', "Location": place}
             assert revision
             self.reply(302, headers)
 

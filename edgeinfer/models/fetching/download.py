@@ -23,7 +23,10 @@ PART = ".part"
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a server; 0 and "" mean unknown. The first host alone gets `headers`."""
+    """A file on a server; 0 and "" mean unknown. The first host alone gets `headers`.
+
+    `login` is the hint of a refusal.
+    """
 
     url: str
     file_name: str
@@ -31,6 +34,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
     sha256: str = ""
     headers: dict[str, str] = {}
+    login: str | None = None
 
 
 class _PartialState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +85,7 @@ def _try_once(client: httpx2.Client, remote: Remote, part: Path, job: Job) -> No
             if response.status_code == 416 and start:
                 _after_416(remote, response, part, start)
                 return
-            http_client.refuse_status(remote.origin, response)
+            http_client.refuse_status(remote.origin, response, remote.login)
             _receive(remote, response, part, state, job)
     except (httpx2.TransportError, httpx2.DecodingError) as error:
         if http_client.is_untrusted(error):

@@ -98,15 +98,18 @@ def validator(response: httpx2.Response) -> str:
     return response.headers.get("Last-Modified", "")
 
 
-def refuse_status(origin: str, response: httpx2.Response) -> None:
-    """Raise for an answer without a body of the file: DownloadError and its kin, RetryableError."""
+def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> None:
+    """Raise for an answer without the file: DownloadError and its kin, RetryableError.
+
+    `login` is the hint of a refusal.
+    """
     status = response.status_code
     if status in (200, 206):
         return
     if status in _AGAIN:
         after = response.headers.get("Retry-After", "")
         raise RetryableError(f"the server answers {status}", float(after) if after.isdecimal() else 0.0)
-    raise status_error(origin, "server", status)
+    raise status_error(origin, "server", status, login)
 
 
 def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:

@@ -1,4 +1,4 @@
-"""Hugging Face: from a repository's word to files with sizes, SHA-256 and addresses.
+"""Resolve a repository of Hugging Face to files with sizes, SHA-256 and addresses.
 
 huggingface_hub knows the endpoint, the tokens and the gated repositories; the bytes are fetched by
 `download`, which resumes and verifies. Nothing here is called when the network is switched off.
@@ -7,26 +7,18 @@ huggingface_hub knows the endpoint, the tokens and the gated repositories; the b
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import (
-    AuthenticationError,
-    ChecksumError,
-    DownloadError,
-    OfflineError,
-    SourceNotFoundError,
-)
+from edgeinfer.errors import AuthenticationError, DownloadError, OfflineError, SourceNotFoundError
 from edgeinfer.models import names
 from edgeinfer.models.converting.checkpoint_files import checkpoint_files
 from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.fetching.http_client import status_error
 from edgeinfer.models.sources import HubFile, HubQuant
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _TIMEOUT_S = 15.0
 
 
@@ -39,10 +31,9 @@ def _api() -> Any:
 
 
 def resolve(source: HubFile | HubQuant) -> list[Remote]:
-    """The files `source` means now, all of a split model, pinned to the commit the repository is at.
+    """Return the files that `source` names, all of a split model, at the repository's current commit.
 
-    Raises AuthenticationError, SourceNotFoundError, ChecksumError when the hub contradicts itself,
-    DownloadError.
+    Raises AuthenticationError, SourceNotFoundError, DownloadError.
     """
     api = _api()
     with _hub_errors(source):
@@ -95,25 +86,22 @@ def _near_files(paths: list[str]) -> str | None:
 
 
 def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Remote:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # already imported by `resolve`
+    from huggingface_hub import hf_hub_url  # already imported by `resolve`
 
-    url = hf_hub_url(source.repo, file.rfilename, revision=commit, endpoint=api.endpoint)
-    with _hub_errors(source):
-        head = get_hf_file_metadata(
-            url, token=api.token, timeout=_TIMEOUT_S, endpoint=api.endpoint, retry_on_errors=True
-        )
-    listed = file.lfs.sha256 if file.lfs else ""
-    announced = head.etag if head.etag and _SHA256.fullmatch(head.etag) else ""
-    if listed and announced and listed != announced:
-        raise ChecksumError(f"{source}: the hub lists SHA-256 {listed} and serves {announced}")
     return Remote(
-        url=url,
+        url=hf_hub_url(source.repo, file.rfilename, revision=commit, endpoint=api.endpoint),
         file_name=names.file_name(file.rfilename),
         origin=f"hf:{source.repo}/{file.rfilename}",
-        size_bytes=head.size or file.size or 0,
-        sha256=announced or listed,
+        size_bytes=file.size or 0,
+        sha256=file.lfs.sha256 if file.lfs else "",
         headers={"Authorization": f"Bearer {api.token}"} if api.token else {},
+        login=_gate(source),
     )
+
+
+def _gate(source: HubFile | HubQuant) -> str:
+    page = f"https://huggingface.co/{source.repo}"
+    return f"accept its licence on {page}, then set HF_TOKEN and pull again"
 
 
 @contextmanager
@@ -125,10 +113,7 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
     try:
         yield
     except hf.GatedRepoError as error:
-        raise AuthenticationError(
-            f"{source}: the repository is gated",
-            hint=f"accept its licence on {page}, then set HF_TOKEN and pull again",
-        ) from error
+        raise AuthenticationError(f"{source}: the repository is gated", hint=_gate(source)) from error
     except hf.OfflineModeIsEnabled as error:
         raise OfflineError(f"{source}: Hugging Face's offline switch is on") from error
     except hf.HfHubHTTPError as error:
