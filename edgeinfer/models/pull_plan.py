@@ -1,4 +1,4 @@
-"""PullPlan a pull: the model that a reference names, its sources, and what its files must be."""
+"""Plan a pull: the model that a reference names, its sources, and what its files must be."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.models import names, sources
 from edgeinfer.models.catalog import Catalog, Model, nearest
 from edgeinfer.models.names import Reference
+from edgeinfer.models.progress import Job
+from edgeinfer.platform.disk import sha256_of
 
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +48,16 @@ class Fetched(msgspec.Struct, kw_only=True):
     def size_bytes(self) -> int:
         return self.path.stat().st_size
 
+    @classmethod
+    def made_here(cls, path: Path, job: Job) -> Fetched:
+        """Hash a file that was made from fetched ones; its name is that of `path` without ".part"."""
+        name = path.name.removesuffix(".part")
+        job.begin("verifying", name, total=path.stat().st_size)
+        return cls(path=path, file_name=name, pinned=False, found_sha256=sha256_of(path, job.at))
+
 
 def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
-    """PullPlan for a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
+    """Plan the pull of a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
     wanted = names.parse_reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()

@@ -14,6 +14,7 @@ wheel:NAME==VERSION/PATH          a file inside a wheel of the package index pip
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -139,17 +140,7 @@ def _safe(path: str, text: str) -> str:
 
 def parse(text: str) -> Source:
     """Parse a source. Raises UsageError saying what one looks like."""
-    if text.startswith("file:"):
-        return LocalFile(unquote(text.removeprefix("file:").removeprefix("//")))
-    if text.startswith(("https:", "http:")):
-        return _url(text)
-    if text.startswith("wheel:"):
-        return _wheel(text)
-    if text.startswith(("s3:", "gs:")):
-        return _object(text)
-    if text.startswith("oci:"):
-        return _oci(text)
-    return _hub(text)
+    return _PARSERS.get(text.partition(":")[0], _hub)(text)
 
 
 def _matched(pattern: re.Pattern[str], text: str, what: str, form: str) -> re.Match[str]:
@@ -157,6 +148,10 @@ def _matched(pattern: re.Pattern[str], text: str, what: str, form: str) -> re.Ma
     if match is None:
         raise UsageError(f"{text!r} is no {what}", hint=form)
     return match
+
+
+def _file(text: str) -> LocalFile:
+    return LocalFile(unquote(text.removeprefix("file:").removeprefix("//")))
 
 
 def _object(text: str) -> StoredObject:
@@ -200,9 +195,19 @@ def _hub(text: str) -> HubFile | HubQuant:
     return HubQuant(match["repo"], quant.upper(), revision)
 
 
-_SCHEMES = ("hf:", "https:", "http:", "file:", "wheel:", "s3:", "gs:", "oci:")
+_PARSERS: dict[str, Callable[[str], Source]] = {
+    "hf": _hub,
+    "https": _url,
+    "http": _url,
+    "file": _file,
+    "wheel": _wheel,
+    "s3": _object,
+    "gs": _object,
+    "oci": _oci,
+}
 
 
 def looks_like_source(text: str) -> bool:
     """Return whether `text` is a source rather than a catalogue name: it has a scheme or a slash."""
-    return "/" in text or text.startswith(_SCHEMES)
+    scheme, colon, _ = text.partition(":")
+    return "/" in text or (bool(colon) and scheme in _PARSERS)

@@ -9,7 +9,6 @@ from pathlib import Path
 from edgeinfer.errors import SourceNotFoundError, UsageError
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull_plan import Fetched
-from edgeinfer.platform.disk import sha256_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -75,11 +74,9 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
         )
     first = fetched[0]
     folder = first.path if first.path.is_dir() else linked(fetched, work / _FOLDER)
-    name = f"{first.file_name if first.path.is_dir() else 'model'}.gguf"
-    target = work / (name + ".part")
+    target = work / f"{first.file_name if first.path.is_dir() else 'model'}.gguf.part"
     convert(folder, target, type_name, job)
-    job.begin("verifying", name, total=target.stat().st_size)
-    return Fetched(path=target, file_name=name, pinned=False, found_sha256=sha256_of(target, job.at))
+    return Fetched.made_here(target, job)
 
 
 def linked(fetched: list[Fetched], folder: Path) -> Path:

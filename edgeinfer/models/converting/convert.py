@@ -108,7 +108,6 @@ def _order(name: str) -> tuple[int, int, str]:
 _BLOCK_BYTES = 64 << 20
 #: Far above any vocabulary known: each token takes memory.
 _MOST_TOKENS = 1 << 22
-_STORED_AS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
@@ -224,7 +223,7 @@ class _Conversion:
         file.release(one.source)
 
     def _encode(self, rows: Array, stored: str, kind: gguf.GGMLQuantizationType) -> Array:
-        if _STORED_AS.get(stored) == kind.name:
+        if stored == kind.name:
             return np.ascontiguousarray(rows)
         plain = to_float32(rows, stored)
         if kind.name == "F32":

@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from edgeinfer.errors import ConversionError
@@ -34,11 +33,8 @@ _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weig
 _NO_WAY = "merge it where it was trained (`merge_and_unload`), and convert the result"
 
 
-class _Pair(msgspec.Struct):
-    """A and B of one tensor of the base, float32."""
-
-    a: Array | None = None
-    b: Array | None = None
+#: By a tensor's name in the base: the module's name in the adapter; its "A" and "B", float32.
+_Pairs = dict[str, tuple[str, dict[str, Array]]]
 
 
 def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
@@ -121,12 +117,12 @@ def _heads(base: GgufHeader) -> Heads:
     return Heads(n_head, n_head_kv, head_dim)
 
 
-def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> dict[str, tuple[str, _Pair]]:
+def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
     import gguf
 
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     table = gguf.get_tensor_name_map(arch, base.n_layer)
-    pairs: dict[str, tuple[str, _Pair]] = {}
+    pairs: _Pairs = {}
     for key, tensor in file.tensors.items():
         match = _PAIR.fullmatch(key)
         if match is None:
@@ -134,31 +130,28 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> dict[str
         name = table.get_name(plain_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
         if name is None:
             raise ConversionError(f"{match[1]} is no module of a {family.arch}, as the base is")
-        values = to_float32(file.view(key), tensor.dtype)
-        _, pair = pairs.setdefault(name, (match[1], _Pair()))
-        if match[2] == "A":
-            pair.a = values
-        else:
-            pair.b = values
+        _, pair = pairs.setdefault(name, (match[1], {}))
+        pair[match[2]] = to_float32(file.view(key), tensor.dtype)
     if not pairs:
         raise ConversionError(f"{file.path} has no tensors")
     return pairs
 
 
-def _fitting(name: str, pair: _Pair, base: GgufHeader) -> tuple[Array, Array]:
-    if pair.a is None or pair.b is None:
+def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array, Array]:
+    if len(pair) < 2:
         raise ConversionError(f"{name} has one of lora_A and lora_B alone")
+    a, b = pair["A"], pair["B"]
     tensor = next((one for one in base.tensors if one.name == name), None)
     if tensor is None:
         raise ConversionError(f"the base has no tensor {name}, which the adapter changes")
     wanted = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) == 2 else ()
-    given = (pair.a.shape[-1], pair.b.shape[0])
-    if given != wanted or pair.a.shape[0] != pair.b.shape[-1] or not pair.a.shape[0]:
+    given = (a.shape[-1], b.shape[0])
+    if given != wanted or a.shape[0] != b.shape[-1] or not a.shape[0]:
         raise ConversionError(
             f"{name} is {given[1]} by {given[0]} in the adapter, {list(wanted[::-1])} in the base",
             hint="name the model that the adapter was trained on: `--base MODEL`",
         )
-    return pair.a, pair.b
+    return a, b
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:

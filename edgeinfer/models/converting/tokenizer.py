@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
+
 from edgeinfer.errors import ConversionError
 from edgeinfer.models.converting.checkpoint import read_json
 from edgeinfer.runtime.normalizing import NFC, NORMALIZER_KEY
@@ -90,13 +92,6 @@ def _steps(step: dict[str, Any] | None) -> list[str]:
 
 Values = dict[str, Any]
 
-NORMAL = 1
-UNKNOWN = 2
-CONTROL = 3
-USER_DEFINED = 4
-UNUSED = 5
-BYTE = 6
-
 _FORM = NORMALIZER_KEY.removeprefix("tokenizer.")
 #: tokenizer_config.json's key → llama.cpp's.
 _SPECIAL = {
@@ -115,10 +110,10 @@ class Vocabulary:
 
     def __init__(self, size: int) -> None:
         self.tokens = [f"[PAD{index}]" for index in range(size)]
-        self.types = [UNUSED] * size
+        self.types = [TokenType.UNUSED] * size
         self.scores = [-1000.0] * size
 
-    def put(self, index: int, token: str, kind: int, score: float = -1000.0) -> None:
+    def put(self, index: int, token: str, kind: TokenType, score: float = -1000.0) -> None:
         """Name a token. Raises ConversionError if the model has no row for it."""
         if not 0 <= index < len(self.tokens):
             raise ConversionError(
@@ -173,7 +168,7 @@ def _merges(model: Values) -> list[tuple[str, str]]:
 def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     for token, index in model["vocab"].items():
-        vocabulary.put(index, token, NORMAL)
+        vocabulary.put(index, token, TokenType.NORMAL)
     # a space inside a token is written Ġ, so one space separates the two
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
     keys: Values = {
@@ -198,11 +193,11 @@ def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     unknown = model.get("unk_token")
     for token, index in model["vocab"].items():
         if token == unknown:
-            vocabulary.put(index, token, UNKNOWN, 0.0)
+            vocabulary.put(index, token, TokenType.UNKNOWN, 0.0)
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            vocabulary.put(index, token, BYTE, 0.0)
+            vocabulary.put(index, token, TokenType.BYTE, 0.0)
         else:
-            vocabulary.put(index, token, NORMAL, -float(rank.get(token, len(rank))))
+            vocabulary.put(index, token, TokenType.NORMAL, -float(rank.get(token, len(rank))))
     return {"ggml.model": "llama", "ggml.pre": "default", "ggml.add_space_prefix": _prefixes(tokenizer)}
 
 
@@ -216,10 +211,11 @@ def _prefixes(tokenizer: Values) -> bool:
 def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:
     """Put the tokens that are matched before text is split: special ones, and whole words."""
     for token in tokenizer.get("added_tokens") or ():
-        kind = vocabulary.types[token["id"]] if token["id"] < len(vocabulary.types) else UNUSED
-        if kind == UNKNOWN:
+        index = token["id"]
+        if index < len(vocabulary.types) and vocabulary.types[index] == TokenType.UNKNOWN:
             continue
-        vocabulary.put(token["id"], token["content"], CONTROL if token.get("special") else USER_DEFINED)
+        kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+        vocabulary.put(index, token["content"], kind)
 
 
 def _ids(tokenizer: Values) -> dict[str, int]:

@@ -156,7 +156,18 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
     Raises ModelNotPulledError for one that can't be used, InvalidGgufError, ChecksumError.
     """
     files = described(model)
-    _verify(model, progress)
+    report = progress or (lambda stage, fraction: None)
+    for file in model.files:
+        stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
+        try:
+            verify(file, lambda done, whole, at=stage: report(at, done / whole))  # type: ignore[misc]
+        except ChecksumError as error:
+            raise ChecksumError(error.message, hint=f"fetch it again with {model.store}") from error
+        except OSError as error:
+            raise ModelNotPulledError(
+                f"{file.path}, a file of {model.name}, can't be read: {error.strerror}",
+                hint=f"fetch it again with {model.store}",
+            ) from error
     return files
 
 
@@ -191,18 +202,3 @@ def not_found_error(text: str) -> ModelNotPulledError:
     return ModelNotPulledError(
         f"{store.name} has no {typed} in {roots}", hint=f"{fetch}`edgeinfer list` shows what is here"
     )
-
-
-def _verify(model: ExternalModel, progress: Progress | None) -> None:
-    report = progress or (lambda stage, fraction: None)
-    for file in model.files:
-        stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
-        try:
-            verify(file, lambda done, whole, at=stage: report(at, done / whole))  # type: ignore[misc]
-        except ChecksumError as error:
-            raise ChecksumError(error.message, hint=f"fetch it again with {model.store}") from error
-        except OSError as error:
-            raise ModelNotPulledError(
-                f"{file.path}, a file of {model.name}, can't be read: {error.strerror}",
-                hint=f"fetch it again with {model.store}",
-            ) from error

