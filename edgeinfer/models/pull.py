@@ -122,8 +122,7 @@ def fetch_first_working(
         source = " + ".join(map(str, parts))
         try:
             fetched = fetch(parts, todo, work, job, in_place=options.in_place)
-            for one in fetched:
-                _verify(one, todo, source, work, job, options.sha256)
+            _verify(fetched, todo, source, work, job, options.sha256)
             return fetched, source
         except (DownloadError, ChecksumError, InvalidGgufError) as error:
             failures.append(error)
@@ -140,40 +139,45 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 
 
-def _verify(one: Fetched, todo: PullPlan, source: str, work: Path, job: Job, wanted: str) -> None:
-    """Compare with every known digest, check the header; set a wrong file aside as `.bad`."""
-    if wanted and (one.checkpoint or one.n_files > 1):
+def _verify(
+    fetched: list[Fetched], todo: PullPlan, source: str, work: Path, job: Job, wanted: str
+) -> None:
+    """Compare with every known digest, check the headers; set a wrong file aside as `.bad`."""
+    n_files = len(fetched)
+    if wanted and (fetched[0].checkpoint or n_files > 1):
         raise UsageError(f"--sha256 is of one file, and {source} has several")
-    if one.path.is_dir():
-        return
-    size = one.path.stat().st_size
-    job.begin("verifying", one.file_name, total=size, index=one.index, n_files=one.n_files)
-    whole = todo if one.n_files == 1 else None  # the catalogue's figures are of a single file
-    if whole and whole.size_bytes and size != whole.size_bytes:
-        raise ChecksumError(
-            f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; "
-            f"{_set_aside(one, work)}"
-        )
-    digest = sha256_of(one.path, job.at)
-    promises = (
-        (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
-        (one.sha256, "its source"),
-        (store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else "", "its first pull"),
-    )
-    for expected, origin in promises:
-        if expected and digest != expected:
+    whole = todo if n_files == 1 else None  # the catalogue's figures are of a single file
+    for index, one in enumerate(fetched):
+        if one.path.is_dir():
+            continue
+        size = one.size_bytes
+        job.begin("verifying", one.file_name, total=size, index=index, n_files=n_files)
+        if whole and whole.size_bytes and size != whole.size_bytes:
             raise ChecksumError(
-                f"{one.file_name} of {source} has SHA-256 {digest}, not {expected} as {origin} says; "
+                f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; "
                 f"{_set_aside(one, work)}"
             )
-    one.found_sha256 = digest
-    if one.checkpoint:
-        return
-    try:
-        gguf.check_part(gguf.check(one.path), one.file_name, one.index, one.n_files)
-    except InvalidGgufError as error:
-        kept = _set_aside(one, work)
-        raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
+        one.found_sha256 = sha256_of(one.path, job.at)
+        promises = (
+            (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
+            (one.sha256, "its source"),
+            (
+                store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else "",
+                "its first pull",
+            ),
+        )
+        for expected, origin in promises:
+            if expected and one.found_sha256 != expected:
+                raise ChecksumError(
+                    f"{one.file_name} of {source} has SHA-256 {one.found_sha256}, not {expected} as "
+                    f"{origin} says; {_set_aside(one, work)}"
+                )
+        try:
+            if not one.checkpoint:
+                gguf.check_part(gguf.check(one.path), one.file_name, index, n_files)
+        except InvalidGgufError as error:
+            kept = _set_aside(one, work)
+            raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
 
 
 def _set_aside(one: Fetched, work: Path) -> str:

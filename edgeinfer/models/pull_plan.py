@@ -39,8 +39,6 @@ class Fetched(msgspec.Struct, kw_only=True):
     sha256: str = ""
     ours: bool = True
     pinned: bool = True
-    index: int = 0
-    n_files: int = 1
     found_sha256: str = ""
     checkpoint: bool = False
 

@@ -81,11 +81,6 @@ def test_licenses_name_criu_with_its_text_and_the_offer(used):
     assert "apt-get source NAME=VERSION" in text
 
 
-def test_pull_from_a_file(used):
-    record = used.json("show", MODEL)
-    assert record["name"] == MODEL
-
-
 def test_pull_over_https(used, https):
     url, certificate = https
     shutil.copy(certificate, used.root / "tmp/cert.pem")

@@ -120,8 +120,6 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
                 path=_fetch_renewing(source, todo, index, remote, work, job),
                 file_name=name,
                 sha256=remote.sha256,
-                index=index,
-                n_files=n,
                 checkpoint=not is_url and not name.lower().endswith(".gguf"),
             )
         )
@@ -162,16 +160,8 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
     fetched = []
     for index, part in enumerate(parts):
         path = part if in_place else _copy(part, work, job, index, len(parts))
-        fetched.append(
-            Fetched(
-                path=path,
-                file_name=names.sanitize_file_name(part.name),
-                ours=not in_place,
-                pinned=False,
-                index=index,
-                n_files=len(parts),
-            )
-        )
+        name = names.sanitize_file_name(part.name)
+        fetched.append(Fetched(path=path, file_name=name, ours=not in_place, pinned=False))
     return fetched
 
 
@@ -200,7 +190,7 @@ def _checkpoint_folder(folder: Path) -> Fetched:
     return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
 
 
-def _copy(source: Path, work: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
+def _copy(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:
     """Copy `source` into `work`, sharing blocks if the filesystem can."""
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
