@@ -1,7 +1,7 @@
 """Describes errors to a person: the one table of next steps and exit codes.
 
-A subclass without a row of its own takes its parent's. Whoever raises gives hints with names, as
-`hint=`.
+A subclass without a row takes its parent's. A hint with names is given where the error is raised
+(`hint=`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text that a terminal can be given: what models, files and people wrote is data."""
+"""Text that is safe on a terminal: output of models, files and users is data."""
 
 from __future__ import annotations
 

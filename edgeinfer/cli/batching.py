@@ -38,7 +38,7 @@ from edgeinfer.server import batches
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.server.endpoint import Endpoint
 
-#: After so many lines in a row without a final answer the run ends: what fails is not the request.
+#: The run ends after this many lines in a row without a final answer: the requests are not the cause.
 _LEFT_IN_A_ROW = 16
 
 
@@ -61,7 +61,7 @@ def batch(options: argparse.Namespace, host: Host) -> BatchResult:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]
         if not todo:
-            return _result(_Tally(0), len(lines), 0.0, options.output)
+            return _Tally(0).result(len(lines), options.output)
         return asyncio.run(_run(options, host, lines, todo, output))
 
 
@@ -142,15 +142,24 @@ class _Tally:
         self.left_reason = ""
         self.start_s = time.perf_counter()
 
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start_s
-
     def count(self, reply: batches.BatchReply) -> None:
         self.done += 1
         self.failed += reply.status >= 400
         self.tokens += _completion_tokens(reply)
         self.left_in_a_row = 0
+
+    def result(self, total: int, output: str) -> BatchResult:
+        return BatchResult(
+            done=self.done,
+            failed=self.failed,
+            skipped=total - self.todo,
+            total=total,
+            seconds=time.perf_counter() - self.start_s,
+            completion_tokens=self.tokens,
+            output=output,
+            left=self.todo - self.done,
+            left_reason=self.left_reason,
+        )
 
 
 async def _run(
@@ -173,7 +182,7 @@ async def _run(
         endpoint.cancel_all()
         await endpoint.models.close()
         endpoint.threads.shutdown(wait=False, cancel_futures=True)
-    return _result(tally, len(lines), tally.seconds, options.output)
+    return tally.result(len(lines), options.output)
 
 
 async def _width(endpoint: Endpoint) -> int:
@@ -242,17 +251,3 @@ def _stop_on_ctrl_c(work: asyncio.Future[None]) -> None:
     with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, work.cancel)
-
-
-def _result(tally: _Tally, total: int, seconds: float, output: str) -> BatchResult:
-    return BatchResult(
-        done=tally.done,
-        failed=tally.failed,
-        skipped=total - tally.todo,
-        total=total,
-        seconds=seconds,
-        completion_tokens=tally.tokens,
-        output=output,
-        left=tally.todo - tally.done,
-        left_reason=tally.left_reason,
-    )

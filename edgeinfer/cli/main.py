@@ -1,6 +1,6 @@
 """The command line: builds the parser, runs one verb, and prints its outcome.
 
-stdout is data, stderr is talk. Only here results are printed, errors formatted, exit codes chosen.
+stdout is for data, stderr for everything else. Only this module prints results and errors.
 """
 
 from __future__ import annotations
@@ -131,6 +131,5 @@ def _print_unexpected(error: Exception, *, as_json: bool) -> None:
         f"unexpected {type(error).__name__}: {error}",
         hint="set EDGEINFER_DEBUG=1 and run it again to see where, and report it",
     )
+    wrapped.__cause__ = error
     _print_error(wrapped, as_json=as_json)
-    if os.environ.get("EDGEINFER_DEBUG") == "1":
-        traceback.print_exception(error)

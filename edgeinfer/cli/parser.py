@@ -173,19 +173,6 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(None, self._get_positional_actions(), [], prefix="")
         return formatter.format_help().strip().replace(self.prog, f"{self.prog} [options]", 1)
 
-    def format_help(self) -> str:
-        actions = [action for group in self._action_groups for action in group._group_actions]
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, actions, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        for group in self._action_groups:
-            formatter.start_section(group.title)
-            formatter.add_text(group.description)
-            formatter.add_arguments(group._group_actions)
-            formatter.end_section()
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
-
 
 class HelpAll(argparse.Action):
     """`--help-all`: the help with every group of options."""

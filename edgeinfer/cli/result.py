@@ -1,4 +1,4 @@
-"""What a command returns: a frozen value that knows its words and its JSON, and prints neither."""
+"""The result of a verb: a frozen value with its text and its JSON, which prints neither."""
 
 from __future__ import annotations
 

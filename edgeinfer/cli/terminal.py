@@ -1,4 +1,4 @@
-"""What verbs show on a terminal or a pipe: questions, tables, progress by stage."""
+"""Questions, tables and progress by stage, on a terminal or a pipe."""
 
 from __future__ import annotations
 

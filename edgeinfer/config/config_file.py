@@ -1,6 +1,6 @@
 """config.toml: every key has a type, a default and a sentence; unknown keys are refused by name.
 
-`EDGEINFER_CONFIG` names another file. A section belongs to the room that reads it.
+`EDGEINFER_CONFIG` names another file. A section belongs to the package that reads it.
 """
 
 from __future__ import annotations

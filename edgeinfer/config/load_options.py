@@ -1,8 +1,8 @@
 """The load options, a row each: flag, key of config.toml, field, default, values, help.
 
-Whoever names them reads this table: the parser (`arguments.launch_args`), the configuration
-(`config.LoadConfig`), the engine (`runtime.options.LoadOptions`, `runtime.llama.model`), and the
-launcher, which compares them with a snapshot's (`launcher.selection`).
+Readers of this table: the parser (`cli.options`), the configuration (`config_file.LoadConfig`), the
+engine (`runtime.options.LoadOptions`, `runtime.llama.model`), and the launcher, which compares options
+with a snapshot's (`launcher.selection`).
 
 Standard library only, and of that only what is cheap: the launcher imports it.
 """

@@ -1,7 +1,7 @@
-"""The options of sampling, a row each: field, kind, range, help, and who may set it.
+"""The sampling options, a row each: field, kind, range, help, and the flag.
 
-Whoever names them reads this table: the parser (`arguments.launch_args`), the chat (`chat.presets`),
-the catalogue (`catalog.models`), the engine (`runtime.requests`) and the endpoint (`server.wire_types`,
+Readers of this table: the parser (`cli.options`), the chat (`chat.presets`), the catalogue
+(`models.catalog`), the engine (`runtime.requests`) and the endpoint (`server.wire_types`,
 `server.openai.translate`). Defaults are `runtime.requests.Sampling`'s.
 """
 
@@ -68,5 +68,5 @@ SAMPLING_OPTIONS = (
     _row("seed", int, 0, (1 << 32) - 1, "the same seed gives the same answer"),
 )
 BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}
-#: What a person can type, in every front.
+#: Options that can be typed, in every front end.
 TYPED = tuple(option for option in SAMPLING_OPTIONS if option.flag)

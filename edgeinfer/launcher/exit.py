@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Signals after which an app that ended was asked to, and is not started again.
 ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
-#: The exit code of an exception nobody foresaw (`cli.main`); `serve` survives it like a signal.
+#: The exit code of an unexpected exception (`cli.main`); `serve` survives it like a signal.
 UNEXPECTED = 70
 
 
@@ -49,7 +49,7 @@ def fail(error: EdgeInferError) -> NoReturn:
 
 
 def die_of(number: int) -> NoReturn:
-    """End by this signal, so that whoever waits for us sees what the app died of."""
+    """End by this signal, so that the parent process sees how the app ended."""
     _signal.signal(number, _signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)
@@ -63,15 +63,9 @@ RESTORE = (
 #: Seconds for the app's exit message: it dies in the same moment as the launcher.
 _DYING_S = 0.1
 _SIGNALS = (
-    _signal.SIGHUP,
-    _signal.SIGINT,
-    _signal.SIGQUIT,
-    _signal.SIGTERM,
-    _signal.SIGTSTP,
-    _signal.SIGTTOU,
-    _signal.SIGTTIN,
-    _signal.SIGUSR1,
-    _signal.SIGUSR2,
+    *ASKED_TO_END,
+    *(_signal.SIGTSTP, _signal.SIGTTOU, _signal.SIGTTIN),
+    *(_signal.SIGUSR1, _signal.SIGUSR2),
 )
 
 
@@ -84,7 +78,7 @@ class Terminal:
         self._guard: int | None = None
 
     def watch(self) -> None:
-        """Start the child that is told of our end, unless `dismiss_guard` comes before that."""
+        """Start the child that restores the terminal if this process is killed."""
         if self._fd is None or self._modes is None:
             return
         read_fd, self._guard = os.pipe()

@@ -14,15 +14,7 @@ from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process
 
 #: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
-LIMITS = (
-    "RLIMIT_NOFILE",
-    "RLIMIT_CORE",
-    "RLIMIT_CPU",
-    "RLIMIT_FSIZE",
-    "RLIMIT_DATA",
-    "RLIMIT_AS",
-    "RLIMIT_STACK",
-)
+LIMITS = tuple(f"RLIMIT_{name}" for name in "NOFILE CORE CPU FSIZE DATA AS STACK".split())
 
 
 def describe(request: LaunchRequest) -> None:
@@ -56,7 +48,7 @@ def listen(argv: list[str]) -> list[_socket.socket]:
 
 
 def user_lookup() -> _socket.socket | None:
-    """Open what a resumed endpoint asks for its clients' users; see `system.tcp.ask_through`."""
+    """Open the netlink socket by which a resumed endpoint finds its clients' users (`platform.tcp`)."""
     try:
         return _socket.socket(_socket.AF_NETLINK, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC, 4)
     except OSError:  # a seccomp filter

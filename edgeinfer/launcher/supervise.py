@@ -2,8 +2,8 @@
 
 The launcher forks it (no new interpreter), so it costs half a millisecond. It passes signals on, tells
 when the app stops, continues and ends, and dies with the launcher, which takes the whole namespace with
-it: `kill -9` of the launcher ends the app whatever the app is doing. What it has to say it writes as
-lines on a pipe: "restored", "failed WHY", "stopped", "exit N", "signal N".
+it: `kill -9` of the launcher ends the app whatever the app is doing. It reports in lines on a pipe:
+"restored", "failed WHY", "stopped", "exit N", "signal N".
 
 Standard library only, and nothing that starts threads.
 """
@@ -25,15 +25,8 @@ if TYPE_CHECKING:
 
 #: Forwarded by the launcher; a stop as SIGTSTP, which the app's handler turns into a real one.
 FORWARDED = (
-    _signal.SIGINT,
-    _signal.SIGTERM,
-    _signal.SIGHUP,
-    _signal.SIGQUIT,
-    _signal.SIGWINCH,
-    _signal.SIGTSTP,
-    _signal.SIGCONT,
-    _signal.SIGUSR1,
-    _signal.SIGUSR2,
+    *(_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGWINCH),
+    *(_signal.SIGTSTP, _signal.SIGCONT, _signal.SIGUSR1, _signal.SIGUSR2),
 )
 _LOG_BYTES = 4000
 

@@ -1,6 +1,6 @@
-"""JSON files of the cache folder: what was found out once, kept for later processes.
+"""JSON files of the cache folder: measurements kept for later processes.
 
-Nothing here raises: what cannot be read is not known, what cannot be written is found out again.
+Nothing here raises: an unreadable file is empty, and a value that cannot be written is measured again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
 
 T = TypeVar("T")
-#: Entries of a table beyond so many are forgotten, the oldest first.
+#: Entries of a table at most; the oldest go first.
 MOST_ENTRIES = 1000
 
 

@@ -1,6 +1,6 @@
-"""What is asked of disks: free space, files that are whole or not there, locks, shared blocks, digests.
+"""Disks: free space, files that appear whole or not at all, locks, shared blocks, digests.
 
-Standard library only; a module that is dear to import is imported where it is needed.
+Standard library only; a costly module is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def need_room(folder: Path, n_bytes: int, what: str) -> None:
 def room_errors(place: Path, but: str = "") -> Iterator[None]:
     """Turn ENOSPC, EDQUOT and EFBIG raised in the block into DiskFullError.
 
-    `but` ends its sentence: what is not lost.
+    `but` ends the message: it names what is not lost.
     """
     try:
         yield

@@ -87,7 +87,7 @@ def read_memory(root: Path = _ROOT) -> Memory:
     """Read the available memory: the kernel's figure, or what the tightest control group leaves."""
     info = _table(root / "proc/meminfo")
     if "MemAvailable:" not in info:
-        return Memory(total_bytes=0, available_bytes=1 << 62, reason="nobody says: no /proc/meminfo")
+        return Memory(total_bytes=0, available_bytes=1 << 62, reason="unknown: no /proc/meminfo")
     found = Memory(
         total_bytes=info.get("MemTotal:", 0) * 1024,
         available_bytes=info["MemAvailable:"] * 1024,

@@ -86,7 +86,7 @@ def runtime_path() -> str:
     directory = os.environ.get("XDG_RUNTIME_DIR", "")
     if directory.startswith("/") and os.path.isdir(directory):
         return os.path.join(directory, "edgeinfer")
-    shared = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  whoever uses it checks: 0700, ours
+    shared = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  `private_dir` checks it
     return os.path.join(shared, f"edgeinfer-{os.getuid()}")
 
 

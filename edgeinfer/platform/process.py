@@ -1,4 +1,4 @@
-"""Starts other processes of this program, and takes over the sockets that systemd passed to this one.
+"""Start other processes of this program; find the sockets that systemd passed to this one.
 
 Standard library only, and of that what costs nothing: the launcher imports this.
 """
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-#: The niceness of what is done in the background, and that of its session: a tenth of the processor is
-#: left to it where others want all.
+#: The niceness of a background process, and that of its session: it gets a tenth of a busy processor.
 _LOWEST, _SESSION = 19, 10
-#: Somebody else may just have changed a session of theirs: so many tries, so far apart (seconds).
+#: The kernel allows few changes a second, over all users: tries, and the pause between them (s).
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 

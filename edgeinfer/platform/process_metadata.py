@@ -1,6 +1,6 @@
-"""What a process leaves of itself where `edgeinfer ps` and `snapshots take` find it.
+"""Records that a process publishes for `edgeinfer ps` and `snapshots take`.
 
-It is left in memory of that process, which `/proc` shows to its user alone: it may hold words of a
+They lie in memory of that process, which `/proc` shows to its user alone: a record may hold words of a
 prompt, and is gone with the process.
 """
 
@@ -20,7 +20,7 @@ DESCRIPTION = "edgeinfer-description"
 
 
 class Note:
-    """The latest record of one name that this process leaves for others."""
+    """The latest record of one name that this process publishes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class Note:
 
 
 def left_by(pid: int, name: str, kind: type[T]) -> T | None:
-    """Return the record that process `pid` has left; None if there is none, or it is another user's."""
+    """Return the record that process `pid` published; None if it has none, or is not ours."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)

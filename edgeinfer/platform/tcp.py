@@ -89,7 +89,7 @@ def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) ->
             return None
         raise OSError(number, "the kernel does not tell")
     uid, inode = _UID_AND_INODE.unpack_from(answer, _HEADER.size + _MESSAGE_BYTES - _UID_AND_INODE.size)
-    # a closed socket of anybody is told as root's, without an inode
+    # the kernel reports a closed socket of any user as root's, without an inode
     return Peer(uid, _shutdown(answer) == _SEND_SHUTDOWN) if inode else None
 
 

@@ -1,8 +1,8 @@
 """The terminal, which may not be this process's controlling terminal.
 
-A resumed process gets its terminal as descriptors, and its signals from the launcher. So: input and
-output are the descriptors this driver is given, the size is asked of them, and a suspension stops
-whoever the shell waits for.
+A resumed process gets its terminal as descriptors, and its signals from the launcher. So this driver
+reads and writes the given descriptors, takes the size from them, and suspends the process that the
+shell waits for.
 """
 
 from __future__ import annotations

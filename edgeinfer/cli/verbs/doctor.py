@@ -1,4 +1,4 @@
-"""`edgeinfer doctor`: what works on this machine, and what to type for what doesn't.
+"""`edgeinfer doctor`: check this machine, and say how to fix what is missing.
 
 Each check is a function that returns a `Finding`, or one for each thing it looked at; `CHECKS` is their
 order.
@@ -39,7 +39,7 @@ _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
 class Finding(NamedTuple):
-    """What a check found, and in `fix` what to type.
+    """The outcome of a check; `fix` is the command that mends it.
 
     "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the main job.
     """
@@ -101,7 +101,7 @@ def _guarded(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Ch
         found = check()
     except EdgeInferError as error:
         found = Finding("fail", error.message, error_text.hint(error))
-    except Exception as error:  # noqa: BLE001  # who examines must not end of what is ill
+    except Exception as error:  # noqa: BLE001  # one broken check must not end the others
         found = Finding("fail", f"could not be looked at: {error!r}")
     return [Check(name, *one) for one in (found if isinstance(found, list) else [found])]
 

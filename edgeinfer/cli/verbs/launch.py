@@ -1,4 +1,4 @@
-"""`edgeinfer launch`: run somebody's agent against a model of this machine."""
+"""`edgeinfer launch`: run a third-party agent on a model of this machine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
 from edgeinfer.snapshots.running import processes
 
-#: An endpoint that was started for an agent leaves after so many seconds without a request: what it
-#: has read is on the disk, and the next one finds it.
+#: An endpoint started for an agent exits after this long without a request (s); its prefix cache is on
+#: disk, and the next one finds it.
 IDLE_EXIT_S = 600
 
 
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _recall(agent: Agent, target: AgentTarget) -> None:
-    """Have what the agent begins with in memory by the time that it asks; it asks without that too."""
+    """Restore the system preamble from disk while the agent starts, which works without it too."""
     cwd = Path.cwd()
     body = {
         "agent": agent.name,
@@ -162,7 +162,7 @@ def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> AgentT
 
 
 def asked(target: AgentTarget) -> RemoteEndpoint:
-    """The endpoint that an agent is told of."""
+    """Return the endpoint of an agent's target."""
     return RemoteEndpoint(
         url=target.url, model=target.model, key="" if target.key == "none" else target.key
     )
@@ -182,7 +182,7 @@ def _url(host: str, port: str) -> str:
 
 
 def _serve_command(typed: str, options: argparse.Namespace, config: Config) -> list[str]:
-    """A port of its own where something else has the configured one."""
+    """Return the command of an endpoint, on a free port if the configured one is taken."""
     arguments = [*_own_command(), "serve", typed, "--log", "json"]
     arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
     arguments += ["--port", str(_free_port(config.serve.port))]

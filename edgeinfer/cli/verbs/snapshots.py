@@ -1,4 +1,4 @@
-"""`edgeinfer snapshots list|show|verify|rm|prune`; `take` and `transfer` have the others."""
+"""`edgeinfer snapshots list|show|take|verify|rm|prune`; `snapshots_transfer` has the other actions."""
 
 from __future__ import annotations
 
@@ -201,20 +201,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     action = options.action or "list"
     if action in ("export", "import", "trust"):
         return _transfer(action, options, host)
-    if action == "show":
-        return _show(options.name)
-    if action == "take":
-        return _take(options, host)
-    if action == "verify":
-        return _verify(options.name)
-    if action == "rm":
-        matches = [registry.find(name) for name in options.name]
-        names = ", ".join(format.name_of(folder.name) for folder in matches)
-        confirm(f"remove {names}?", yes=options.yes)
-        return _remove(matches)
-    if action == "prune":
-        return _prune(options, host)
-    return _list(host)
+    return _ACTIONS[action](options, host)
 
 
 def _transfer(action: str, options: argparse.Namespace, host: Host) -> Result:
@@ -228,7 +215,7 @@ def _transfer(action: str, options: argparse.Namespace, host: Host) -> Result:
     return verbs[action](options, host)
 
 
-def _list(host: Host) -> SnapshotsResult:
+def _list(_options: argparse.Namespace, host: Host) -> SnapshotsResult:
     listed = registry.listed()
     return SnapshotsResult(
         snapshots=tuple(listed),
@@ -239,8 +226,8 @@ def _list(host: Host) -> SnapshotsResult:
     )
 
 
-def _show(name: str) -> SnapshotResult:
-    folder = registry.find(name)
+def _show(options: argparse.Namespace, _host: Host) -> SnapshotResult:
+    folder = registry.find(options.name)
     return SnapshotResult(
         snapshot=registry.read_details(folder),
         state=registry.state_of(folder)[1],
@@ -248,13 +235,13 @@ def _show(name: str) -> SnapshotResult:
     )
 
 
-def _verify(name: str) -> VerifyResult:
-    folder = registry.find(name)
+def _verify(options: argparse.Namespace, _host: Host) -> VerifyResult:
+    folder = registry.find(options.name)
     wrong = builder.wrong_files(folder)
     if wrong:
         raise SnapshotCorruptError(
             f"{folder.name}: {', '.join(wrong)} changed since it was built",
-            hint=f"build it again: `edgeinfer warm {name}`",
+            hint=f"build it again: `edgeinfer warm {options.name}`",
         )
     repeated = builder.repeated_randomness(folder)
     if repeated:
@@ -265,6 +252,12 @@ def _verify(name: str) -> VerifyResult:
     return VerifyResult(
         name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values())
     )
+
+
+def _rm(options: argparse.Namespace, _host: Host) -> RemovedResult:
+    matches = [registry.find(name) for name in options.name]
+    confirm(f"remove {', '.join(format.name_of(f.name) for f in matches)}?", yes=options.yes)
+    return _remove(matches)
 
 
 def _remove(folders: list[Path]) -> RemovedResult:
@@ -315,7 +308,8 @@ class TakeResult(Result, frozen=True, kw_only=True):
 def _take(options: argparse.Namespace, host: Host) -> TakeResult:
     format.refuse_bad_name(options.name)
     pid = _resolve_pid(options.which)
-    loaded = _loaded_model(pid, options.model or _named_model(pid, options.which))
+    which = options.which if options.which and _has_loaded(pid, options.which) else None
+    loaded = _loaded_model(pid, options.model or which)
     start_s = time.monotonic()
     criu.available()
     progress = StageProgress(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
@@ -346,11 +340,6 @@ def _resolve_pid(which: str | None) -> int:
 
 def _has_loaded(pid: int, model: str) -> bool:
     return any(_names_model(loaded, model) for loaded in running.loaded_below(pid))
-
-
-def _named_model(pid: int, which: str | None) -> str | None:
-    """Return the typed name if it names a model that the process has loaded, else None."""
-    return which if which is not None and _has_loaded(pid, which) else None
 
 
 def _names_model(loaded: ProcessDescription, model: str) -> bool:
@@ -393,3 +382,13 @@ def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
             hint="run this command with the `edgeinfer` that started it",
         )
     return own[-1]
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {
+    "list": _list,
+    "show": _show,
+    "take": _take,
+    "verify": _verify,
+    "rm": _rm,
+    "prune": _prune,
+}

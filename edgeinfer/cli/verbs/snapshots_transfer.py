@@ -1,4 +1,4 @@
-"""`edgeinfer snapshots export|import|trust`: snapshots that travel."""
+"""`edgeinfer snapshots export|import|trust`: move a snapshot to another machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExportResult(Result, frozen=True, kw_only=True):
         return (
             f"{self.name} is in {self.destination}: {format_bytes(self.written_bytes)} written{reused}"
             f"; {self.wall_s:.1f} s\n"
-            f"signed by {self.signer}: tell it to who imports\n"
+            f"signed by {self.signer}: the importer needs this fingerprint\n"
             f"to import it: {shlex.join([*command, '--trust', self.signer])}"
         )
 
