@@ -10,7 +10,6 @@ Ollama's templates are Go's and not read: the GGUF's own Jinja template is used.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,16 +22,15 @@ from edgeinfer.models.external_stores.reader import (
     MAX_TEXT_BYTES,
     ExternalFile,
     ExternalModel,
+    Store,
     UnusableError,
     entries,
     file_in,
     folders,
     small_file,
-    unusable,
 )
 from edgeinfer.platform import paths
 
-STORE = "Ollama"
 PREFIX = paths.FOUND[0]
 _SERVICE = "/usr/share/ollama/.ollama/models"
 _REGISTRY, _LIBRARY = "registry.ollama.ai", "library"
@@ -51,21 +49,39 @@ class _Manifest(msgspec.Struct, frozen=True):
     layers: list[_Layer]
 
 
-def roots(environment: Mapping[str, str]) -> list[Path]:
-    """Return Ollama's folders: the configured one, this user's, the service's."""
-    told = environment.get("OLLAMA_MODELS", "")
-    return [Path(told)] * bool(told) + [Path.home() / ".ollama/models", Path(_SERVICE)]
+class OllamaStore(Store):
+    """Ollama's store."""
 
+    name = "Ollama"
+    prefix = PREFIX
+    fix = "fetch it again with its owner: `ollama pull {}`"
 
-def search(root: Path) -> Iterator[ExternalModel]:
-    """Yield every model of a store, by name. Raises UnusableError if it is not readable."""
-    root = Path(os.path.realpath(root))
-    for registry in folders(root / "manifests"):
-        for namespace in folders(registry):
-            for model in folders(namespace):
-                for tag in entries(model):
-                    if not tag.name.startswith("."):
-                        yield _model(root, Path(tag.path))
+    def roots(self, environment: Mapping[str, str]) -> list[Path]:
+        """Return the configured folder, this user's and the service's."""
+        told = environment.get("OLLAMA_MODELS", "")
+        return [Path(told)] * bool(told) + [Path.home() / ".ollama/models", Path(_SERVICE)]
+
+    def search(self, root: Path) -> Iterator[ExternalModel]:
+        for registry in folders(root / "manifests"):
+            for namespace in folders(registry):
+                for model in folders(namespace):
+                    for tag in entries(model):
+                        if not tag.name.startswith("."):
+                            yield self._model(root, Path(tag.path))
+
+    def _model(self, root: Path, manifest: Path) -> ExternalModel:
+        name = _name(manifest)
+        try:
+            _, info = file_in(manifest, root)
+            layers = _layers(small_file(manifest, root), manifest)
+            files = {kind: _blob(root, layer) for kind, layer in layers.items()}
+            weights = _weights(files)
+        except UnusableError as error:
+            return self.unusable(name, error)
+        others = {kind: file.path for kind, file in files.items() if kind != "model"}
+        return ExternalModel(
+            name=name, store=self.name, files=(weights,), layers=others, modified_s=info.st_mtime
+        )
 
 
 def _name(manifest: Path) -> str:
@@ -73,22 +89,6 @@ def _name(manifest: Path) -> str:
     place = [] if registry == _REGISTRY else [registry]
     place += [] if not place and namespace == _LIBRARY else [namespace]
     return PREFIX + "/".join([*place, f"{model}:{tag}"]).removesuffix(_TAG)
-
-
-def _model(root: Path, manifest: Path) -> ExternalModel:
-    name = _name(manifest)
-    try:
-        _, info = file_in(manifest, root)
-        layers = _layers(small_file(manifest, root), manifest)
-        files = {kind: _blob(root, layer) for kind, layer in layers.items()}
-        weights = _weights(files)
-    except UnusableError as error:
-        fix = f"fetch it again with its owner: `ollama pull {name.removeprefix(PREFIX)}`"
-        return unusable(name, STORE, error, fix)
-    others = {kind: file.path for kind, file in files.items() if kind != "model"}
-    return ExternalModel(
-        name=name, store=STORE, files=(weights,), layers=others, modified_s=info.st_mtime
-    )
 
 
 def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -101,9 +103,25 @@ class UnusableError(Exception):
         self.hint = hint
 
 
-def unusable(name: str, store: str, error: UnusableError, fix: str) -> ExternalModel:
-    """Return a model that cannot be used; `fix` is said unless the error has a better hint."""
-    return ExternalModel(name=name, store=store, problem=error.message, fix=error.hint or fix)
+class Store(ABC):
+    """A program's models. Their names begin with `prefix`; `fix` is said of an unusable one, "{}"."""
+
+    name: ClassVar[str]
+    prefix: ClassVar[str]
+    fix: ClassVar[str]
+
+    @abstractmethod
+    def roots(self, environment: Mapping[str, str]) -> list[Path]:
+        """Return the folders that may hold the program's models; they need not exist."""
+
+    @abstractmethod
+    def search(self, root: Path) -> Iterator[ExternalModel]:
+        """Yield every model below the real path `root`. Raises UnusableError if it is not readable."""
+
+    def unusable(self, name: str, error: UnusableError) -> ExternalModel:
+        """Return a model that cannot be used, with the error's hint or the store's `fix`."""
+        fix = error.hint or self.fix.replace("{}", name.removeprefix(self.prefix))
+        return ExternalModel(name=name, store=self.name, problem=error.message, fix=fix)
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:

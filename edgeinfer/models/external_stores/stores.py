@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from edgeinfer.errors import ChecksumError, ModelNotPulledError
 from edgeinfer.models import gguf, names
-from edgeinfer.models.external_stores import ollama, repositories
-from edgeinfer.models.external_stores.ollama import OllamaSettings
-from edgeinfer.models.external_stores.reader import ExternalModel, UnusableError, verify
+from edgeinfer.models.external_stores import ollama
+from edgeinfer.models.external_stores.ollama import OllamaSettings, OllamaStore
+from edgeinfer.models.external_stores.reader import ExternalModel, Store, UnusableError, verify
+from edgeinfer.models.external_stores.repositories import HuggingFaceCache, LmStudioFolder
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
@@ -29,27 +29,14 @@ FRESH_S = 2.0
 Progress = Callable[[str, float | None], None]
 
 
-class _Store(NamedTuple):
-    name: str
-    prefix: str
-    roots: Callable[[Mapping[str, str]], list[Path]]
-    search: Callable[[Path], Iterator[ExternalModel]]
-
-
-_STORES = (
-    _Store(ollama.STORE, ollama.PREFIX, ollama.roots, ollama.search),
-    _Store(
-        repositories.HUGGING_FACE, repositories.HF_PREFIX, repositories.hf_roots, repositories.search_hf
-    ),
-    _Store(
-        repositories.LM_STUDIO, repositories.LM_PREFIX, repositories.lm_roots, repositories.search_lm
-    ),
-)
+_OLLAMA, _LM_STUDIO = OllamaStore(), LmStudioFolder()
+_HUGGING_FACE = HuggingFaceCache()
+_STORES: tuple[Store, ...] = (_OLLAMA, _HUGGING_FACE, _LM_STUDIO)
 
 
 def is_name(text: str) -> bool:
     """Return whether `text` can only mean a model of Ollama or LM Studio."""
-    return text.lower().startswith((ollama.PREFIX, repositories.LM_PREFIX))
+    return text.lower().startswith((_OLLAMA.prefix, _LM_STUDIO.prefix))
 
 
 def search(prefix: str = "") -> list[ExternalModel]:
@@ -62,7 +49,7 @@ def search(prefix: str = "") -> list[ExternalModel]:
     return list(models.values())
 
 
-def _in_store(store: _Store) -> Iterator[ExternalModel]:
+def _in_store(store: Store) -> Iterator[ExternalModel]:
     searched: set[str] = set()
     for root in store.roots(os.environ):
         real = os.path.realpath(root)
@@ -70,7 +57,7 @@ def _in_store(store: _Store) -> Iterator[ExternalModel]:
             continue
         searched.add(real)
         try:
-            yield from map(_printable, store.search(root))
+            yield from map(_printable, store.search(Path(real)))
         except (UnusableError, OSError) as error:
             yield ExternalModel(
                 name=f"{store.prefix}*",
@@ -95,10 +82,10 @@ def find(text: str) -> ExternalModel | None:
     `hf:` and, of Ollama's, `:latest` may be left out.
     """
     wanted = text.lower()
-    if wanted.startswith(ollama.PREFIX):
+    if wanted.startswith(_OLLAMA.prefix):
         wanted = wanted.removesuffix(":latest")
-    elif "/" in wanted and not is_name(wanted) and not wanted.startswith(repositories.HF_PREFIX):
-        wanted = repositories.HF_PREFIX + wanted
+    elif "/" in wanted and not is_name(wanted) and not wanted.startswith(_HUGGING_FACE.prefix):
+        wanted = _HUGGING_FACE.prefix + wanted
     prefix = next((s.prefix for s in _STORES if wanted.startswith(s.prefix)), None)
     if prefix is None:
         return None
@@ -198,7 +185,7 @@ def not_found_error(text: str) -> ModelNotPulledError:
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]
-    fetch = f"`ollama pull {typed}` fetches it; " if store.name == ollama.STORE else ""
+    fetch = f"`ollama pull {typed}` fetches it; " if store is _OLLAMA else ""
     return ModelNotPulledError(
         f"{store.name} has no {typed} in {roots}", hint=f"{fetch}`edgeinfer list` shows what is here"
     )
