@@ -26,7 +26,7 @@ from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan.plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
 from edgeinfer.server.answer_journal import AnswerJournal
-from edgeinfer.server.app import build_app
+from edgeinfer.server.app import App
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys, sockets
@@ -140,7 +140,7 @@ def offline_endpoint(options: argparse.Namespace, host: Host) -> tuple[Endpoint,
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     refuse_unknown = host.config.serve.unknown_fields == "refuse"
     endpoint = Endpoint(models, limits, Log("off"), host, refuse_unknown=refuse_unknown)
-    return endpoint, build_app(endpoint, Gate(keys=keys.Keys([])))
+    return endpoint, App(endpoint, Gate(keys=keys.Keys([])))
 
 
 async def _purge_daily() -> None:

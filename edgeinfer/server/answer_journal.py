@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -41,7 +41,8 @@ class JournaledAnswer:
         self._messages: list[Message] = []
         self._error: BaseException | None = None
         self._readers: dict[object, int] = {}
-        self._waiting: set[asyncio.Future[None]] = set()
+        #: Set, and replaced, with every change.
+        self._changed = asyncio.Event()
         self._abandoned = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -90,20 +91,13 @@ class JournaledAnswer:
     async def _discard_body(self) -> None:
         """Beyond the limit, wait for the readers and drop what they have read."""
         while any(at < len(self._messages) for at in self._readers.values()):
-            await self._change()
+            await self._changed.wait()
         for message in self._messages[:-1]:
             message.pop("body", None)
 
-    def _change(self) -> asyncio.Future[None]:
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiting)
-        waiting.add_done_callback(self._waiting.discard)
-        return waiting
-
     def _wake(self) -> None:
-        for waiting in tuple(self._waiting):
-            if not waiting.done():
-                waiting.set_result(None)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     # --- reading
 
@@ -175,7 +169,7 @@ class JournaledAnswer:
                     raise self._error
                 return
             else:
-                changed = self._change()
+                changed: asyncio.Future[Any] = asyncio.ensure_future(self._changed.wait())
                 await asyncio.wait({changed, gone}, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
 

@@ -1,19 +1,17 @@
-"""What every request passes on its way to a route, one concern a class, in this order.
-
-Each is an ASGI application around the next. The request's `RequestContext` lies in its scope.
-"""
+"""The endpoint as an ASGI application: the route table, and what every request passes on its way."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.answer_journal import JournaledAnswer
@@ -27,38 +25,26 @@ from edgeinfer.server.native.routes import NATIVE
 from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
-from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.problems import Problem, from_error, internal
-from edgeinfer.server.request_body import read_body
+from edgeinfer.server.request_body import decode, decode_query, read_body
 from edgeinfer.server.responses.routes import RESPONSES
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
-class _EndpointMiddleware:
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
-        self._app = app
+class App:
+    """The application of `endpoint`, guarded by `gate`, without a lifespan.
+
+    The request's `RequestContext` lies in its scope.
+    """
+
+    def __init__(self, endpoint: Endpoint, gate: Gate) -> None:
         self._endpoint = endpoint
-
-
-class ContextMiddleware(_EndpointMiddleware):
-    """Give a request its id, its operation and its dialect, and put the id onto the answer."""
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        match = match_route(scope["path"])
-        scope["path_params"] = match.params
-        operation = match.methods.get(scope["method"])
-        context = RequestContext(self._endpoint, request_id, operation, match.dialect, headers)
-        context.reply_headers = {
-            "x-request-id": request_id,
-            "request-id": request_id,
-            "x-content-type-options": "nosniff",
-        }
-        scope["edgeinfer"] = context
-        scope["app"] = self
+        """Answer one request, whatever becomes of it, then count and log it."""
+        context = self._context(scope)
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -67,99 +53,45 @@ class ContextMiddleware(_EndpointMiddleware):
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        await self._app(scope, receive, sending)
-
-
-class RecordMiddleware(_EndpointMiddleware):
-    """Count a request and write its line to the log, and to the payload log, whatever became of it."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._app(scope, receive, send)
-        finally:
-            self._record(scope["edgeinfer"], scope["method"])
-            if self._endpoint.payloads is not None:
-                self._write_payload(scope["edgeinfer"], self._endpoint.payloads)
-
-    def _record(self, context: RequestContext, method: str) -> None:
-        metrics = self._endpoint.metrics
-        model = (context.model, context.version)
-        metrics.request_ended(context.route, context.status, context.key, *model)
-        if context.completion_tokens:
-            metrics.e2e.labels(*model).observe(context.seconds)
-        if context.route in OPEN_ROUTES or context.route == "/metrics":
-            return
-        ttft_ms = None if context.ttft_s is None else round(context.ttft_s * 1000, 1)
-        self._endpoint.log.info(
-            "request",
-            request_id=context.id,
-            method=method,
-            route=context.route,
-            status=context.status,
-            model=context.model,
-            key=context.key,
-            ms=round(context.seconds * 1000, 1),
-            ttft_ms=ttft_ms,
-            prompt_tokens=context.prompt_tokens,
-            cached_tokens=context.cached_tokens,
-            completion_tokens=context.completion_tokens,
-            finish=context.outcome,
-            normalized=", ".join(context.normalized),
-            ignored=", ".join(context.ignored),
-        )
-
-    def _write_payload(self, context: RequestContext, payloads: PayloadLog) -> None:
-        if context.body is None:
-            return
-        facts = {
-            "request_id": context.id,
-            "route": context.route,
-            "status": context.status,
-            "model": context.model,
-            "outcome": context.outcome,
-        }
-        try:
-            payloads.write(facts, context.body, context.answer)
-        except OSError as error:
-            self._endpoint.log.error("payload-log", error)
-
-
-class ErrorMiddleware(_EndpointMiddleware):
-    """Turn whatever is raised into the error envelope of the request's dialect."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context: RequestContext = scope["edgeinfer"]
-        try:
-            await self._app(scope, receive, send)
-            return
-        except Problem as error:
-            problem = error
-        except EdgeInferError as error:
-            problem = from_error(error)
+            await self._answer(context, scope, receive, sending)
         except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
-            self._endpoint.log.error("internal", error, request_id=context.id)
-            problem = internal(context.id)
-        context.outcome = problem.code or ""
-        if context.status:
-            return  # the answer had begun: the connection is closed instead
-        context.answer = context.dialect.error_body(problem, context.id)
-        answer = Response(context.answer, problem.status, problem.headers, "application/json")
-        await answer(scope, receive, send)
+            problem = self._problem(context, error)
+            context.outcome = problem.code or ""
+            if not context.status:  # otherwise the answer had begun, and the connection is closed
+                context.answer = context.dialect.error_body(problem, context.id)
+                refusal = Response(context.answer, problem.status, problem.headers, "application/json")
+                await refusal(scope, receive, sending)
+        finally:
+            self._record(context, scope["method"])
 
+    def _context(self, scope: Scope) -> RequestContext:
+        """Give a request its id, its operation and its dialect."""
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        match = match_route(scope["path"])
+        context = RequestContext(
+            self._endpoint,
+            request_id,
+            match.methods.get(scope["method"]),
+            match.dialect,
+            headers,
+            match.params.get("id", ""),
+        )
+        context.reply_headers = {
+            "x-request-id": request_id,
+            "request-id": request_id,
+            "x-content-type-options": "nosniff",
+        }
+        scope["edgeinfer"] = context
+        scope["app"] = self
+        return context
 
-class GateMiddleware:
-    """Refuse requests for a foreign Host, of other web pages, without a key, of another user's program.
-
-    Answer preflights and add CORS headers for the origins that are named. What changes others' answers
-    is for administrators.
-    """
-
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app = app
-        self._gate = gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context: RequestContext = scope["edgeinfer"]
+    async def _answer(
+        self, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Guard and answer a request. Raises what refuses it."""
         self._gate.check_host(context.headers)
         origin = self._gate.check_origin(context.headers, scope["scheme"])
         if origin is not None:
@@ -170,74 +102,111 @@ class GateMiddleware:
                 await Response(status_code=204)(scope, receive, send)
                 return
         self._admit(context, scope.get("connection"))
-        await self._app(scope, receive, send)
+        with self._counted(context):
+            operation = context.operation
+            if operation is None or not operation.may_store or self._endpoint.journal is None:
+                await _handle(scope, receive, send)
+                return
+            body = await read_body(Request(scope, receive))
+            limit_bytes = self._endpoint.limits.kept_bytes
+            context.journaled = JournaledAnswer(limit_bytes, lambda: context.outcome)
+            context.journaled.start(_handle, scope, body)
+            await context.journaled.read(receive, send)
 
     def _admit(self, context: RequestContext, connection: Connection | None) -> None:
-        context.key = self._gate.check_key(context.headers, context.route)
+        gate, operation = self._gate, context.operation
+        context.key = gate.check_key(context.headers, context.route)
         if context.route not in OPEN_ROUTES:
-            self._gate.check_user(connection)
-            context.is_admin = self._gate.is_admin(context.key, connection)
-        if context.operation is not None and context.operation.is_admin and not context.is_admin:
-            raise Problem(
-                403,
-                "This needs the endpoint's first API key or, without keys, the user who started it.",
-                kind="permission_error",
-                code="admin_only",
+            gate.check_user(connection)
+            context.is_admin = gate.is_admin(context.key, connection)
+        if operation is not None and operation.is_admin and not context.is_admin:
+            message = (
+                "This needs the endpoint's first API key or, without keys, the user who started it."
             )
+            raise Problem(403, message, code="admin_only")
         if context.key:
-            context.cache_salt = self._gate.keys.cache_salt(context.key)
+            context.cache_salt = gate.keys.cache_salt(context.key)
 
-
-class LimitMiddleware(_EndpointMiddleware):
-    """Count requests that use a model while they run, and refuse those beyond the limits."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context: RequestContext = scope["edgeinfer"]
-        if not context.uses_model:
-            await self._app(scope, receive, send)
+    @contextlib.contextmanager
+    def _counted(self, context: RequestContext) -> Iterator[None]:
+        """Count a request that uses a model while it runs, and refuse it beyond the limits."""
+        if context.operation is None or not context.operation.uses_model:
+            yield
             return
         self._endpoint.enter(context.key)
         try:
-            await self._app(scope, receive, send)
+            yield
         finally:
-            if (
-                context.journaled is not None and not context.journaled.is_done
-            ):  # it goes on without its reader
-                context.journaled.done_callbacks.append(lambda kept: self._endpoint.leave(context.key))
-            else:
+            journaled = context.journaled
+            if journaled is None or journaled.is_done:
                 self._endpoint.leave(context.key)
+            else:  # it goes on without its reader
+                journaled.done_callbacks.append(lambda done: self._endpoint.leave(context.key))
 
+    def _problem(self, context: RequestContext, error: Exception) -> Problem:
+        if isinstance(error, Problem):
+            return error
+        if isinstance(error, EdgeInferError):
+            return from_error(error)
+        self._endpoint.log.error("internal", error, request_id=context.id)
+        return internal(context.id)
 
-class JournalMiddleware(_EndpointMiddleware):
-    """Let an answer that may be stored outlive the connection that asked for it."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context: RequestContext = scope["edgeinfer"]
-        operation = context.operation
-        if operation is None or not operation.may_store or self._endpoint.journal is None:
-            await self._app(scope, receive, send)
+    def _record(self, context: RequestContext, method: str) -> None:
+        """Count a request and write its line to the log, and to the payload log."""
+        endpoint, metrics = self._endpoint, self._endpoint.metrics
+        model = (context.model, context.version)
+        metrics.request_ended(context.route, context.status, context.key, *model)
+        if context.completion_tokens:
+            metrics.e2e.labels(*model).observe(context.seconds)
+        if context.route in OPEN_ROUTES or context.route == "/metrics":
             return
-        body = await read_body(Request(scope, receive))
-        context.journaled = JournaledAnswer(self._endpoint.limits.kept_bytes, lambda: context.outcome)
-        context.journaled.start(self._app, scope, body)
-        await context.journaled.read(receive, send)
+        endpoint.log.info(
+            "request",
+            request_id=context.id,
+            method=method,
+            route=context.route,
+            status=context.status,
+            model=context.model,
+            key=context.key,
+            ms=round(context.seconds * 1000, 1),
+            ttft_ms=None if context.ttft_s is None else round(context.ttft_s * 1000, 1),
+            prompt_tokens=context.prompt_tokens,
+            cached_tokens=context.cached_tokens,
+            completion_tokens=context.completion_tokens,
+            finish=context.outcome,
+            normalized=", ".join(context.normalized),
+            ignored=", ".join(context.ignored),
+        )
+        if endpoint.payloads is None or context.body is None:
+            return
+        facts = {
+            "request_id": context.id,
+            "route": context.route,
+            "status": context.status,
+            "model": context.model,
+            "outcome": context.outcome,
+        }
+        try:
+            endpoint.payloads.write(facts, context.body, context.answer)
+        except OSError as error:
+            endpoint.log.error("payload-log", error)
 
 
-def build_app(endpoint: Endpoint, gate: Gate) -> ASGIApp:
-    """Build the ASGI application of `endpoint`, guarded by `gate`, without a lifespan."""
-    app: ASGIApp = JournalMiddleware(_route, endpoint)
-    app = LimitMiddleware(app, endpoint)
-    app = GateMiddleware(app, gate)
-    app = ErrorMiddleware(app, endpoint)
-    app = RecordMiddleware(app, endpoint)
-    return ContextMiddleware(app, endpoint)
-
-
-async def _route(scope: Scope, receive: Receive, send: Send) -> None:
+async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
+    """Decode what the operation takes, call its handler and send the answer."""
     context: RequestContext = scope["edgeinfer"]
-    if context.operation is None:
+    operation = context.operation
+    if operation is None:
         raise _nothing_here(scope["path"])
-    answer = await context.operation.handler(Request(scope, receive, send))
+    context.request = Request(scope, receive, send)
+    taken: dict[str, object] = {}
+    if "body" in operation.takes:
+        taken["body"] = await decode(context, operation.body)
+    if "query" in operation.takes:
+        taken["query"] = decode_query(context, operation.query)
+    answer = await operation.handler(context, **taken)
+    if not isinstance(answer, Response):
+        answer = json_reply(answer)
     context.answer = getattr(answer, "body", None)  # a generation has none yet, and records its own
     await answer(scope, receive, send)
 
@@ -255,8 +224,8 @@ DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
 
-async def _openapi(request: Request) -> Response:
-    return json_reply(document(DIALECTS))
+async def _openapi(context: RequestContext) -> dict[str, object]:
+    return document(DIALECTS)
 
 
 class RouteMatch(NamedTuple):

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from edgeinfer.platform.paths import private_dir
-from edgeinfer.server.problems import Problem
+from edgeinfer.server.problems import Problem, too_many
 from edgeinfer.server.wire_types import Reply
 
 #: Pauses between the tries of a request that failed in a way that may pass.
@@ -69,32 +69,24 @@ async def post(app: ASGIApp, path: str, body: bytes, asker: Mapping[str, str]) -
         "client": None,
         "server": None,
     }
-    line = _Line(body)
-    await app(scope, line.receive, line.send)
-    return BatchReply(line.status, line.request_id, b"".join(line.parts))
+    unread = [body]
+    parts: list[bytes] = []
+    start: Message = {}
 
-
-class _Line:
-    """Both directions of one call. The caller never leaves: `receive` waits once the body was taken."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self.status = 0
-        self.request_id = ""
-        self.parts: list[bytes] = []
-
-    async def receive(self) -> Message:
-        if self._body is None:
+    async def receive() -> Message:
+        if not unread:  # the caller never leaves
             await asyncio.get_running_loop().create_future()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": unread.pop(), "more_body": False}
 
-    async def send(self, message: Message) -> None:
+    async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
+            start.update(message)
         else:
-            self.parts.append(message.get("body", b""))
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    request_id = dict(start["headers"])[b"x-request-id"].decode()
+    return BatchReply(start["status"], request_id, b"".join(parts))
 
 
 async def ask_again(app: ASGIApp, headers: Mapping[str, str], line: BatchLine) -> BatchReply:
@@ -201,10 +193,7 @@ class Batches:
     def begin(self, ask: Ask, folder: Path, batch: BatchObject, lines: list[BatchLine]) -> None:
         """Answer the lines in the background. Raises Problem 429 beyond `_MOST_RUNNING` batches."""
         if len(self._running) >= _MOST_RUNNING:
-            message = f"{_MOST_RUNNING} batches run already."
-            raise Problem(
-                429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=60
-            )
+            raise too_many(f"{_MOST_RUNNING} batches run already.", 60)
         write_record(folder, batch)
         task = asyncio.create_task(self._run(ask, folder, batch.id, lines))
         self._running[batch.id] = (task, batch)

@@ -21,7 +21,7 @@ from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.request_fields import keep_alive_s
-from edgeinfer.server.wire_types import Slot
+from edgeinfer.server.wire_types import ModelFields, Slot
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -36,12 +36,17 @@ class RequestContext:
         operation: Operation | None,
         dialect: Dialect,
         headers: Mapping[str, str],
+        path_id: str = "",
     ) -> None:
         self.endpoint = endpoint
         self.id = request_id
+        #: What stands in the place of `{id}` in the path.
+        self.path_id = path_id
         self.operation = operation
         self.dialect = dialect
         self.headers = headers
+        #: Set once the request is admitted.
+        self.request: Request
         self.key = ""
         #: Whether it may change what others get.
         self.is_admin = False
@@ -80,11 +85,6 @@ class RequestContext:
     def plain_id(self) -> str:
         """Return the id without its prefix, for ids in a protocol's own form."""
         return self.id.removeprefix("req_")
-
-    @property
-    def uses_model(self) -> bool:
-        """Return whether the operation counts against the limits."""
-        return self.operation is not None and self.operation.uses_model
 
     @property
     def route(self) -> str:
@@ -182,16 +182,11 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-async def with_engine(
-    context: RequestContext,
-    model: str | None,
-    keep_alive: float | str | None,
-    work: Callable[[Engine], R],
-) -> R:
-    """Run `work(engine)` in a thread with the request's model. Raises what loading and `work` raise."""
-    models = context.endpoint.models
-    context.name_model(model)
-    lease = await models.acquire(context.model, context.stay_s(keep_alive))
+async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
+    """Run `work(engine)` in a thread with the model of `body`. Raises what loading and `work` raise."""
+    context.name_model(body.model)
+    stay_s = context.stay_s(body.keep_alive)
+    lease = await context.endpoint.models.acquire(context.model, stay_s)
     try:
         context.version = version_of(lease.engine.info.sha256)
         reply: R = await context.endpoint.in_thread(work, lease.engine)

@@ -1,17 +1,17 @@
 """What a dialect is: operations and an error envelope. Each is a folder beside this one.
 
-A folder holds the wire types (`wire.py`), the way in (`translate.py`), the way out (`render.py`), the
-handlers (`routes.py`) and, in `dialect.py`, the `Dialect` that `server/operations.py` collects.
+A folder holds the wire types (`wire.py`), the way in (`translate.py`), the way out (`render.py`), and
+in `routes.py` the handlers and the `Dialect` that `server/app.py` collects.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, get_type_hints
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.runtime.events import Event, Finished, Timings, Usage
@@ -25,8 +25,18 @@ def sse_comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
+_encode = msgspec.json.Encoder().encode
+
+
+def sse(data: Any, event: str = "") -> bytes:
+    """Encode a server-sent event."""
+    name = b"event: %b\n" % event.encode() if event else b""
+    return b"%bdata: %b\n\n" % (name, _encode(data))
+
+
 Method = Literal["GET", "POST", "DELETE"]
-Handler = Callable[[Request], Awaitable[Response]]
+#: (request's context; body and query, decoded) → a Response, or a value to encode as JSON
+Handler = Callable[..., Awaitable[Any]]
 #: (problem, request id) → bytes
 Envelope = Callable[[Problem, str], bytes]
 
@@ -36,7 +46,7 @@ class Operation(msgspec.Struct, frozen=True):
 
     `is_admin`: it changes what others get, or tells of it. `may_store`: its answers may be kept, to be
     read again by id. `body` and `reply` are types of JSON; `also` are further answers by status, for
-    the OpenAPI document.
+    the OpenAPI document. Of body and query, the handler is given those that `takes` names.
     """
 
     path: str
@@ -45,7 +55,8 @@ class Operation(msgspec.Struct, frozen=True):
     method: Method
     reply: Any = None
     body: Any = None
-    query: type[msgspec.Struct] | None = None
+    query: Any = None
+    takes: tuple[str, ...] = ()
     streams: bool = False
     uses_model: bool = True
     is_admin: bool = False
@@ -55,14 +66,22 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class RouteTable(list[Operation]):
-    """The operations of a module, added by decorators: a handler's docstring is its summary."""
+    """The operations of a module, added by decorators.
+
+    A handler's docstring is the operation's summary. The types of its parameters `body` and `query`
+    decode requests; with the type that it returns they stand in the OpenAPI document.
+    """
 
     def add(self, method: Method, path: str, **declared: Any) -> Callable[[Handler], Handler]:
         """Register the decorated handler at a path; `declared` are further fields of `Operation`."""
 
         def register(handler: Handler) -> Handler:
             summary = (handler.__doc__ or "").partition("\n")[0]
-            self.append(Operation(path, handler, summary, method, **declared))
+            types = get_type_hints(handler)
+            takes: dict[str, Any] = {name: types[name] for name in ("body", "query") if name in types}
+            reply = {} if types["return"] is Response else {"reply": types["return"]}
+            fields: dict[str, Any] = {**takes, **reply, **declared, "takes": tuple(takes)}
+            self.append(Operation(path, handler, summary, method, **fields))
             return handler
 
         return register
@@ -106,7 +125,7 @@ class Dialect:
     prefix: str = ""
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """One route's shape of an answer.
 
     A streaming answer is `opening`, then `event`s, then `closing`, in the form of its dialect.
@@ -114,22 +133,28 @@ class Renderer(Protocol):
 
     def opening(self) -> bytes:
         """Return the first bytes, once the request is accepted."""
+        return b""
 
+    @abstractmethod
     def event(self, index: int, event: Event) -> bytes:
         """Render one event of generation `index`; b"" if the client need not receive it."""
 
     def closing(self) -> bytes:
         """Return the last bytes, after every generation has ended."""
+        return b""
 
+    @abstractmethod
     def failure(self, problem: Problem, request_id: str) -> bytes:
         """Return the last bytes if a failure follows the start of the stream."""
 
+    @abstractmethod
     def waiting(self, text: str) -> bytes:
         """Return an empty event with a comment `text`, while there is no token.
 
         Clients give up on a stream without events, and a comment is none.
         """
 
+    @abstractmethod
     def whole(self, answers: list[Collected]) -> bytes:
         """Render the JSON body of a request that is not streamed."""
 

@@ -21,7 +21,7 @@ from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import Metrics
 from edgeinfer.server.model_pool import ModelAdministrator, ModelPool
 from edgeinfer.server.payload_log import PayloadLog
-from edgeinfer.server.problems import Problem, shutting_down, unavailable
+from edgeinfer.server.problems import shutting_down, too_many, unavailable
 from edgeinfer.server.wire_types import Slot
 
 #: Finished generations that /slots lists.
@@ -85,13 +85,7 @@ class Endpoint:
             raise unavailable("Too many requests at once.", "queue_full", 1)
         if key and self._by_key[key] >= self.limits.max_per_key:
             self.metrics.refused.labels("per_key").inc()
-            raise Problem(
-                429,
-                "Too many requests at once for this key.",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after_s=1,
-            )
+            raise too_many("Too many requests at once for this key.", 1)
         self.in_flight += 1
         self.metrics.in_flight.inc()
         if key:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -32,19 +32,10 @@ from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem, from_error, internal, shutting_down
+from edgeinfer.server.wire_types import ModelFields
 
 #: Characters of a prompt tokenized on the event loop at most: 1,000 take 0.7 ms, 16,000 16 ms.
 _INLINE_CHARACTERS = 1024
-
-
-class GenerationBody(Protocol):
-    """The fields of a request's body that choose the model."""
-
-    @property
-    def model(self) -> str | None: ...
-
-    @property
-    def keep_alive(self) -> float | str | None: ...
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
@@ -185,7 +176,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 async def answer(
     context: RequestContext,
-    body: GenerationBody,
+    body: ModelFields,
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]],
     renderer: Callable[[str, EngineInfo], Renderer],
     *,

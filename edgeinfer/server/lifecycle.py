@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.server.app import build_app
+from edgeinfer.server.app import App
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.protocol import guarded
@@ -53,7 +53,7 @@ class EndpointServer(uvicorn.Server):
     ) -> None:
         limits = endpoint.limits
         config = uvicorn.Config(
-            build_app(endpoint, gate),
+            App(endpoint, gate),
             http=guarded(limits),
             ws="none",
             lifespan="off",

@@ -25,7 +25,6 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.platform.machine import resident_bytes
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, HasReplicas
-from edgeinfer.runtime.options import EngineMetrics
 
 #: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
@@ -39,36 +38,17 @@ _MODEL = ("model_name", "model_version")
 MAX_KEYS = 64
 
 
-_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
-#: What an engine knows at the moment of a scrape; counters begin again when a model is loaded again.
-_FROM_ENGINE: tuple[tuple[_Family, str, str, Callable[[EngineMetrics], float]], ...] = (
-    (GaugeMetricFamily, "num_requests_running", "Generations being decoded.", lambda m: m.running),
-    (GaugeMetricFamily, "num_requests_waiting", "Generations in the queue.", lambda m: m.queued),
-    (
-        GaugeMetricFamily,
-        "kv_cache_usage_ratio",
-        "KV cache in use, 0 to 1.",
-        lambda m: m.kv_used_tokens / m.kv_total_tokens if m.kv_total_tokens else 0.0,
-    ),
-    (
-        CounterMetricFamily,
-        "engine_steps",
-        "llama_decode calls since the engine started.",
-        lambda m: m.steps_total,
-    ),
-    (
-        CounterMetricFamily,
-        "spec_decode_num_draft_tokens",
-        "Tokens proposed by speculation.",
-        lambda m: m.draft_tokens_total,
-    ),
-    (
-        CounterMetricFamily,
-        "spec_decode_num_accepted_tokens",
-        "Proposed tokens accepted.",
-        lambda m: m.draft_accepted_total,
-    ),
-)
+#: What an engine knows at the moment of a scrape: name → (`EngineMetrics`' field, help).
+_GAUGES = {
+    "num_requests_running": ("running", "Generations being decoded."),
+    "num_requests_waiting": ("queued", "Generations in the queue."),
+}
+#: They begin again when a model is loaded again.
+_COUNTERS = {
+    "engine_steps": ("steps_total", "llama_decode calls since the engine started."),
+    "spec_decode_num_draft_tokens": ("draft_tokens_total", "Tokens proposed by speculation."),
+    "spec_decode_num_accepted_tokens": ("draft_accepted_total", "Proposed tokens accepted."),
+}
 
 
 class Metrics:
@@ -208,10 +188,14 @@ class _Engines(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        families = [
-            (kind(f"edgeinfer_{name}", text, labels=_MODEL), value)
-            for kind, name, text, value in _FROM_ENGINE
-        ]
+        families = {
+            field: kind(f"edgeinfer_{name}", text, labels=_MODEL)
+            for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+            for name, (field, text) in table.items()
+        }
+        kv_usage = GaugeMetricFamily(
+            "edgeinfer_kv_cache_usage_ratio", "KV cache in use, 0 to 1.", labels=_MODEL
+        )
         engines = self._engines()
         for name, engine in engines:
             try:
@@ -219,9 +203,10 @@ class _Engines(Collector):
             except EdgeInferError:  # its worker has died; the next request replaces it
                 continue
             labels = (name, version_of(engine.info.sha256))
-            for family, value in families:
-                family.add_metric(labels, value(now))
-        yield from (family for family, _ in families)
+            for field, family in families.items():
+                family.add_metric(labels, getattr(now, field))
+            kv_usage.add_metric(labels, now.kv_used_tokens / (now.kv_total_tokens or 1))
+        yield from (*families.values(), kv_usage)
         yield from _of_replicas(engines)
         yield GaugeMetricFamily(
             "edgeinfer_process_resident_memory_bytes",

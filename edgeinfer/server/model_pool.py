@@ -128,8 +128,7 @@ class ModelPool:
         return self.default if len(here) == 1 and not self._aliases.says_all else None
 
     def is_loaded(self, name: str) -> bool:
-        entry = self._entries.get(name)
-        return entry is not None and entry.loaded is not None
+        return self.info(name) is not None
 
     def state(self, name: str) -> str:
         """Return "cold", "loading" or "loaded"."""
@@ -275,18 +274,15 @@ class ModelPool:
             begun = time.perf_counter()
             loop = asyncio.get_running_loop()
             loaded = await loop.run_in_executor(self._threads, self._load_engine, entry)
-        except EdgeInferError as error:
-            self.last_error = error.message
-            self.discard(entry)
-            entry.ready.set_exception(error)
-            self._changed.set()
-            return
         except asyncio.CancelledError:
             entry.ready.cancel()
             raise
         except Exception as error:  # noqa: BLE001  whatever a loader raises, its waiters must be told
+            if isinstance(error, EdgeInferError):
+                self.last_error = error.message
             self.discard(entry)
             entry.ready.set_exception(error)
+            self._changed.set()
             return
         entry.loaded = loaded
         self._sources.loaded_hook(entry.name, loaded, time.perf_counter() - begun)
@@ -526,27 +522,18 @@ class ModelEntry:
 
     def describe(self, now: float) -> LoadedModel:
         """Return the operator's view without replicas; `now` is the event loop's time."""
-        if self.loaded is None:
-            return LoadedModel(
-                id=self.name,
-                state="loading",
-                where="",
-                in_use=self.users,
-                expires_in_s=None,
-                size_bytes=self.need_bytes,
-                load_ms=0.0,
-            )
-        info = self.loaded.engine.info
-        described = msgspec.to_builtins(info)
-        described["lora"] = [{"name": a.name, "scale": a.scale} for a in info.lora]
-        expires = None if self.expiry is None else max(0.0, self.expiry.when() - now)
+        described: dict[str, Any] = {}
+        if self.loaded is not None:
+            info = self.loaded.engine.info
+            described = msgspec.to_builtins(info)
+            described["lora"] = [{"name": a.name, "scale": a.scale} for a in info.lora]
         return LoadedModel(
             id=self.name,
-            state="loaded",
-            where=self.loaded.where,
+            state="loading" if self.loaded is None else "loaded",
+            where="" if self.loaded is None else self.loaded.where,
             in_use=self.users,
-            expires_in_s=expires,
+            expires_in_s=None if self.expiry is None else max(0.0, self.expiry.when() - now),
             size_bytes=self.need_bytes,
-            load_ms=info.load_ms,
+            load_ms=described.get("load_ms", 0.0),
             info=described,
         )

@@ -149,7 +149,10 @@ def _operation(operation: Operation, dialect: Dialect) -> dict[str, Any]:
         "summary": operation.summary,
         "responses": _responses(operation, dialect),
     }
-    parameters = [*_path_parameters(operation), *_query_parameters(operation)]
+    parameters = _query_parameters(operation)
+    if "{id}" in operation.path:
+        schema = {"type": "string", "minLength": 1}
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": schema})
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
@@ -182,23 +185,13 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     return responses
 
 
-def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
-    if "{id}" not in operation.path:
-        return []
-    return [
-        {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    ]
-
-
 def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
     """Describe a query's fields as parameters, without nulls and lists, which need a body."""
     if operation.query is None:
         return []
-    schema = msgspec.json.schema_components([operation.query], ref_template=_REF)[1][
-        operation.query.__name__
-    ]
+    schema = msgspec.json.schema_components([operation.query])[1][operation.query.__name__]
     required = set(schema.get("required", ()))
-    found = []
+    found: list[dict[str, Any]] = []
     for name, field in schema["properties"].items():
         plain = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
         if any(option.get("type") == "array" for option in plain):

@@ -37,32 +37,34 @@ _CODES = (
     (re.compile(r"Expected `[^`]*`(?:, got|$)"), "invalid_type"),
 )
 
-#: Our error → (status, OpenAI's type, code or None for the error's own, seconds to wait or None).
-_ANSWERS: dict[type[e.EdgeInferError], tuple[int, str, str | None, int | None]] = {
-    e.EdgeInferError: (500, "server_error", None, None),
-    e.UsageError: (400, "invalid_request_error", None, None),
-    e.UnknownModelError: (404, "invalid_request_error", "model_not_found", None),
-    e.ModelNotPulledError: (404, "invalid_request_error", "model_not_found", None),
-    e.InvalidRequestError: (400, "invalid_request_error", "invalid_value", None),
-    e.ContextLengthError: (400, "invalid_request_error", "context_length_exceeded", None),
-    e.UnsupportedConstraintError: (400, "invalid_request_error", "unsupported_schema", None),
-    e.InvalidGgufError: (422, "invalid_request_error", "model_unavailable", None),
-    e.ModelLoadError: (422, "invalid_request_error", "model_unavailable", None),
-    e.QueueFullError: (503, "server_error", "queue_full", 1),
-    e.OutOfMemoryError: (503, "server_error", "out_of_memory", 10),
-    e.EngineClosedError: (503, "server_error", "model_unavailable", 1),
-    e.ModelBusyError: (503, "server_error", None, 5),
-    e.DiskFullError: (507, "server_error", None, None),
-    e.SnapshotsUnavailableError: (409, "invalid_request_error", None, None),
-    e.SnapshotStaleError: (409, "invalid_request_error", None, None),
+#: Our error → (status, code or None for the error's own, seconds to wait or None).
+_ANSWERS: dict[type[e.EdgeInferError], tuple[int, str | None, int | None]] = {
+    e.EdgeInferError: (500, None, None),
+    e.UsageError: (400, None, None),
+    e.UnknownModelError: (404, "model_not_found", None),
+    e.ModelNotPulledError: (404, "model_not_found", None),
+    e.InvalidRequestError: (400, "invalid_value", None),
+    e.ContextLengthError: (400, "context_length_exceeded", None),
+    e.UnsupportedConstraintError: (400, "unsupported_schema", None),
+    e.InvalidGgufError: (422, "model_unavailable", None),
+    e.ModelLoadError: (422, "model_unavailable", None),
+    e.QueueFullError: (503, "queue_full", 1),
+    e.OutOfMemoryError: (503, "out_of_memory", 10),
+    e.EngineClosedError: (503, "model_unavailable", 1),
+    e.ModelBusyError: (503, None, 5),
+    e.DiskFullError: (507, None, None),
+    e.SnapshotsUnavailableError: (409, None, None),
+    e.SnapshotStaleError: (409, None, None),
 }
+#: Status → OpenAI's type. Other refusals are `invalid_request_error`.
+_KINDS = {403: "permission_error", 429: "rate_limit_error"}
 
 
 class Problem(Exception):
-    """An answer that is not a success. `kind` and `code` are OpenAI's words for it.
+    """An answer that is not a success. `code` is OpenAI's word for it.
 
     `retry_after_s` becomes the header Retry-After. `lengths` are (tokens of the prompt, tokens that the
-    context holds) where the first are too many: each dialect has a sentence for that which its clients
+    context holds) if the first are too many: each dialect has a sentence for that, which its clients
     look for.
     """
 
@@ -71,7 +73,6 @@ class Problem(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
@@ -81,7 +82,6 @@ class Problem(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind
         self.param = param
         self.code = code
         self.lengths = lengths
@@ -89,19 +89,24 @@ class Problem(Exception):
         if retry_after_s is not None:
             self.headers["retry-after"] = str(retry_after_s)
 
+    @property
+    def kind(self) -> str:
+        """Return OpenAI's type of this error."""
+        if self.status >= 500:
+            return "server_error"
+        return _KINDS.get(self.status, "invalid_request_error")
+
 
 def from_error(error: e.EdgeInferError) -> Problem:
     """Convert an EdgeInferError. A subclass without a row takes its parent's."""
-    status, kind, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
-    param = getattr(error, "param", None)
+    status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     message = error.message
     if error.hint and status < 500:
         message = f"{message} ({error.hint})"
     return Problem(
         status,
         message,
-        kind=kind,
-        param=param,
+        param=getattr(error, "param", None),
         code=code or error.code.replace("-", "_"),
         retry_after_s=wait_s,
         lengths=_lengths(error),
@@ -130,7 +135,7 @@ def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem
     if code == "unknown_parameter":
         message = f"Unknown or unsupported parameter: '{param}'{load_time_place(param)}"
     elif code == "missing_required_parameter":
-        message = f"Missing required parameter: '{param}'"
+        return missing(param)
     elif param:
         message = f"Invalid '{param}': {message.replace('`', '')}"
     return Problem(400, message + ".", param=param or None, code=code)
@@ -149,6 +154,23 @@ def merged(problems: Sequence[Problem]) -> Problem:
     return Problem(400, " ".join(messages), param=first.param, code=first.code)
 
 
+def missing(param: str) -> Problem:
+    """Make the answer to a request without a required field."""
+    message = f"Missing required parameter: '{param}'."
+    return Problem(400, message, param=param, code="missing_required_parameter")
+
+
+def unsupported(param: str, why: str) -> Problem:
+    """Make the answer to a request with a field that cannot be honoured."""
+    message = f"'{param}' is not supported here: {why}."
+    return Problem(400, message, param=param, code="unsupported_parameter")
+
+
+def too_many(message: str, retry_after_s: int) -> Problem:
+    """Make a 429."""
+    return Problem(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
 def load_time_place(param: str) -> str:
     """Name the flag of a load option that a request names; "" for any other field."""
     for option in LOAD_OPTIONS:
@@ -159,17 +181,13 @@ def load_time_place(param: str) -> str:
 
 def internal(request_id: str) -> Problem:
     """Make the answer to an internal error, which the log has under this request id."""
-    return Problem(
-        500,
-        f"Internal error; the log has it under request id {request_id}.",
-        kind="server_error",
-        code="internal_error",
-    )
+    message = f"Internal error; the log has it under request id {request_id}."
+    return Problem(500, message, code="internal_error")
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
     """Make a 503 that a retry may cure."""
-    return Problem(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
+    return Problem(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def shutting_down() -> Problem:

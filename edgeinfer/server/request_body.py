@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import UnionType
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
 from edgeinfer.server.context import RequestContext, context_of
-from edgeinfer.server.problems import Problem, from_validation, load_time_place, merged
+from edgeinfer.server.problems import (
+    Problem,
+    from_validation,
+    load_time_place,
+    merged,
+    missing,
+    unsupported,
+)
 from edgeinfer.server.wire_types import Wire
 
 #: Bodies that are walked on the event loop at most: 64 KiB take about a millisecond.
@@ -52,21 +61,15 @@ async def read_body(request: Request) -> bytes:
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
-async def _checked(request: Request) -> bytes:
-    if context_of(request).dialect.checks_body_type:
-        _check_type(request)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
-    raw = await read_body(request)
-    context_of(request).body = raw
-    return raw
-
-
-async def decode(request: Request, kind: type[T]) -> T:
+async def decode(context: RequestContext, kind: type[T]) -> T:
     """Decode the body as `kind`. Raises Problem 400 naming the field, 413, 415."""
-    raw = await _checked(request)
-    context = context_of(request)
-    context.ignore([name for name in _BETA_HEADERS if name in request.headers])
+    headers = context.headers
+    if context.dialect.checks_body_type:
+        _check_type(headers.get("content-type", "application/json"))
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
+    context.body = raw = await read_body(context.request)
+    context.ignore([name for name in _BETA_HEADERS if name in headers])
     value = _decode_strictly(raw, kind)
     if value is None and len(raw) > _INLINE_BYTES:
         value = await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
@@ -75,8 +78,7 @@ async def decode(request: Request, kind: type[T]) -> T:
     return value
 
 
-def _check_type(request: Request) -> None:
-    declared = request.headers.get("content-type", "application/json")
+def _check_type(declared: str) -> None:
     content_type = declared.partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         message = "The body must be application/json: send the header `content-type: application/json`."
@@ -132,12 +134,10 @@ def _json_only() -> Iterator[None]:
         raise Problem(400, "The body is nested too deeply.", code="invalid_json") from None
 
 
-def decode_query(request: Request, kind: type[T]) -> T:
+def decode_query(context: RequestContext, kind: type[T]) -> T:
     """Decode the query string as `kind`; numbers are parsed from text. Raises Problem 400."""
-    context = context_of(request)
-    pairs = request.query_params.multi_items()
     fields: dict[str, str] = {}
-    for name, text in pairs:
+    for name, text in context.request.query_params.multi_items():
         if name in fields:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
         fields[name] = text
@@ -148,6 +148,7 @@ def decode_query(request: Request, kind: type[T]) -> T:
     return value
 
 
+_UNBOUNDED = 1 << 62
 #: Values by which a client says that it does not use a field.
 NOTHING: tuple[Any, ...] = (None, [], {}, False)
 #: Names of what was ignored; a request may have as many fields as its size allows.
@@ -220,12 +221,7 @@ class LenientDecoder:
         named = f"{place}.{plan.tag_field}" if place else plan.tag_field
         other = _other_type(plan, value, tuple(plan.others))
         if plan.tag_field not in value:
-            message = Problem(
-                400,
-                f"Missing required parameter: '{named}'.",
-                param=named,
-                code="missing_required_parameter",
-            )
+            message = missing(named)
         elif other is not None:
             why = _reason(plan.others, other)
             message = Problem(
@@ -257,7 +253,8 @@ class LenientDecoder:
                 self._ignore(here)
             else:
                 kept[name] = self._value(field.plan, self._known_items(facts, name, inner, here), here)
-        self._problems += [_missing(place, name) for name in facts.required if name not in value]
+        absent = [name for name in facts.required if name not in value]
+        self._problems += [missing(f"{place}.{name}" if place else name) for name in absent]
         return kept
 
     def _known_items(self, facts: _Facts, name: str, value: Any, place: str) -> Any:
@@ -279,8 +276,7 @@ class LenientDecoder:
             if _is_one_of(value, facts.hint_values.get(name, ())):
                 self._ignore(place)
                 return
-            message = f"'{place}' is not supported here: {facts.refused[name]}."
-            self._problems.append(Problem(400, message, param=place, code="unsupported_parameter"))
+            self._problems.append(unsupported(place, facts.refused[name]))
         elif self._refuse_unknown or load_time_place(place):
             message = f"Unknown or unsupported parameter: '{place}'{load_time_place(place)}."
             self._problems.append(Problem(400, message, param=place, code="unknown_parameter"))
@@ -320,17 +316,18 @@ class _Facts(NamedTuple):
 
 @cache
 def _plan(kind: Any) -> _Plan:
-    alternatives = _alternatives(kind)
-    objects: list[type[Wire]] = []
+    alternatives = _alternatives(inspect.type_info(kind))
+    structs = [found.cls for found in alternatives if isinstance(found, inspect.StructType)]
+    objects = [made for made in structs if issubclass(made, Wire)]
     item: _Plan | None = None
     most = 0
-    for alternative in alternatives:
-        bare, longest = _bare(alternative)
-        if isinstance(bare, type) and issubclass(bare, Wire):
-            objects.append(bare)
-        elif get_origin(bare) is list and _holds_objects(get_args(bare)[0]):
-            item = _plan(get_args(bare)[0])
-            most = longest
+    for found in alternatives:
+        if isinstance(found, inspect.ListType):
+            items = _alternatives(found.item_type)
+            if any(isinstance(one, inspect.StructType) for one in items):
+                kinds = [one.cls if isinstance(one, inspect.StructType) else str for one in items]
+                item = _plan(functools.reduce(operator.or_, kinds))
+                most = found.max_length or _UNBOUNDED
     return _Plan(
         kind=kind,
         objects={_tag(made): made for made in objects},
@@ -340,19 +337,17 @@ def _plan(kind: Any) -> _Plan:
         dropped=tuple(name for made in objects for name in made.dropped_types),
         item=item,
         most=most,
-        is_text=str in alternatives,
+        is_text=inspect.StrType() in alternatives,
     )
 
 
 @cache
 def facts_of(kind: type[Wire]) -> _Facts:
     """Collect what `kind` declares, inherited declarations included."""
-    types = get_type_hints(kind, include_extras=True)
     fields = {}
     for field in msgspec.structs.fields(kind):
-        of = types[field.name]
-        nullable = type(None) in _alternatives(of)
-        fields[field.encode_name] = _Field(_plan(of), field.required, nullable)
+        nullable = inspect.NoneType() in _alternatives(inspect.type_info(field.type))
+        fields[field.encode_name] = _Field(_plan(field.type), field.required, nullable)
     line = [base for base in reversed(kind.__mro__) if issubclass(base, Wire)]
     return _Facts(
         fields=fields,
@@ -381,30 +376,13 @@ def _joined(tables: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for table in tables for name, value in table.items()}
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    bare = kind
-    while get_origin(bare) is Annotated and get_origin(get_args(bare)[0]) in (Union, UnionType):
-        bare = get_args(bare)[0]
-    if get_origin(bare) not in (Union, UnionType):
-        return (kind,)
-    return tuple(inner for part in get_args(bare) for inner in _alternatives(part))
-
-
-def _bare(kind: Any) -> tuple[Any, int]:
-    """Strip annotations from a type; return it with the maximum length of its list."""
-    longest = 1 << 62
-    while get_origin(kind) is Annotated:
-        kind, *notes = get_args(kind)
-        for note in notes:
-            if isinstance(note, msgspec.Meta) and note.max_length is not None:
-                longest = note.max_length
-    return kind, longest
-
-
-def _holds_objects(kind: Any) -> bool:
-    return any(
-        isinstance(bare, type) and issubclass(bare, Wire) for bare, _ in map(_bare, _alternatives(kind))
-    )
+def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
+    """List the members of a union, or the type alone, without notes for the OpenAPI document."""
+    if isinstance(kind, inspect.Metadata):
+        return _alternatives(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return [inner for member in kind.types for inner in _alternatives(member)]
+    return [kind]
 
 
 def _tag(kind: type[Wire]) -> str:
@@ -427,12 +405,6 @@ def _reason(others: Mapping[str, str], tag: str) -> str:
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
     """Compare value and type: 1 is not true."""
     return any(type(value) is type(known) and value == known for known in values)
-
-
-def _missing(place: str, name: str) -> Problem:
-    here = f"{place}.{name}" if place else name
-    message = f"Missing required parameter: '{here}'."
-    return Problem(400, message, param=here, code="missing_required_parameter")
 
 
 def _shown(value: Any) -> str:

@@ -10,13 +10,8 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
-from edgeinfer.server.wire_types import GenerationFields, LoraChoice
+from edgeinfer.server.wire_types import GenerationFields
 from edgeinfer.units import parse_duration
-
-
-def loras(given: Sequence[LoraChoice] | None) -> tuple[tuple[str, float], ...] | None:
-    """Return a request's adapters with their scales; None if it names none."""
-    return None if given is None else tuple((choice.name, choice.scale) for choice in given)
 
 
 def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
@@ -92,7 +87,9 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
 
     `store: "none"`, where a dialect has it, keeps nothing, as `cache_prompt: false` does.
     """
+    named = None if body.lora is None else tuple((one.name, one.scale) for one in body.lora)
     return {
+        "lora": named,
         "cache_prompt": body.cache_prompt and getattr(body, "store", None) != "none",
         "cache_salt": body.cache_salt or "",
         "conversation": body.prompt_cache_key or "",

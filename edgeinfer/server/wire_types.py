@@ -113,6 +113,16 @@ Deadline = Annotated[
 ]
 
 
+class LoraChoice(Wire, frozen=True, kw_only=True):
+    """An adapter of the model with its scale."""
+
+    name: ModelName
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+
+
+LoraChoices = Annotated[list[LoraChoice], Meta(max_length=16)]
+
+
 class ModelFields(Wire, frozen=True, kw_only=True):
     """Which model is meant, the default one unless it is said, and how long it stays."""
 
@@ -127,6 +137,7 @@ class GenerationFields(ModelFields, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     prompt_cache_key: PromptCacheKey | None = None
     deadline_s: Deadline | None = None
+    lora: LoraChoices | None = None
 
 
 class SamplingFields(GenerationFields, frozen=True, kw_only=True):
@@ -170,14 +181,11 @@ class Slot(Reply, frozen=True, kw_only=True):
     is_processing: bool = False
 
 
-class LoraChoice(Wire, frozen=True, kw_only=True):
-    """An adapter of the model with its scale."""
+class PromptUsage(Reply, frozen=True, kw_only=True):
+    """Tokens of a request that generates none."""
 
-    name: ModelName
-    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
-
-
-LoraChoices = Annotated[list[LoraChoice], Meta(max_length=16)]
+    prompt_tokens: int
+    total_tokens: int
 
 
 class WireTimings(Reply, frozen=True, kw_only=True):

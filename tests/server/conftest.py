@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import io
+import json
 import os
 import re
 import socket
@@ -98,6 +99,16 @@ class Served:
         return self.client.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body
         )
+
+    def events(self, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Stream an answer; return names and data of its events, without comments and `[DONE]`."""
+        text = self.client.post(path, json=body | {"stream": True}).text
+        found = []
+        for block in text.split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] not in ":")
+            if fields.get("data", "[DONE]") != "[DONE]":
+                found.append((fields.get("event", ""), json.loads(fields["data"])))
+        return found
 
 
 @contextlib.contextmanager

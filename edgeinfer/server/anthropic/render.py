@@ -5,7 +5,7 @@ A stream is a sequence of content blocks, one open at a time; the next event's k
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,7 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.server.anthropic import wire
-from edgeinfer.server.dialect import sse_comment, wire_timings
+from edgeinfer.server.dialect import Renderer, sse, sse_comment, wire_timings
 from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
@@ -98,10 +98,11 @@ def arguments_of(call: CollectedCall) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class MessageRenderer:
+class MessageRenderer(Renderer):
     """Render `message` and its stream.
 
     `stop_strings` are the request's own: only those count as Anthropic's stop_sequence.
+    `message_start` needs the prompt's length, which comes with progress.
     """
 
     def __init__(self, request_id: str, model: str, stop_strings: tuple[str, ...] = ()) -> None:
@@ -116,10 +117,6 @@ class MessageRenderer:
         self._end: Finished | None = None
 
     # --- streamed
-
-    def opening(self) -> bytes:
-        """Return nothing: `message_start` needs the prompt's length, which comes with progress."""
-        return b""
 
     def event(self, index: int, event: Event) -> bytes:
         if isinstance(event, Progress):
@@ -159,16 +156,9 @@ class MessageRenderer:
             "stop_reason": self._stop_reason(self._end),
             "stop_sequence": self._stop_sequence(self._end),
         }
-        usage, timings = self._end.usage, self._end.timings
-        done = {
-            "type": "message_delta",
-            "delta": delta,
-            "usage": wire_usage(usage),
-            "timings": wire_timings(usage, timings),
-        }
-        return (
-            self._close() + _sse("message_delta", done) + _sse("message_stop", {"type": "message_stop"})
-        )
+        usage, timings = self._end.usage, wire_timings(self._end.usage, self._end.timings)
+        done = _event("message_delta", delta=delta, usage=wire_usage(usage), timings=timings)
+        return self._close() + done + _event("message_stop")
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
@@ -188,7 +178,7 @@ class MessageRenderer:
         message = wire.MessageReply(
             id=self.id, model=self.model, content=[], stop_reason=None, stop_sequence=None, usage=usage
         )
-        return _sse("message_start", {"type": "message_start", "message": message}) + _PING
+        return _event("message_start", message=message) + _PING
 
     def _into(self, kind: str, number: int, block: dict[str, Any]) -> bytes:
         if self._open == (kind, number):
@@ -196,16 +186,13 @@ class MessageRenderer:
         out = self._close()
         self._block += 1
         self._open = (kind, number)
-        return out + _sse(
-            "content_block_start",
-            {"type": "content_block_start", "index": self._block, "content_block": block},
-        )
+        return out + _event("content_block_start", index=self._block, content_block=block)
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
         self._open = None
-        return _sse("content_block_stop", {"type": "content_block_stop", "index": self._block})
+        return _event("content_block_stop", index=self._block)
 
     def _delta(self, delta: bytes) -> bytes:
         return (
@@ -249,10 +236,5 @@ class MessageRenderer:
         return reason
 
 
-_Name = Literal[
-    "message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"
-]
-
-
-def _sse(name: _Name, data: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+def _event(name: str, **data: Any) -> bytes:
+    return sse({"type": name, **data}, name)

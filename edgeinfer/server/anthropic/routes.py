@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error_events
-from edgeinfer.server.context import context_of, json_reply, with_engine
+from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
-from edgeinfer.server.request_body import decode
 from edgeinfer.server.request_fields import stop_strings
 
 ROUTES = RouteTable()
 
 
-@ROUTES.post("/v1/messages", body=wire.MessagesRequest, reply=wire.MessageReply, streams=True)
-async def messages(request: Request) -> Response:
+@ROUTES.post("/v1/messages", reply=wire.MessageReply, streams=True)
+async def messages(context: RequestContext, body: wire.MessagesRequest) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    body = await decode(request, wire.MessagesRequest)
     return await answer(
         context,
         body,
@@ -33,17 +29,15 @@ async def messages(request: Request) -> Response:
     )
 
 
-@ROUTES.post("/v1/messages/count_tokens", body=wire.CountRequest, reply=wire.TokenCountReply)
-async def count_tokens(request: Request) -> Response:
+@ROUTES.post("/v1/messages/count_tokens")
+async def count_tokens(context: RequestContext, body: wire.CountRequest) -> wire.TokenCountReply:
     """Count a conversation's tokens."""
-    body = await decode(request, wire.CountRequest)
-    context = context_of(request)
     turns, tools = context.normalize(translate.conversation(body)), translate.tools_of(body)
 
     def work(engine: Engine) -> wire.TokenCountReply:
         return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
 
-    return json_reply(await with_engine(context, body.model, body.keep_alive, work))
+    return await with_engine(context, body, work)
 
 
 ANTHROPIC = Dialect(

@@ -13,7 +13,6 @@ from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Too
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.request_fields import (
     common_fields,
-    loras,
     named_tool,
     overridden,
     reasoning,
@@ -43,7 +42,6 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
         max_tokens=body.max_tokens,
         stop=stop_strings(body.stop_sequences),
         constraint=None if form is None else JsonSchema(form.schema),
-        lora=loras(body.lora),
         **common_fields(body),
     )
 

@@ -15,7 +15,6 @@ from msgspec import Meta
 from edgeinfer.server.wire_types import (
     GenerationFields,
     JsonObject,
-    LoraChoices,
     Probability,
     ReasoningBudget,
     Reply,
@@ -163,13 +162,12 @@ class AutoChoice(Wire, frozen=True, tag="auto", tag_field="type"):
     disable_parallel_tool_use: bool = False
 
 
-class AnyChoice(Wire, frozen=True, tag="any", tag_field="type"):
-    disable_parallel_tool_use: bool = False
+class AnyChoice(AutoChoice, frozen=True, tag="any", tag_field="type"):
+    """Some tool is called."""
 
 
-class OneChoice(Wire, frozen=True, tag="tool", tag_field="type"):
+class OneChoice(AutoChoice, frozen=True, kw_only=True, tag="tool", tag_field="type"):
     name: ToolName
-    disable_parallel_tool_use: bool = False
 
 
 class NoChoice(Wire, frozen=True, tag="none", tag_field="type"):
@@ -242,7 +240,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = None
-    lora: LoraChoices | None = None
 
 
 class AnthropicErrorBody(Reply, frozen=True, kw_only=True):

@@ -61,7 +61,6 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(
                 403,
                 f"Host '{host[:200]}' is not one of this endpoint's names; `--allow-host` adds one.",
-                kind="permission_error",
                 code="host_not_allowed",
             )
 
@@ -71,10 +70,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
                 raise Problem(
-                    403,
-                    "Requests from other web pages are refused.",
-                    kind="permission_error",
-                    code="origin_not_allowed",
+                    403, "Requests from other web pages are refused.", code="origin_not_allowed"
                 )
             return None
         if origin in self.origins:
@@ -84,7 +80,6 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         raise Problem(
             403,
             f"Origin '{origin[:200]}' is not allowed; `--allow-origin` adds one.",
-            kind="permission_error",
             code="origin_not_allowed",
         )
 
@@ -114,7 +109,6 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             403,
             f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
             "start it with `EDGEINFER_API_KEY=KEY` or `--any-user`.",
-            kind="permission_error",
             code="user_not_allowed",
         )
 

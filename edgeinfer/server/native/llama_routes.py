@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from edgeinfer import __version__
@@ -24,32 +23,25 @@ from edgeinfer.runtime.requests import (
     JsonSchema,
     Sampling,
 )
-from edgeinfer.server.context import RequestContext, context_of, json_reply
+from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.native import wire
 from edgeinfer.server.native.render import LlamaRenderer
 from edgeinfer.server.openai.translate import limit_of, prompts, sampling_of
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.request_fields import common_fields, refuse_infill, stop_strings
 
 ROUTES = RouteTable()
 
 
-@ROUTES.post(
-    "/completion",
-    body=wire.LlamaCompletion,
-    reply=wire.LlamaAnswer | list[wire.LlamaAnswer],
-    streams=True,
-)
-async def completion(request: Request) -> Response:
+@ROUTES.post("/completion", reply=wire.LlamaAnswer | list[wire.LlamaAnswer], streams=True)
+async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Response:
     """Continue a text, in llama.cpp's shape."""
-    body = await decode(request, wire.LlamaCompletion)
     given = body.prompt.prompt_string if isinstance(body.prompt, wire.PromptText) else body.prompt
     found = prompts(given, "prompt")
     return await answer(
-        context_of(request),
+        context,
         body,
         lambda info: [
             GenerateRequest(prompt=prompt, constraint=_constraint(body), **_shared(body, info))
@@ -80,8 +72,8 @@ def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
         "ignore_eos": body.ignore_eos,
         "overflow": body.overflow,
         "speculative": body.speculative,
+        **common_fields(msgspec.structs.replace(body, lora=None)),
         "lora": None if body.lora is None else chosen(body.lora, info.lora),
-        **common_fields(body),
     }
 
 
@@ -93,12 +85,11 @@ def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
     return Grammar(body.grammar) if body.grammar else None
 
 
-@ROUTES.post("/infill", body=wire.LlamaInfill, reply=wire.LlamaAnswer, streams=True)
-async def infill(request: Request) -> Response:
+@ROUTES.post("/infill", reply=wire.LlamaAnswer, streams=True)
+async def infill(context: RequestContext, body: wire.LlamaInfill) -> Response:
     """Write what stands between a prefix and a suffix, in llama.cpp's shape."""
-    body = await decode(request, wire.LlamaInfill)
     return await answer(
-        context_of(request),
+        context,
         body,
         lambda info: [_gap(body, info)],
         lambda model, info: LlamaRenderer(model, [""], body, _sampling(body, info)),
@@ -116,47 +107,40 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
     return GenerateRequest(infill=gap, **_shared(body, info))
 
 
-@ROUTES.get("/version", reply=wire.Version)
-async def version(request: Request) -> Response:
+@ROUTES.get("/version")
+async def version(context: RequestContext) -> wire.Version:
     """This program's version."""
-    return json_reply(wire.Version(version=__version__))
+    return wire.Version(version=__version__)
 
 
 #: From the adapters that are loaded to those that are wanted.
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
-@ROUTES.get("/lora-adapters", query=wire.AdaptersQuery, reply=list[wire.LoadedAdapter])
-async def listed(request: Request) -> Response:
+@ROUTES.get("/lora-adapters")
+async def listed(context: RequestContext, query: wire.ModelQuery) -> list[wire.LoadedAdapter]:
     """Adapters of the default model or of `?model=`, in llama.cpp's shape."""
-    context = context_of(request)
-    context.name_model(decode_query(request, wire.AdaptersQuery).model)
+    context.name_model(query.model)
     info = context.endpoint.models.info(context.model)
-    return json_reply(_described(info.lora if info else ()))
+    return _described(info.lora if info else ())
 
 
 def _described(adapters: Sequence[Adapter]) -> list[wire.LoadedAdapter]:
     return [wire.LoadedAdapter(id=i, path=a.name, scale=a.scale) for i, a in enumerate(adapters)]
 
 
-@ROUTES.post(
-    "/lora-adapters",
-    query=wire.AdaptersQuery,
-    body=list[wire.LoraById],
-    reply=list[wire.LoadedAdapter],
-    is_admin=True,
-)
-async def scaled(request: Request) -> Response:
+@ROUTES.post("/lora-adapters", is_admin=True)
+async def scaled(
+    context: RequestContext, body: list[wire.LoraById], query: wire.ModelQuery
+) -> list[wire.LoadedAdapter]:
     """Scales of adapters for requests that name none, in llama.cpp's shape; one left out gets 0."""
-    context = context_of(request)
-    body = await decode(request, list[wire.LoraById])
-    context.name_model(decode_query(request, wire.AdaptersQuery).model)
+    context.name_model(query.model)
 
     def change(loaded: tuple[Adapter, ...]) -> Sequence[Adapter]:
         scales = dict(chosen(body, loaded, param=""))
         return [Adapter(a.name, a.path, scales.get(a.name, 0.0)) for a in loaded]
 
-    return json_reply(_described(await _change(context, change)))
+    return _described(await _change(context, change))
 
 
 def chosen(
@@ -170,11 +154,9 @@ def chosen(
     return tuple((loaded[choice.id].name, choice.scale) for choice in given)
 
 
-@ROUTES.post("/v1/load_lora_adapter", body=wire.LoadAdapter, reply_type="text/plain", is_admin=True)
-async def loaded(request: Request) -> Response:
+@ROUTES.post("/v1/load_lora_adapter", reply_type="text/plain", is_admin=True)
+async def loaded(context: RequestContext, body: wire.LoadAdapter) -> Response:
     """Load an adapter while the model runs, in vLLM's shape."""
-    context = context_of(request)
-    body = await decode(request, wire.LoadAdapter)
     path = _file(context, body.lora_path or body.lora_name)
     new = Adapter(body.lora_name, path, body.scale)
     context.name_model(body.model)
@@ -204,11 +186,9 @@ def _file(context: RequestContext, text: str) -> str:
     return found[0].path
 
 
-@ROUTES.post("/v1/unload_lora_adapter", body=wire.UnloadAdapter, reply_type="text/plain", is_admin=True)
-async def unloaded(request: Request) -> Response:
+@ROUTES.post("/v1/unload_lora_adapter", reply_type="text/plain", is_admin=True)
+async def unloaded(context: RequestContext, body: wire.UnloadAdapter) -> Response:
     """Unload an adapter while the model runs, in vLLM's shape."""
-    context = context_of(request)
-    body = await decode(request, wire.UnloadAdapter)
     context.name_model(body.model)
 
     def change(now: tuple[Adapter, ...]) -> Sequence[Adapter]:

@@ -10,7 +10,7 @@ import msgspec
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.server.dialect import sse_comment, wire_timings
+from edgeinfer.server.dialect import Renderer, sse, sse_comment, wire_timings
 from edgeinfer.server.native.wire import LlamaAnswer, LlamaFields, LlamaLogprob, StopType
 from edgeinfer.server.openai.render import error_body
 from edgeinfer.server.problems import Problem
@@ -24,7 +24,7 @@ def _stop_type(end: Finished) -> StopType:
     return "eos" if end.stop_sequence is None else "word"
 
 
-class LlamaRenderer:
+class LlamaRenderer(Renderer):
     """One answer a prompt; a prompt that was given as text is repeated when its answer ends."""
 
     def __init__(
@@ -44,25 +44,19 @@ class LlamaRenderer:
             "stop": body.stop or [],
         }
 
-    def opening(self) -> bytes:
-        return b""
-
     def event(self, index: int, event: Event) -> bytes:
         match event:
             case TextDelta() | ReasoningDelta():
-                return _sse(self._answer(index, event.text, event.logprobs))
+                return sse(self._answer(index, event.text, event.logprobs))
             case Finished():
-                return _sse(self._last(self._answer(index, "", ()), event))
-        return b""
-
-    def closing(self) -> bytes:
+                return sse(self._last(self._answer(index, "", ()), event))
         return b""
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return b"data: " + error_body(problem, request_id) + b"\n\n"
 
     def waiting(self, text: str) -> bytes:
-        return sse_comment(text) + _sse(self._answer(0, "", ()))
+        return sse_comment(text) + sse(self._answer(0, "", ()))
 
     def whole(self, answers: list[Collected]) -> bytes:
         found = [
@@ -122,7 +116,3 @@ def _only(answer: LlamaAnswer, fields: Sequence[str]) -> dict[str, Any]:
         if isinstance(inner, dict) and name in inner:
             found[name] = inner[name]
     return found
-
-
-def _sse(answer: Any) -> bytes:
-    return b"data: " + _encode(answer) + b"\n\n"

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
@@ -20,16 +19,16 @@ from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.server.context import context_of, json_reply, with_engine
+from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.generation import answer
 from edgeinfer.server.native import llama_routes, wire
-from edgeinfer.server.native.wire import AdaptersQuery, LlamaDefaults
 from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
 from edgeinfer.server.request_body import decode, decode_query
-from edgeinfer.server.request_fields import common_fields, loras, overridden, seed_of, stop_strings
+from edgeinfer.server.request_fields import common_fields, overridden, seed_of, stop_strings
+from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
 
@@ -37,10 +36,9 @@ ROUTES = RouteTable()
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@ROUTES.post("/tokenize", body=wire.TokenizeRequest, reply=wire.TokenizeReply)
-async def tokenize(request: Request) -> Response:
+@ROUTES.post("/tokenize")
+async def tokenize(context: RequestContext, body: wire.TokenizeRequest) -> wire.TokenizeReply:
     """Tokenize text."""
-    body = await decode(request, wire.TokenizeRequest)
     if sum(given is not None for given in (body.content, body.prompt, body.messages)) != 1:
         raise InvalidRequestError("give either content, prompt or messages", param="content")
 
@@ -56,7 +54,7 @@ async def tokenize(request: Request) -> Response:
             tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens]
         )
 
-    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
+    return await with_engine(context, body, work)
 
 
 def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
@@ -74,10 +72,9 @@ def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.Tokeniz
     )
 
 
-@ROUTES.post("/detokenize", body=wire.DetokenizeRequest, reply=wire.DetokenizeReply)
-async def detokenize(request: Request) -> Response:
+@ROUTES.post("/detokenize")
+async def detokenize(context: RequestContext, body: wire.DetokenizeRequest) -> wire.DetokenizeReply:
     """Detokenize tokens."""
-    body = await decode(request, wire.DetokenizeRequest)
 
     def work(engine: Engine) -> wire.DetokenizeReply:
         if any(token >= engine.info.n_vocab for token in body.tokens):
@@ -87,13 +84,12 @@ async def detokenize(request: Request) -> Response:
         text = engine.detokenize(body.tokens).decode("utf-8", "replace")
         return wire.DetokenizeReply(content=text, prompt=text)
 
-    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
+    return await with_engine(context, body, work)
 
 
-@ROUTES.get("/tokenizer_info", query=AdaptersQuery, reply=wire.TokenizerInfo, uses_model=True)
-async def tokenizer_info(request: Request) -> Response:
+@ROUTES.get("/tokenizer_info", uses_model=True)
+async def tokenizer_info(context: RequestContext, query: wire.ModelQuery) -> wire.TokenizerInfo:
     """Return special tokens and template of the default model or of `?model=`."""
-    query = decode_query(request, AdaptersQuery)
 
     def work(engine: Engine) -> wire.TokenizerInfo:
         info = engine.info
@@ -104,27 +100,29 @@ async def tokenizer_info(request: Request) -> Response:
             model_max_length=info.n_ctx,
         )
 
-    return json_reply(await with_engine(context_of(request), query.model, None, work))
+    return await with_engine(context, ModelFields(model=query.model), work)
 
 
-@ROUTES.post("/apply-template", body=wire.ApplyTemplateRequest, reply=wire.ApplyTemplateReply)
-async def apply_template(request: Request) -> Response:
+@ROUTES.post("/apply-template")
+async def apply_template(
+    context: RequestContext, body: wire.ApplyTemplateRequest
+) -> wire.ApplyTemplateReply:
     """Render a conversation's prompt by the chat template."""
-    body = await decode(request, wire.ApplyTemplateRequest)
     turns, tools = openai.messages(body.messages), openai.tools_of(body.tools)
     options = body.chat_template_kwargs or {}
 
     def work(engine: Engine) -> wire.ApplyTemplateReply:
         return wire.ApplyTemplateReply(prompt=engine.apply_template(turns, tools, options))
 
-    return json_reply(await with_engine(context_of(request), body.model, body.keep_alive, work))
+    return await with_engine(context, body, work)
 
 
-@ROUTES.post("/v1/rerank", body=wire.RerankRequest, reply=wire.RerankReply | list[wire.TeiRank])
-@ROUTES.post("/reranking", body=wire.RerankRequest, reply=wire.RerankReply | list[wire.TeiRank])
-async def rerank(request: Request) -> Response:
+@ROUTES.post("/v1/rerank")
+@ROUTES.post("/reranking")
+async def rerank(
+    context: RequestContext, body: wire.RerankRequest
+) -> wire.RerankReply | list[wire.TeiRank]:
     """Rank documents by relevance."""
-    body = await decode(request, wire.RerankRequest)
     given = body.documents if body.texts is None else body.texts
     if not given or (body.documents and body.texts):
         raise InvalidRequestError("give either documents or TEI's texts", param="documents")
@@ -135,8 +133,8 @@ async def rerank(request: Request) -> Response:
             raise InvalidRequestError(f"{engine.info.model} is no reranker", param="model")
         return _ranked(engine, body, texts)
 
-    reply = await with_engine(context_of(request), body.model, body.keep_alive, work)
-    return json_reply(reply if body.texts is None else _as_tei(reply, body, texts))
+    reply = await with_engine(context, body, work)
+    return reply if body.texts is None else _as_tei(reply, body, texts)
 
 
 def _as_tei(
@@ -168,7 +166,7 @@ def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> w
         )
         for index in best
     ]
-    usage = wire.RerankUsage(prompt_tokens=tokens, total_tokens=tokens)
+    usage = PromptUsage(prompt_tokens=tokens, total_tokens=tokens)
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
 
 
@@ -200,8 +198,7 @@ def _infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
     sampling = overridden(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
     user = Message(role="user", content=body.prompt)
     stop = stop_strings(body.stop) if isinstance(body, wire.InferRequest) else ()
-    lora = loras(body.lora) if isinstance(body, wire.InferRequest) else None
-    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, "lora": lora, **common_fields(body)}
+    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, **common_fields(body)}
     if not info.has_chat_template:
         max_tokens = 256 if body.max_tokens is None else body.max_tokens
         return GenerateRequest(prompt=body.prompt, max_tokens=max_tokens, **shared)
@@ -210,14 +207,13 @@ def _infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
 
 @ROUTES.get("/infer", query=wire.InferQuery, reply=wire.InferReply, uses_model=True)
 @ROUTES.post("/infer", body=wire.InferRequest, reply=wire.InferReply)
-async def infer(request: Request) -> Response:
+async def infer(context: RequestContext) -> Response:
     """One prompt, one answer: prompt in the query (`curl -d '' …/infer?prompt=`) or the body."""
-    context = context_of(request)
-    chat = ChatRequest(messages=[])
+    request, chat = context.request, ChatRequest(messages=[])
     body = (
-        decode_query(request, wire.InferQuery)
+        decode_query(context, wire.InferQuery)
         if request.method != "POST" or request.query_params
-        else await decode(request, wire.InferRequest)
+        else await decode(context, wire.InferRequest)
     )
     return await answer(
         context,
@@ -228,52 +224,45 @@ async def infer(request: Request) -> Response:
     )
 
 
-@ROUTES.post("/v1/models/{id}/unload", reply=wire.UnloadReply, uses_model=False, is_admin=True)
-async def unload(request: Request) -> Response:
+@ROUTES.post("/v1/models/{id}/unload", uses_model=False, is_admin=True)
+async def unload(context: RequestContext) -> wire.UnloadReply:
     """Unload a model."""
-    endpoint = context_of(request).endpoint
-    meant = endpoint.models.resolve(request.path_params["id"])
-    return json_reply(wire.UnloadReply(id=meant, state=await endpoint.models.unload(meant)))
+    models = context.endpoint.models
+    meant = models.resolve(context.path_id)
+    return wire.UnloadReply(id=meant, state=await models.unload(meant))
 
 
 @ROUTES.post(
     "/v1/models/{id}/snapshot",
-    body=wire.SnapshotRequest,
-    reply=wire.SnapshotReply,
     also={"409": ErrorReply, "507": ErrorReply},
     uses_model=False,
     is_admin=True,
 )
-async def take_snapshot(request: Request) -> Response:
+async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> wire.SnapshotReply:
     """Take a snapshot of a loaded model, which goes on; later launches resume it."""
-    body = await decode(request, wire.SnapshotRequest)
-    endpoint = context_of(request).endpoint
-    meant = endpoint.models.resolve(request.path_params["id"])
+    endpoint = context.endpoint
+    meant = endpoint.models.resolve(context.path_id)
     async with endpoint.taking:
         taken = await asyncio.to_thread(endpoint.host.take_snapshot, meant, body.name)
     endpoint.log.info("snapshot-taken", model=meant, snapshot=taken.name, built=taken.was_built)
-    return json_reply(
-        wire.SnapshotReply(
-            id=meant,
-            state="taken" if taken.was_built else "unchanged",
-            snapshot=taken.name,
-            disk_bytes=taken.disk_bytes,
-            seconds=taken.seconds,
-        )
+    return wire.SnapshotReply(
+        id=meant,
+        state="taken" if taken.was_built else "unchanged",
+        snapshot=taken.name,
+        disk_bytes=taken.disk_bytes,
+        seconds=taken.seconds,
     )
 
 
-@ROUTES.post("/v1/models/{id}/recall", body=wire.RecallRequest, reply=wire.RecallReply)
-async def recall(request: Request) -> Response:
+@ROUTES.post("/v1/models/{id}/recall")
+async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.RecallReply:
     """Load an agent's predicted prefix from the on-disk prefix cache."""
-    body = await decode(request, wire.RecallRequest)
-    context = context_of(request)
 
     def work(engine: Engine) -> wire.RecallReply:
         n_tokens = _recalled(engine, body, context.salted(""))
         return wire.RecallReply(id=context.model, n_tokens=n_tokens)
 
-    return json_reply(await with_engine(context, request.path_params["id"], None, work))
+    return await with_engine(context, ModelFields(model=context.path_id), work)
 
 
 def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
@@ -293,9 +282,9 @@ def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
 
 
 @ROUTES.get("/health", reply=wire.Health, also={"503": wire.Health})
-async def health(request: Request) -> Response:
+async def health(context: RequestContext) -> Response:
     """Report whether the default model is ready; 503 while it loads, has failed, or drains."""
-    endpoint = context_of(request).endpoint
+    endpoint = context.endpoint
     models = endpoint.models
     state = models.state(models.default)
     endpoint.was_ready = endpoint.was_ready or state == "loaded"
@@ -315,63 +304,58 @@ async def health(request: Request) -> Response:
 
 
 @ROUTES.get("/metrics", reply_type="text/plain", is_admin=True)
-async def metrics(request: Request) -> Response:
+async def metrics(context: RequestContext) -> Response:
     """Prometheus metrics."""
-    endpoint = context_of(request).endpoint
-    return Response(
-        await endpoint.in_thread(endpoint.metrics.exposition), headers={"content-type": METRICS_TYPE}
-    )
+    endpoint = context.endpoint
+    text = await endpoint.in_thread(endpoint.metrics.exposition)
+    return Response(text, headers={"content-type": METRICS_TYPE})
 
 
 @ROUTES.get("/", reply_type="text/plain")
-async def root(request: Request) -> Response:
+async def root(context: RequestContext) -> Response:
     """Identify the endpoint. Ollama's clients look for "Ollama is running" at its port."""
-    who = "edgeinfer" if context_of(request).endpoint.model_admin is None else "Ollama"
+    who = "edgeinfer" if context.endpoint.model_admin is None else "Ollama"
     return Response(f"{who} is running", media_type="text/plain")
 
 
-@ROUTES.get("/slots", reply=wire.Slots)
-async def slots(request: Request) -> Response:
+@ROUTES.get("/slots")
+async def slots(context: RequestContext) -> wire.Slots:
     """List the latest prompts with their cached and first divergent tokens."""
-    context = context_of(request)
-    own = [slot for key, slot in context.endpoint.slots if key == context.key]
-    return json_reply(wire.Slots(slots=own))
+    return wire.Slots(slots=[slot for key, slot in context.endpoint.slots if key == context.key])
 
 
 def _replicas(engines: Sequence[tuple[str, Engine]]) -> dict[str, ReplicasInfo]:
     return {name: engine.replicas() for name, engine in engines if isinstance(engine, HasReplicas)}
 
 
-@ROUTES.get("/props", reply=wire.Props)
-async def props(request: Request) -> Response:
+@ROUTES.get("/props")
+async def props(context: RequestContext) -> wire.Props:
     """Describe the endpoint and its loaded models."""
-    endpoint = context_of(request).endpoint
+    endpoint = context.endpoint
     info = endpoint.models.info(endpoint.models.default)
     replicas = await endpoint.in_thread(_replicas, endpoint.models.engines())
     models = endpoint.models.report()
-    defaults = LlamaDefaults(
+    defaults = wire.LlamaDefaults(
         n_ctx=info.n_ctx if info else 0, params=msgspec.to_builtins(info.sampling) if info else {}
     )
-    return json_reply(
-        wire.Props(
-            version=__version__,
-            default_model=endpoint.models.default,
-            models=[msgspec.structs.replace(one, replicas=replicas.get(one.id)) for one in models],
-            how_started=endpoint.host.start.how,
-            start_reason=endpoint.host.start.reason,
-            start_stages_ms=endpoint.host.start.stages_ms,
-            limits=msgspec.to_builtins(endpoint.limits),
-            prompt_normalization=wire.PromptNormalization(
-                rules=list(endpoint.normalizer.rules),
-                agents=[agent.name for agent in AGENTS.values() if agent.user_agent],
-            ),
-            default_generation_settings=defaults,
-            total_slots=info.n_parallel if info else 0,
-            model_alias=endpoint.models.default,
-            model_path=endpoint.models.default,
-            chat_template=info.chat_template if info else "",
-            build_info=f"edgeinfer-{__version__}",
-        )
+    return wire.Props(
+        version=__version__,
+        default_model=endpoint.models.default,
+        models=[msgspec.structs.replace(one, replicas=replicas.get(one.id)) for one in models],
+        how_started=endpoint.host.start.how,
+        start_reason=endpoint.host.start.reason,
+        start_stages_ms=endpoint.host.start.stages_ms,
+        limits=msgspec.to_builtins(endpoint.limits),
+        prompt_normalization=wire.PromptNormalization(
+            rules=list(endpoint.normalizer.rules),
+            agents=[agent.name for agent in AGENTS.values() if agent.user_agent],
+        ),
+        default_generation_settings=defaults,
+        total_slots=info.n_parallel if info else 0,
+        model_alias=endpoint.models.default,
+        model_path=endpoint.models.default,
+        chat_template=info.chat_template if info else "",
+        build_info=f"edgeinfer-{__version__}",
     )
 
 

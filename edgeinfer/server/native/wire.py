@@ -13,11 +13,11 @@ from edgeinfer.server.openai.wire import LogitBias, Messages, Prompt, Tools
 from edgeinfer.server.wire_types import (
     GenerationFields,
     JsonObject,
-    LoraChoices,
     ModelFields,
     ModelName,
     OpenAIPenalty,
     Probability,
+    PromptUsage,
     Reply,
     SamplingFields,
     Seed,
@@ -131,17 +131,12 @@ class TeiRank(Reply, frozen=True, kw_only=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class RerankUsage(Reply, frozen=True, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class RerankReply(Reply, frozen=True, kw_only=True):
     """Best first."""
 
     model: str
     results: list[RerankResult]
-    usage: RerankUsage
+    usage: PromptUsage
     object: Literal["list"] = "list"
 
 
@@ -160,7 +155,6 @@ class InferRequest(InferQuery, frozen=True, kw_only=True):
 
     prompt: Annotated[str, Meta(min_length=1, max_length=1_048_576)]
     stop: StopList | None = None
-    lora: LoraChoices | None = None
 
 
 class InferReply(Reply, frozen=True, kw_only=True):
@@ -314,7 +308,7 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
         "xtc_probability": (0, 0.0),
     }
 
-    lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None
+    lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None  # type: ignore[assignment]  # as in llama.cpp
     n_predict: TokenLimit = -1
     stream: bool = False
     temperature: Temperature | None = None
@@ -403,8 +397,8 @@ class LoadedAdapter(Reply, frozen=True, kw_only=True):
     scale: float = 1.0
 
 
-class AdaptersQuery(Wire, frozen=True, kw_only=True):
-    """Whose adapters are meant: the default model's unless it is said."""
+class ModelQuery(Wire, frozen=True, kw_only=True):
+    """Which model is meant, the default one unless it is said."""
 
     model: ModelName | None = None
 

@@ -16,14 +16,13 @@ from edgeinfer.models import names, sources
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.server.connection import disconnected
-from edgeinfer.server.context import RequestContext, context_of, json_reply
+from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.model_pool import LATEST, ModelAdministrator, spellings
 from edgeinfer.server.ollama import wire
-from edgeinfer.server.ollama.model_view import find, named
+from edgeinfer.server.ollama.model_view import find
 from edgeinfer.server.ollama.render import error_line
 from edgeinfer.server.problems import Problem, from_error, internal
-from edgeinfer.server.request_body import decode
 
 ROUTES = RouteTable()
 
@@ -41,24 +40,19 @@ def _admin_of(context: RequestContext) -> ModelAdministrator:
             403,
             "Models are pulled and removed over HTTP only where the endpoint was started with "
             "`edgeinfer serve --ollama`.",
-            kind="permission_error",
             code="models_are_fixed",
         )
     return admin
 
 
-@ROUTES.post(
-    "/api/pull", body=wire.OllamaPullRequest, reply=wire.OllamaStatus, streams=True, is_admin=True
-)
-async def pull(request: Request) -> Response:
+@ROUTES.post("/api/pull", reply=wire.OllamaStatus, streams=True, is_admin=True)
+async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Response:
     """Fetch a model; a line a report."""
-    context = context_of(request)
-    body = await decode(request, wire.OllamaPullRequest)
-    admin, text = _admin_of(context), source_of(named(body.model, body.name))
+    admin, text = _admin_of(context), source_of(body.named())
     reports = _reports_of(lambda report, cancel: admin.pull(text, report, cancel))
     first = await anext(reports, None)  # what fails until here has a status of its own
     if body.stream is False:
-        await _ended(request, reports)
+        await _ended(context.request, reports)
         return json_reply(_DONE)
     return StreamingResponse(_lines(context, first, reports), media_type="application/x-ndjson")
 
@@ -167,18 +161,16 @@ def _refuse_sizes(name: str) -> None:
     raise UnknownModelError(f"no model is called {name!r}", hint=hint)
 
 
-@ROUTES.delete("/api/delete", body=wire.OllamaDeleteRequest, reply=wire.OllamaStatus, is_admin=True)
-async def delete(request: Request) -> Response:
+@ROUTES.delete("/api/delete", is_admin=True)
+async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wire.OllamaStatus:
     """Remove a model."""
-    context = context_of(request)
-    body = await decode(request, wire.OllamaDeleteRequest)
-    admin, name = _admin_of(context), named(body.model, body.name)
+    admin, name = _admin_of(context), body.named()
     model = await find(context, name)
     if model.name not in spellings(name):
         raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
     await context.endpoint.models.unload(model.name)
     await context.endpoint.in_thread(admin.remove, model.name)
-    return json_reply(_DONE)
+    return _DONE
 
 
 def progress_line(now: PullProgress) -> wire.OllamaStatus:

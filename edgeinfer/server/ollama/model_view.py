@@ -15,7 +15,6 @@ from edgeinfer.server.context import RequestContext
 from edgeinfer.server.model_pool import AvailableModel, listed_name
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama.render import stamp
-from edgeinfer.server.problems import Problem
 
 if TYPE_CHECKING:
     from edgeinfer.models.gguf import GgufHeader
@@ -151,18 +150,6 @@ def _parameters(files: ModelFiles | None) -> str:
     lines = [f"{name} {value}" for name, value in own.items() if value != base[name]]
     lines += [f"stop {msgspec.json.encode(text).decode()}" for text in files.stop]
     return "\n".join(lines)
-
-
-def named(model: str, name: str) -> str:
-    """Return the model from either spelling of the field. Raises Problem 400 without one."""
-    if not (model or name):
-        raise Problem(
-            400,
-            "Missing required parameter: 'model'.",
-            param="model",
-            code="missing_required_parameter",
-        )
-    return model or name
 
 
 async def find(context: RequestContext, name: str) -> AvailableModel:

@@ -18,6 +18,7 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
 )
 from edgeinfer.runtime.generation import Collected, CollectedCall
+from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.openai.wire import TokenLogprob
@@ -84,7 +85,7 @@ def generate_piece(
     return wire.OllamaGenerateReply(response=content, thinking=thinking, **fields)
 
 
-class OllamaRenderer:
+class OllamaRenderer(Renderer):
     """Pieces of one answer, in the shape of its route."""
 
     def __init__(self, model: str, clock: Clock, shape: Shape) -> None:
@@ -107,9 +108,6 @@ class OllamaRenderer:
     def _line(self, content: str = "", thinking: str = "", **more: Any) -> bytes:
         return _encode(self.piece(content, thinking, **more)) + b"\n"
 
-    def opening(self) -> bytes:
-        return b""
-
     def event(self, index: int, event: Event) -> bytes:
         match event:
             case TextDelta():
@@ -129,9 +127,6 @@ class OllamaRenderer:
         found = _calls(self._calls)
         self._calls = {}
         return self._line(calls=found) if found else b""
-
-    def closing(self) -> bytes:
-        return b""
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_line(problem, request_id)

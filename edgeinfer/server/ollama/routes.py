@@ -6,14 +6,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer import __version__
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.context import RequestContext, context_of, json_reply, with_engine
+from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import AvailableModel, LoadedModel, listed_name
@@ -29,7 +28,6 @@ from edgeinfer.server.ollama.render import (
     stamp,
     waiting_line,
 )
-from edgeinfer.server.request_body import decode
 
 ROUTES = RouteTable()
 
@@ -39,23 +37,17 @@ API_VERSION = "0.13.0"
 _FOR_EVER_S = 100 * 365 * 86_400.0
 
 
-@ROUTES.post("/api/chat", body=wire.OllamaChatRequest, reply=wire.OllamaChatReply, streams=True)
-async def chat(request: Request) -> Response:
+@ROUTES.post("/api/chat", reply=wire.OllamaChatReply, streams=True)
+async def chat(context: RequestContext, body: wire.OllamaChatRequest) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    body = await decode(request, wire.OllamaChatRequest)
     if not body.messages:
         return await _load_or_unload(context, body, chat_piece)
     return await _answer(context, body, lambda info: translate.chat(body, info), chat_piece)
 
 
-@ROUTES.post(
-    "/api/generate", body=wire.OllamaGenerateRequest, reply=wire.OllamaGenerateReply, streams=True
-)
-async def generate(request: Request) -> Response:
+@ROUTES.post("/api/generate", reply=wire.OllamaGenerateReply, streams=True)
+async def generate(context: RequestContext, body: wire.OllamaGenerateRequest) -> Response:
     """Answer a prompt, go on with it, or fill the gap before a suffix."""
-    context = context_of(request)
-    body = await decode(request, wire.OllamaGenerateRequest)
     if not (body.prompt or body.suffix):
         return await _load_or_unload(context, body, generate_piece)
     return await _answer(context, body, lambda info: translate.generate(body, info), generate_piece)
@@ -97,11 +89,9 @@ async def _load_or_unload(context: RequestContext, body: wire.OllamaFields, shap
     )
 
 
-@ROUTES.post("/api/embed", body=wire.OllamaEmbedRequest, reply=wire.OllamaEmbedReply)
-async def embed(request: Request) -> Response:
+@ROUTES.post("/api/embed")
+async def embed(context: RequestContext, body: wire.OllamaEmbedRequest) -> wire.OllamaEmbedReply:
     """Embed texts."""
-    context = context_of(request)
-    body = await decode(request, wire.OllamaEmbedRequest)
     texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
 
     def work(engine: Engine) -> wire.OllamaEmbedReply:
@@ -116,23 +106,23 @@ async def embed(request: Request) -> Response:
             prompt_eval_count=sum(map(len, inputs)),
         )
 
-    reply = await with_engine(context, body.model, body.keep_alive, work)
+    reply = await with_engine(context, body, work)
     context.prompt_tokens = reply.prompt_eval_count
-    return json_reply(reply)
+    return reply
 
 
-@ROUTES.post("/api/embeddings", body=wire.OllamaEmbeddingsRequest, reply=wire.OllamaEmbeddingsReply)
-async def embeddings(request: Request) -> Response:
+@ROUTES.post("/api/embeddings")
+async def embeddings(
+    context: RequestContext, body: wire.OllamaEmbeddingsRequest
+) -> wire.OllamaEmbeddingsReply:
     """Embed a text, as before /api/embed."""
-    body = await decode(request, wire.OllamaEmbeddingsRequest)
 
     def work(engine: Engine) -> wire.OllamaEmbeddingsReply:
         inputs = _tokens(engine, [body.prompt] if body.prompt else [], cut=True)
         vectors = engine.embed(inputs) if inputs else [[]]
         return wire.OllamaEmbeddingsReply(embedding=vectors[0])
 
-    context = context_of(request)
-    return json_reply(await with_engine(context, body.model, body.keep_alive, work))
+    return await with_engine(context, body, work)
 
 
 def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int]]:
@@ -149,38 +139,33 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
     return [x / length for x in kept]
 
 
-@ROUTES.get("/api/tags", reply=wire.OllamaTags)
-async def tags(request: Request) -> Response:
+@ROUTES.get("/api/tags")
+async def tags(context: RequestContext) -> wire.OllamaTags:
     """The pulled models."""
-    models = context_of(request).endpoint.models
-    pulled = await context_of(request).endpoint.in_thread(models.pulled)
-    return json_reply(model_view.listed(pulled))
+    return model_view.listed(await context.endpoint.in_thread(context.endpoint.models.pulled))
 
 
-@ROUTES.post("/api/show", body=wire.OllamaShowRequest, reply=wire.OllamaShowReply, uses_model=False)
-async def show(request: Request) -> Response:
+@ROUTES.post("/api/show", uses_model=False)
+async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.OllamaShowReply:
     """Describe a model and its capabilities."""
-    context = context_of(request)
-    body = await decode(request, wire.OllamaShowRequest)
-    models = context.endpoint.models
-    model = await model_view.find(context, model_view.named(body.model, body.name))
-    return json_reply(
-        await context.endpoint.in_thread(model_view.describe, model, models.info(model.name))
-    )
+    model = await model_view.find(context, body.named())
+    info = context.endpoint.models.info(model.name)
+    shown: wire.OllamaShowReply = await context.endpoint.in_thread(model_view.describe, model, info)
+    return shown
 
 
-@ROUTES.get("/api/ps", reply=wire.OllamaProcesses)
-async def running(request: Request) -> Response:
+@ROUTES.get("/api/ps")
+async def running(context: RequestContext) -> wire.OllamaProcesses:
     """The loaded models."""
-    models = context_of(request).endpoint.models
-    pulled = await context_of(request).endpoint.in_thread(models.pulled)
+    models = context.endpoint.models
+    pulled = await context.endpoint.in_thread(models.pulled)
     here = {model.name: model for model in pulled}
     found = [
         _running(loaded, info, here.get(loaded.id, AvailableModel(name=loaded.id)))
         for loaded in models.report()
         if (info := models.info(loaded.id)) is not None
     ]
-    return json_reply(wire.OllamaProcesses(models=found))
+    return wire.OllamaProcesses(models=found)
 
 
 def _running(loaded: LoadedModel, info: EngineInfo, pulled: AvailableModel) -> wire.RunningModel:
@@ -198,10 +183,10 @@ def _running(loaded: LoadedModel, info: EngineInfo, pulled: AvailableModel) -> w
     )
 
 
-@ROUTES.get("/api/version", reply=wire.OllamaVersion)
-async def version(request: Request) -> Response:
+@ROUTES.get("/api/version")
+async def version(context: RequestContext) -> wire.OllamaVersion:
     """The version of Ollama's API that is followed here."""
-    return json_reply(wire.OllamaVersion(version=API_VERSION, edgeinfer=__version__))
+    return wire.OllamaVersion(version=API_VERSION, edgeinfer=__version__)
 
 
 OLLAMA = Dialect(

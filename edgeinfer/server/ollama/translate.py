@@ -13,7 +13,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Infill, JsonSchema, Message, Sampling, ToolCall
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.translate import tools_of
-from edgeinfer.server.request_fields import loras, overridden, reasoning, seed_of, stop_strings
+from edgeinfer.server.request_fields import common_fields, overridden, reasoning, seed_of, stop_strings
 
 #: Options that are whole numbers, with the least: clients write -1 for "all" or "off".
 _WHOLE = {"top_k": 0, "repeat_last_n": -1, "mirostat": 0}
@@ -118,7 +118,7 @@ def _shared(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
         "constraint": _constraint(body.format),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "overflow": "shift" if goes_on else "refuse",
-        "lora": loras(body.lora),
+        **common_fields(body),
     }
 
 

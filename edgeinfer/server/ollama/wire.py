@@ -13,11 +13,12 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.openai.wire import TokenLogprob, Tools
+from edgeinfer.server.problems import missing
 from edgeinfer.server.wire_types import (
     Effort,
+    GenerationFields,
     JsonObject,
-    KeepAlive,
-    LoraChoices,
+    ModelFields,
     ModelName,
     Probability,
     Reply,
@@ -63,7 +64,13 @@ class Options(Wire, frozen=True, kw_only=True):
     num_ctx: Whole | None = None
 
 
-class OllamaFields(Wire, frozen=True, kw_only=True):
+class NeedsModel(ModelFields, frozen=True, kw_only=True):
+    """A request without generation. Ollama has no default model."""
+
+    model: ModelName
+
+
+class OllamaFields(GenerationFields, frozen=True, kw_only=True):
     """What a conversation and a prompt share. A missing `stream` streams."""
 
     model: ModelName
@@ -71,12 +78,10 @@ class OllamaFields(Wire, frozen=True, kw_only=True):
     format: Format | None = None
     think: Think | None = None
     options: Options | None = None
-    keep_alive: KeepAlive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncate: bool | None = None
     shift: bool | None = None
-    lora: LoraChoices | None = None
 
 
 class CalledFunction(Wire, frozen=True, kw_only=True):
@@ -135,49 +140,47 @@ class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
     raw: bool | None = None
 
 
-class OllamaEmbedRequest(Wire, frozen=True, kw_only=True):
+class OllamaEmbedRequest(NeedsModel, frozen=True, kw_only=True):
     """POST /api/embed."""
 
-    model: ModelName
     input: Text | Annotated[list[Text], Meta(max_length=2048)] | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     options: Options | None = None
-    keep_alive: KeepAlive | None = None
 
 
-class OllamaEmbeddingsRequest(Wire, frozen=True, kw_only=True):
+class OllamaEmbeddingsRequest(NeedsModel, frozen=True, kw_only=True):
     """POST /api/embeddings, which /api/embed has replaced."""
 
-    model: ModelName
     prompt: Text | None = None
     options: Options | None = None
-    keep_alive: KeepAlive | None = None
 
 
-class OllamaShowRequest(Wire, frozen=True, kw_only=True):
-    """POST /api/show. `name` is the older spelling of `model`."""
+class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
+    """DELETE /api/delete. `name` is the older spelling of `model`."""
 
     model: OptionalName = ""
     name: OptionalName = ""
+
+    def named(self) -> str:
+        """Return the model. Raises Problem 400 without one."""
+        if not (self.model or self.name):
+            raise missing("model")
+        return self.model or self.name
+
+
+class OllamaShowRequest(OllamaDeleteRequest, frozen=True, kw_only=True):
+    """POST /api/show."""
+
     verbose: bool | None = None
 
 
-class OllamaPullRequest(Wire, frozen=True, kw_only=True):
+class OllamaPullRequest(OllamaDeleteRequest, frozen=True, kw_only=True):
     """POST /api/pull."""
 
     hints: ClassVar = frozenset({"insecure"})
 
-    model: OptionalName = ""
-    name: OptionalName = ""
     stream: bool | None = None
-
-
-class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
-    """DELETE /api/delete."""
-
-    model: OptionalName = ""
-    name: OptionalName = ""
 
 
 class OllamaError(Reply, frozen=True, kw_only=True):

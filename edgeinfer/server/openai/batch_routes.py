@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.server.batches import (
@@ -27,10 +26,10 @@ from edgeinfer.server.batches import (
     read_record,
     write_record,
 )
-from edgeinfer.server.context import RequestContext, context_of, json_reply
+from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.problems import Problem, shutting_down
-from edgeinfer.server.request_body import decode, read_body
+from edgeinfer.server.request_body import read_body
 from edgeinfer.server.wire_types import Reply, Wire
 
 ROUTES = RouteTable()
@@ -55,21 +54,18 @@ class BatchRequest(Wire, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-def _place(request: Request) -> tuple[RequestContext, Batches, Path]:
-    context = context_of(request)
+def _place(context: RequestContext) -> tuple[Batches, Path]:
     batches = context.endpoint.batches
     if batches is None:
         raise Problem(400, "No files are kept here.", code="files_not_kept")
-    return context, batches, batches.folder(context.key)
+    return batches, batches.folder(context.key)
 
 
-@ROUTES.post("/v1/files", reply=FileObject, uses_model=False)
-async def upload(request: Request) -> Response:
+@ROUTES.post("/v1/files", uses_model=False)
+async def upload(context: RequestContext) -> FileObject:
     """Keep a file of requests, a multipart form with `file` and `purpose`."""
-    _, _, folder = _place(request)
-    content_type = request.headers.get("content-type", "")
-    raw = await read_body(request)
-    form = _form(content_type, raw)
+    _, folder = _place(context)
+    form = _form(context.headers.get("content-type", ""), await read_body(context.request))
     content, filename = form.get("file", (b"", ""))
     if form.get("purpose", (b"", ""))[0] != b"batch" or not content:
         message = "Send the form fields 'file', which is not empty, and 'purpose', which is 'batch'."
@@ -80,7 +76,7 @@ async def upload(request: Request) -> Response:
     record = new_file(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
     await asyncio.to_thread((folder / f"{record.id}.jsonl").write_bytes, content)
     write_record(folder, record)
-    return json_reply(record)
+    return record
 
 
 def _form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
@@ -95,37 +91,36 @@ def _form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
     return fields
 
 
-@ROUTES.get("/v1/files/{id}", reply=FileObject)
-async def one_file(request: Request) -> Response:
+@ROUTES.get("/v1/files/{id}")
+async def one_file(context: RequestContext) -> FileObject:
     """A file of requests or answers."""
-    _, _, folder = _place(request)
-    return json_reply(read_record(folder, request.path_params["id"], FileObject))
+    _, folder = _place(context)
+    return read_record(folder, context.path_id, FileObject)
 
 
 @ROUTES.get("/v1/files/{id}/content", reply_type="application/jsonl")
-async def content_of(request: Request) -> Response:
+async def content_of(context: RequestContext) -> Response:
     """The lines of a file."""
-    _, _, folder = _place(request)
-    record = read_record(folder, request.path_params["id"], FileObject)
+    _, folder = _place(context)
+    record = read_record(folder, context.path_id, FileObject)
     content = await asyncio.to_thread((folder / f"{record.id}.jsonl").read_bytes)
     return Response(content, media_type="application/jsonl")
 
 
-@ROUTES.delete("/v1/files/{id}", reply=FileDeleted)
-async def delete_file(request: Request) -> Response:
+@ROUTES.delete("/v1/files/{id}")
+async def delete_file(context: RequestContext) -> FileDeleted:
     """Delete a file."""
-    _, _, folder = _place(request)
-    record = read_record(folder, request.path_params["id"], FileObject)
+    _, folder = _place(context)
+    record = read_record(folder, context.path_id, FileObject)
     for ending in ("json", "jsonl"):
         (folder / f"{record.id}.{ending}").unlink(missing_ok=True)
-    return json_reply(FileDeleted(id=record.id))
+    return FileDeleted(id=record.id)
 
 
-@ROUTES.post("/v1/batches", body=BatchRequest, reply=BatchObject, uses_model=False)
-async def create(request: Request) -> Response:
+@ROUTES.post("/v1/batches", uses_model=False)
+async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
     """Answer a file of requests in the background."""
-    body = await decode(request, BatchRequest)
-    context, batches, folder = _place(request)
+    batches, folder = _place(context)
     if context.endpoint.draining:
         raise shutting_down()
     source = read_record(folder, body.input_file_id, FileObject)
@@ -142,9 +137,9 @@ async def create(request: Request) -> Response:
         request_counts=BatchCounts(total=len(lines)),
         metadata=body.metadata,
     )
-    ask = functools.partial(ask_again, request.scope["app"], context.headers)
+    ask = functools.partial(ask_again, context.request.scope["app"], context.headers)
     batches.begin(ask, folder, batch, lines)
-    return json_reply(batch)
+    return batch
 
 
 def _lines(raw: bytes, url: str) -> list[BatchLine]:
@@ -165,17 +160,17 @@ def _lines(raw: bytes, url: str) -> list[BatchLine]:
     return list(lines.values())
 
 
-@ROUTES.get("/v1/batches/{id}", reply=BatchObject)
-async def one_batch(request: Request) -> Response:
+@ROUTES.get("/v1/batches/{id}")
+async def one_batch(context: RequestContext) -> BatchObject:
     """Report a batch's progress."""
-    _, batches, folder = _place(request)
-    return json_reply(batches.batch(folder, request.path_params["id"]))
+    batches, folder = _place(context)
+    return batches.batch(folder, context.path_id)
 
 
-@ROUTES.post("/v1/batches/{id}/cancel", reply=BatchObject, uses_model=False)
-async def cancel(request: Request) -> Response:
+@ROUTES.post("/v1/batches/{id}/cancel", uses_model=False)
+async def cancel(context: RequestContext) -> BatchObject:
     """End a batch; what it has answered is kept."""
-    _, batches, folder = _place(request)
-    batch = batches.batch(folder, request.path_params["id"])
+    batches, folder = _place(context)
+    batch = batches.batch(folder, context.path_id)
     await batches.cancel(batch.id)
-    return json_reply(batches.batch(folder, batch.id))
+    return batches.batch(folder, batch.id)

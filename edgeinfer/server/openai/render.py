@@ -6,6 +6,7 @@ A token's chunk joins three pieces of bytes: what a request's chunks share is en
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.server.dialect import sse_comment, total, wire_timings
+from edgeinfer.server.dialect import Renderer, sse_comment, total, wire_timings
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.openai import wire
 from edgeinfer.server.openai.wire import ErrorBody, ErrorReply
@@ -86,12 +87,14 @@ def _finite(logprob: float) -> float:
     return logprob if logprob > -9999.0 else -9999.0
 
 
-class _OpenAI:
+class _OpenAI(Renderer):
     """What both shapes share: `count` answers, `body.n` of each prompt."""
 
     #: The name of a chunk's type, and a piece of an answer without text.
     chunk_object: str
     nothing: bytes
+    #: The type of a whole answer.
+    reply_type: type[wire.ChatCompletion] | type[wire.Completion]
 
     def __init__(
         self, request_id: str, model: str, info: EngineInfo, body: wire.OpenAIFields, count: int
@@ -143,6 +146,24 @@ class _OpenAI:
         usage, _ = total(self.ends, self.n)
         return self._head + b'],"usage":%b}\n\n' % _encode(wire_usage(usage)) + DONE
 
+    def whole(self, answers: list[Collected]) -> bytes:
+        usage, timings = total([answer.finished for answer in answers], self.n)
+        choices: Any = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        reply = self.reply_type(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=wire_usage(usage),
+            timings=wire_timings(usage, timings),
+            system_fingerprint=self.fingerprint,
+        )
+        return _encode(reply)
+
+    @abstractmethod
+    def _choice(self, index: int, answer: Collected) -> msgspec.Struct:
+        """Make one of a whole answer's choices."""
+
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_events(problem, request_id)
 
@@ -156,6 +177,7 @@ class ChatRenderer(_OpenAI):
 
     chunk_object = "chat.completion.chunk"
     nothing = b'"delta":{}'
+    reply_type = wire.ChatCompletion
 
     def __init__(self, request_id: str, model: str, info: EngineInfo, body: wire.ChatRequest) -> None:
         super().__init__(request_id, model, info, body, body.n or 1)
@@ -184,20 +206,6 @@ class ChatRenderer(_OpenAI):
 
     def _delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
         return self._piece(index, b'"delta":{%b}' % delta, logprobs) + _TAIL
-
-    def whole(self, answers: list[Collected]) -> bytes:
-        usage, timings = total([answer.finished for answer in answers])
-        return _encode(
-            wire.ChatCompletion(
-                id=self.id,
-                created=self.created,
-                model=self.model,
-                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
-                usage=wire_usage(usage),
-                timings=wire_timings(usage, timings),
-                system_fingerprint=self.fingerprint,
-            )
-        )
 
     def _choice(self, index: int, answer: Collected) -> wire.ChatChoice:
         calls = [
@@ -232,22 +240,6 @@ def _tool_delta(event: ToolCallDelta) -> dict[str, Any]:
     }
 
 
-def wire_prompt_logprobs(prompt: PromptLogprobs) -> list[dict[str, wire.PromptLogprob] | None]:
-    """Make vLLM's `prompt_logprobs`: by token id, the top tokens and the prompt's own."""
-    rows: list[dict[str, wire.PromptLogprob] | None] = [None]
-    for token in prompt.tokens:
-        ranked = {o: rank for rank, o in enumerate(token.top, 1)}
-        rows.append(
-            {
-                str(o.token_id): wire.PromptLogprob(
-                    logprob=_finite(o.logprob), rank=ranked.get(o), decoded_token=_piece(o)
-                )
-                for o in (*token.top, token.chosen)
-            }
-        )
-    return rows
-
-
 def _joined(
     head: wire.CompletionLogprobs | None, tail: wire.CompletionLogprobs | None
 ) -> wire.CompletionLogprobs | None:
@@ -266,6 +258,7 @@ class CompletionRenderer(_OpenAI):
 
     chunk_object = "text_completion"
     nothing = b'"text":""'
+    reply_type = wire.Completion
 
     def __init__(
         self,
@@ -318,34 +311,16 @@ class CompletionRenderer(_OpenAI):
     def _delta(self, index: int, text: str, logprobs: bytes) -> bytes:
         return self._piece(index, b'"text":%b' % _encode(text), logprobs) + _TAIL
 
-    def whole(self, answers: list[Collected]) -> bytes:
-        usage, timings = total([answer.finished for answer in answers], self.n)
-        return _encode(
-            wire.Completion(
-                id=self.id,
-                created=self.created,
-                model=self.model,
-                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
-                system_fingerprint=self.fingerprint,
-                usage=wire_usage(usage),
-                timings=wire_timings(usage, timings),
-            )
-        )
-
     def _choice(self, index: int, answer: Collected) -> wire.CompletionChoice:
         echo = self._echo(index, answer.prompt)
         logprobs = self._logprobs(answer.logprobs, len(echo)) if answer.logprobs else None
-        prompt_logprobs: Any = msgspec.UNSET
         if answer.prompt is not None:
             logprobs = _joined(self._prompt_logprobs(answer.prompt, echo), logprobs)
-            if self._body.prompt_logprobs is not None:
-                prompt_logprobs = wire_prompt_logprobs(answer.prompt)
         return wire.CompletionChoice(
             index=index,
             text=echo + answer.reasoning + answer.text,
             finish_reason=finish_reason(answer.finished),
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
         )
 
     def _prompt_logprobs(self, prompt: PromptLogprobs, text: str) -> wire.CompletionLogprobs | None:

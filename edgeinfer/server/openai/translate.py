@@ -30,7 +30,6 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.openai import wire
 from edgeinfer.server.request_fields import (
     common_fields,
-    loras,
     named_tool,
     overridden,
     reasoning,
@@ -81,11 +80,6 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
     """Make `n` requests per prompt, in order of the prompts. Raises InvalidRequestError."""
-    if body.stream and body.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "prompt_logprobs come with whole answers: leave stream out, or use echo with logprobs",
-            param="prompt_logprobs",
-        )
     shared = _shared(body, info, constraint(body.response_format, body))
     found = prompts(body.prompt, "prompt")
     if len(found) * (body.n or 1) > 64:
@@ -106,10 +100,9 @@ def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateR
 
 def prompt_logprobs(prompt: str | tuple[int, ...], body: wire.CompletionRequest) -> int | None:
     """Count the alternatives wanted per token of the prompt; an echo of token ids needs their text."""
-    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
-    if body.echo and not isinstance(prompt, str):
-        wanted.append(0)
-    return max((top for top in wanted if top is not None), default=None)
+    if not body.echo:
+        return None
+    return body.logprobs if isinstance(prompt, str) else body.logprobs or 0
 
 
 def _asked(
@@ -289,6 +282,5 @@ def _shared(body: wire.OpenAIFields, info: EngineInfo, limit: Constraint | None)
         "constraint": limit,
         "overflow": body.overflow,
         **common_fields(body),
-        "lora": loras(body.lora),
         "speculative": body.speculative,
     }

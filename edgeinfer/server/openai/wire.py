@@ -15,11 +15,11 @@ from msgspec import Meta
 from edgeinfer.server.wire_types import (
     Effort,
     JsonObject,
-    LoraChoices,
     ModelFields,
     OpenAIPenalty,
     OpenAITemperature,
     Probability,
+    PromptUsage,
     ReasoningBudget,
     RepeatPenalty,
     Reply,
@@ -249,6 +249,7 @@ ELSEWHERE = {
     "guided_grammar": "use structured_outputs.grammar",
     "json_schema": "use response_format",
     "min_tokens": "an answer has no least length",
+    "prompt_logprobs": "use echo with logprobs on /v1/completions",
 }
 
 
@@ -272,7 +273,6 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     repetition_penalty: RepeatPenalty | None = None
     grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    lora: LoraChoices | None = None
 
 
 class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -289,7 +289,6 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
         "functions": "use tools",
         "moderation": "nothing is moderated",
         "prediction": "answers are not predicted from a text",
-        "prompt_logprobs": "use /v1/completions",
         "web_search_options": "nothing is searched",
     }
 
@@ -324,7 +323,6 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     prompt: Prompt
     suffix: Text | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
 
@@ -426,18 +424,23 @@ class ChatChoice(Reply, frozen=True, kw_only=True):
     logprobs: ChoiceLogprobs | None = None
 
 
-class ChatCompletion(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/chat/completions."""
+class CompletionFields(Reply, frozen=True, kw_only=True):
+    """What the answers of both routes share."""
 
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: WireUsage
     timings: WireTimings
-    service_tier: str = "default"
     system_fingerprint: str = ""
+
+
+class ChatCompletion(CompletionFields, frozen=True, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    service_tier: str = "default"
 
 
 class CompletionLogprobs(Reply, frozen=True, kw_only=True):
@@ -449,33 +452,18 @@ class CompletionLogprobs(Reply, frozen=True, kw_only=True):
     text_offset: list[int]
 
 
-class PromptLogprob(Reply, frozen=True, kw_only=True):
-    """vLLM's form. `rank` is null for a token beyond the likeliest that were asked for."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
 class CompletionChoice(Reply, frozen=True, kw_only=True):
     index: int
     text: str
     finish_reason: WireFinish | None = None
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Completion(Reply, frozen=True, kw_only=True):
+class Completion(CompletionFields, frozen=True, kw_only=True):
     """The answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str = ""
     choices: list[CompletionChoice]
-    usage: WireUsage
-    timings: WireTimings
 
 
 class Embedding(Reply, frozen=True, kw_only=True):
@@ -484,17 +472,12 @@ class Embedding(Reply, frozen=True, kw_only=True):
     object: Literal["embedding"] = "embedding"
 
 
-class EmbeddingUsage(Reply, frozen=True, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class EmbeddingReply(Reply, frozen=True, kw_only=True):
     """The answer of /v1/embeddings."""
 
     data: list[Embedding]
     model: str
-    usage: EmbeddingUsage
+    usage: PromptUsage
     object: Literal["list"] = "list"
 
 
@@ -539,5 +522,5 @@ class ModelList(Reply, frozen=True, kw_only=True):
     data: list[ModelCard]
     object: Literal["list"] = "list"
     has_more: bool = False
-    first_id: str | None = None
-    last_id: str | None = None
+    first_id: str
+    last_id: str

@@ -21,7 +21,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import Collected
-from edgeinfer.server.dialect import sse_comment, wire_timings
+from edgeinfer.server.dialect import Renderer, sse, sse_comment, wire_timings
 from edgeinfer.server.openai.render import sentence, wire_logprobs
 from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
@@ -29,9 +29,10 @@ from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.translate import offered
 
 _encode = msgspec.json.Encoder().encode
+_EMPTY_PARTS = {"message": wire.OutputTextOut(text=""), "reasoning": wire.ReasoningTextOut(text="")}
 
 
-class ResponseRenderer:
+class ResponseRenderer(Renderer):
     """`response` and its stream."""
 
     def __init__(
@@ -100,8 +101,7 @@ class ResponseRenderer:
 
     def _sse(self, event_type: str, /, **data: Any) -> bytes:
         self._sequence += 1
-        body = _encode({"type": event_type, "sequence_number": self._sequence, **data})
-        return b"event: %b\ndata: %b\n\n" % (event_type.encode(), body)
+        return sse({"type": event_type, "sequence_number": self._sequence, **data}, event_type)
 
     def _part(self, event_type: str, /, **data: Any) -> bytes:
         place = len(self._items) - 1
@@ -120,11 +120,8 @@ class ResponseRenderer:
             output_index=place,
             item=self._item(place, "in_progress", empty=True),
         )
-        if kind == "message":
-            part = wire.OutputTextOut(text="")
-            out += self._part("response.content_part.added", part=part)
-        elif kind == "reasoning":
-            out += self._part("response.content_part.added", part=wire.ReasoningTextOut(text=""))
+        if kind in _EMPTY_PARTS:
+            out += self._part("response.content_part.added", part=_EMPTY_PARTS[kind])
         return out
 
     def _finish_item(self) -> bytes:
@@ -132,22 +129,21 @@ class ResponseRenderer:
             return b""
         place = len(self._items) - 1
         item = self._item(place, "completed")
-        out = b""
-        if isinstance(item, wire.MessageOut):
-            part = item.content[0]
-            out += self._part("response.output_text.done", text=part.text, logprobs=part.logprobs)
-            out += self._part("response.content_part.done", part=part)
-        elif isinstance(item, wire.ReasoningOut):
-            out += self._part("response.reasoning_text.done", text=item.content[0].text)
-            out += self._part("response.content_part.done", part=item.content[0])
-        else:
-            out += self._sse(
+        if isinstance(item, wire.FunctionCallOut):
+            out = self._sse(
                 "response.function_call_arguments.done",
                 item_id=item.id,
                 output_index=place,
                 name=item.name,
                 arguments=item.arguments,
             )
+        else:
+            part = item.content[0]
+            if isinstance(part, wire.OutputTextOut):
+                out = self._part("response.output_text.done", text=part.text, logprobs=part.logprobs)
+            else:
+                out = self._part("response.reasoning_text.done", text=part.text)
+            out += self._part("response.content_part.done", part=part)
         return out + self._sse("response.output_item.done", output_index=place, item=item)
 
     def _item_id(self, place: int) -> str:

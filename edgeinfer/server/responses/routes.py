@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgeinfer.server.answer_journal import BodyFilter, JournaledAnswer
-from edgeinfer.server.context import context_of, json_reply
-from edgeinfer.server.dialect import Dialect, RouteTable
+from edgeinfer.server.context import RequestContext
+from edgeinfer.server.dialect import Dialect, RouteTable, sse
 from edgeinfer.server.generation import answer
 from edgeinfer.server.openai.render import error_body, sentence
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.responses import stored, translate
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import (
@@ -27,44 +24,40 @@ from edgeinfer.server.responses.wire import (
 ROUTES = RouteTable()
 
 
-@ROUTES.post("/v1/responses", body=ResponsesRequest, reply=ResponseReply, streams=True, may_store=True)
-async def responses(request: Request) -> Response:
+@ROUTES.post("/v1/responses", reply=ResponseReply, streams=True, may_store=True)
+async def responses(context: RequestContext, body: ResponsesRequest) -> Response:
     """Answer a conversation."""
-    context = context_of(request)
-    body = stored.with_previous(context, await decode(request, ResponsesRequest))
-    name = stored.journal_answer(context, body)
+    whole = stored.with_previous(context, body)
+    name = stored.journal_answer(context, whole)
     is_stored = context.journaled is not None and context.journaled.attachment is not None
     return await answer(
         context,
-        body,
-        lambda info: [translate.response_request(body, info)],
-        lambda model, info: ResponseRenderer(name, model, body, stored=is_stored),
+        whole,
+        lambda info: [translate.response_request(whole, info)],
+        lambda model, info: ResponseRenderer(name, model, whole, stored=is_stored),
         stream=bool(body.stream),
     )
 
 
-@ROUTES.get("/v1/responses/{id}", query=StoredQuery, reply=ResponseReply, streams=True)
-async def stored_response(request: Request) -> Response:
+@ROUTES.get("/v1/responses/{id}", reply=ResponseReply, streams=True)
+async def stored_response(context: RequestContext, query: StoredQuery) -> Response:
     """A stored response, or its stream from behind an event."""
-    query = decode_query(request, StoredQuery)
-    _, answer_ = stored.find(context_of(request), request.path_params["id"])
-    if query.stream:
-        if not answer_.is_stream:
-            raise Problem(400, "This response is not a stream.", param="stream", code="invalid_value")
-        return _ReplayResponse(
-            answer_, stored.skip_events(-1 if query.starting_after is None else query.starting_after)
-        )
-    return Response(stored.reply_of(answer_), media_type="application/json")
+    _, found = stored.find(context, context.path_id)
+    if not query.stream:
+        return Response(stored.reply_of(found), media_type="application/json")
+    if not found.is_stream:
+        raise Problem(400, "This response is not a stream.", param="stream", code="invalid_value")
+    read = -1 if query.starting_after is None else query.starting_after
+    return _ReplayResponse(found, stored.skip_events(read))
 
 
-@ROUTES.delete("/v1/responses/{id}", reply=DeletedResponse)
-async def delete_response(request: Request) -> Response:
+@ROUTES.delete("/v1/responses/{id}")
+async def delete_response(context: RequestContext) -> DeletedResponse:
     """Forget a stored response, and end it if it is being made."""
-    context, name = context_of(request), request.path_params["id"]
-    answers, answer_ = stored.find(context, name)
-    answers.remove(context.key, name)
-    answer_.abandon()
-    return json_reply(DeletedResponse(id=name))
+    journal, found = stored.find(context, context.path_id)
+    journal.remove(context.key, context.path_id)
+    found.abandon()
+    return DeletedResponse(id=context.path_id)
 
 
 class _ReplayResponse(Response):
@@ -86,7 +79,7 @@ def error_events(problem: Problem, request_id: str) -> bytes:
         "param": problem.param,
         "sequence_number": 0,
     }
-    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
+    return sse(event, "error")
 
 
 RESPONSES = Dialect(

@@ -14,7 +14,7 @@ import msgspec
 
 from edgeinfer.server.answer_journal import AnswerJournal, BodyFilter, JournaledAnswer
 from edgeinfer.server.context import RequestContext
-from edgeinfer.server.problems import Problem
+from edgeinfer.server.problems import Problem, unsupported
 from edgeinfer.server.request_body import LenientDecoder
 from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.render import ResponseRenderer
@@ -48,8 +48,7 @@ def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.
         return body
     journal = context.endpoint.journal
     if journal is None:
-        message = f"'{param}' is not supported here: {_OFF}."
-        raise Problem(400, message, param=param, code="unsupported_parameter")
+        raise unsupported(param, _OFF)
     answer = journal.find(context.key, name)
     if answer is None:
         message = f"Previous response with id '{name}' not found."

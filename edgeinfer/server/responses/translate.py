@@ -17,9 +17,9 @@ from edgeinfer.runtime.requests import (
     ToolCall,
     ToolChoice,
 )
+from edgeinfer.server.openai.wire import JsonObjectFormat, RefusalPart
 from edgeinfer.server.request_fields import (
     common_fields,
-    loras,
     named_tool,
     overridden,
     reasoning,
@@ -42,7 +42,6 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
         constraint=_constraint(body),
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         overflow="shift" if body.truncation == "auto" else "refuse",
-        lora=loras(body.lora),
         **common_fields(body),
     )
 
@@ -137,11 +136,11 @@ def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
 
 
 def _text(
-    content: str | Sequence[wire.InputText | wire.OutputText | wire.Refusal] | Sequence[wire.InputText],
+    content: str | Sequence[wire.InputText | wire.OutputText | RefusalPart] | Sequence[wire.InputText],
 ) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, wire.Refusal) else part.text for part in content)
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
 def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -156,8 +155,8 @@ def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolCh
 
 def _constraint(body: wire.ResponsesRequest) -> Constraint | None:
     match body.text.format if body.text else None:
-        case wire.AnyJson():
-            return JsonSchema({"type": "object"})
+        case JsonObjectFormat(schema=schema):
+            return JsonSchema(schema or {"type": "object"})
         case wire.SchemaFormat(schema=schema):
             return JsonSchema(schema)
     return None

@@ -8,12 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.openai.wire import TextFormat
+from edgeinfer.server.openai.wire import JsonObjectFormat, RefusalPart, TextFormat
 from edgeinfer.server.wire_types import (
     Effort,
     GenerationFields,
     JsonObject,
-    LoraChoices,
     OpenAITemperature,
     Probability,
     ReasoningBudget,
@@ -48,12 +47,6 @@ class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
     text: Text
 
 
-class Refusal(Wire, frozen=True, tag="refusal", tag_field="type"):
-    """An earlier refusal, which is text as any other."""
-
-    refusal: Text
-
-
 class ReasoningText(Wire, frozen=True, tag="reasoning_text", tag_field="type"):
     text: Text
 
@@ -62,7 +55,7 @@ class SummaryText(Wire, frozen=True, tag="summary_text", tag_field="type"):
     text: Text
 
 
-MessageContent = str | Annotated[list[InputText | OutputText | Refusal], Meta(max_length=1024)]
+MessageContent = str | Annotated[list[InputText | OutputText | RefusalPart], Meta(max_length=1024)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -161,10 +154,6 @@ class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):
     name: ToolName
 
 
-class AnyJson(Wire, frozen=True, tag="json_object", tag_field="type"):
-    """Any JSON object."""
-
-
 class SchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
     name: ToolName
     schema: JsonObject
@@ -175,7 +164,7 @@ class SchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
 class TextConfig(Wire, frozen=True, kw_only=True):
     hints: ClassVar = frozenset({"verbosity"})
 
-    format: TextFormat | AnyJson | SchemaFormat | None = None
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
 
 
 class ReasoningConfig(Wire, frozen=True, kw_only=True):
@@ -221,7 +210,6 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
     store: bool | Literal["none"] | None = None
     previous_response_id: ShortText | None = None
-    lora: LoraChoices | None = None
 
 
 class StoredQuery(Wire, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import msgspec
@@ -104,8 +103,7 @@ def test_completion_in_llama_cpps_shape(serve):
     assert (whole["content"], whole["stop"], whole["stop_type"]) == ("Hello", True, "eos")
     assert (whole["prompt"], whole["tokens_predicted"]) == ("p", 2)
     assert (engine.requests[0].max_tokens, engine.requests[0].prompt) == (7, "p")
-    streamed = here.client.post("/completion", json=ask | {"stream": True, "n_predict": -1}).text
-    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    events = [data for _, data in here.events("/completion", ask | {"n_predict": -1})]
     assert [e["content"] for e in events] == ["Hel", "lo", ""]
     assert [e["stop"] for e in events] == [False, False, True]
     assert events[-1]["timings"]["predicted_n"] == 2
@@ -126,8 +124,7 @@ def test_completion_tells_tokens_and_probabilities_if_asked_for(serve):
     assert [other["token"] for other in token["top_logprobs"]] == ["H", "J"]
     assert engine.requests[0].logprobs == 2
     assert "prompt" not in whole
-    streamed = here.client.post("/completion", json=ask | {"stream": True}).text
-    first, last = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: ")]
+    (_, first), (_, last) = here.events("/completion", ask)
     assert (first["tokens"], last["tokens_predicted"]) == ([72], 1)
     assert "tokens_predicted" not in first
     plain = here.client.post("/completion", json={"prompt": "p"}).json()
@@ -154,9 +151,8 @@ def test_completion_takes_prompt_lists_objects_and_bias_pairs(serve):
         (0, "a", "<a>"),
         (1, "b", "<b>"),
     ]
-    text = here.client.post("/completion", json={"prompt": ["a", "b"], "stream": True}).text
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
-    assert sorted(event["index"] for event in events if event["stop"]) == [0, 1]
+    events = here.events("/completion", {"prompt": ["a", "b"]})
+    assert sorted(event["index"] for _, event in events if event["stop"]) == [0, 1]
     biased = {"prompt": {"prompt_string": "p"}, "logit_bias": [[15, False], [16, -0.5], [17, 2]]}
     assert here.client.post("/completion", json=biased).json()["content"] == "<p>"
     assert engine.requests[-1].sampling.logit_bias == {15: -math.inf, 16: -0.5, 17: 2.0}

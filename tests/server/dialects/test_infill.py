@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from made_models import FIM, make_llama
 
@@ -60,10 +58,10 @@ def test_extra_context_is_read_ahead_without_an_answer(here):
 
 
 def test_a_stream_ends_with_its_statistics(here):
-    text = here.client.post("/infill", json=VSCODE | {"stream": True, "seed": 3, "temperature": 0}).text
-    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    ask = VSCODE | {"seed": 3, "temperature": 0}
+    events = [data for _, data in here.events("/infill", ask)]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    whole = here.client.post("/infill", json=VSCODE | {"seed": 3, "temperature": 0}).json()
+    whole = here.client.post("/infill", json=ask).json()
     assert "".join(event["content"] for event in events) == whole["content"]
 
 

@@ -4,8 +4,6 @@ answers, failures.
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import pytest
 
@@ -24,6 +22,7 @@ from edgeinfer.runtime.events import (
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Sampling
 
+CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [
     {"type": "function", "function": {"name": "f"}},
@@ -45,20 +44,6 @@ CALLS = [
 ]
 
 
-def _sse(text: str) -> list[tuple[str, dict]]:
-    """(event, data) pairs; comments and [DONE] left out."""
-    found = []
-    for block in text.split("\n\n"):
-        lines = dict(
-            line.split(": ", 1)
-            for line in block.splitlines()
-            if ": " in line and not line.startswith(":")
-        )
-        if "data" in lines and lines["data"] != "[DONE]":
-            found.append((lines.get("event", ""), json.loads(lines["data"])))
-    return found
-
-
 def test_chat_reasoning_and_parallel_calls_whole(serve):
     message = serve(FakeEngine([CALLS])).chat(tools=TOOLS).json()
     (choice,) = message["choices"]
@@ -76,9 +61,10 @@ def test_chat_reasoning_and_parallel_calls_whole(serve):
 
 
 def test_chat_calls_stream_with_id_and_name_first(serve):
-    text = serve(FakeEngine([CALLS])).chat(tools=TOOLS, stream=True).text
-    assert text.endswith("data: [DONE]\n\n")
-    deltas = [chunk["choices"][0]["delta"] for _, chunk in _sse(text) if chunk["choices"]]
+    here = serve(FakeEngine([CALLS]))
+    assert here.chat(tools=TOOLS, stream=True).text.endswith("data: [DONE]\n\n")
+    chunks = here.events(CHAT, {"messages": HI, "tools": TOOLS})
+    deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks]
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     assert calls[0] == {
         "index": 0,
@@ -93,9 +79,8 @@ def test_chat_calls_stream_with_id_and_name_first(serve):
 
 def test_an_answer_of_calls_alone_has_null_content(serve):
     script = [ToolCallDelta(0, id="c", name="f", arguments="{}"), CALLS[-1]]
-    assert (
-        serve(FakeEngine([script])).chat(tools=TOOLS).json()["choices"][0]["message"]["content"] is None
-    )
+    (choice,) = serve(FakeEngine([script])).chat(tools=TOOLS).json()["choices"]
+    assert choice["message"]["content"] is None
 
 
 def test_n_answers_count_the_prompt_once_and_seeds_up(serve):
@@ -130,12 +115,9 @@ def test_as_many_stop_strings_as_autocompletion_sends_reach_the_engine(serve):
 
 
 def test_several_streams_are_told_apart_and_usage_comes_last(serve):
-    text = (
-        serve(FakeEngine([["a"], ["b", "c"], ["d"]]))
-        .chat(n=3, stream=True, stream_options={"include_usage": True})
-        .text
-    )
-    chunks = [chunk for _, chunk in _sse(text)]
+    here = serve(FakeEngine([["a"], ["b", "c"], ["d"]]))
+    ask = {"messages": HI, "n": 3, "stream_options": {"include_usage": True}}
+    chunks = [chunk for _, chunk in here.events(CHAT, ask)]
     said = {0: "", 1: "", 2: ""}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -172,31 +154,24 @@ def test_completions_logprobs_have_offsets(serve):
         for t in ("ab", "c")
     ]
     here = serve(FakeEngine([tokens]))
-    whole = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1}).json()["choices"][
-        0
-    ]["logprobs"]
-    assert whole == {
+    ask = {"prompt": "p", "logprobs": 1}
+    (whole,) = here.client.post("/v1/completions", json=ask).json()["choices"]
+    assert whole["logprobs"] == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-1.0, -1.0],
         "top_logprobs": [{"z": -2.0}] * 2,
         "text_offset": [0, 2],
     }
-    text = here.client.post("/v1/completions", json={"prompt": "p", "logprobs": 1, "stream": True}).text
-    offsets = [
-        o for _, c in _sse(text) for o in (c["choices"][0].get("logprobs") or {}).get("text_offset", [])
+    streamed = [
+        chunk["choices"][0]["logprobs"] or {} for _, chunk in here.events("/v1/completions", ask)
     ]
-    assert offsets == [0, 2]
+    assert [offset for part in streamed for offset in part.get("text_offset", [])] == [0, 2]
 
 
 def test_a_message_stream_opens_one_block_at_a_time(serve):
     here = serve(FakeEngine([CALLS]))
-    body = {
-        "max_tokens": 9,
-        "messages": HI,
-        "stream": True,
-        "tools": [{"name": "f", "input_schema": {}}],
-    }
-    events = _sse(here.client.post("/v1/messages", json=body).text)
+    body = {"max_tokens": 9, "messages": HI, "tools": [{"name": "f", "input_schema": {}}]}
+    events = here.events("/v1/messages", body)
     names = [name for name, _ in events if name != "ping"]
     assert names[0] == "message_start"
     assert names[-2:] == ["message_delta", "message_stop"]
@@ -284,8 +259,8 @@ def test_anthropic_tool_results_become_turns(serve):
 
 def test_a_response_stream_announces_and_closes_every_item(serve):
     here = serve(FakeEngine([CALLS]))
-    body = {"input": "hi", "stream": True, "tools": [{"type": "function", "name": "f"}]}
-    events = _sse(here.client.post("/v1/responses", json=body).text)
+    body = {"input": "hi", "tools": [{"type": "function", "name": "f"}]}
+    events = here.events("/v1/responses", body)
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     added = [data["item"]["type"] for name, data in events if name == "response.output_item.added"]
     done = [data["item"]["type"] for name, data in events if name == "response.output_item.done"]
@@ -300,14 +275,9 @@ def test_a_response_cut_short_is_incomplete(serve):
     here = serve(FakeEngine([["a", "b", "c"]]))
     body = {"input": "hi", "max_output_tokens": 2}
     reply = here.client.post("/v1/responses", json=body).json()
-    assert (reply["status"], reply["incomplete_details"]) == (
-        "incomplete",
-        {"reason": "max_output_tokens"},
-    )
-    assert (
-        _sse(here.client.post("/v1/responses", json=body | {"stream": True}).text)[-1][0]
-        == "response.incomplete"
-    )
+    assert reply["status"] == "incomplete"
+    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert here.events("/v1/responses", body)[-1][0] == "response.incomplete"
 
 
 def test_response_items_join_into_turns(serve):
@@ -388,22 +358,11 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
     )
     (request,) = engine.requests
     s = request.sampling
-    assert (s.top_k, s.min_p, s.dry_multiplier, s.mirostat, s.logit_bias, s.seed) == (
-        3,
-        0.1,
-        0.8,
-        2,
-        {7: -100.0},
-        None,
-    )
+    assert (s.top_k, s.min_p, s.dry_multiplier, s.mirostat) == (3, 0.1, 0.8, 2)
+    assert (s.logit_bias, s.seed) == ({7: -100.0}, None)
     assert s.temperature == engine.info.sampling.temperature
-    assert (
-        request.stop,
-        request.overflow,
-        request.deadline_s,
-        request.ignore_eos,
-        request.cache_prompt,
-    ) == (("x",), "shift", 9, True, False)
+    assert (request.stop, request.overflow, request.deadline_s) == (("x",), "shift", 9)
+    assert (request.ignore_eos, request.cache_prompt) == (True, False)
 
 
 def test_effort_and_template_arguments_reach_the_template(serve):
@@ -444,15 +403,8 @@ def test_tokens_templates_and_ranks(serve):
     thinking = {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}
     assert "enable_thinking" in client.post("/apply-template", json=thinking).json()["prompt"]
     assert client.get("/props").json()["chat_template"] == "{{ messages }}"
-    ranks = client.post(
-        "/v1/rerank",
-        json={
-            "query": "red fox",
-            "documents": ["a dog", "a red fox"],
-            "top_n": 1,
-            "return_documents": True,
-        },
-    )
+    ask = {"query": "red fox", "documents": ["a dog", "a red fox"], "top_n": 1}
+    ranks = client.post("/v1/rerank", json=ask | {"return_documents": True})
     assert ranks.json()["results"] == [
         {"index": 1, "relevance_score": 1.0, "document": {"text": "a red fox"}}
     ]
@@ -461,20 +413,16 @@ def test_tokens_templates_and_ranks(serve):
 
 
 def test_embeddings_refuse_what_the_model_does_not_have(serve):
-    import msgspec
-
     engine = FakeEngine()
     here = serve(engine)
+
+    def refused(path: str, **body) -> str:
+        answer = here.client.post(path, json=body)
+        assert answer.status_code == 400
+        return answer.json()["error"]["param"]
+
     assert here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 8}).status_code == 200
-    assert (
-        here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 9}).json()["error"][
-            "param"
-        ]
-        == "dimensions"
-    )
+    assert refused("/v1/embeddings", input="x", dimensions=9) == "dimensions"
     engine._info = msgspec.structs.replace(engine.info, can_embed=False, can_rerank=False)
-    assert here.client.post("/v1/embeddings", json={"input": "x"}).json()["error"]["param"] == "model"
-    assert (
-        here.client.post("/v1/rerank", json={"query": "x", "documents": ["y"]}).json()["error"]["param"]
-        == "model"
-    )
+    assert refused("/v1/embeddings", input="x") == "model"
+    assert refused("/v1/rerank", query="x", documents=["y"]) == "model"

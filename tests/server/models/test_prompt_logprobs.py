@@ -1,8 +1,6 @@
-"""Log-probabilities of a prompt's tokens: OpenAI's `echo` with `logprobs`, vLLM's `prompt_logprobs`."""
+"""Log-probabilities of a prompt's tokens: OpenAI's `echo` with `logprobs`."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
@@ -123,9 +121,9 @@ def test_generated_end_counts_as_a_token(here, engine):
 def test_streamed_echo_joins_to_the_whole_one(here):
     body = {"prompt": OPTIONS[1], "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
     (whole,) = _complete(here, **body)["choices"]
-    text = here.client.post("/v1/completions", json=body | {"stream": True}).text
-    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    choices = [
+        choice for _, chunk in here.events("/v1/completions", body) for choice in chunk["choices"]
+    ]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
 
     def joined(field):
@@ -141,30 +139,13 @@ def test_streamed_echo_joins_to_the_whole_one(here):
     ]
 
 
-def test_vllm_prompt_logprobs_are_by_token_id_with_ranks(here, path):
-    prompt = OPTIONS[2]
-    (choice,) = _complete(here, prompt=prompt, prompt_logprobs=2, max_tokens=1)["choices"]
-    first, *rows = choice["prompt_logprobs"]
-    own, best = _raw_logprobs(path, prompt)
-    assert first is None
-    assert choice["logprobs"] is None
-    for token, row, logprob, likeliest in zip(prompt[1:], rows, own, best, strict=True):
-        assert row[str(token)]["logprob"] == pytest.approx(logprob, abs=ROUNDED)
-        ranked = {entry["rank"]: entry["logprob"] for entry in row.values() if entry["rank"]}
-        assert sorted(ranked) == [1, 2]
-        assert ranked[1] == pytest.approx(likeliest, abs=ROUNDED)
-
-
 def test_text_prompt_is_echoed_as_it_was_sent(here):
     (choice,) = _complete(here, prompt="Text, once.", echo=True, logprobs=0, max_tokens=0)["choices"]
     assert choice["text"] == "Text, once."
     assert "".join(choice["logprobs"]["tokens"]).endswith("Text, once.")
 
 
-def test_prompt_logprobs_are_refused_where_they_cannot_be_given(here):
-    streamed = here.client.post(
-        "/v1/completions", json={"prompt": "a", "prompt_logprobs": 1, "stream": True}
-    )
-    assert streamed.json()["error"]["param"] == "prompt_logprobs"
-    chat = here.chat(prompt_logprobs=1)
-    assert (chat.status_code, chat.json()["error"]["param"]) == (400, "prompt_logprobs")
+def test_vllms_prompt_logprobs_are_refused_with_what_to_send(here):
+    refused = here.client.post("/v1/completions", json={"prompt": "a", "prompt_logprobs": 1})
+    assert refused.status_code == 400
+    assert "use echo with logprobs" in refused.json()["error"]["message"]

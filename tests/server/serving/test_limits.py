@@ -288,17 +288,17 @@ def test_query_names_are_compared_linearly():
     """A URL of 96 KiB with 20,000 names took 9 s of the event loop."""
     names = [_Counted(f"q{number}") for number in range(2000)]
     fields = [*((name, "") for name in names), ("prompt", "x")]
-    exchange = SimpleNamespace(
-        endpoint=SimpleNamespace(refuse_unknown=False), body=None, ignore=lambda names: None
+    context: Any = SimpleNamespace(
+        endpoint=SimpleNamespace(refuse_unknown=False),
+        request=SimpleNamespace(query_params=SimpleNamespace(multi_items=lambda: fields)),
+        body=None,
+        ignore=lambda names: None,
     )
-    request: Any = SimpleNamespace(
-        scope={"edgeinfer": exchange}, query_params=SimpleNamespace(multi_items=lambda: fields)
-    )
-    assert decode_query(request, InferQuery).prompt == "x"
+    assert decode_query(context, InferQuery).prompt == "x"
     assert _Counted.comparisons < 10 * len(names)
     fields.append(("prompt", "y"))
     with pytest.raises(Problem, match="given twice"):
-        decode_query(request, InferQuery)
+        decode_query(context, InferQuery)
 
 
 class _Stuck(FakeEngine):
