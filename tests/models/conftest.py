@@ -13,6 +13,7 @@ import pytest
 from fake_hub import FaultServer
 
 from edgeinfer.models.progress import RetryPolicy
+from edgeinfer.models.pull import PullOptions
 from edgeinfer.platform import paths
 
 #: Waits of microseconds instead of seconds, and a short belief in silence.
@@ -29,6 +30,12 @@ def server() -> Iterator[FaultServer]:
     made.httpd.shutdown()
     made.httpd.server_close()
     thread.join()
+
+
+@pytest.fixture
+def options() -> PullOptions:
+    """Pull under the name of `part`, without long waits."""
+    return PullOptions(name="tiny", retry_policy=HASTY)
 
 
 @pytest.fixture

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from edgeinfer.platform.process import MODULE_SWITCH, child_command
 
 
-def test_from_a_checkout() -> None:
-    assert child_command("edgeinfer.runtime.llama.helpers.quantizer", "{}") == [
-        sys.executable,
-        "-m",
-        "edgeinfer.runtime.llama.helpers.quantizer",
-        "{}",
-    ]
-
-
-def test_from_the_frozen_program(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    command = child_command("edgeinfer.runtime.llama.helpers.perplexity", "a", "b")
-    assert command == [
-        sys.executable,
-        MODULE_SWITCH,
-        "edgeinfer.runtime.llama.helpers.perplexity",
-        "a",
-        "b",
-    ]
+@pytest.mark.parametrize(("frozen", "switch"), [(False, "-m"), (True, MODULE_SWITCH)])
+def test_module_is_run_by_the_same_program(frozen: bool, switch: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    command = child_command("edgeinfer.runtime.llama.helpers.quantizer", "a", "b")
+    assert command == [sys.executable, switch, "edgeinfer.runtime.llama.helpers.quantizer", "a", "b"]

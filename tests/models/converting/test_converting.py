@@ -242,9 +242,6 @@ REFUSED = {
     "quantized with gptq": lambda folder: config_with(
         folder, quantization_config={"quant_method": "gptq", "bits": 4}
     ),
-    "quantized with awq": lambda folder: config_with(
-        folder, quantization_config={"quant_method": "awq", "bits": 4}
-    ),
     "with the activation 'relu'": lambda folder: config_with(folder, hidden_act="relu"),
     "rope scaling 'novel'": lambda folder: config_with(folder, rope_parameters={"rope_type": "novel"}),
     "has no num_hidden_layers": lambda folder: config_with(folder, num_hidden_layers=None),

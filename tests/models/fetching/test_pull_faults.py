@@ -41,11 +41,6 @@ def body() -> bytes:
     return gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)])
 
 
-@pytest.fixture
-def options() -> PullOptions:
-    return PullOptions(name="tiny", retry_policy=HASTY)
-
-
 def kept() -> int:
     return part().stat().st_size if part().exists() else 0
 

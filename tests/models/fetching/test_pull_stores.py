@@ -25,12 +25,11 @@ from edgeinfer.errors import (
 from edgeinfer.models import names, sources, store
 from edgeinfer.models.fetching import s3
 from edgeinfer.models.progress import PullProgress
-from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.pull import pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
 from ...conftest import BUILD_CACHE
-from ..conftest import HASTY
 
 OLLAMA = "application/vnd.ollama.image.model"
 DOCKER = "application/vnd.docker.ai.gguf.v3"
@@ -39,11 +38,6 @@ DOCKER = "application/vnd.docker.ai.gguf.v3"
 @pytest.fixture
 def body() -> bytes:
     return gguf_bytes(tensors=[("token_embd.weight", 1 << 20)])
-
-
-@pytest.fixture
-def options() -> PullOptions:
-    return PullOptions(name="tiny", retry_policy=HASTY)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from made_families import make_family
 from edgeinfer.errors import QuantizeError, UsageError
 from edgeinfer.models.gguf import check
 from edgeinfer.models.progress import Job
-from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import helpers
 from edgeinfer.models.quantizing.helpers import QuantizeOptions
 from edgeinfer.models.quantizing.quantize import quantize
@@ -21,11 +20,6 @@ from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture
-def smol(smollm2: Path) -> str:
-    return pull(str(smollm2), options=PullOptions(name="smol", in_place=True)).name
 
 
 @pytest.fixture(scope="module")

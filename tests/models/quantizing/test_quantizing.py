@@ -26,7 +26,7 @@ from edgeinfer.errors import (
 from edgeinfer.models import store
 from edgeinfer.models.gguf import FILE_TYPES, check
 from edgeinfer.models.progress import Job, PullProgress
-from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.pull import pull
 from edgeinfer.models.quantizing import helpers
 from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, scored
 from edgeinfer.models.quantizing.quantize import quantize
@@ -34,16 +34,6 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture
-def smol(smollm2: Path) -> str:
-    return pull(str(smollm2), options=PullOptions(name="smol", in_place=True)).name
-
-
-@pytest.fixture
-def gemma(gemma3: Path) -> str:
-    return pull(str(gemma3), options=PullOptions(name="gemma", in_place=True)).name
 
 
 def generated(model: str) -> str:
