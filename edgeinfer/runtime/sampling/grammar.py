@@ -23,7 +23,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
-from edgeinfer.runtime.sampling.json_schema import locate, normalise, with_places
+from edgeinfer.runtime.sampling.json_schema import locate, normalise
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -44,6 +44,7 @@ JSON_STYLE = {
 #: The grammar engine's words for its limits, and ours.
 _LIMITS = {
     "Current row has": "it leaves more than 250 optional members or 1,000 ways to go on at one place",
+    "anyOf is empty": "its `enum`, `type` or `anyOf` allows nothing",
     "too many expressions": "its regular expressions are too large",
     "too many states": "its regular expressions are too large",
     "schema too large": "it is too large once references and `allOf` are put together",
@@ -213,11 +214,24 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
         return _brief(messages[0]) if wrong and messages else ""
 
     if complaint(normalised):
-        place, words = locate(normalised, complaint)
+        place, words = _at_keyword(*locate(normalised, complaint))
         raise UnsupportedConstraintError(
             f"the schema cannot be enforced at {place}: {words}", param=place
         )
     return normalised
+
+
+def _at_keyword(place: str, words: str) -> tuple[str, str]:
+    """Add the keyword that the grammar engine's `words` name to the place of its schema."""
+    if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', words):
+        return f"{place}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
+    if words.startswith("Resource '"):
+        return f"{place}/$ref", "other documents are not read"
+    if pointer := re.match(r"Pointer '(.*)' does not exist", words):
+        return f"{place}/$ref", f"#{pointer[1]} is missing, or allows nothing"
+    named = re.search(r"for '(\w+)'|^(\w+) must be an? \w+$|^Invalid (type)", words)
+    key = named and next(filter(None, named.groups()))
+    return (f"{place}/{key}" if key and key != "schema" else place), words
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:
@@ -292,7 +306,7 @@ def _brief(error: str) -> str:
             return text
     error = error.partition("<state>")[0].partition("while processing json-schema")[0]
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return with_places(" ".join(lines)).removesuffix("<non-verbose/>")[:300]
+    return " ".join(lines).removesuffix("<non-verbose/>")[:300]
 
 
 def _with_deep_stack(work: Callable[[], Any]) -> Any:

@@ -1,12 +1,11 @@
 """Make the parts of a `oneOf` exclude each other, for a grammar engine that knows `anyOf` alone.
 
-Schemas are normalised ones, whose references name entries of `definitions`. Every answer errs on the
-side of "may both be true".
+Schemas are normalised ones. Every answer errs on the side of "may both be true".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from edgeinfer.runtime.requests import check_deadline
@@ -21,10 +20,16 @@ _RANGES = {
 
 
 class Overlaps:
-    """Compare the schemas of one document; caches every pair."""
+    """Compare the schemas of one document; caches every pair.
 
-    def __init__(self, definitions: dict[str, Any]) -> None:
-        self._definitions = definitions
+    `target` returns what a `$ref` names, True if it is unknown; `define` names a schema and returns a
+    reference to it.
+    """
+
+    def __init__(
+        self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        self._find, self._define = target, define
         self._pairs: dict[tuple[int, int], bool] = {}
         self._kinds: dict[str, set[str]] = {}
         self._narrow: list[Any] = []  # kept alive: pairs go by identity
@@ -49,9 +54,7 @@ class Overlaps:
                     self._narrow.append(narrowed)
             if narrowed is not part and self._followed(part) is not part:
                 # what narrows a definition may stand inside of it: a circle needs a name to go by
-                name = f"{part['$ref'].rpartition('/')[2]}-{len(self._narrow)}"
-                self._definitions[name] = narrowed
-                narrowed = {"$ref": f"#/$defs/{name}"}
+                narrowed = self._define(narrowed)
             made.append(narrowed)
         return made
 
@@ -83,7 +86,7 @@ class Overlaps:
         return schema
 
     def _target(self, schema: dict[str, Any]) -> Any:
-        return self._definitions[schema["$ref"].rpartition("/")[2]]
+        return self._find(schema["$ref"])
 
     def _required(self, schema: Any, seen: set[int]) -> Iterator[str]:
         if isinstance(schema, dict) and id(schema) not in seen and len(seen) < _MAX_DEPTH:
