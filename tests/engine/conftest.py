@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Event
+from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 from ..conftest import BUILD_CACHE
 
+GREEDY = Sampling(temperature=0)
 LAVAPIPE = BUILD_CACHE / "lavapipe"
 
 
@@ -19,6 +24,36 @@ def load(path: Path, **options: object) -> LlamaEngine:
     """A real engine; small caches unless the test says otherwise."""
     wanted = {"n_ctx": 2048, "n_parallel": 8, **options}
     return load_engine(ModelFiles(name=path.stem, paths=(str(path),)), LoadOptions(**wanted))  # type: ignore[arg-type]
+
+
+def ask(
+    prompt: str | tuple[int, ...] = "The capital of France is", **fields: object
+) -> GenerateRequest:
+    """A request for eight greedy tokens, whatever they are."""
+    wanted: dict[str, object] = {
+        "prompt": prompt,
+        "sampling": GREEDY,
+        "max_tokens": 8,
+        "ignore_eos": True,
+        **fields,
+    }
+    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+
+
+def collected(stream: Iterable[Event]) -> Collected:
+    found = Collected()
+    for event in stream:
+        found.add(event)
+    return found
+
+
+def answer(engine: Engine, request: GenerateRequest) -> Collected:
+    return collected(engine.submit(request))
+
+
+def answers(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Collected]:
+    """What an engine answers to requests that come together."""
+    return [collected(stream) for stream in [engine.submit(request) for request in requests]]
 
 
 @pytest.fixture(scope="session")

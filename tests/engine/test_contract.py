@@ -5,28 +5,26 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError, UsageError
-from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.events import Finished, Progress, TextDelta
+from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.fake import Delay, FakeEngine
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
 
-GREEDY = Sampling(temperature=0)
+from .conftest import GREEDY, collected, load
+
 QUESTION = (Message(role="user", content="Count from one to twenty."),)
 
 
 def _open(kind: str, smollm2: Path) -> Engine:
     if kind == "fake":
         return FakeEngine([[item for i in range(900) for item in (f"word{i} ", Delay(0.002))]])
-    files = ModelFiles(name="smollm2", paths=(str(smollm2),))
-    return load_engine(files, LoadOptions(n_ctx=1024, n_parallel=4))
+    return load(smollm2, n_ctx=1024, n_parallel=4)
 
 
 @pytest.fixture(scope="module", params=["fake", "real"])
@@ -36,9 +34,13 @@ def engine(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Engine]:
     opened.close()
 
 
-def ask(engine: Engine, **fields: object) -> list[object]:
+def ask(engine: Engine, **fields: object) -> list[Event]:
     wanted = {"messages": QUESTION, "sampling": GREEDY, "max_tokens": 12, **fields}
     return list(engine.submit(GenerateRequest(**wanted)))  # type: ignore[arg-type]
+
+
+def end(events: Iterable[Event]) -> Finished:
+    return collected(events).finished
 
 
 def test_ends_with_one_finished_and_counts_its_tokens(engine: Engine) -> None:
@@ -67,8 +69,7 @@ def test_cancel_ends_it_and_is_idempotent(engine: Engine) -> None:
         if isinstance(event, TextDelta):
             generation.cancel()
             generation.cancel()
-    assert isinstance(events[-1], Finished)
-    assert events[-1].reason == "cancelled"
+    assert end(events).reason == "cancelled"
 
 
 def test_leaving_the_iteration_cancels(engine: Engine) -> None:
@@ -91,8 +92,7 @@ async def test_async_iteration_sees_the_same(engine: Engine) -> None:
     wanted = GenerateRequest(messages=QUESTION, sampling=GREEDY, max_tokens=12)
     events = [event async for event in engine.submit(wanted)]
     assert isinstance(events[-1], Finished)
-    text = "".join(e.text for e in events if isinstance(e, TextDelta))
-    assert text == "".join(e.text for e in ask(engine) if isinstance(e, TextDelta))
+    assert collected(events).text == collected(ask(engine)).text
 
 
 async def test_many_async_consumers_at_once(engine: Engine) -> None:
@@ -113,9 +113,7 @@ def test_consumed_from_another_thread_than_submitted(engine: Engine) -> None:
 
 
 def test_deadline(engine: Engine) -> None:
-    last = ask(engine, deadline_s=1e-6)[-1]
-    assert isinstance(last, Finished)
-    assert last.reason == "deadline"
+    assert end(ask(engine, deadline_s=1e-6)).reason == "deadline"
 
 
 @pytest.mark.parametrize(
@@ -185,8 +183,6 @@ def test_close_cancels_running_and_refuses_new_requests(kind: str, smollm2: Path
     generation = engine.submit(GenerateRequest(messages=QUESTION, max_tokens=900, ignore_eos=True))
     engine.close()
     engine.close()
-    last = list(generation)[-1]
-    assert isinstance(last, Finished)
-    assert last.reason == "cancelled"
+    assert end(generation).reason == "cancelled"
     with pytest.raises(EngineClosedError):
         engine.submit(GenerateRequest(messages=QUESTION))

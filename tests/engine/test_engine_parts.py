@@ -24,37 +24,19 @@ from edgeinfer.errors import (
 )
 from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import Event, Finished, TextDelta, TokenLogprobs
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import Batch
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.requests import Choice, GenerateRequest, JsonSchema, Message, Regex, Sampling
+from edgeinfer.runtime.memory_plan import plan
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import Sampling
+
+from .conftest import answer, ask, load
 
 SMALL = LoadOptions(n_ctx=512, n_parallel=2)
-GREEDY = Sampling(temperature=0)
 
 
 def files(path: Path) -> ModelFiles:
     return ModelFiles(name=path.stem, paths=(str(path),))
-
-
-def text_of(events: list[Event]) -> str:
-    return "".join(e.text for e in events if isinstance(e, TextDelta))
-
-
-def logprobs_of(events: list[Event]) -> list[TokenLogprobs]:
-    return [entry for e in events if isinstance(e, TextDelta) for entry in e.logprobs]
-
-
-def ask(engine: LlamaEngine, prompt: str = "The capital of France is", **fields: object) -> list[Event]:
-    wanted: dict[str, object] = {
-        "prompt": prompt,
-        "sampling": GREEDY,
-        "max_tokens": 8,
-        "ignore_eos": True,
-        **fields,
-    }
-    return list(engine.submit(GenerateRequest(**wanted)))  # type: ignore[arg-type]
 
 
 def test_build_info_names_the_variant_and_the_commit() -> None:
@@ -92,27 +74,21 @@ def test_info_tells_sizes_and_reasons(smol: LlamaEngine, gemma: LlamaEngine) -> 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
 def test_every_cache_type_answers(gemma3: Path, kv_type: str) -> None:
-    options = LoadOptions(n_ctx=256, n_parallel=1, kv_type=kv_type)  # type: ignore[arg-type]
-    with closing(load_engine(files(gemma3), options)) as engine:
-        assert text_of(ask(engine, "one, two, three, four, five, six, seven,")).startswith(" eight")
+    with closing(load(gemma3, n_ctx=256, n_parallel=1, kv_type=kv_type)) as engine:
+        assert answer(engine, ask("one, two, three, four, five, six, seven,")).text.startswith(" eight")
 
 
 @pytest.mark.parametrize("flash", ["on", "off"])
 def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
-    with closing(
-        load_engine(files(smollm2), LoadOptions(n_ctx=256, n_parallel=1, flash_attention=flash))
-    ) as engine:  # type: ignore[arg-type]
-        assert "Paris" in text_of(ask(engine))
+    with closing(load(smollm2, n_ctx=256, n_parallel=1, flash_attention=flash)) as engine:
+        assert "Paris" in answer(engine, ask()).text
 
 
 def test_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "edgeinfer.runtime.memory_plan.plan.choose_cells", lambda n_ctx, *_: _cells(256)
-    )
-    with closing(load_engine(files(smollm2), LoadOptions(n_ctx=200, n_parallel=1))) as engine:
-        last = ask(engine, "word " * 190, max_tokens=100)[-1]
-        assert isinstance(last, Finished)
-        assert last.usage.prompt_tokens + last.usage.completion_tokens == 200
+    monkeypatch.setattr(plan, "choose_cells", lambda *_: Chosen(256, "a test wants few"))
+    with closing(load(smollm2, n_ctx=200, n_parallel=1)) as engine:
+        usage = answer(engine, ask("word " * 190, max_tokens=100)).finished.usage
+        assert usage.prompt_tokens + usage.completion_tokens == 200
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +104,7 @@ def test_weights_larger_than_memory_answer_from_the_disk(
 ) -> None:
     short_of_memory(monkeypatch)
     with closing(load_engine(files(smollm2), LoadOptions())) as engine:
-        assert "Paris" in text_of(ask(engine))
+        assert "Paris" in answer(engine, ask()).text
         (warning,) = engine.info.warnings
         assert "a token in 2.0 s: 96.6 MB a token at 48.3 MB/s (measured just now)" in warning
 
@@ -147,45 +123,31 @@ def test_run_warns_of_weights_read_from_the_disk(
 
 def test_model_without_shift_refuses_overflow(tmp_path: Path, smollm2: Path) -> None:
     """llama.cpp asserts where M-RoPE positions are moved, which ends the process."""
-    with closing(load_engine(files(make_qwen2vl(tmp_path / "m.gguf", smollm2)), SMALL)) as engine:
+    with closing(load(make_qwen2vl(tmp_path / "m.gguf", smollm2), n_ctx=512)) as engine:
         with pytest.raises(InvalidRequestError, match="full context") as refused:
-            ask(engine, overflow="shift")
+            answer(engine, ask(overflow="shift"))
         assert refused.value.param == "overflow"
-        last = ask(engine, max_tokens=1000)[-1]
-        assert isinstance(last, Finished)
-        assert last.reason == "length"
-
-
-def _cells(n: int) -> object:
-    from edgeinfer.runtime.options import Chosen
-
-    return Chosen(n, "a test wants few")
+        assert answer(engine, ask(max_tokens=1000)).finished.reason == "length"
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        LoadOptions(n_ctx=-1),
-        LoadOptions(n_parallel=1000),
-        LoadOptions(n_threads=-2),
-        LoadOptions(n_batch=0),
-        LoadOptions(gpu_layers=-4),
-    ],
+    ("name", "value"),
+    [("n_ctx", -1), ("n_parallel", 1000), ("n_threads", -2), ("n_batch", 0), ("gpu_layers", -4)],
 )
-def test_options_out_of_range_are_refused(smollm2: Path, options: LoadOptions) -> None:
+def test_options_out_of_range_are_refused(smollm2: Path, name: str, value: int) -> None:
     with pytest.raises(UsageError):
-        load_engine(files(smollm2), options)
+        load(smollm2, **{name: value})
 
 
 def test_load_errors_name_the_cause(tmp_path: Path, smollm2: Path) -> None:
     with pytest.raises(ModelLoadError, match="not there"):
-        load_engine(files(tmp_path / "none.gguf"), SMALL)
+        load(tmp_path / "none.gguf")
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ModelLoadError, match="could not load"):
-        load_engine(files(broken), SMALL)
+        load(broken)
     with pytest.raises(OutOfMemoryError, match="MiB"):
-        load_engine(files(smollm2), LoadOptions(n_ctx=1 << 24))
+        load(smollm2, n_ctx=1 << 24)
 
 
 def test_progress_reaches_the_end(smollm2: Path) -> None:
@@ -198,8 +160,8 @@ def test_progress_reaches_the_end(smollm2: Path) -> None:
 
 
 def test_logprobs_are_a_distribution_and_greedy_takes_the_best(smol: LlamaEngine) -> None:
-    events = ask(smol, logprobs=20, max_tokens=6)
-    entries = logprobs_of(events)
+    found = answer(smol, ask(logprobs=20, max_tokens=6))
+    entries = found.logprobs
     assert len(entries) == 6
     for entry in entries:
         assert entry.chosen == entry.top[0]
@@ -207,25 +169,24 @@ def test_logprobs_are_a_distribution_and_greedy_takes_the_best(smol: LlamaEngine
         assert values == sorted(values, reverse=True)
         assert len(values) == 20
         assert 0 < sum(math.exp(v) for v in values) <= 1.0 + 1e-5
-    assert b"".join(e.chosen.piece for e in entries).decode() == text_of(events)
+    assert b"".join(e.chosen.piece for e in entries).decode() == found.text
 
 
 def test_logprobs_are_of_the_unbiased_model(smol: LlamaEngine) -> None:
-    best = logprobs_of(ask(smol, logprobs=0, max_tokens=1))[0].chosen
+    best = answer(smol, ask(logprobs=0, max_tokens=1)).logprobs[0].chosen
     banned = Sampling(temperature=0, logit_bias={best.token_id: -math.inf})
-    other = logprobs_of(ask(smol, logprobs=1, max_tokens=1, sampling=banned))[0]
+    other = answer(smol, ask(logprobs=1, max_tokens=1, sampling=banned)).logprobs[0]
     assert other.chosen.token_id != best.token_id
     assert other.top[0].token_id == best.token_id
     assert other.top[0].logprob == pytest.approx(best.logprob, abs=1e-4)
 
 
 def test_stop_strings_across_token_borders(smol: LlamaEngine) -> None:
-    whole = text_of(ask(smol, max_tokens=24))
+    whole = answer(smol, ask(max_tokens=24)).text
     stop = whole[5:9]
-    events = ask(smol, max_tokens=24, stop=(stop,))
-    assert text_of(events) == whole[: whole.index(stop)]
-    end = events[-1]
-    assert isinstance(end, Finished)
+    found = answer(smol, ask(max_tokens=24, stop=(stop,)))
+    assert found.text == whole[: whole.index(stop)]
+    end = found.finished
     assert (end.reason, end.stop_sequence) == ("stop", stop)
 
 
@@ -233,57 +194,15 @@ def test_stop_strings_of_the_model_apply(smollm2: Path) -> None:
     with closing(
         load_engine(ModelFiles(name="m", paths=(str(smollm2),), stop=("Paris",)), SMALL)
     ) as engine:
-        assert "Paris" not in text_of(ask(engine, max_tokens=20))
+        assert "Paris" not in answer(engine, ask(max_tokens=20)).text
 
 
 def test_seeds_repeat_and_differ(smol: LlamaEngine) -> None:
     def say(seed: int) -> str:
-        return text_of(ask(smol, sampling=Sampling(temperature=1.2, seed=seed), max_tokens=16))
+        return answer(smol, ask(sampling=Sampling(temperature=1.2, seed=seed), max_tokens=16)).text
 
     assert say(1) == say(1)
     assert len({say(seed) for seed in range(5)}) == 5
-
-
-def test_constraints_hold_at_any_temperature(smol: LlamaEngine) -> None:
-    hot = Sampling(temperature=2.0, seed=5)
-    free = {"sampling": hot, "ignore_eos": False, "max_tokens": 60}
-    assert text_of(ask(smol, constraint=Choice(("left", "right")), **free)) in ("left", "right")
-    digits = text_of(ask(smol, constraint=Regex("[0-9]{3}-[0-9]{2}"), **free))
-    assert len(digits) == 6
-    assert digits[3] == "-"
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    assert text_of(ask(smol, constraint=JsonSchema(schema), **free)).replace(" ", "") in (
-        '{"ok":true}',
-        '{"ok":false}',
-    )
-
-
-def test_constraints_in_a_batch_stay_separate(smol: LlamaEngine) -> None:
-    wanted = [Choice(("alpha", "beta")), None, Choice(("gamma", "delta")), None]
-    streams = [
-        smol.submit(
-            GenerateRequest(prompt="Say:", constraint=c, max_tokens=12, sampling=Sampling(seed=i))
-        )
-        for i, c in enumerate(wanted)
-    ]
-    texts = [text_of(list(s)) for s in streams]
-    assert texts[0] in ("alpha", "beta")
-    assert texts[2] in ("gamma", "delta")
-    assert not {texts[1], texts[3]} & {"alpha", "beta", "gamma", "delta"}
-
-
-def test_messages_go_through_the_models_template(smol: LlamaEngine) -> None:
-    ask_it = GenerateRequest(
-        messages=(Message(role="user", content="Say yes."),), sampling=GREEDY, max_tokens=30
-    )
-    events = list(smol.submit(ask_it))
-    assert "<|im_end|>" not in text_of(events)
-    assert isinstance(events[-1], Finished)
 
 
 def test_embeddings_of_similar_texts_are_closer(smol: LlamaEngine) -> None:
@@ -335,9 +254,7 @@ def with_pooling(source: Path, target: Path, pooling: int) -> Path:
 def test_pooling_is_the_models_own(smollm2: Path, tmp_path: Path, smol: LlamaEngine) -> None:
     vectors = {}
     for name, number in (("mean", 1), ("cls", 2), ("last", 3)):
-        with closing(
-            load_engine(files(with_pooling(smollm2, tmp_path / f"{name}.gguf", number)), SMALL)
-        ) as engine:
+        with closing(load(with_pooling(smollm2, tmp_path / f"{name}.gguf", number))) as engine:
             assert engine.info.choices["pooling"].value == number
             vectors[name] = engine.embed(["one two three"])[0]
     assert vectors["mean"] == pytest.approx(smol.embed(["one two three"])[0], abs=1e-4)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import Event, Finished, TextDelta, Usage
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.events import Usage
 from edgeinfer.runtime.prefix_cache import lookup
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore
-from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.runtime.requests import GenerateRequest
+
+from .. import conftest as engines
 
 ROOMY = CacheLimits(max_bytes=4 << 30, margin_bytes=0)
 WORDS = "river bread moon clock whale ink bridge tea salt wool map snow stone lamp door".split()
@@ -25,33 +26,20 @@ def text(n: int, start: int = 0) -> str:
 
 
 def load(path: Path, store: BlockStore | None, **options: object) -> LlamaEngine:
-    wanted: dict[str, object] = {"n_ctx": 2048, "n_parallel": 4, **options}
-    files = ModelFiles(name=path.stem, paths=(str(path),))
-    engine = load_engine(files, LoadOptions(**wanted))  # type: ignore[arg-type]
+    engine = engines.load(path, **{"n_parallel": 4, **options})
     if store is not None:
         engine.use_blocks(store)
     return engine
 
 
 def ask(prompt: str | tuple[int, ...], **fields: object) -> GenerateRequest:
-    wanted: dict[str, object] = {
-        "prompt": prompt,
-        "sampling": Sampling(temperature=0),
-        "max_tokens": 8,
-        "ignore_eos": True,
-        "logprobs": 3,
-        "speculative": "off",
-        **fields,
-    }
-    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+    return engines.ask(prompt, **{"logprobs": 3, "speculative": "off", **fields})
 
 
 def heard(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[object], Usage]:
     """Every token with its logprobs, bit for bit, and the usage."""
-    events: list[Event] = list(engine.submit(request))
-    assert isinstance(events[-1], Finished)
-    tokens = [token for event in events if isinstance(event, TextDelta) for token in event.logprobs]
-    return list(tokens), events[-1].usage
+    found = engines.answer(engine, request)
+    return list(found.logprobs), found.finished.usage
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as L
 
-from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Constraint
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark
 
@@ -41,16 +39,6 @@ def constraints(vocab: Vocab) -> Constraints:
     made = Constraints()
     made.prepare(vocab)
     return made
-
-
-@pytest.fixture(scope="session")
-def engine(smollm2: Path) -> Iterator[LlamaEngine]:
-    """The engine over the real small model, eight sequences wide."""
-    made = load_engine(
-        ModelFiles(name="smollm2", paths=(str(smollm2),)), LoadOptions(n_ctx=2048, n_parallel=8)
-    )
-    yield made
-    made.close()
 
 
 def draw_text(

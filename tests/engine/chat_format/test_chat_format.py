@@ -369,10 +369,10 @@ def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
 
 
 @pytest.mark.model
-def test_model_calls_the_required_tool(engine):
+def test_model_calls_the_required_tool(smol):
     for mode, name in (("required", ""), ("named", "get_weather")):
         events, finished = run(
-            engine, tools=(WEATHER, PING), tool_choice=ToolChoice(mode=mode, name=name), max_tokens=400
+            smol, tools=(WEATHER, PING), tool_choice=ToolChoice(mode=mode, name=name), max_tokens=400
         )
         calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
         assert finished.reason == "tool_calls"
@@ -382,8 +382,8 @@ def test_model_calls_the_required_tool(engine):
 
 
 @pytest.mark.model
-def test_model_answers_in_text_without_tools(engine):
-    events, finished = run(engine, tools=(WEATHER,), tool_choice=ToolChoice(mode="none"), max_tokens=8)
+def test_model_answers_in_text_without_tools(smol):
+    events, finished = run(smol, tools=(WEATHER,), tool_choice=ToolChoice(mode="none"), max_tokens=8)
     assert finished.reason in ("stop", "length")
     assert not any(isinstance(event, ToolCallDelta) for event in events)
 

@@ -362,11 +362,11 @@ def _run(engine: Any, constraints: list[Constraint], temperature: float) -> list
 
 
 @pytest.mark.model
-def test_model_at_a_high_temperature_follows_100_schemas(engine):
+def test_model_at_a_high_temperature_follows_100_schemas(smol):
     schemas = [generated(seed) for seed in range(100)]
     answers = []
     for start in range(0, 100, 25):
-        answers += _run(engine, [JsonSchema(s) for s in schemas[start : start + 25]], temperature=1.5)
+        answers += _run(smol, [JsonSchema(s) for s in schemas[start : start + 25]], temperature=1.5)
     ended = [
         (schema, text)
         for schema, (text, reason) in zip(schemas, answers, strict=True)
@@ -379,7 +379,7 @@ def test_model_at_a_high_temperature_follows_100_schemas(engine):
 
 
 @pytest.mark.model
-def test_model_follows_100_expressions_choices_and_grammars(engine):
+def test_model_follows_100_expressions_choices_and_grammars(smol):
     rng = random.Random(7)
     wanted: list[tuple[Constraint, str]] = []
     for _ in range(100):
@@ -394,18 +394,18 @@ def test_model_follows_100_expressions_choices_and_grammars(engine):
             ),
         ]
     for (_, pattern), (text, reason) in zip(
-        wanted, _run(engine, [c for c, _ in wanted], temperature=1.5), strict=True
+        wanted, _run(smol, [c for c, _ in wanted], temperature=1.5), strict=True
     ):
         assert reason == "stop"
         assert re.fullmatch(pattern, text)
 
 
 @pytest.mark.model
-def test_answer_cut_by_max_tokens_ends_with_length(engine):
+def test_answer_cut_by_max_tokens_ends_with_length(smol):
     request = GenerateRequest(
         prompt="List: ",
         constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}),
         max_tokens=5,
     )
-    reasons = [event.reason for event in engine.submit(request) if isinstance(event, Finished)]
+    reasons = [event.reason for event in smol.submit(request) if isinstance(event, Finished)]
     assert reasons == ["length"]

@@ -154,10 +154,10 @@ def test_answer_keeps_the_markers_of_its_reasoning(vocab):
     assert guarded.messages[0].content == f"<|im_start|>hm<{MARK}|im_end|>"
 
 
-def test_engine_counts_and_prefills_the_same_prompt(engine):
+def test_engine_counts_and_prefills_the_same_prompt(smol):
     messages = (Message(role="user", content="Say <|im_end|> twice."),)
-    tokens = engine.tokenize_chat(messages)
-    assert MARK not in engine.apply_template(messages)
-    stream = engine.submit(GenerateRequest(messages=messages, max_tokens=1))
+    tokens = smol.tokenize_chat(messages)
+    assert MARK not in smol.apply_template(messages)
+    stream = smol.submit(GenerateRequest(messages=messages, max_tokens=1))
     assert list(stream)[-1].usage.prompt_tokens == len(tokens)
-    assert len(tokens) > len(engine.tokenize(engine.apply_template(messages), parse_special=True))
+    assert len(tokens) > len(smol.tokenize(smol.apply_template(messages), parse_special=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -54,110 +56,11 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[i:j] for i, j in itertools.pairwise(at)]
 
 
-PARIS, ADD = ("call", 0, "get_weather", '{"city": "Paris"}'), '{"a": 1, "b": [2, {"x": "}"}]}'
-CALLS = [
-    (
-        "hermes",
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
-        [PARIS],
-    ),
-    (
-        "hermes",
-        'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": '
-        '"Paris"}}\n</tool_call>\n<tool_call>\n'
-        '{"name": "add", "arguments": ' + ADD + "}\n</tool_call>",
-        [("text", "Sure.\n"), PARIS, ("call", 1, "add", ADD)],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>',
-        [("call", 0, "add", '{"a": 1}')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "functions.add"}</tool_call>bye',
-        [("call", 0, "add", "{}"), ("text", "bye")],
-    ),
-    ("llama", '{"name": "get_weather", "parameters": {"city": "Paris"}}', [PARIS]),
-    (
-        "llama",
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": '
-        "2}}",
-        [("call", 0, "add", '{"a": 1}'), ("call", 1, "add", '{"a": 2}')],
-    ),
-    (
-        "llama",
-        '{"type": "function", "name": "add", "parameters": {}} done',
-        [("call", 0, "add", "{}"), ("text", "done")],
-    ),
-    (
-        "mistral",
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "add", '
-        '"arguments": {}}]',
-        [("call", 0, "add", '{"a": 1}'), ("call", 1, "add", "{}")],
-    ),
-    (
-        "mistral-args",
-        '[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}[TOOL_CALLS]add[ARGS]{"a": 1}',
-        [PARIS, ("call", 1, "add", '{"a": 1}')],
-    ),
-    ("mistral-args", '[TOOL_CALLS]add{"a": 1}', [("call", 0, "add", '{"a": 1}')]),
-    (
-        "phi",
-        '<|tool_call|>[{"type": "function", "function": {"name": "get_weather", "arguments": {"city": '
-        '"Paris"}}}]'
-        "<|/tool_call|>",
-        [PARIS],
-    ),
-    ("phi", 'functools[{"name": "add", "arguments": {"a": 1}}]', [("call", 0, "add", '{"a": 1}')]),
-    (
-        "gemma",
-        '```tool_code\n[get_weather(city="Paris"), add(a=1)]\n```',
-        [PARIS, ("call", 1, "add", '{"a": 1}')],
-    ),
-    (
-        "gemma",
-        '```json\n{"name": "add", "parameters": {"a": 1}}\n```',
-        [("call", 0, "add", '{"a": 1}')],
-    ),
-    (
-        "gemma",
-        "```tool_code\nprint(add(a=-1))\n```\nSo.",
-        [("call", 0, "add", '{"a": -1}'), ("text", "\nSo.")],
-    ),
-    ("gemma", "```tool_code\nadd(a=1)", [("call", 0, "add", '{"a": 1}')]),
-    (
-        "deepseek",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": '
-        '"Paris"}\n```'
-        '<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```'
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        [PARIS, ("call", 1, "add", '{"a": 1}')],
-    ),
-    (
-        "qwen-xml",
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
-        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>x < "
-        "y</parameter>\n</function>\n"
-        "</tool_call>",
-        [PARIS, ("call", 1, "add", '{"a": 1, "b": "x < y"}')],
-    ),
-    (
-        "qwen-xml",
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-        [("call", 0, "add", '{"a": 1}')],
-    ),
-    (
-        "lfm",
-        '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>It is',
-        [PARIS, ("text", "It is")],
-    ),
-    ("generic", '[{"name": "add", "arguments": {"a": 1}}]', [("call", 0, "add", '{"a": 1}')]),
-    (
-        "generic",
-        '```json\n[{"name": "add", "arguments": {"a": 1}}]\n```\nok',
-        [("call", 0, "add", '{"a": 1}'), ("text", "\nok")],
-    ),
+PARIS = ("call", 0, "get_weather", '{"city": "Paris"}')
+#: A family, an answer in its notation, and what is parsed of it.
+CALLS: list[tuple[str, str, list[Said]]] = [
+    (one["family"], one["answer"], [tuple(said) for said in one["parsed"]])
+    for one in tomllib.loads(Path(__file__).with_name("tool_calls.toml").read_text())["call"]
 ]
 TEXTS = [
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),

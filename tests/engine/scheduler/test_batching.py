@@ -16,59 +16,38 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, QueueFullError
-from edgeinfer.runtime.engine import LlamaEngine, _batch_invariance, load_engine
+from edgeinfer.runtime.engine import LlamaEngine, _batch_invariance
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.memory_plan import plan
-from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
 from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
-GREEDY = Sampling(temperature=0)
+from ..conftest import GREEDY, answer, answers, ask, collected, load
+
 SUBJECTS = "rivers bread moons clocks whales ink bridges tea salt wool maps snow".split()
-
-
-def load(path: Path, **options: object) -> LlamaEngine:
-    wanted: dict[str, object] = {"n_ctx": 1024, "n_parallel": 8, **options}
-    return load_engine(ModelFiles(name="smol", paths=(str(path),)), LoadOptions(**wanted))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=["q8_0", "f16"])
 def engine(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[LlamaEngine]:
-    opened = load(smollm2, kv_type=request.param)
+    opened = load(smollm2, n_ctx=1024, kv_type=request.param)
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
 def plain(smollm2: Path) -> Iterator[LlamaEngine]:
-    opened = load(smollm2, max_queue=4)
+    opened = load(smollm2, n_ctx=1024, max_queue=4)
     yield opened
     opened.close()
 
 
-def text_of(events: list[Event]) -> str:
-    return "".join(e.text for e in events if isinstance(e, TextDelta))
-
-
-def end_of(events: list[Event]) -> Finished:
-    assert isinstance(events[-1], Finished)
-    return events[-1]
-
-
 def written(subject: str, **fields: object) -> GenerateRequest:
-    wanted: dict[str, object] = {
-        "prompt": f"A short note about {subject}:",
-        "sampling": GREEDY,
-        "max_tokens": 16,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        "speculative": "off",
-        **fields,
-    }
-    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+    usual = {"max_tokens": 16, "cache_prompt": False, "speculative": "off"}
+    return ask(**{"prompt": f"A short note about {subject}:", **usual, **fields})  # type: ignore[arg-type]
 
 
 def assert_nothing_left(engine: LlamaEngine) -> None:
@@ -99,8 +78,8 @@ def test_batched_answers_equal_unbatched(engine: LlamaEngine, sampling: Sampling
         written(s, sampling=msgspec.structs.replace(sampling, seed=i))
         for i, s in enumerate(SUBJECTS[:8])
     ]
-    alone = [text_of(list(engine.submit(r))) for r in requests]
-    together = [text_of(list(g)) for g in [engine.submit(r) for r in requests]]
+    alone = [answer(engine, r).text for r in requests]
+    together = [a.text for a in answers(engine, requests)]
     assert together == alone
     assert len(set(alone)) == len(alone)
     assert_nothing_left(engine)
@@ -112,10 +91,10 @@ def test_batched_answers_equal_unbatched_with_weights_of_many_types(gemma3: Path
         pytest.skip("llama.cpp's kernels are not batch-invariant for these types")
     with closing(load(gemma3, n_parallel=12, n_ctx=4096)) as engine:
         requests = [written(s, max_tokens=40) for s in SUBJECTS]
-        alone = [text_of(list(engine.submit(r))) for r in requests]
-        assert [text_of(list(g)) for g in [engine.submit(r) for r in requests]] == alone
+        alone = [answer(engine, r).text for r in requests]
+        assert [a.text for a in answers(engine, requests)] == alone
         drafting = [msgspec.structs.replace(r, speculative="auto") for r in requests]
-        assert [text_of(list(g)) for g in [engine.submit(r) for r in drafting]] == alone
+        assert [a.text for a in answers(engine, drafting)] == alone
 
 
 def test_long_batched_prompts_equal_unbatched(smollm2: Path) -> None:
@@ -127,28 +106,27 @@ def test_long_batched_prompts_equal_unbatched(smollm2: Path) -> None:
             written(s, prompt=f"{s} and {SUBJECTS[i - 1]} " * 30, max_tokens=24)
             for i, s in enumerate(SUBJECTS[:5])
         ]
-        alone = [text_of(list(engine.submit(r))) for r in requests]
-        assert [text_of(list(g)) for g in [engine.submit(r) for r in requests]] == alone
+        alone = [answer(engine, r).text for r in requests]
+        assert [a.text for a in answers(engine, requests)] == alone
 
 
 @pytest.mark.parametrize("mirostat", [1, 2])
 def test_mirostat_and_typical_sampling_repeat_with_a_seed(engine: LlamaEngine, mirostat: int) -> None:
     for sampling in (Sampling(mirostat=mirostat, seed=3), Sampling(typical_p=0.9, seed=3)):  # type: ignore[arg-type]
-        first, second = (
-            text_of(list(engine.submit(written("ink", sampling=sampling)))) for _ in range(2)
-        )
-        assert first == second
+        first, second = (answer(engine, written("ink", sampling=sampling)) for _ in range(2))
+        assert first.text == second.text
 
 
 def test_speculation_changes_nothing_but_the_time(engine: LlamaEngine) -> None:
     prompt = "one two three four five. one two three four five. one two three"
     for sampling in (GREEDY, Sampling(temperature=0.8, seed=11)):
         base = {"prompt": prompt, "sampling": sampling, "max_tokens": 32}
-        without = list(engine.submit(written("", **base, speculative="off")))
-        guessed = list(engine.submit(written("", **base, speculative="ngram")))
-        assert text_of(guessed) == text_of(without)
-        assert end_of(without).timings.draft_tokens == 0
-    assert end_of(guessed).timings.draft_tokens >= end_of(guessed).timings.draft_accepted_tokens
+        without = answer(engine, written("", **base, speculative="off"))
+        drafted = answer(engine, written("", **base, speculative="ngram"))
+        assert drafted.text == without.text
+        assert without.finished.timings.draft_tokens == 0
+    timings = drafted.finished.timings
+    assert timings.draft_tokens >= timings.draft_accepted_tokens
     assert engine.metrics().draft_accepted_total > 0
 
 
@@ -177,7 +155,7 @@ def test_shared_prefix_is_prefilled_once(plain: LlamaEngine) -> None:
     requests = [
         written(s, prompt=prefix + f"Now, {s}:", cache_prompt=True, max_tokens=4) for s in SUBJECTS[:8]
     ]
-    ends = [end_of(list(g)) for g in [plain.submit(r) for r in requests]]
+    ends = [a.finished for a in answers(plain, requests)]
     computed = [e.usage.prompt_tokens - e.usage.cached_tokens for e in ends]
     assert max(e.usage.prompt_tokens for e in ends) > 300
     assert sum(computed) < 300 + 8 * 12 + 30
@@ -189,12 +167,10 @@ def test_conversation_prefills_only_new_tokens(plain: LlamaEngine) -> None:
     shares = []
     for turn in range(6):
         turns.append(Message(role="user", content=f"Tell me one fact about {SUBJECTS[turn]}."))
-        events = list(
-            plain.submit(GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20))
-        )
-        usage = end_of(events).usage
+        found = answer(plain, GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20))
+        usage = found.finished.usage
         shares.append(usage.cached_tokens / usage.prompt_tokens)
-        turns.append(Message(role="assistant", content=text_of(events)))
+        turns.append(Message(role="assistant", content=found.text))
     assert min(shares[2:]) > 0.8
 
 
@@ -208,10 +184,10 @@ def test_the_system_prompt_stays_through_parking(smollm2: Path) -> None:
         assert engine._loop._thread is None
         engine.resume(1, b"entropy")
         system = Message(role="system", content="You speak of nothing but cheese.")
-        ask = GenerateRequest(
+        greeting = GenerateRequest(
             messages=(system, Message(role="user", content="Hello")), max_tokens=2, sampling=GREEDY
         )
-        assert end_of(list(engine.submit(ask))).usage.cached_tokens == pinned
+        assert answer(engine, greeting).finished.usage.cached_tokens == pinned
 
 
 def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
@@ -224,7 +200,7 @@ def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
 
 def test_seeds_differ_by_default(plain: LlamaEngine) -> None:
     free = Sampling(temperature=1.5)
-    assert len({text_of(list(plain.submit(written("wool", sampling=free)))) for _ in range(3)}) == 3
+    assert len({answer(plain, written("wool", sampling=free)).text for _ in range(3)}) == 3
 
 
 def test_the_queue_is_bounded_and_served_in_order(plain: LlamaEngine) -> None:
@@ -253,17 +229,13 @@ def test_the_queue_is_bounded_and_served_in_order(plain: LlamaEngine) -> None:
 
 def test_slow_consumer_does_not_block_others(plain: LlamaEngine) -> None:
     slow = plain.submit(written("ink", max_tokens=40))
-    assert end_of(list(plain.submit(written("tea", max_tokens=40)))).reason == "length"
-    assert end_of(list(slow)).usage.completion_tokens == 40
+    assert answer(plain, written("tea", max_tokens=40)).finished.reason == "length"
+    assert collected(slow).finished.usage.completion_tokens == 40
 
 
 def test_a_deadline_ends_a_running_and_a_waiting_request(plain: LlamaEngine) -> None:
-    running = [
-        plain.submit(written(str(i), max_tokens=900, deadline_s=0.5))
-        for i in range(plain.info.n_parallel + 2)
-    ]
-    ends = [end_of(list(g)) for g in running]
-    assert {e.reason for e in ends} == {"deadline"}
+    late = [written(str(i), max_tokens=900, deadline_s=0.5) for i in range(plain.info.n_parallel + 2)]
+    assert {a.finished.reason for a in answers(plain, late)} == {"deadline"}
     assert_nothing_left(plain)
 
 
@@ -297,7 +269,7 @@ def test_a_prompt_beyond_the_context_is_refused_up_front(plain: LlamaEngine) -> 
 
 
 def test_a_full_context_finishes_with_length(plain: LlamaEngine) -> None:
-    end = end_of(list(plain.submit(written("", prompt="word " * 1000, max_tokens=500))))
+    end = answer(plain, written("", prompt="word " * 1000, max_tokens=500)).finished
     assert end.reason == "length"
     assert end.usage.prompt_tokens + end.usage.completion_tokens == plain.info.n_ctx
 
@@ -310,13 +282,11 @@ def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
         )
         if shared:
             list(engine.submit(written("", prompt="word " * 220, max_tokens=1, cache_prompt=True)))
-        end = end_of(list(engine.submit(request)))
+        end = answer(engine, request).finished
         assert end.reason == "length"
         assert end.usage.completion_tokens == 150
-        over = end_of(
-            list(engine.submit(written("", prompt="word " * 400, max_tokens=5, overflow="shift")))
-        )
-        assert over.usage.completion_tokens == 5
+        over = written("", prompt="word " * 400, max_tokens=5, overflow="shift")
+        assert answer(engine, over).finished.usage.completion_tokens == 5
         assert_nothing_left(engine)
 
 
@@ -324,11 +294,10 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
         system = Message(role="system", content="Remember the word marmalade.")
         turns = (system, Message(role="user", content="tell me a story " * 20))
-        ask = GenerateRequest(
+        wanted = GenerateRequest(
             messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY
         )
-        stream = engine.submit(ask)
-        list(stream)
+        list(engine.submit(wanted))
         kept = max((r.tokens for r in engine._scheduler.kv.cached_sequences), key=len)
         assert b"marmalade" in engine.detokenize(kept)
 
@@ -339,10 +308,10 @@ def test_short_cache_preempts_and_finishes_every_request(
     monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     with closing(load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")) as engine:
         requests = [written(s, max_tokens=180, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
-        alone = [text_of(list(engine.submit(r))) for r in requests]
-        ends = [list(g) for g in [engine.submit(r) for r in requests]]
-        assert [end_of(e).usage.completion_tokens for e in ends] == [180] * 4
-        assert [text_of(e) for e in ends] == alone
+        alone = [answer(engine, r).text for r in requests]
+        found = answers(engine, requests)
+        assert [a.finished.usage.completion_tokens for a in found] == [180] * 4
+        assert [a.text for a in found] == alone
         assert_nothing_left(engine)
 
 
@@ -356,7 +325,7 @@ def test_large_prompt_waiting_for_cells_is_not_overtaken(
         large = engine.submit(written("", prompt="some " * 400, max_tokens=2))
         small = engine.submit(written("tea", max_tokens=2))
         apart_ms = 1000 * (time.monotonic() - began)  # each waits from its own arrival
-        ends = [end_of(list(stream)) for stream in (first, large, small)]
+        ends = [collected(stream).finished for stream in (first, large, small)]
         waited_ms = [end.timings.queue_ms for end in ends]
         assert waited_ms[0] < waited_ms[1] <= waited_ms[2] + apart_ms
 
@@ -370,7 +339,7 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
             for generation in [engine.submit(written("tea")), engine.submit(written("ink"))]:
                 with pytest.raises(DecodeError):
                     list(generation)
-        assert end_of(list(engine.submit(written("tea")))).reason == "length"
+        assert answer(engine, written("tea")).finished.reason == "length"
         assert_nothing_left(engine)
 
 
@@ -421,9 +390,7 @@ class _Chaos:
 def test_random_interleavings_free_all_cells(plain: LlamaEngine, block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):
         _Chaos(plain, seed).run()
-    list(
-        plain.submit(written("the last one", max_tokens=1))
-    )  # whoever was left without a reader has ended by now
+    list(plain.submit(written("the last one", max_tokens=1)))  # abandoned requests have ended by now
     while plain.metrics().running or plain.metrics().queued:
         list(plain.submit(written("another", max_tokens=1)))
     assert_nothing_left(plain)

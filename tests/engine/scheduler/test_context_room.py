@@ -13,13 +13,14 @@ import pytest
 
 from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.events import Logprob, TextDelta
+from edgeinfer.runtime.events import Logprob
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama import model as loading
 from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-from edgeinfer.runtime.requests import GenerateRequest, Sampling
+
+from ..conftest import answer, ask, load
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -133,20 +134,13 @@ def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
         llama.llama_model_free(model)
 
 
-def answer(path: Path) -> list[Logprob]:
-    engine = load_engine(ModelFiles(name="s", paths=(str(path),)), LoadOptions(n_parallel=1))
-    request = GenerateRequest(
-        prompt="The capital of France is", sampling=Sampling(temperature=0), max_tokens=16, logprobs=0
-    )
-    try:
-        deltas = [event for event in engine.submit(request) if isinstance(event, TextDelta)]
-        return [one.chosen for delta in deltas for one in delta.logprobs]
-    finally:
-        engine.close()
+def first_tokens(path: Path) -> list[Logprob]:
+    with closing(load(path, n_parallel=1)) as engine:
+        return [one.chosen for one in answer(engine, ask(max_tokens=16, logprobs=0)).logprobs]
 
 
 def test_bits_are_those_of_written_zeros(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back = answer(smollm2)
+    given_back = first_tokens(smollm2)
     monkeypatch.setattr(loading, "sparse_buffers", lambda: contextlib.nullcontext([]))
-    assert given_back == answer(smollm2)
+    assert given_back == first_tokens(smollm2)
     assert len(given_back) == 16

@@ -11,11 +11,13 @@ import pytest
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.chat_format.reasoning import THINK, ReasoningParser
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import Event, Finished, ReasoningDelta, TextDelta
+from edgeinfer.runtime.events import ReasoningDelta, TextDelta
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sampling
+from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
+
+from ..conftest import answer, ask, collected
 
 OPENS_A_SPAN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -24,23 +26,8 @@ OPENS_A_SPAN = (
 QUESTION = (Message(role="user", content="Why is the sky blue?"),)
 
 
-def ask(**fields: object) -> GenerateRequest:
-    wanted: dict[str, object] = {
-        "messages": QUESTION,
-        "sampling": Sampling(temperature=0),
-        "max_tokens": 24,
-        "ignore_eos": True,
-        **fields,
-    }
-    return GenerateRequest(**wanted)  # type: ignore[arg-type]
-
-
-def reasoning(events: list[Event]) -> str:
-    return "".join(e.text for e in events if isinstance(e, ReasoningDelta))
-
-
-def text(events: list[Event]) -> str:
-    return "".join(e.text for e in events if isinstance(e, TextDelta))
+def think(**fields: object) -> GenerateRequest:
+    return ask(**{"prompt": None, "messages": QUESTION, "max_tokens": 24, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +43,9 @@ def engine(smollm2: Path) -> Iterator[LlamaEngine]:
 def test_the_answer_is_what_the_model_says_behind_the_closed_span(
     engine: LlamaEngine, speculative: str
 ) -> None:
-    events = list(engine.submit(ask(reasoning_budget=6, speculative=speculative, logprobs=0)))
+    request = think(reasoning_budget=6, speculative=speculative, logprobs=0)
+    events = list(engine.submit(request))
+    found = collected(events)
     tokens = [
         entry.chosen.token_id
         for event in events
@@ -65,38 +54,27 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
     ]
     prompt = engine.tokenize(engine.apply_template(QUESTION), parse_special=True)
     close = engine.tokenize("</think>", parse_special=True)
-    end = events[-1]
-    assert isinstance(end, Finished)
-    assert end.usage.completion_tokens == 24 == len(tokens) + len(close)
-    assert 0 < end.usage.reasoning_tokens <= 6
-    behind = GenerateRequest(
-        prompt=(*prompt, *tokens[:6], *close),
-        sampling=Sampling(temperature=0),
-        max_tokens=len(tokens) - 6,
-        ignore_eos=True,
-        logprobs=0,
-        speculative="off",
+    usage = found.finished.usage
+    assert usage.completion_tokens == 24 == len(tokens) + len(close)
+    assert 0 < usage.reasoning_tokens <= 6
+    behind = ask(
+        (*prompt, *tokens[:6], *close), max_tokens=len(tokens) - 6, logprobs=0, speculative="off"
     )
-    answer = list(engine.submit(behind))
-    expected = [t.chosen.token_id for e in answer if isinstance(e, TextDelta) for t in e.logprobs]
-    assert tokens[6:] == expected
-    assert "think>" not in reasoning(events) != ""
-    assert text(events) == text(answer).lstrip("\n")
+    expected = answer(engine, behind)
+    assert tokens[6:] == [entry.chosen.token_id for entry in expected.logprobs]
+    assert "think>" not in found.reasoning != ""
+    assert found.text == expected.text.lstrip("\n")
 
 
 def test_without_a_budget_this_model_reasons_to_the_end(engine: LlamaEngine) -> None:
-    events = list(engine.submit(ask()))
-    assert text(events) == ""
-    assert reasoning(events) != ""
+    found = answer(engine, think())
+    assert (found.text, bool(found.reasoning)) == ("", True)
 
 
 def test_no_budget_at_all_closes_the_span_in_the_prompt(engine: LlamaEngine) -> None:
-    events = list(engine.submit(ask(reasoning_budget=0)))
-    assert reasoning(events) == ""
-    assert text(events) != ""
-    end = events[-1]
-    assert isinstance(end, Finished)
-    assert end.usage.completion_tokens == 24
+    found = answer(engine, think(reasoning_budget=0))
+    assert (found.reasoning, bool(found.text)) == ("", True)
+    assert found.finished.usage.completion_tokens == 24
 
 
 def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
@@ -106,10 +84,10 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
         "required": ["blue"],
         "additionalProperties": False,
     }
-    wanted = ask(reasoning_budget=5, constraint=JsonSchema(schema), ignore_eos=False, max_tokens=60)
-    events = list(engine.submit(wanted))
-    assert reasoning(events) != ""
-    assert isinstance(msgspec.json.decode(text(events))["blue"], bool)
+    wanted = think(reasoning_budget=5, constraint=JsonSchema(schema), ignore_eos=False, max_tokens=60)
+    found = answer(engine, wanted)
+    assert found.reasoning != ""
+    assert isinstance(msgspec.json.decode(found.text)["blue"], bool)
 
 
 def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
@@ -142,15 +120,13 @@ def test_a_span_is_not_closed_within_a_character_or_a_marker(engine: LlamaEngine
 
 def test_fake_engine_keeps_the_reasoning_budget() -> None:
     script = [ReasoningDelta("one "), ReasoningDelta("two "), ReasoningDelta("three"), "answer"]
-    events = list(FakeEngine([script]).submit(ask(reasoning_budget=2)))
-    assert (reasoning(events), text(events)) == ("one two ", "answer")
-    end = events[-1]
-    assert isinstance(end, Finished)
-    assert end.usage.reasoning_tokens == 2
+    found = answer(FakeEngine([script]), think(reasoning_budget=2))
+    assert (found.reasoning, found.text) == ("one two ", "answer")
+    assert found.finished.usage.reasoning_tokens == 2
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_budget": -1}, {"messages": (), "prompt": "a"}])
 def test_invalid_reasoning_budget_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        FakeEngine().submit(ask(**{"reasoning_budget": 1, **fields}))
+        FakeEngine().submit(think(**{"reasoning_budget": 1, **fields}))
     assert caught.value.param == "reasoning_budget"
