@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from edgeinfer.errors import DecodeError, EdgeInferError
+from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.context import ActiveContext, Batch
 
 
 def say(code: int = 0, /, **fields: Any) -> int:
@@ -18,15 +22,27 @@ def say(code: int = 0, /, **fields: Any) -> int:
     return code
 
 
-def fail(fallback: str) -> int:
-    """Report llama.cpp's last errors, or `fallback`; the exit status 1."""
-    return say(1, event="error", message="; ".join(libllama.recent_log(3)) or fallback)
+def run(work: Callable[[list[str]], dict[str, Any]]) -> int:
+    """Do `work` on the arguments; write what it returns, or its error, and return the exit status."""
+    die_with_parent()
+    try:
+        return say(event="done", **work(sys.argv[1:]))
+    except EdgeInferError as error:
+        return say(1, event="error", message=error.message)
 
 
 def scoring_params(n_tokens: int, n_batch: int) -> Any:
     """Make parameters of a context of `n_tokens` that computes the logits of every token."""
-    params = libllama.L.llama_context_default_params()
+    params = libllama.lib().llama_context_default_params()
     params.n_ctx = n_tokens
     params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
     return params
+
+
+def decode(active: ActiveContext, batch: Batch, tokens: list[int], position: int) -> None:
+    """Decode `tokens`, each with logits, from `position` on. Raises DecodeError."""
+    batch.clear()
+    batch.add(tokens, position, 0, outputs=len(tokens))
+    if batch.decode(active):
+        raise DecodeError("llama_decode failed on the text")

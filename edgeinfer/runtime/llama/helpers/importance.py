@@ -9,7 +9,6 @@ llama.cpp's GGUF form. It writes `{"event": "progress", "done", "total"}` lines,
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.errors import DecodeError
-from edgeinfer.platform.process import die_with_parent
+from edgeinfer.errors import DecodeError, UsageError
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.helpers import fail, say, scoring_params
+from edgeinfer.runtime.llama.helpers import decode, run, say, scoring_params
 from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.model import make_context, open_model
 from edgeinfer.runtime.llama.vocab import Vocab
 
 #: A window is decoded in batches: every position's logits are wanted, or llama.cpp computes the last
@@ -109,39 +108,22 @@ def _view(tensor: _Tensor, kind: Any) -> npt.NDArray[Any]:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Process the text; 0 if the matrix was written."""
-    die_with_parent()
-    libllama.lib()
-    params = L.llama_model_default_params()
-    params.use_extra_bufts = False
-    model = L.llama_model_load_from_file(os.fsencode(argv[0]), params)
-    if not model:
-        return fail("llama.cpp could not load the model")
+def weigh(argv: list[str]) -> dict[str, int]:
+    """Process the text and write the matrix. Raises ModelLoadError, UsageError, DecodeError."""
+    model = open_model((argv[0],))
     vocab = Vocab(model)
     tokens = vocab.tokenize(Path(argv[1]).read_text("utf-8", "replace"), add_special=False)
     skipped = int(argv[3])
     if len(tokens) >= skipped + _LEAST_TOKENS:
         tokens = tokens[skipped:]
     if len(tokens) < _LEAST_TOKENS:
-        message = f"the text has {len(tokens)} tokens, fewer than {_LEAST_TOKENS}"
-        return say(1, event="error", message=message)
+        raise UsageError(f"the text has {len(tokens)} tokens, fewer than {_LEAST_TOKENS}")
     found = Importance()
-    context = _context(model, found)
-    if not context:
-        return fail("llama.cpp could not make a context")
-    try:
-        _read(ActiveContext(context), vocab, tokens, found)
-    except DecodeError as error:
-        return say(1, event="error", message=error.message)
-    _write(Path(argv[2]), found, Path(argv[1]).name, len(tokens))
-    return say(0, event="done", n_tokens=len(tokens), n_tensors=len(found.sums))
-
-
-def _context(model: Any, found: Importance) -> Any:
     params = scoring_params(_WINDOW_TOKENS, _BATCH_TOKENS)
     params.cb_eval = found.callback
-    return L.llama_init_from_model(model, params)
+    _read(ActiveContext(make_context(model, params)[0]), vocab, tokens, found)
+    _write(Path(argv[2]), found, Path(argv[1]).name, len(tokens))
+    return {"n_tokens": len(tokens), "n_tensors": len(found.sums)}
 
 
 def _read(active: ActiveContext, vocab: Vocab, tokens: list[int], found: Importance) -> None:
@@ -156,13 +138,9 @@ def _read(active: ActiveContext, vocab: Vocab, tokens: list[int], found: Importa
     step = _WINDOW_TOKENS - len(begin)
     for start in range(0, len(tokens), step):
         window = begin + tokens[start : start + step]
-        L.llama_memory_clear(L.llama_get_memory(active.context), True)
+        active.clear(zeros=True)
         for at in range(0, len(window), _BATCH_TOKENS):
-            piece = window[at : at + _BATCH_TOKENS]
-            batch.clear()
-            batch.add(piece, at, 0, outputs=len(piece))
-            if batch.decode(active):
-                raise DecodeError("llama_decode failed on the text")
+            decode(active, batch, window[at : at + _BATCH_TOKENS], at)
             if found.error is not None:
                 raise DecodeError(f"what the model computes cannot be read: {found.error}")
         say(event="progress", done=min(start + step, len(tokens)), total=len(tokens))
@@ -184,4 +162,4 @@ def _write(target: Path, found: Importance, text: str, n_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(weigh))

@@ -11,19 +11,17 @@ with different vocabularies cannot.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import DecodeError
-from edgeinfer.platform.process import die_with_parent
-from edgeinfer.runtime.llama import libllama
+from edgeinfer.errors import UsageError
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.helpers import fail, say, scoring_params
+from edgeinfer.runtime.llama.helpers import decode, run, say, scoring_params
 from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.model import make_context, open_model
 from edgeinfer.runtime.llama.vocab import Vocab
 
 SKIPPED_TOKENS = 32
@@ -32,40 +30,27 @@ _WINDOW_TOKENS = 1024
 _BATCH_TOKENS = 64
 
 
-def main(argv: list[str]) -> int:
-    """Score the text; 0 if a figure was written."""
-    die_with_parent()
-    libllama.lib()
+def measure(argv: list[str]) -> dict[str, float]:
+    """Score the text. Raises ModelLoadError, OutOfMemoryError, UsageError, DecodeError."""
     limit = (int(argv[2]) if len(argv) > 2 else 0) or _WINDOW_TOKENS
-    names = [argv[0], *argv[3:4]] if argv[3:4] != [""] else [argv[0]]
-    models = [
-        L.llama_model_load_from_file(os.fsencode(name), L.llama_model_default_params())
-        for name in names
-    ]
-    if not all(models):
-        return fail("llama.cpp could not load the model")
+    models = [open_model((name,)) for name in (argv[0], *filter(None, argv[3:4]))]
     vocab = Vocab(models[0])
     text = Path(argv[1]).read_text("utf-8", "replace")
     tokens = vocab.tokenize(text, add_special=True)[:limit]
     scored = len(tokens) - 1 - SKIPPED_TOKENS
     if scored < 1:
-        return say(1, event="error", message=f"the text has {len(tokens)} tokens, too few to score")
+        raise UsageError(f"the text has {len(tokens)} tokens, too few to score")
     if any(Vocab(model).n_vocab != vocab.n_vocab for model in models):
-        return say(1, event="error", message="the two files have different vocabularies")
+        raise UsageError("the two files have different vocabularies")
     params = scoring_params(len(tokens), _BATCH_TOKENS)
-    contexts = [L.llama_init_from_model(model, params) for model in models]
-    if not all(contexts):
-        return fail("llama.cpp could not make a context")
-    try:
-        sums = _sums([ActiveContext(context) for context in contexts], tokens, vocab.n_vocab)
-    except DecodeError as error:
-        return say(1, event="error", message=error.message)
+    contexts = [ActiveContext(make_context(model, params)[0]) for model in models]
+    sums = _sums(contexts, tokens, vocab.n_vocab)
     figures = {"perplexity": math.exp(min(700.0, sums[0] / scored)), "n_tokens": scored}
     if len(models) > 1:
         figures["compared_perplexity"] = math.exp(min(700.0, sums[1] / scored))
         figures["divergence"] = max(0.0, sums[2] / scored)
         figures["same_top"] = sums[3] / scored
-    return say(0, event="done", **figures)
+    return figures
 
 
 def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> list[float]:
@@ -84,10 +69,7 @@ def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> lis
         skip = max(0, SKIPPED_TOKENS - start)
         found = []
         for number, active in enumerate(contexts):
-            batch.clear()
-            batch.add(piece, start, 0, outputs=len(piece))
-            if batch.decode(active):
-                raise DecodeError("llama_decode failed on the text")
+            decode(active, batch, piece, start)
             logits = np.ctypeslib.as_array(
                 L.llama_get_logits(active.context), shape=(len(piece), n_vocab)
             )
@@ -109,4 +91,4 @@ def _log_probabilities(logits: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(measure))
