@@ -202,10 +202,7 @@ def negated(schema: Any, depth: int = 0) -> Any:
 
 
 def _replace_one_of(schema: dict[str, Any], place: str, overlaps: Overlaps) -> None:
-    """Replace a `oneOf` by an `anyOf` of parts that exclude each other, in place.
-
-    A `type` beside references that say as much goes: the engine follows no circle beside a keyword.
-    """
+    """Replace a `oneOf` by an `anyOf` of parts that exclude each other, in place."""
     if isinstance(schema.get("oneOf"), list):
         outer = {"type": schema["type"]} if "type" in schema else {}
         own = [
@@ -223,8 +220,6 @@ def _replace_one_of(schema: dict[str, Any], place: str, overlaps: Overlaps) -> N
             schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": parts}]
         else:
             schema["anyOf"] = parts
-    if overlaps.has_idle_type(schema):
-        del schema["type"]
 
 
 def normalise(schema: Any) -> dict[str, Any]:

@@ -12,11 +12,6 @@ from edgeinfer.runtime.requests import check_deadline
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEPTH = 64
-_RANGES = {
-    "number": ("minimum", "maximum"),
-    "string": ("minLength", "maxLength"),
-    "array": ("minItems", "maxItems"),
-}
 
 
 class Overlaps:
@@ -33,13 +28,6 @@ class Overlaps:
         self._pairs: dict[tuple[int, int], bool] = {}
         self._kinds: dict[str, set[str]] = {}
         self._narrow: list[Any] = []  # kept alive: pairs go by identity
-
-    def has_idle_type(self, schema: dict[str, Any]) -> bool:
-        """Return whether its `type` says no more than its reference or alternatives do."""
-        if "type" not in schema or not ("$ref" in schema or "anyOf" in schema):
-            return False
-        rest = {key: part for key, part in schema.items() if key != "type"}
-        return self.kinds(rest) <= self.kinds({"type": schema["type"]})
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
         """Return `parts`, each narrowed to exclude all others; or two of them that both may be true."""
@@ -149,16 +137,6 @@ class Overlaps:
         of_a, of_b = _values(a), _values(b)
         if of_a is not None and of_b is not None:
             return not any(value in of_b for value in of_a)
-        kind = "number" if kind == "integer" else kind
-        if kind in _RANGES:
-            low, high = _RANGES[kind]
-            for one, other in ((a, b), (b, a)):
-                if low in one and high in other and one[low] > other[high]:
-                    return True
-        if kind == "array":
-            if max(a.get("minItems", 0), b.get("minItems", 0)) == 0:
-                return False
-            return self.disjoint(_first_item(a), _first_item(b), depth)
         if kind == "object":
             names = dict.fromkeys((*a.get("required", ()), *b.get("required", ())))
             return any(self.disjoint(_member(a, name), _member(b, name), depth) for name in names)
@@ -176,11 +154,6 @@ def _kinds_of(value: Any) -> tuple[str, ...]:
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
     return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _first_item(schema: dict[str, Any]) -> Any:
-    items = schema.get("prefixItems") or schema.get("items", True)
-    return items[0] if isinstance(items, list) and items else items
 
 
 def _member(schema: dict[str, Any], name: str) -> Any:
