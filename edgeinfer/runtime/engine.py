@@ -351,9 +351,9 @@ def _scheduler(loaded: LlamaModel, active: ActiveContext, lora: LoraAdapters) ->
     )
     batch = Batch(
         capacity=loaded.n_batch,
-        max_outputs=loaded.n_outputs_max,
+        max_outputs=loaded.plan.n_outputs,
         n_vocab=loaded.vocab.n_vocab,
-        n_seq_max=loaded.n_seq_max,
+        n_seq_max=loaded.plan.n_seq_max,
         n_cells=loaded.n_cells,
     )
     return Scheduler(
@@ -404,7 +404,7 @@ def make_info(
         weights_bytes=loaded.shape.weights_bytes,
         kv_bytes=loaded.kv_bytes,
         compute_bytes=loaded.compute_bytes,
-        least_kv_bytes=loaded.least_kv_bytes,
+        least_kv_bytes=loaded.plan.least_kv_bytes,
         chat_template=files.chat_template or loaded.chat_template(),
         bos_token=loaded.vocab.text(loaded.vocab.bos),
         eos_token=loaded.vocab.text(loaded.vocab.eos),

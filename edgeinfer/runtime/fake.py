@@ -13,6 +13,7 @@ import hashlib
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,12 +94,7 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._players: set[_Player] = set()
         self._closed = False
-        self._totals = {
-            "requests_total": 0,
-            "cancelled_total": 0,
-            "prompt_tokens_total": 0,
-            "completion_tokens_total": 0,
-        }
+        self._totals = Counter[str]()
         self.n_threads = 0
         self.requests: list[GenerateRequest] = []
         self.read: list[GenerateRequest] = []

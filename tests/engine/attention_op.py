@@ -13,15 +13,17 @@ import json
 import sys
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.llama import libedgeinfer, libllama
+sys.path.insert(0, str(Path(__file__).parents[1] / "made"))
+from matmul_ops import Floats, InitParams, open_ggml
 
-Floats = NDArray[np.float32]
+from edgeinfer.runtime.llama import libedgeinfer, libllama
 
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
@@ -80,41 +82,6 @@ OURS = (
 )  # fmt: skip
 #: What is left to llama.cpp's.
 LEFT = (Case(bias=8), Case(softcap=30), Case(head=576, head_v=512, group=4, heads=1, cells=64))
-
-
-class Params(ctypes.Structure):
-    """ggml_init_params."""
-
-    _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
-
-
-class Ggml:
-    """The functions of ggml that make a graph and compute it."""
-
-    def __init__(self) -> None:
-        libllama.lib()
-        base = libllama.base_library()
-        cpu = ctypes.CDLL(libedgeinfer.cpu_library())
-        pointer, integer = ctypes.c_void_p, ctypes.c_int
-        self.init = _declared(base.ggml_init, pointer, Params)
-        self.free = _declared(base.ggml_free, None, pointer)
-        self.tensor = _declared(
-            base.ggml_new_tensor_4d, pointer, pointer, integer, *[ctypes.c_int64] * 4
-        )
-        self.permute = _declared(base.ggml_permute, pointer, pointer, pointer, *[integer] * 4)
-        self.data = _declared(base.ggml_get_data, pointer, pointer)
-        self.attend = _declared(
-            base.ggml_flash_attn_ext, pointer, *[pointer] * 5, *[ctypes.c_float] * 3
-        )
-        self.add_sinks = _declared(base.ggml_flash_attn_ext_add_sinks, None, pointer, pointer)
-        self.graph = _declared(base.ggml_new_graph, pointer, pointer)
-        self.expand = _declared(base.ggml_build_forward_expand, None, pointer, pointer)
-        self.compute = _declared(cpu.ggml_graph_compute_with_ctx, integer, pointer, pointer, integer)
-
-
-def _declared(function: Any, result: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 class Inputs:
@@ -211,16 +178,17 @@ def moved(inputs: Inputs) -> Inputs:
     return other
 
 
-def attended(ggml: Ggml, inputs: Inputs, rows: slice, n_threads: int) -> Floats:
+def attended(inputs: Inputs, rows: slice, n_threads: int) -> Floats:
     """Compute some of the rows with ggml: (streams, rows, heads, head_v)."""
     case = inputs.case
     q = np.ascontiguousarray(inputs.q[:, rows])
     head_v = case.head_v or case.head
-    context = ggml.init(Params(64 << 20, None, False))
+    base, cpu = open_ggml()
+    context = base.ggml_init(InitParams(64 << 20, None, False))
 
     def tensor(values: NDArray[Any], kind: str, *shape: int) -> int:
-        made: int = ggml.tensor(context, TYPES[kind], *shape)
-        ctypes.memmove(ggml.data(made), np.ascontiguousarray(values).tobytes(), values.nbytes)
+        made: int = base.ggml_new_tensor_4d(context, TYPES[kind], *shape)
+        ctypes.memmove(base.ggml_get_data(made), np.ascontiguousarray(values).tobytes(), values.nbytes)
         return made
 
     try:
@@ -230,28 +198,30 @@ def attended(ggml: Ggml, inputs: Inputs, rows: slice, n_threads: int) -> Floats:
             tensor(inputs.k_raw, case.kind, case.head, case.heads, case.cells, case.streams),
             tensor(inputs.v_raw, case.kind, head_v, case.heads, case.cells, case.streams),
         )
-        views = [ggml.permute(context, one, 0, 2, 1, 3) for one in tensors]
+        views = [base.ggml_permute(context, one, 0, 2, 1, 3) for one in tensors]
         mask = None
         if inputs.mask is not None:
             mask = tensor(inputs.mask[:, rows], "f16", case.cells, q.shape[1], 1, case.streams)
-        out = ggml.attend(context, *views, mask, inputs.scale, case.bias, case.softcap)
+        out = base.ggml_flash_attn_ext(context, *views, mask, inputs.scale, case.bias, case.softcap)
         if inputs.sinks is not None:
-            ggml.add_sinks(out, tensor(inputs.sinks, "f32", len(inputs.sinks), 1, 1, 1))
-        graph = ggml.graph(context)
-        ggml.expand(graph, out)
-        if ggml.compute(context, graph, n_threads):
+            base.ggml_flash_attn_ext_add_sinks(
+                out, tensor(inputs.sinks, "f32", len(inputs.sinks), 1, 1, 1)
+            )
+        graph = base.ggml_new_graph(context)
+        base.ggml_build_forward_expand(graph, out)
+        if cpu.ggml_graph_compute_with_ctx(context, graph, n_threads):
             raise RuntimeError(f"{case}: not computed")
         shape = (case.streams, q.shape[1], q.shape[2], head_v)
-        raw = ctypes.string_at(ggml.data(out), 4 * int(np.prod(shape)))
+        raw = ctypes.string_at(base.ggml_get_data(out), 4 * int(np.prod(shape)))
         return np.frombuffer(raw, np.float32).reshape(shape)
     finally:
-        ggml.free(context)
+        base.ggml_free(context)
 
 
-def outcome(ggml: Ggml, case: Case) -> Outcome:
+def outcome(case: Case) -> Outcome:
     """Compute a case whole, and some of its rows again, elsewhere and with other numbers of threads."""
     inputs = Inputs(case)
-    got = attended(ggml, inputs, slice(None), 2)
+    got = attended(inputs, slice(None), 2)
     wanted = expected(inputs)
     last = slice(max(0, case.rows - 3), case.rows)
     again = (
@@ -261,7 +231,7 @@ def outcome(ggml: Ggml, case: Case) -> Outcome:
         (moved(inputs), slice(None), 2),
         (moved(inputs), last, 3),
     )
-    same = all(np.array_equal(attended(ggml, one, rows, n), got[:, rows]) for one, rows, n in again)
+    same = all(np.array_equal(attended(one, rows, n), got[:, rows]) for one, rows, n in again)
     error = float(np.abs(got - wanted).max() / wanted.std())
     return Outcome(error, hashlib.sha256(got.tobytes()).hexdigest(), same)
 
@@ -271,9 +241,8 @@ def main(level: str) -> None:
     levels = dict.fromkeys(libedgeinfer.LEVELS, level) if level != "none" else {}
     libedgeinfer.LEVELS.clear()
     libedgeinfer.LEVELS.update(levels)
-    ggml = Ggml()
     assert libllama.build_info().kernels == ("" if level == "none" else level)
-    print(json.dumps({str(case): asdict(outcome(ggml, case)) for case in (*OURS, *LEFT)}))
+    print(json.dumps({str(case): asdict(outcome(case)) for case in (*OURS, *LEFT)}))
 
 
 if __name__ == "__main__":

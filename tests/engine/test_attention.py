@@ -60,10 +60,12 @@ def can_run(level: str) -> bool:
     ] <= set(flags)
 
 
+def started(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300)
+
+
 def run(*args: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = started(*args)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -135,14 +137,7 @@ def test_llama_cpp_kernels_serve_without_the_library(content: bytes | None, tmp_
         "libedgeinfer.folder = lambda: Path(sys.argv[1])\n"
         "sys.exit(main(['doctor']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ", its own kernels: " in done.stdout
+    assert ", its own kernels: " in started("-c", program, tmp_path).stdout
 
 
 def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
@@ -154,9 +149,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
         "libllama.guard_decode()\n"
         "print(repr(libllama.build_info().kernels), cell_copies.find_copies(), 'decode' in libllama._state)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = started("-c", program)
     assert done.stdout.split() == ["''", "None", "False"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("llama-cpp-python is 9.9.9, and edgeinfer's native code is for ")

@@ -7,10 +7,11 @@ from made_models import FIM, make_llama
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
-from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Infill, InfillFile
+
+from .conftest import load as load_model
 
 PRE, SUF, MID, REP, SEP = range(258, 263)
 PLAIN = ("fim_pre", "fim_suf", "fim_mid")
@@ -24,8 +25,7 @@ def load(tmp_path_factory):
     def loaded(*fim: str) -> LlamaEngine:
         if fim not in engines:
             path = make_llama(tmp_path_factory.mktemp("fim") / "made.gguf", fim=fim)
-            files = ModelFiles(name="made", paths=(str(path),))
-            engines[fim] = load_engine(files, LoadOptions(n_ctx=256, n_parallel=1, n_threads=1))
+            engines[fim] = load_model(path, n_ctx=256, n_parallel=1, n_threads=1)
         return engines[fim]
 
     yield loaded

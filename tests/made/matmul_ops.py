@@ -58,7 +58,7 @@ def dequantized(kind: str, weights: Bytes) -> NDArray[np.float64]:
     return gguf.quants.dequantize(weights, gguf.GGMLQuantizationType[kind]).astype(np.float64)
 
 
-class _InitParams(ctypes.Structure):
+class InitParams(ctypes.Structure):
     """ggml_init_params."""
 
     _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
@@ -93,10 +93,7 @@ class Products:
         used: int = 1,
         is_repacked: bool = False,
     ) -> None:
-        libllama.lib()
-        self._base = libllama.base_library()
-        self._cpu = ctypes.CDLL(libedgeinfer.cpu_library())
-        _declare(self._base, self._cpu)
+        self._base, self._cpu = open_ggml()
         quantization = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[quantization]
         rows = weights[0].shape[0] // max(experts, 1)
@@ -129,7 +126,7 @@ class Products:
         self._shape = (n, used, rows)
 
     def _context(self, n_bytes: int, *, no_alloc: bool = False) -> int:
-        made: int = self._base.ggml_init(_InitParams(n_bytes + (4 << 20), None, no_alloc))
+        made: int = self._base.ggml_init(InitParams(n_bytes + (4 << 20), None, no_alloc))
         return made
 
     def _tensor(self, context: int, kind: int, *shape: int) -> int:
@@ -164,13 +161,19 @@ class Products:
             self._base.ggml_free(context)
 
 
-def _declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> None:
-    """Declare the functions that take or return more than integers; every handle is a pointer."""
-    pointer = ctypes.c_void_p
+def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Open libggml-base and the CPU variant's library, with what makes a graph and computes it declared."""
+    libllama.lib()
+    base, cpu = libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library())
+    pointer, integer, length = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     for name, arguments in {
-        "ggml_init": [_InitParams],
+        "ggml_init": [InitParams],
         "ggml_free": [pointer],
-        "ggml_new_tensor_3d": [pointer, ctypes.c_int, *[ctypes.c_int64] * 3],
+        "ggml_new_tensor_3d": [pointer, integer, *[length] * 3],
+        "ggml_new_tensor_4d": [pointer, integer, *[length] * 4],
+        "ggml_permute": [pointer, pointer, *[integer] * 4],
+        "ggml_flash_attn_ext": [*[pointer] * 5, *[ctypes.c_float] * 3],
+        "ggml_flash_attn_ext_add_sinks": [pointer] * 2,
         "ggml_mul_mat": [pointer] * 3,
         "ggml_mul_mat_id": [pointer] * 4,
         "ggml_get_data": [pointer],
@@ -182,5 +185,7 @@ def _declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> None:
         function = getattr(base, name)
         function.restype, function.argtypes = pointer, arguments
     cpu.ggml_graph_plan.restype = _Plan
-    cpu.ggml_graph_plan.argtypes = [pointer, ctypes.c_int, pointer]
+    cpu.ggml_graph_plan.argtypes = [pointer, integer, pointer]
     cpu.ggml_graph_compute.argtypes = [pointer, pointer]
+    cpu.ggml_graph_compute_with_ctx.argtypes = [pointer, pointer, integer]
+    return base, cpu

@@ -46,13 +46,10 @@ class LlamaModel:
     n_ctx: int
     n_cells: int
     n_parallel: int
-    n_seq_max: int
     n_batch: int
-    n_outputs_max: int
     n_threads: int
     kv_bytes: int
     compute_bytes: int
-    least_kv_bytes: int
     load_ms: float
     plan: Plan
     cells: CellMemory = NO_CELLS
@@ -277,13 +274,10 @@ def _with_context(
         n_ctx=min(plan.n_ctx.value, n_cells),
         n_cells=n_cells,
         n_parallel=plan.n_parallel.value,
-        n_seq_max=plan.n_seq_max,
         n_batch=int(llama.llama_n_batch(context)),
-        n_outputs_max=plan.n_outputs,
         n_threads=plan.n_threads.value,
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
-        least_kv_bytes=plan.least_kv_bytes,
         cells=_cells(buffers, lines, shape, n_cells, choices),
         load_ms=0.0,
         plan=plan,

@@ -92,7 +92,7 @@ def make_states(loaded: LlamaModel, active: ActiveContext) -> SequenceStates:
 
 def scratch_id(loaded: LlamaModel) -> int:
     """Return the sequence id that ranges of states pass through; the KV cache never assigns it."""
-    return loaded.n_seq_max - 1
+    return loaded.plan.n_seq_max - 1
 
 
 def identity(loaded: LlamaModel, size: int) -> dict[str, str]:

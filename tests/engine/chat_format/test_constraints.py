@@ -15,7 +15,6 @@ from generated_schemas import schema as generated
 from generated_schemas import wild
 
 from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
-from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,
@@ -30,6 +29,7 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.runtime.sampling.grammar import Constraints, whole
 from edgeinfer.runtime.sampling.json_schema import locate
 
+from ..conftest import answer, answers
 from .conftest import draw_text
 
 DEEP: dict[str, Any] = {"type": "string"}
@@ -337,28 +337,20 @@ def test_anchors_are_stripped_only_around_the_whole_pattern():
 
 def _run(engine: Any, constraints: list[Constraint], temperature: float) -> list[tuple[str, str]]:
     messages = (Message(role="user", content="Answer in the form that was asked for."),)
-    streams = [
-        engine.submit(
+    found = answers(
+        engine,
+        [
             GenerateRequest(
                 messages=messages,
-                constraint=c,
+                constraint=constraint,
                 max_tokens=300,
-                sampling=Sampling(temperature=temperature, top_k=0, top_p=1, min_p=0, seed=i),
+                sampling=Sampling(temperature=temperature, top_k=0, top_p=1, min_p=0, seed=seed),
             )
-        )
-        for i, c in enumerate(constraints)
-    ]
-    answers = []
-    for stream in streams:
-        text, reason = "", ""
-        for event in stream:
-            if isinstance(event, TextDelta):
-                text += event.text
-            elif isinstance(event, Finished):
-                reason = event.reason
-                assert event.timings.constraint_ms > 0
-        answers.append((text, reason))
-    return answers
+            for seed, constraint in enumerate(constraints)
+        ],
+    )
+    assert all(one.finished.timings.constraint_ms > 0 for one in found)
+    return [(one.text, one.finished.reason) for one in found]
 
 
 @pytest.mark.model
@@ -407,5 +399,4 @@ def test_answer_cut_by_max_tokens_ends_with_length(smol):
         constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}),
         max_tokens=5,
     )
-    reasons = [event.reason for event in smol.submit(request) if isinstance(event, Finished)]
-    assert reasons == ["length"]
+    assert answer(smol, request).finished.reason == "length"

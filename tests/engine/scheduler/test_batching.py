@@ -59,7 +59,7 @@ def assert_nothing_left(engine: LlamaEngine) -> None:
     engine.park()
     assert engine.metrics().kv_used_tokens == 0
     llama = libllama.lib()
-    memory, n = engine._loaded.memory, engine._loaded.n_seq_max
+    memory, n = engine._loaded.memory, engine._loaded.plan.n_seq_max
     assert [llama.llama_memory_seq_pos_max(memory, s) for s in range(n)] == [-1] * n
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import EngineClosedError
-from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.requests import GenerateRequest
 
 from ...made.made_models import make_llama
+from ..conftest import load
 
 REQUEST = GenerateRequest(prompt="Roses", max_tokens=4)
 
@@ -20,7 +20,7 @@ REQUEST = GenerateRequest(prompt="Roses", max_tokens=4)
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[LlamaEngine]:
     path = make_llama(tmp_path / "tiny.gguf", 512)
-    opened = load_engine(ModelFiles(name="m", paths=(str(path),)), LoadOptions(n_ctx=256, n_parallel=2))
+    opened = load(path, n_ctx=256, n_parallel=2)
     yield opened
     opened.close()
 
