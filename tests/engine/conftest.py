@@ -52,7 +52,7 @@ def answer(engine: Engine, request: GenerateRequest) -> Collected:
 
 
 def answers(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Collected]:
-    """What an engine answers to requests that come together."""
+    """Ask all at once, and return what is answered to each."""
     return [collected(stream) for stream in [engine.submit(request) for request in requests]]
 
 

@@ -165,12 +165,12 @@ def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Open libggml-base and the CPU variant's library, with what makes a graph and computes it declared."""
     libllama.lib()
     base, cpu = libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library())
-    pointer, integer, length = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
     for name, arguments in {
         "ggml_init": [InitParams],
         "ggml_free": [pointer],
-        "ggml_new_tensor_3d": [pointer, integer, *[length] * 3],
-        "ggml_new_tensor_4d": [pointer, integer, *[length] * 4],
+        "ggml_new_tensor_3d": [pointer, integer, *[ctypes.c_int64] * 3],
+        "ggml_new_tensor_4d": [pointer, integer, *[ctypes.c_int64] * 4],
         "ggml_permute": [pointer, pointer, *[integer] * 4],
         "ggml_flash_attn_ext": [*[pointer] * 5, *[ctypes.c_float] * 3],
         "ggml_flash_attn_ext_add_sinks": [pointer] * 2,
