@@ -196,15 +196,16 @@ def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, jo
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""
         fetched = [convert_fetched(fetched, direct, work, job)]
-    header = gguf.check(fetched[0].path)
-    original = header.quantization
+    original = gguf.check(fetched[0].path).quantization
+    requantized_from = ""
     if todo.quantize and original != todo.quantize:
         from edgeinfer.models.quantizing.quantize import quantize_fetched
 
         fetched = quantize_fetched(fetched, todo.quantize, work, job)
-        header = gguf.check(fetched[0].path)
-    requantized_from = original if original != header.quantization else ""
-    record = store.publish(todo.ref, fetched, header, todo.ref.name, source, requantized_from)
+        requantized_from = original
+    record = store.publish(
+        todo.ref, fetched, base=todo.ref.name, source=source, requantized_from=requantized_from
+    )
     shutil.rmtree(work, ignore_errors=True)
     job.begin("done", fetched[0].file_name, done=record.size_bytes, total=record.size_bytes)
     return record

@@ -176,28 +176,24 @@ def list_pulled() -> list[PulledModel]:
 
 
 def publish(
-    ref: Reference,
-    fetched: list[Fetched],
-    header: gguf.GgufHeader,
-    base: str,
-    source: str,
-    requantized_from: str,
+    ref: Reference, fetched: list[Fetched], *, base: str, source: str, requantized_from: str
 ) -> PulledModel:
-    """Store verified files, the first of which has `header`, as the model `ref`. Return its record."""
+    """Store verified files as the model `ref`, and return its record."""
     folder = names.folder(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     files = tuple(_placed(one, folder) for one in fetched)
     sync(folder)
+    headers = [gguf.read_header(folder / file.path) for file in files]
     record = PulledModel(
         name=str(ref),
         base=base,
         files=files,
         source=source,
-        quantization=header.quantization,
-        architecture=header.architecture,
-        n_params=sum(gguf.read_header(folder / file.path).n_params for file in files),
-        n_ctx_train=header.n_ctx_train,
+        quantization=headers[0].quantization,
+        architecture=headers[0].architecture,
+        n_params=sum(header.n_params for header in headers),
+        n_ctx_train=headers[0].n_ctx_train,
         pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
         requantized_from=requantized_from,
     )

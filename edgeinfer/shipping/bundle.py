@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
-from edgeinfer.models import gguf, names, store
+from edgeinfer.models import names, store
 from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.models.pull_plan import Fetched
 from edgeinfer.models.store import PulledFile, PulledModel, changing
@@ -87,9 +87,13 @@ def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> Pull
         _take(shipped, file, shipped.bundle_offset + offset, work, job)
         for file, offset in zip(bundled.files, offsets(bundled), strict=True)
     ]
-    header = gguf.check(fetched[0].path)
-    made_from = (bundled.base, bundled.source, bundled.requantized_from)
-    return store.publish(bundled.reference, fetched, header, *made_from)
+    return store.publish(
+        bundled.reference,
+        fetched,
+        base=bundled.base,
+        source=bundled.source,
+        requantized_from=bundled.requantized_from,
+    )
 
 
 def _take(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Job) -> Fetched:

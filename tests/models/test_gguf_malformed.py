@@ -89,36 +89,26 @@ def preambles(rng: random.Random) -> Iterator[Case]:
         yield f"{count} entries", file_of(BASE, [tensor()], n_entries=count)
 
 
+def with_key(kind: int, value: bytes) -> bytes:
+    return file_of([*BASE, entry("k", kind, value)], [tensor()])
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return with_key(9, U32.pack(kind) + U64.pack(count) + content)
+
+
 def metadata(rng: random.Random) -> Iterator[Case]:
     for length in (*HUGE, *rng.sample(range(10_000, 2**50), 8)):
         yield f"key of {length}", file_of([U64.pack(length) + b"k" * 20, *BASE], [tensor()])
-        yield (
-            f"value of {length}",
-            file_of([*BASE, entry("k", 8, b"") + U64.pack(length) + b"v"], [tensor()]),
-        )
-        yield (
-            f"array of {length} strings",
-            file_of([*BASE, entry("k", 9, b"") + U32.pack(8) + U64.pack(length)], [tensor()]),
-        )
-        yield (
-            f"array of {length} floats",
-            file_of([*BASE, entry("k", 9, b"") + U32.pack(6) + U64.pack(length)], [tensor()]),
-        )
-        strings = U64.pack(100) + name("x") * 50 + U64.pack(length) + name("x") * 49
-        yield (
-            f"a string of {length} in an array",
-            file_of([*BASE, entry("k", 9, b"") + U32.pack(8) + strings], [tensor()]),
-        )
+        yield f"value of {length}", with_key(8, U64.pack(length) + b"v")
+        yield f"array of {length} strings", array(8, length)
+        yield f"array of {length} floats", array(6, length)
+        strings = name("x") * 50 + U64.pack(length) + name("x") * 49
+        yield f"a string of {length} in an array", array(8, 100, strings)
     for kind in (13, 14, 99, 2**31, 2**32 - 1, *rng.sample(range(13, 2**32), 5)):
-        yield (f"value type {kind}", file_of([*BASE, entry("k", kind, b"") + b"\0" * 64], [tensor()]))
-        yield (
-            f"element type {kind}",
-            file_of([*BASE, entry("k", 9, b"") + U32.pack(kind) + U64.pack(4) + b"\0" * 64], []),
-        )
-    yield (
-        "array of arrays",
-        file_of([*BASE, entry("k", 9, b"") + U32.pack(9) + U64.pack(1) + b"\0" * 64], [tensor()]),
-    )
+        yield f"value type {kind}", with_key(kind, b"\0" * 64)
+        yield f"element type {kind}", array(kind, 4, b"\0" * 64)
+    yield "array of arrays", array(9, 1, b"\0" * 64)
     for epsilon in (float("nan"), float("inf"), -1e-5):
         key = name("llama.attention.layer_norm_rms_epsilon") + U32.pack(6)
         yield f"epsilon {epsilon}", file_of([*BASE, key + struct.pack("<f", epsilon)], [tensor()])
@@ -129,14 +119,10 @@ def metadata(rng: random.Random) -> Iterator[Case]:
     yield "empty key", file_of([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
     yield "same key twice", file_of([*BASE, *BASE], [tensor()])
     for alignment in (0, 1, 2, 4, 8, 16, 3, 31, 33, 2**31, 2**32 - 1, 2**21):
-        yield (
-            f"alignment {alignment}",
-            file_of([*BASE, uint_entry("general.alignment", alignment)], [tensor()]),
-        )
-    yield (
-        "alignment that is a word",
-        file_of([*BASE, string_entry("general.alignment", "32")], [tensor()]),
-    )
+        entries = [*BASE, uint_entry("general.alignment", alignment)]
+        yield f"alignment {alignment}", file_of(entries, [tensor()])
+    entries = [*BASE, string_entry("general.alignment", "32")]
+    yield "alignment that is a word", file_of(entries, [tensor()])
 
 
 def tensors(rng: random.Random) -> Iterator[Case]:
@@ -145,10 +131,7 @@ def tensors(rng: random.Random) -> Iterator[Case]:
     for n in (*HUGE, 2**31, *rng.sample(range(2**20, 2**60), 10)):
         yield f"{n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32,))])
         yield f"{n} × {n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32, n))])
-    yield (
-        "dimensions that multiply to nothing in 64 bits",
-        file_of(BASE, [tensor(shape=(2**32, 2**32))]),
-    )
+    yield "dimensions that multiply to 0 in 64 bits", file_of(BASE, [tensor(shape=(2**32, 2**32))])
     yield "dimensions that wrap to little in 64 bits", file_of(BASE, [tensor(shape=(2**33, 2**31 + 1))])
     for kind in (4, 5, 31, 32, 33, 36, 37, 38, 43, 99, 2**31, 2**32 - 1):
         yield f"tensor type {kind}", file_of(BASE, [tensor(kind=kind)])
@@ -165,15 +148,11 @@ def tensors(rng: random.Random) -> Iterator[Case]:
     yield "no architecture", file_of([uint_entry("x", 1)], [tensor()])
     yield "architecture that is a number", file_of([uint_entry("general.architecture", 1)], [tensor()])
     for layers in (0, 513, 1_000_000, 2**32 - 1):
-        yield (
-            f"{layers} layers",
-            file_of([BASE[0], uint_entry("llama.block_count", layers)], [tensor()]),
-        )
+        entries = [BASE[0], uint_entry("llama.block_count", layers)]
+        yield f"{layers} layers", file_of(entries, [tensor()])
     yield "layers in words", file_of([BASE[0], string_entry("llama.block_count", "two")], [tensor()])
-    yield (
-        "part 5 of 3",
-        file_of([*BASE, uint_entry("split.no", 5), uint_entry("split.count", 3)], [tensor()]),
-    )
+    entries = [*BASE, uint_entry("split.no", 5), uint_entry("split.count", 3)]
+    yield "part 5 of 3", file_of(entries, [tensor()])
 
 
 def all_cases() -> list[Case]:

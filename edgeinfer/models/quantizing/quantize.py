@@ -76,9 +76,13 @@ def quantize(
         options = _with_imatrix(Path(source.paths[0]), work, job, options)
         run_quantizer(Path(source.paths[0]), target, kind, job, options)
         made = Fetched.made_here(target, job)
-        base, origin_text = origin.base if origin else ref.name, f"quantized from {source.name}"
-        header = gguf.check(target)
-        record = store.publish(ref, [made], header, base, origin_text, before.quantization)
+        record = store.publish(
+            ref,
+            [made],
+            base=origin.base if origin else ref.name,
+            source=f"quantized from {source.name}",
+            requantized_from=before.quantization,
+        )
         shutil.rmtree(work, ignore_errors=True)
     score = {}
     if options.perplexity:
