@@ -133,26 +133,24 @@ class Infill(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, with exactly one of `messages` (for the chat template), `prompt` and `infill`.
 
-    `continue_final`: the last message is left open, an assistant's to be continued instead of answered,
-    a user's as one still being written (`max_tokens` 0). `overflow`: what to do when the context
-    is full, "refuse" up front and finish with "length", or "shift" (drop the oldest tokens behind the
-    system prompt). `logprobs`: None for none, else how many alternatives per token (0
-    to 20). `prompt_logprobs`: the same for the prompt's tokens, reported at once in `PromptLogprobs`;
-    a cached prefix serves only where its log-probabilities are cached too. `lora`: (adapter name,
-    scale) pairs; None applies all that were loaded with the model, each at its scale. `speculative`:
-    "auto" lets the engine decide by what it measures. `deadline_s` counts from submission.
+    `continue_final` leaves the last message open: the model continues an assistant's, and a user's is
+    one still being written (`max_tokens` 0). `overflow` says what happens if the context is full:
+    "refuse" refuses a longer prompt and ends the answer with "length", "shift" drops the oldest tokens
+    behind the system prompt.
+    `logprobs` is the number of alternatives per token (0 to 20), None for no log-probabilities.
+    `prompt_logprobs` is the same for the prompt's tokens, reported at once in `PromptLogprobs`; it uses
+    a cached prefix only if its log-probabilities are cached too. `lora` are (adapter name, scale)
+    pairs; None applies all adapters loaded with the model. `speculative` "auto" lets the engine decide
+    by measured gain. `deadline_s` counts from submission.
 
-    `max_tokens` 0 computes the prompt, keeps it for whoever begins like it, and ends with no token: at
-    the lowest priority, and cancelling it loses nothing; with `background` it leaves the processor to
-    whatever else runs on the machine. `cache_prompt` False neither takes nor leaves
-    anything, in memory or on disk; `cache_on_disk` False leaves what it computes in memory only, until
-    another that begins like it may write it. Requests share what was computed only under one
-    `cache_salt`.
-    `conversation` names whose blocks these are, so that they can be forgotten with it. `preamble` names
-    the agent whose sessions all begin about like this: what they share goes last when room is short.
+    `max_tokens` 0 prefills the prompt for later requests and ends without a token, at the lowest
+    priority; cancelling it keeps what was computed. With `background` it also yields the processor to
+    other programs. `cache_prompt` False neither uses nor fills the prefix cache, in memory or on disk.
+    `cache_on_disk` False keeps the prompt in memory, until a later request with it is stored. Requests
+    share prefixes only under one `cache_salt`. `conversation` owns the blocks, which are forgotten with
+    it. `preamble` names the agent whose sessions share a prefix, which is evicted last.
 
-    `reasoning_budget` closes a reasoning span that has run for so many tokens, and the answer goes on
-    behind it; 0 lets none begin, None leaves it to the model.
+    `reasoning_budget` closes a reasoning span after so many tokens, 0 at once; None leaves it open.
     """
 
     messages: tuple[Message, ...] = ()

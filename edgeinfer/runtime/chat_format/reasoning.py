@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeinfer.runtime.chat_format.tool_call_formats import could_become, held_back
+from edgeinfer.runtime.chat_format.tool_call_formats import could_become, hold_back
 from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
 from edgeinfer.runtime.events import Parsed, ReasoningDelta, TextDelta
 
@@ -121,9 +121,8 @@ class ReasoningParser:
         if closed:
             self._step = self._closed
             return [*self._reason(head), *self._closed(rest)]
-        keep = held_back(text, (self._span.close,))
-        self._held = text[len(text) - keep :]
-        return self._reason(text[: len(text) - keep])
+        certain, self._held = hold_back(text, (self._span.close,))
+        return self._reason(certain)
 
     def _closed(self, text: str) -> Sequence[Parsed]:
         """White space between the span and the answer belongs to neither."""

@@ -209,24 +209,20 @@ def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    if name == "replace":
-        old = str(kwargs.get("old", args[1] if len(args) > 1 else ""))
-        new = str(kwargs.get("new", args[2] if len(args) > 2 else ""))
-        _check_text_call(str(args[0]), name, (old, new))
-        return args
-    if name == "indent":
-        width = kwargs.get("width", args[1] if len(args) > 1 else 4)
-        _fuel.get().afford(
-            str(args[0]).count("\n") * (width if isinstance(width, int) else len(str(width)))
-        )
-        return args
-    if name == "trim":
-        taken = kwargs.get("chars", args[1] if len(args) > 1 else "")
-        _check_text_call(str(args[0]), name, (str(taken or ""),))
-        return args
-    separator = str(kwargs.get("d", args[1] if len(args) > 1 else ""))
-    if isinstance(args[0], Iterable):
-        return (*_check_text_call(separator, name, (args[0],)), *args[1:])
+    def given(at: int, key: str, default: Any = "") -> Any:
+        return kwargs.get(key, args[at] if len(args) > at else default)
+
+    if name == "join":
+        if isinstance(args[0], Iterable):
+            return (*_check_text_call(str(given(1, "d")), name, (args[0],)), *args[1:])
+    elif name == "replace":
+        _check_text_call(str(args[0]), name, (str(given(1, "old")), str(given(2, "new"))))
+    elif name == "trim":
+        _check_text_call(str(args[0]), name, (str(given(1, "chars") or ""),))
+    else:
+        width = given(1, "width", 4)
+        n = width if isinstance(width, int) else len(str(width))
+        _fuel.get().afford(str(args[0]).count("\n") * n)
     return args
 
 

@@ -119,14 +119,14 @@ def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolF
     return GENERIC, "the chat template shows no notation of its own"
 
 
-def held_back(text: str, markers: Sequence[str]) -> int:
-    """Return the number of characters at the end of `text` that could begin a marker."""
+def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
+    """Split `text` before its longest end that could begin a marker."""
     longest = max((len(marker) for marker in markers), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         tail = text[-size:]
         if any(marker.startswith(tail) for marker in markers if len(marker) > size):
-            return size
-    return 0
+            return text[:-size], tail
+    return text, ""
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     ToolFormat,
     could_become,
     first_marker,
-    held_back,
+    hold_back,
 )
 from edgeinfer.runtime.chat_format.tool_call_readers import ObjectReader, Tools, python_calls, xml_calls
 from edgeinfer.runtime.events import Parsed, TextDelta, ToolCallDelta
@@ -91,11 +91,7 @@ class CallParser:
             return True
         at, marker = first_marker(self._text, self._form.begin)
         if at < 0:
-            keep = held_back(self._text, self._form.begin)
-            certain, self._text = (
-                self._text[: len(self._text) - keep],
-                self._text[len(self._text) - keep :],
-            )
+            certain, self._text = hold_back(self._text, self._form.begin)
             self._say(certain, events)
             return False
         self._say(self._text[:at], events)

@@ -34,14 +34,14 @@ class ObjectReader:
         self.failed = False
         self.args_start = 0 if whole else -1
         self.args_end = -1
-        self._whole = whole
         self._depth = 0
+        #: Depth of the object with the name: calls come as `{"function": {…}}` too.
+        self._call_depth = -1 if whole else 1
         self._args_depth = 0
         self._in_string = False
         self._escaped = False
         self._string_start = 0
         self._key: str | None = None
-        self._wrapped = False
         self._at = 0
 
     def feed(self, text: str) -> int:
@@ -70,20 +70,15 @@ class ObjectReader:
             self._string_ended()
 
     def _string_ended(self) -> None:
-        if self._whole or self._depth != self._call_depth:
+        if self._depth != self._call_depth:
             return
-        text = self._decode(self.raw[self._string_start : self._at + 1])
+        text = _decoded(self.raw[self._string_start : self._at + 1])
         if self._key is None:
             if text not in _KEYS:
                 self.failed = True
             self._key = text if isinstance(text, str) else ""
         elif self._key == "name":
             self.name = text if isinstance(text, str) else ""
-
-    @property
-    def _call_depth(self) -> int:
-        """Depth of the object with the name: calls come as `{"function": {…}}` too."""
-        return 2 if self._wrapped else 1
 
     def _structure(self, c: str) -> None:
         if self._depth == 0 and c != "{":
@@ -101,45 +96,34 @@ class ObjectReader:
             self.failed = True
 
     def _opened(self, c: str) -> None:
-        if not self._whole and self._depth == self._call_depth and c == "{":
+        if self._depth == self._call_depth and c == "{":
             if self._key in ARGUMENT_KEYS and self.args_start < 0:
                 self.args_start, self._args_depth = self._at, self._depth
-            elif self._key == "function" and not self._wrapped:
-                self._wrapped, self._key = True, None
+            elif self._key == "function" and self._call_depth == 1:
+                self._call_depth, self._key = 2, None
         self._depth += 1
 
     def _closed(self) -> None:
         self._depth -= 1
-        if (
-            not self._whole
-            and self.args_start >= 0
-            and self.args_end < 0
-            and self._depth == self._args_depth
-        ):
+        if self.args_start >= 0 and self.args_end < 0 and self._depth == self._args_depth:
             self.args_end = self._at + 1
-        if self._depth <= 0:
-            self.done = True
-            if self._whole:
-                self.args_end = self._at + 1
-
-    @staticmethod
-    def _decode(text: str) -> Any:
-        try:
-            return msgspec.json.decode(text)
-        except (msgspec.DecodeError, UnicodeEncodeError):
-            return None
+        self.done = self._depth <= 0
 
     def arguments(self) -> str | None:
         """Return the arguments as JSON text, once `done`; None if this is no call."""
-        try:
-            call = msgspec.json.decode(self.raw)
-        except (msgspec.DecodeError, UnicodeEncodeError):
-            return None
+        call = _decoded(self.raw)
         if not isinstance(call, dict):
             return None
         if self.args_start >= 0:
             return self.raw[self.args_start : self.args_end]
         return _loose_arguments(call.get("function", call))
+
+
+def _decoded(text: str, otherwise: Any = None) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return otherwise
 
 
 def _loose_arguments(call: Any) -> str | None:
@@ -148,10 +132,7 @@ def _loose_arguments(call: Any) -> str | None:
         return None
     value: Any = next((call[key] for key in ARGUMENT_KEYS if key in call), {})
     if isinstance(value, str):
-        try:
-            return value if isinstance(msgspec.json.decode(value), dict) else None
-        except (msgspec.DecodeError, UnicodeEncodeError):
-            return None
+        return value if isinstance(_decoded(value), dict) else None
     return "{}" if value in ({}, None) else None
 
 
@@ -214,9 +195,4 @@ def xml_calls(text: str, tools: Tools) -> list[tuple[str, str]] | None:
 
 def _value(text: str, schema: Any) -> Any:
     kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
-        return text
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return text
+    return text if kind == "string" else _decoded(text, otherwise=text)

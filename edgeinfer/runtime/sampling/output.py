@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.runtime.chat_format.reasoning import ReasoningParser
-from edgeinfer.runtime.chat_format.tool_call_formats import held_back
+from edgeinfer.runtime.chat_format.tool_call_formats import hold_back
 from edgeinfer.runtime.events import (
     Logprob,
     Parsed,
@@ -144,9 +144,8 @@ class TextStream:
             place, self.stopped_by = min(found, key=lambda hit: (hit[0], -len(hit[1])))
             self._held = ""
             return text[:place]
-        keep = held_back(text, self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        certain, self._held = hold_back(text, self._stops)
+        return certain
 
 
 class ReasoningBudget:

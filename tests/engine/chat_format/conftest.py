@@ -1,4 +1,4 @@
-"""The real small model's vocabulary, and one engine over it for every test of the language side."""
+"""The real models' vocabularies, and texts drawn from constraints."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.chat_format.reasoning import SPANS, THINK, ReasoningParser, detect, is_open
-from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, first_marker, held_back
+from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, first_marker, hold_back
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.chat_format.tool_call_parser import CallParser, call_id
@@ -224,8 +224,8 @@ def test_python_is_parsed_and_never_run():
 
 
 def test_partial_markers_are_held_back():
-    assert held_back("text <tool_", ("<tool_call>",)) == 6
-    assert held_back("text <tool_call>", ("<tool_call>",)) == 0
+    assert hold_back("text <tool_", ("<tool_call>",)) == ("text ", "<tool_")
+    assert hold_back("text <tool_call>", ("<tool_call>",)) == ("text <tool_call>", "")
     assert first_marker("a ```json b", ("```", "```json")) == (2, "```json")
 
 
