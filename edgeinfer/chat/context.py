@@ -27,7 +27,7 @@ _SUMMARY_TOKENS = 300
 
 def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -> int:
     """Count the prompt tokens of these turns."""
-    return len(engine.tokenize_chat(session.messages(turns)))
+    return len(engine.tokenize_chat(GenerateRequest(messages=session.messages(turns))))
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:

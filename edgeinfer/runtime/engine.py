@@ -33,7 +33,7 @@ from edgeinfer.runtime.options import (
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import make_states, run_check, scratch_id
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_length, preparing
+from edgeinfer.runtime.requests import GenerateRequest, check_length, preparing
 from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.sampling.speculative import DraftModel
 from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
@@ -154,31 +154,16 @@ class LlamaEngine:
         except IndexError as error:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
-    def apply_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> str:
-        return unmarked(self._render(messages, tools, options))
+    def apply_template(self, request: GenerateRequest) -> str:
+        return unmarked(self._render(request))
 
-    def tokenize_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> list[int]:
-        text = self._render(messages, tools, options)
+    def tokenize_chat(self, request: GenerateRequest) -> list[int]:
+        text = self._render(request)
         check_length(len(text), self._loaded.n_ctx, "messages")
         return self._conversations.tokenize(text)
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any] | None
-    ) -> str:
+    def _render(self, request: GenerateRequest) -> str:
         self._check_open()
-        request = GenerateRequest(
-            messages=tuple(messages), tools=tuple(tools), template_options=options or {}
-        )
         with preparing():
             return self._conversations.render(request)
 

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -35,7 +34,7 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, check_request
+from edgeinfer.runtime.requests import GenerateRequest, check_request
 
 _N_VOCAB = 256
 _N_EMBD = 8
@@ -137,7 +136,7 @@ class FakeEngine:
 
     def _prompt_tokens(self, request: GenerateRequest) -> int:
         if request.messages:
-            return len(self.tokenize(self.apply_template(request.messages, request.tools)))
+            return len(self.tokenize_chat(request))
         if request.infill is not None:
             return len(self.tokenize(request.infill.prefix + request.infill.suffix)) + 3
         prompt = request.prompt or ()
@@ -160,24 +159,15 @@ class FakeEngine:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens")
         return bytes(tokens)
 
-    def apply_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> str:
+    def apply_template(self, request: GenerateRequest) -> str:
         """`role: content` a line, tools by name and options first."""
+        tools, options = request.tools, request.template_options
         head = f"tools: {', '.join(t.name for t in tools)}\n" if tools else ""
         head += f"options: {', '.join(options)}\n" if options else ""
-        return head + "".join(f"{m.role}: {m.content}\n" for m in messages) + "assistant:"
+        return head + "".join(f"{m.role}: {m.content}\n" for m in request.messages) + "assistant:"
 
-    def tokenize_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> list[int]:
-        return self.tokenize(self.apply_template(messages, tools, options))
+    def tokenize_chat(self, request: GenerateRequest) -> list[int]:
+        return self.tokenize(self.apply_template(request))
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """A unit vector from a hash of each text."""

@@ -8,11 +8,11 @@ Four things stand behind it: `runtime.engine.LlamaEngine` (in this process),
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from edgeinfer.runtime.events import Event
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, ReplicasInfo
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+from edgeinfer.runtime.requests import GenerateRequest
 
 
 class Generation(Protocol):
@@ -63,24 +63,11 @@ class Engine(Protocol):
 
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
 
-    def apply_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> str:
-        """The prompt the model's chat template makes of `messages`, with the generation prompt.
+    def apply_template(self, request: GenerateRequest) -> str:
+        """Render a request's messages by the model's chat template. Raises InvalidRequestError."""
 
-        `options` are variables for the template. Raises InvalidRequestError.
-        """
-
-    def tokenize_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> list[int]:
-        """Tokenize that prompt, as `submit` does: what messages say becomes no control token."""
+    def tokenize_chat(self, request: GenerateRequest) -> list[int]:
+        """Tokenize that prompt as `submit` does: text of messages becomes no control token."""
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """One L2-normalised vector a text. Raises InvalidRequestError when the model cannot."""
@@ -89,17 +76,16 @@ class Engine(Protocol):
         """Score each document. Raises InvalidRequestError when the model has no such head."""
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        """The tokens that sessions of `agent` begin with and the last one went on with.
+        """Return the tokens that sessions of `agent` share, and those behind them in the latest one.
 
-        As far as they are on the disk under this `cache_salt`; [] where nothing is.
+        Only tokens on disk under this `cache_salt` count; [] without any.
         """
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Have these LoRA adapters loaded, and no others; `info.lora` from now on.
+        """Load these LoRA adapters, unload all others, and return `info.lora`.
 
-        A file that has changed is read again. Returns when the last request with one that goes has
-        ended, and its memory is given back. Raises InvalidRequestError, ModelLoadError; nothing has
-        changed then.
+        A changed file is read again. Waits until the last request with an unloaded adapter has ended.
+        Changes nothing if it raises: InvalidRequestError, ModelLoadError.
         """
 
     def metrics(self) -> EngineMetrics: ...

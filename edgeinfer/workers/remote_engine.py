@@ -25,7 +25,7 @@ from edgeinfer.runtime.events import Event, Finished
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
-from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
+from edgeinfer.runtime.requests import GenerateRequest
 
 MAX_BYTES = 1 << 30
 
@@ -148,21 +148,11 @@ class ForwardingEngine:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return self._forward("detokenize", bytes, list(tokens))
 
-    def apply_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> str:
-        return self._forward("apply_template", str, list(messages), list(tools), options or {})
+    def apply_template(self, request: GenerateRequest) -> str:
+        return self._forward("apply_template", str, request)
 
-    def tokenize_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        options: dict[str, Any] | None = None,
-    ) -> list[int]:
-        return self._forward("tokenize_chat", list[int], list(messages), list(tools), options or {})
+    def tokenize_chat(self, request: GenerateRequest) -> list[int]:
+        return self._forward("tokenize_chat", list[int], request)
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         plain = [text if isinstance(text, str) else list(text) for text in texts]
@@ -395,11 +385,7 @@ class _Server:
             raise EngineError(f"a worker has no {frame.method}")
         arguments, named = msgspec.msgpack.decode(frame.arguments)
         if frame.method in ("apply_template", "tokenize_chat"):
-            arguments = [
-                msgspec.convert(arguments[0], list[Message]),
-                msgspec.convert(arguments[1], list[Tool]),
-                arguments[2],
-            ]
+            arguments = [msgspec.convert(arguments[0], GenerateRequest)]
         elif frame.method == "use_adapters":
             arguments = [msgspec.convert(arguments[0], list[Adapter])]
         value = getattr(self._engine, frame.method)(*arguments, **named)

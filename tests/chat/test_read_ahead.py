@@ -76,7 +76,7 @@ def test_unchanged_text_is_prefilled_once_and_is_a_prefix_of_the_question(compos
     assert read.max_tokens == 0
     assert not read.cache_on_disk  # it may be deleted again
     answer(composer.session, "Why is the sky blue?", [NOTES])
-    whole, part = (engine.apply_template(r.messages) for r in (engine.requests[0], read))
+    whole, part = (engine.apply_template(r) for r in (engine.requests[0], read))
     assert whole.startswith(part.removesuffix("\nassistant:"))
     assert asked(read)[1].endswith("swordfish\n```\n\nWhy is the")
     assert read.continue_final  # the words are not at their end
@@ -147,9 +147,7 @@ def test_cached_tokens_are_known_after_the_prefill(composer, engine):
     answer(composer.session, "first")
     assert composer.ahead.look("", (), None)
     composer.ahead.run()
-    assert composer.ahead.cached_tokens == len(
-        engine.tokenize(engine.apply_template(engine.read[0].messages))
-    )
+    assert composer.ahead.cached_tokens == len(engine.tokenize_chat(engine.read[0]))
     composer.session.new()
     composer.look("")
     assert composer.ahead.cached_tokens == 0

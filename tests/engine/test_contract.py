@@ -165,7 +165,7 @@ def test_embeddings_are_unit_vectors_and_tell_texts_apart(engine: Engine) -> Non
 
 
 def test_template_is_applied(engine: Engine) -> None:
-    assert "Count from one to twenty." in engine.apply_template(QUESTION)
+    assert "Count from one to twenty." in engine.apply_template(GenerateRequest(messages=QUESTION))
 
 
 def test_metrics_only_grow(engine: Engine) -> None:

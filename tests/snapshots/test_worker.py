@@ -80,11 +80,11 @@ def test_calls_answer_as_the_engine_does():
     with remote(fake) as (engine, _):
         assert engine.tokenize("abc") == fake.tokenize("abc")
         assert engine.detokenize([97, 98]) == fake.detokenize([97, 98])
-        messages = [Message(role="user", content="hi")]
-        options = {"enable_thinking": False}
-        assert engine.apply_template(messages, (), options) == fake.apply_template(
-            messages, (), options
+        conversation = GenerateRequest(
+            messages=(Message(role="user", content="hi"),), template_options={"enable_thinking": False}
         )
+        assert engine.apply_template(conversation) == fake.apply_template(conversation)
+        assert engine.tokenize_chat(conversation) == fake.tokenize_chat(conversation)
         assert engine.embed(["a", [98]]) == fake.embed(["a", [98]])
         assert engine.rerank("q", ["a", "b"]) == fake.rerank("q", ["a", "b"])
         assert engine.metrics() == fake.metrics()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error_events
 from edgeinfer.server.context import RequestContext, with_engine
@@ -32,10 +33,11 @@ async def messages(context: RequestContext, body: wire.MessagesRequest) -> Respo
 @ROUTES.post("/v1/messages/count_tokens")
 async def count_tokens(context: RequestContext, body: wire.CountRequest) -> wire.TokenCountReply:
     """Count a conversation's tokens."""
-    turns, tools = context.normalize(translate.conversation(body)), translate.tools_of(body)
+    turns = context.normalize(translate.conversation(body))
+    conversation = GenerateRequest(messages=turns, tools=translate.tools_of(body))
 
     def work(engine: Engine) -> wire.TokenCountReply:
-        return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(turns, tools)))
+        return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(conversation)))
 
     return await with_engine(context, body, work)
 

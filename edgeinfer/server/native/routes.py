@@ -57,10 +57,17 @@ async def tokenize(context: RequestContext, body: wire.TokenizeRequest) -> wire.
     return await with_engine(context, body, work)
 
 
+def _conversation(body: wire.TokenizeRequest | wire.ApplyTemplateRequest) -> GenerateRequest:
+    return GenerateRequest(
+        messages=openai.messages(body.messages or ()),
+        tools=openai.tools_of(body.tools),
+        template_options=body.chat_template_kwargs or {},
+    )
+
+
 def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
     if body.prompt is None:
-        turns, tools = openai.messages(body.messages or ()), openai.tools_of(body.tools)
-        tokens = engine.tokenize_chat(turns, tools, body.chat_template_kwargs or {})
+        tokens = engine.tokenize_chat(_conversation(body))
     else:
         tokens = engine.tokenize(body.prompt, add_special=body.add_special_tokens, parse_special=True)
     pieces = [engine.detokenize([t]).decode("utf-8", "replace") for t in tokens]
@@ -108,11 +115,10 @@ async def apply_template(
     context: RequestContext, body: wire.ApplyTemplateRequest
 ) -> wire.ApplyTemplateReply:
     """Render a conversation's prompt by the chat template."""
-    turns, tools = openai.messages(body.messages), openai.tools_of(body.tools)
-    options = body.chat_template_kwargs or {}
+    conversation = _conversation(body)
 
     def work(engine: Engine) -> wire.ApplyTemplateReply:
-        return wire.ApplyTemplateReply(prompt=engine.apply_template(turns, tools, options))
+        return wire.ApplyTemplateReply(prompt=engine.apply_template(conversation))
 
     return await with_engine(context, body, work)
 

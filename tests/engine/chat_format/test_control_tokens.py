@@ -156,8 +156,9 @@ def test_answer_keeps_the_markers_of_its_reasoning(vocab):
 
 def test_engine_counts_and_prefills_the_same_prompt(smol):
     messages = (Message(role="user", content="Say <|im_end|> twice."),)
-    tokens = smol.tokenize_chat(messages)
-    assert MARK not in smol.apply_template(messages)
-    stream = smol.submit(GenerateRequest(messages=messages, max_tokens=1))
+    request = GenerateRequest(messages=messages, max_tokens=1)
+    tokens = smol.tokenize_chat(request)
+    assert MARK not in smol.apply_template(request)
+    stream = smol.submit(request)
     assert list(stream)[-1].usage.prompt_tokens == len(tokens)
-    assert len(tokens) > len(smol.tokenize(smol.apply_template(messages), parse_special=True))
+    assert len(tokens) > len(smol.tokenize(smol.apply_template(request), parse_special=True))
