@@ -14,7 +14,6 @@ bootloader.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import sys
@@ -57,7 +56,7 @@ def ensure_unpacked(
     folder = app_root() / shipped.app
     if folder.is_dir():
         return _trusted(folder)
-    with _words_for_os_errors(folder), locked(waiting):
+    with _disk_errors(folder), locked(waiting):
         if not folder.is_dir():
             _remove_leftovers()
             _unpack(shipped, folder, progress or (lambda _done, _all: None))
@@ -75,17 +74,14 @@ def _trusted(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _words_for_os_errors(folder: Path) -> Iterator[None]:
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Add the way out to the errors of a full disk and of an unwritable folder."""
     try:
-        yield
+        with disk.room_errors(folder.parent, "nothing is left behind"):
+            yield
+    except DiskFullError as error:
+        raise DiskFullError(error.message, hint=_ROOM) from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = disk.free_bytes(folder)
-            raise DiskFullError(
-                f"the disk of {folder.parent} became full while unpacking ({free >> 20} MiB free); "
-                f"nothing is left behind",
-                hint=_ROOM,
-            ) from error
         raise ShippingError(
             f"cannot unpack to {folder.parent}: {error.filename or ''}: {error.strerror}",
             hint="make it writable, or set EDGEINFER_HOME to a folder that is",
@@ -104,13 +100,7 @@ def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
 def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
     with shipped.path.open("rb") as file:
         index = payload.read_index(file, shipped)
-        free = disk.free_bytes(folder.parent)
-        if free < index.size + _MARGIN_BYTES:
-            raise DiskFullError(
-                f"{folder.parent} has {free >> 20} MiB free, and the application needs "
-                f"{(index.size + _MARGIN_BYTES) >> 20}",
-                hint=_ROOM,
-            )
+        disk.need_room(folder.parent, index.size + _MARGIN_BYTES, "the application")
         scratch = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder.parent))
         try:
             _unpack_blocks(shipped, index, scratch, folder, progress, file.fileno())

@@ -114,10 +114,9 @@ def _watched(command: list[str], work: Path, job: Job) -> str | None:
 
 def _growth(work: Path) -> int:
     total = 0
-    for folder, _, files in os.walk(work):
-        for name in files:
-            with suppress(FileNotFoundError):  # pip moves them
-                total += os.stat(os.path.join(folder, name)).st_size if name.endswith(".whl") else 0
+    for wheel in work.rglob("*.whl"):
+        with suppress(FileNotFoundError):  # pip moves them
+            total += wheel.stat().st_size
     return total
 
 
