@@ -10,8 +10,9 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import gguf  # 80 ms; only a conversion imports this module
 import msgspec
 import numpy as np
 
@@ -31,9 +32,6 @@ from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
 
-if TYPE_CHECKING:
-    import gguf
-
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal")
 
 
@@ -52,10 +50,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[Planned]:
     """Plan every tensor. Raises ConversionError for one that has no place in llama.cpp."""
-    import gguf  # 80 ms: the table of names
-
-    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
-    table = gguf.get_tensor_name_map(arch, needed(config, "block_count", MAX_LAYERS))
+    table = tensor_names(family, needed(config, "block_count", MAX_LAYERS))
     planned = []
     for source in checkpoint.home:
         if source.startswith(_VISION) or source.endswith("rotary_emb.inv_freq"):
@@ -72,6 +67,12 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
         exact = len(shape) < 2 or name.endswith("_norm.weight")
         planned.append(Planned(name, shape, source, transform_of(family, name), exact))
     return sorted(planned, key=lambda one: _order(one.name))
+
+
+def tensor_names(family: Family, n_layer: int) -> gguf.TensorNameMap:
+    """Return the table from a checkpoint's names of tensors to llama.cpp's."""
+    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
+    return gguf.get_tensor_name_map(arch, n_layer)
 
 
 def plain_name(name: str) -> str:
@@ -130,9 +131,6 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
 
 class _Conversion:
     def __init__(self, checkpoint: ModelCheckpoint, family: families.Family, type_name: str) -> None:
-        import gguf  # 80 ms, only for conversions
-
-        self.gguf = gguf
         self.checkpoint = checkpoint
         self.family = family
         self.type_name = type_name
@@ -141,14 +139,15 @@ class _Conversion:
         self.made = hyperparameters.rope_tensors(checkpoint.config, self.heads.head_dim)
 
     def write(self, target: Path, job: Job) -> None:
-        writer = self.gguf.GGUFWriter(target, self.family.arch)
+        writer = gguf.GGUFWriter(target, self.family.arch)
         self._metadata(writer)
         for name, values in self.made.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
         total = sum(values.nbytes for values in self.made.values())
         for one in self.planned:
             kind = self._type(one)
-            size = _n_bytes(self.gguf, one.shape, kind)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            size = math.prod(one.shape) // block * block_bytes
             writer.add_tensor_info(one.name, one.shape, np.dtype(np.float32), size, kind)
             total += size
         need_room(target.parent, total, target.name)
@@ -167,7 +166,7 @@ class _Conversion:
         name = "F32" if one.exact else self.type_name
         if name == "Q8_0" and one.shape[-1] % 32:
             name = "F16"
-        return self.gguf.GGMLQuantizationType[name]
+        return gguf.GGMLQuantizationType[name]
 
     def _metadata(self, writer: gguf.GGUFWriter) -> None:
         config = self.checkpoint.config
@@ -176,7 +175,7 @@ class _Conversion:
         writer.add_type("model")
         writer.add_name(str(name or folder_name).rstrip("/").rsplit("/", 1)[-1] or folder_name)
         writer.add_file_type(file_type(self.type_name))
-        writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in hyperparameters.metadata(self.family, config).items():
             _add(writer, f"{self.family.arch}.{key}", value)
         for key, value in tokenizer.metadata(self.checkpoint.folder, self._n_vocab()).items():
@@ -230,15 +229,8 @@ class _Conversion:
             return np.ascontiguousarray(plain)
         if kind.name == "F16":
             return plain.astype(np.float16)
-        block: Array = self.gguf.quants.quantize(plain, kind)
+        block: Array = gguf.quants.quantize(plain, kind)
         return block
-
-
-def _n_bytes(gguf_package: Any, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
-    block: int
-    size: int
-    block, size = gguf_package.GGML_QUANT_SIZES[kind]
-    return math.prod(shape) // block * size
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from edgeinfer.errors import ConversionError
@@ -24,7 +25,7 @@ from edgeinfer.models.converting.checkpoint import (
     to_float32,
 )
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from edgeinfer.models.converting.convert import plain_name, transform_of
+from edgeinfer.models.converting.convert import plain_name, tensor_names, transform_of
 from edgeinfer.models.converting.families import FAMILIES, Family
 from edgeinfer.models.converting.tensor_transforms import Heads, plus_one
 from edgeinfer.models.gguf import GgufHeader
@@ -47,8 +48,6 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
 
 
 def _convert_checked(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
-    import gguf  # 80 ms, only for conversions
-
     config = read_json(folder / ADAPTER_CONFIG)
     _refuse_other_kinds(folder, config)
     family = _family_of(base)
@@ -118,10 +117,7 @@ def _heads(base: GgufHeader) -> Heads:
 
 
 def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
-    import gguf
-
-    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
-    table = gguf.get_tensor_name_map(arch, base.n_layer)
+    table = tensor_names(family, base.n_layer)
     pairs: _Pairs = {}
     for key, tensor in file.tensors.items():
         match = _PAIR.fullmatch(key)
