@@ -14,6 +14,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from made_models import make_llama
 from other_processes import wait_until
 
 from edgeinfer.host import Host, LoadProgress
+from edgeinfer.runtime import fake
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import AnswerJournal
@@ -84,6 +86,8 @@ class Served:
     thread: threading.Thread
     ended: list[ServeOutcome | BaseException]
     client: httpx2.Client
+    #: Runs requests beside the test.
+    pool: ThreadPoolExecutor
 
     def drain(self, why: str = "SIGTERM") -> None:
         self.loop.call_soon_threadsafe(self.server.drain, why)
@@ -99,6 +103,12 @@ class Served:
         return self.client.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body
         )
+
+    def begin(self, gate: fake.Gate, **body: Any) -> Future[httpx2.Response]:
+        """Ask in a thread; return once the scripted answer waits at `gate`."""
+        asking = self.pool.submit(self.chat, **body)
+        assert gate.reached.wait(20)
+        return asking
 
     def events(self, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
         """Stream an answer; return names and data of its events, without comments and `[DONE]`."""
@@ -166,9 +176,12 @@ def served(setup: Setup) -> Iterator[Served]:
     assert started.wait(20)
     assert not ended, ended
     url = f"{scheme}://127.0.0.1:{port}"
-    with httpx2.Client(base_url=url, timeout=30, verify=scheme == "http") as client:
+    with (
+        ThreadPoolExecutor(32) as pool,
+        httpx2.Client(base_url=url, timeout=30, verify=scheme == "http") as client,
+    ):
         here = Served(
-            url, port, box["endpoint"], box["server"], box["loop"], log, thread, ended, client
+            url, port, box["endpoint"], box["server"], box["loop"], log, thread, ended, client, pool
         )
         try:
             if setup.wait_ready and setup.options.preload:

@@ -15,6 +15,9 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 BASE = {CHAT: {"messages": HI}, RESPONSES: {"input": "hi"}, MESSAGES: {"messages": HI, "max_tokens": 8}}
 SCHEMA = {"type": "object", "properties": {}}
+CACHED = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+EAGER = {"name": "a", "input_schema": SCHEMA, "eager_input_streaming": True}
+SEARCHED = [{"type": "web_search_call", "id": "1"}, {"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
@@ -41,41 +44,18 @@ TAKEN = [
     (CHAT, {"verbosity": "low"}, "verbosity"),
     (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[]=custom"),
-    (
-        CHAT,
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
-                }
-            ]
-        },
-        "messages[].content[].cache_control",
-    ),
+    (CHAT, {"messages": [{"role": "user", "content": CACHED}]}, "messages[].content[].cache_control"),
     (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
     (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include=reasoning.encrypted_content"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[]=web_search"),
     (RESPONSES, {"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[]=custom"),
     (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
     (RESPONSES, {"client_metadata": {"x": "y"}}, "client_metadata"),
-    (
-        RESPONSES,
-        {"input": [{"type": "web_search_call", "id": "1"}, {"role": "user", "content": "x"}]},
-        "input[]=web_search_call",
-    ),
+    (RESPONSES, {"input": SEARCHED}, "input[]=web_search_call"),
     (MESSAGES, {"context_management": {"edits": []}}, "context_management"),
     (MESSAGES, {"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-    (
-        MESSAGES,
-        {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
-        "system[].cache_control",
-    ),
-    (
-        MESSAGES,
-        {"tools": [{"name": "a", "input_schema": SCHEMA, "eager_input_streaming": True}]},
-        "tools[].eager_input_streaming",
-    ),
+    (MESSAGES, {"system": CACHED}, "system[].cache_control"),
+    (MESSAGES, {"tools": [EAGER]}, "tools[].eager_input_streaming"),
     (
         MESSAGES,
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

@@ -93,28 +93,22 @@ def test_any_pulled_model_can_be_named(serve, loader):
 def test_many_requests_load_a_model_once(serve, loader, until):
     loader.holds["b"] = threading.Event()
     here = serve(load=loader.load, names=("a", "b"))
-    answers: list[str] = []
-    threads = [threading.Thread(target=lambda: answers.append(_ask(here, "b"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
+    asking = [here.pool.submit(_ask, here, "b") for _ in range(8)]
     until(lambda: here.endpoint.in_flight == 8, "all to wait")
     loader.holds["b"].set()
-    for thread in threads:
-        thread.join()
-    assert answers == ["I am b"] * 8
+    assert [one.result() for one in asking] == ["I am b"] * 8
     assert loader.loads == ["a", "b"]
 
 
 def test_a_request_does_not_wait_for_another_models_load(serve, loader, until):
     loader.holds["b"] = threading.Event()
     here = serve(load=loader.load, names=("a", "b", "c"))
-    waiting = threading.Thread(target=_ask, args=(here, "b"))
-    waiting.start()
+    waiting = here.pool.submit(_ask, here, "b")
     until(lambda: "b" in loader.loads, "b to be loading")
     assert _ask(here, "a") == "I am a"
     assert _ask(here, "c") == "I am c"
     loader.holds["b"].set()
-    waiting.join()
+    assert waiting.result() == "I am b"
 
 
 def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
@@ -150,13 +144,12 @@ def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, loader,
     loader.writing["b"] = threading.Event()
     here = serve(load=loader.load, names=("a", "b"))
     _ask(here, "b", keep_alive=0)
-    asking = threading.Thread(target=_ask, args=(here, "b"))
-    asking.start()
+    asking = here.pool.submit(_ask, here, "b")
     loading = here.endpoint.models.loading
     until(lambda: [m.stage for m in loading()] == ["writing what it has read"], "b to be waited for")
     assert loader.loads == ["a", "b"]
     loader.writing["b"].set()
-    asking.join(20)
+    asking.result(20)
     assert loader.loads == ["a", "b", "b"]
 
 
@@ -217,22 +210,17 @@ def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
     loader.scripts["a"] = [[gate, "held"]]
     here = serve(load=loader.load, names=("a", "b"), available_bytes=loader.available, room_s=0.2)
     here.endpoint.models._sizes["b"] = GIB
-    holding = threading.Thread(target=_ask, args=(here, "a"))
-    holding.start()
-    assert gate.reached.wait(20)
+    holding = here.begin(gate, model="a")
     refused = here.chat(model="b")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "out_of_memory")
     assert "retry-after" in refused.headers
     here.endpoint.models._room_s = 20
-    answer: list[str] = []
-    waiting = threading.Thread(target=lambda: answer.append(_ask(here, "b")))
-    waiting.start()
+    waiting = here.pool.submit(_ask, here, "b")
     until(lambda: here.client.get("/health").json()["loading"] != [], "b to wait for room")
     assert here.client.get("/health").json()["loading"][0]["stage"] == "waiting for memory"
     gate.opened.set()
-    waiting.join()
-    holding.join()
-    assert answer == ["I am b"]
+    assert waiting.result() == "I am b"
+    holding.result()
     assert loader.closed == ["a"]
 
 
@@ -267,14 +255,10 @@ def test_a_model_is_unloaded_on_request(serve, loader, until):
     unload = "/v1/models/b/unload"
     assert here.client.post(unload).json() == {"id": "b", "state": "not loaded"}
     assert here.client.post("/v1/models/zz/unload").status_code == 404
-    answers: list[str] = []
-    running = threading.Thread(target=lambda: answers.append(_ask(here, "b")))
-    running.start()
-    assert gate.reached.wait(20)
+    running = here.begin(gate, model="b")
     assert here.client.post(unload).json()["state"] == "unloading"
     gate.opened.set()
-    running.join()
-    assert answers == ["done"]
+    assert "done" in running.result().text
     until(lambda: loader.closed == ["b"], "b to be unloaded")
     _ask(here, "b")
     assert here.client.post(unload).json()["state"] == "unloaded"
@@ -322,11 +306,8 @@ def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, loader
     loader.reached.setdefault("a", threading.Event()).wait(20)
     assert _ask(here, "b") == "I am b"
     health = here.client.get("/health")
-    assert (health.status_code, health.json()["status"], health.json()["error"]) == (
-        503,
-        "error",
-        "damaged",
-    )
+    assert health.status_code == 503
+    assert (health.json()["status"], health.json()["error"]) == ("error", "damaged")
     until(lambda: "model-failed" in here.log.getvalue(), "the log to tell of it")
     assert "Traceback" not in here.log.getvalue()
 
@@ -354,13 +335,11 @@ def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, loader, unt
     gate = Gate(threading.Event())
     loader.scripts["b"] = [[gate, "done"]]
     here = serve(load=loader.load, names=("a", "b"))
-    running = threading.Thread(target=_ask, args=(here, "b"))
-    running.start()
-    assert gate.reached.wait(20)
+    running = here.begin(gate, model="b")
     assert here.client.post("/v1/models/b/unload").json()["state"] == "unloading"
     here.drain()
     until(lambda: here.endpoint.draining, "the drain to begin")
     gate.opened.set()
-    running.join()
+    running.result()
     here.wait_ended()
     assert sorted(loader.closed) == ["a", "b"]

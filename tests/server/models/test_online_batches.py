@@ -61,11 +61,8 @@ def test_batch_goes_from_upload_to_answers(here, until):
     batch = _begin(client, _jsonl(*(_line(f"q{n}") for n in range(9)), _line("bad", temperature=9)))
     assert (batch.metadata, batch.request_counts.total) == ({"a": "b"}, 10)
     ended = _ended(client, batch, until)
-    assert (ended.status, ended.request_counts.completed, ended.request_counts.failed) == (
-        "completed",
-        9,
-        1,
-    )
+    assert ended.status == "completed"
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (9, 1)
     answers = _answers(client, ended)
     assert answers["q3"]["body"]["choices"][0]["message"]["content"] == "<q3>"
     assert answers["bad"]["status_code"] == 400

@@ -63,12 +63,10 @@ def test_a_stream_that_is_cut_leaves_what_was_said(serve, tmp_path, until):
     path = tmp_path / "p"
     gate = Gate(threading.Event())
     here = serve(FakeEngine([["one ", gate, "two"]]), payloads=PayloadLog(path))
-    asking = threading.Thread(target=lambda: here.chat(stream=True))
-    asking.start()
-    assert gate.reached.wait(20)
+    asking = here.begin(gate, stream=True)
     here.drain()
     here.drain()
-    asking.join(30)
+    asking.result(30)
     (line,) = _lines(path, until, 1)
     assert line["answer"]["choices"][0]["message"]["content"] == "one "
     assert line["outcome"] == "shutting_down"

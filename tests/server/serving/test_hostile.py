@@ -18,118 +18,66 @@ from edgeinfer.server.limits import Limits
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 STREAM = json.dumps({"stream": True, "messages": [{"role": "user", "content": "hi"}]}).encode()
-JSON = b"content-type: application/json\r\n"
+
+
+PATHS = [
+    b"/v1/chat/completions",
+    b"/v1/completions",
+    b"/v1/messages",
+    b"/v1/responses",
+    b"/tokenize",
+    b"/infer",
+    b"/infill",
+    b"/api/chat",
+    b"/api/generate",
+    b"/api/embed",
+    b"/api/embeddings",
+    b"/api/show",
+    b"/api/pull",
+    b"/v1/models/fake/recall",
+]
+ODD_PATHS = [b"/v1/%00", b"/../../etc/passwd", b"//", b"/v1/models/" + b"%2e" * 50, b"/v1/models/%ff"]
+NUMBERS = [b"1e400", b"-1e400", b"9" * 400, b"-" + b"9" * 400, b"0x10", b"1.", b"NaN", b"-0", b"1e-999"]
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+
+
+def _head(path: bytes) -> bytes:
+    return b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path
 
 
 def _post(body: bytes, path: bytes = b"/v1/chat/completions", length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    return (
-        b"POST "
-        + path
-        + b" HTTP/1.1\r\nhost: localhost\r\n"
-        + JSON
-        + b"content-length: %d\r\n\r\n" % size
-        + body
-    )
+    return _head(path) + b"content-length: %d\r\n\r\n" % size + body
 
 
 def _hostile(rng: random.Random) -> bytes:
     """One malformed, lying, torn or absurd request."""
-    paths = [
-        b"/v1/chat/completions",
-        b"/v1/completions",
-        b"/v1/messages",
-        b"/v1/responses",
-        b"/tokenize",
-        b"/infer",
-        b"/infill",
-        b"/api/chat",
-        b"/api/generate",
-        b"/api/embed",
-        b"/api/embeddings",
-        b"/api/show",
-        b"/api/pull",
-        b"/v1/models/fake/recall",
-    ]
-    path = rng.choice(paths)
-    kind = rng.randrange(16)
+    path, number = rng.choice(PATHS), rng.choice(NUMBERS)
     noise = rng.randbytes(rng.randrange(1, 200))
-    number = rng.choice(
-        [b"1e400", b"-1e400", b"9" * 400, b"-" + b"9" * 400, b"0x10", b"1.", b"NaN", b"-0", b"1e-999"]
-    )
-    match kind:
-        case 0:
-            return noise
-        case 1:
-            return _post(BODY[: rng.randrange(len(BODY))], path)
-        case 2:
-            return _post(BODY, path, len(BODY) - rng.randrange(1, 20))
-        case 3:
-            return _post(BODY, path, rng.choice([0, 2**31, 2**63, 2**64, 10**30]))
-        case 4:
-            return _post(b'{"messages":[{"role":"user","content":"' + noise + b'"}]}', path)
-        case 5:
-            return _post(
-                b'{"max_tokens":'
-                + number
-                + b',"messages":[{"role":"user","content":"x"}],"prompt":"x"}',
-                path,
-            )
-        case 6:
-            depth = rng.choice([500, 5_000, 100_000])
-            return _post(b'{"messages":' + b"[" * depth + b"]" * depth + b"}", path)
-        case 7:
-            return _post(
-                b'{"messages":[{"role":"user","content":"x"}],"tools":' + b'[{"a":' * 20_000, path
-            )
-        case 8:
-            return (
-                b"POST "
-                + path
-                + b" HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
-                + JSON
-                + b"\r\nfffffffff\r\n"
-            )
-        case 9:
-            return (
-                b"POST "
-                + path
-                + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n"
-                + JSON
-                + b"\r\n0\r\n\r\n"
-            )
-        case 10:
-            return (
-                b"GET "
-                + path
-                + b"?"
-                + noise.replace(b"\n", b"").replace(b" ", b"")
-                + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
-            )
-        case 11:
-            return rng.choice(
-                [
-                    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-                    b"\x16\x03\x01\x02\x00\x01\x00",
-                    b"CONNECT a:1 HTTP/1.1\r\n\r\n",
-                ]
-            )
-        case 12:
-            return b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nx"
-        case 13:
-            return b"GET /health HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
-        case 14:
-            return _post(
-                b'{"prompt":['
-                + b",".join([rng.choice([b"1", b"[1]", b'"x"', b"-1", b"2e9"])] * rng.randrange(1, 300))
-                + b"]}",
-                b"/v1/completions",
-            )
-    return _post(
-        BODY,
-        rng.choice(
-            [b"/v1/%00", b"/../../etc/passwd", b"//", b"/v1/models/" + b"%2e" * 50, b"/v1/models/%ff"]
-        ),
+    depth = rng.choice([500, 5_000, 100_000])
+    prompts = [rng.choice([b"1", b"[1]", b'"x"', b"-1", b"2e9"])] * rng.randrange(1, 300)
+    query = noise.replace(b"\n", b"").replace(b" ", b"")
+    return rng.choice(
+        [
+            noise,
+            _post(BODY[: rng.randrange(len(BODY))], path),
+            _post(BODY, path, len(BODY) - rng.randrange(1, 20)),
+            _post(BODY, path, rng.choice([0, 2**31, 2**63, 2**64, 10**30])),
+            _post(b'{"messages":[{"role":"user","content":"' + noise + b'"}]}', path),
+            _post(b'{"max_tokens":' + number + b"," + BODY[1:-1] + b',"prompt":"x"}', path),
+            _post(b'{"messages":' + b"[" * depth + b"]" * depth + b"}", path),
+            _post(BODY[:-1] + b',"tools":' + b'[{"a":' * 20_000, path),
+            _head(path) + b"transfer-encoding: chunked\r\n\r\nfffffffff\r\n",
+            _head(path) + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"GET %b?%b HTTP/1.1\r\nhost: localhost\r\n\r\n" % (path, query),
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+            HEALTH + b"content-length: 1\r\ncontent-length: 2\r\n\r\nx",
+            HEALTH + b"upgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+            _post(b'{"prompt":[' + b",".join(prompts) + b"]}", b"/v1/completions"),
+            _post(BODY, rng.choice(ODD_PATHS)),
+        ]
     )
 
 
@@ -231,9 +179,7 @@ def test_half_closed_client_is_answered(serve, until):
         client.shutdown(socket.SHUT_WR)
         assert gate.reached.wait(20)
         gate.opened.set()
-        reply = b""
-        while piece := client.recv(65_536):
-            reply += piece
+        reply = b"".join(iter(lambda: client.recv(65_536), b""))
     assert reply.startswith(b"HTTP/1.1 200 ")
     assert b"late answer" in reply
 

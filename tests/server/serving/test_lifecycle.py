@@ -62,43 +62,36 @@ def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
 def test_the_drains_limit_cuts_and_says_so(serve, stream):
     gate = Gate(threading.Event())
     here = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=0.1))
-    replies: list[httpx2.Response] = []
-    asking = threading.Thread(target=lambda: replies.append(here.chat(stream=stream)))
-    asking.start()
-    assert gate.reached.wait(20)
+    asking = here.begin(gate, stream=stream)
     here.drain()
-    asking.join(30)
+    reply = asking.result(30)
     assert here.wait_ended().cut_short
-    assert "shutting down" in replies[0].text
+    assert "shutting down" in reply.text
     if not stream:
-        assert replies[0].status_code == 503
+        assert reply.status_code == 503
 
 
 def test_a_second_signal_ends_at_once(serve):
     gate = Gate(threading.Event())
     here = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=600))
-    asking = threading.Thread(target=lambda: here.chat(stream=True))
-    asking.start()
-    assert gate.reached.wait(20)
+    asking = here.begin(gate, stream=True)
     here.drain()
     here.drain()
-    asking.join(30)
+    asking.result(30)
     assert here.wait_ended().reason == "signal"
 
 
 def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
     gate = Gate(threading.Event())
     here = serve(FakeEngine([[gate, "x"]]), options=RunOptions(idle_exit_s=1.5))
-    asking = threading.Thread(target=here.chat)
-    asking.start()
-    assert gate.reached.wait(20)
+    asking = here.begin(gate)
     until(
         lambda: time.monotonic() - here.endpoint.last_activity > 1.8,
         "longer than the idle time to pass",
     )
     assert not here.endpoint.draining
     gate.opened.set()
-    asking.join()
+    asking.result()
     assert here.wait_ended().reason == "idle"
 
 
