@@ -94,18 +94,15 @@ KeepAlive = (
     ]
     | Annotated[str, Meta(max_length=64, description='A duration: "5m", "1h30m", "-1".')]
 )
-#: What of earlier requests this one may use, and leaves to later ones.
-CachePrompt = Annotated[
-    bool, Meta(description="Whether what is computed is found again, in memory and on the disk.")
-]
+CachePrompt = Annotated[bool, Meta(description="Whether the prefix cache is used and filled.")]
 CacheSalt = Annotated[
-    str, Meta(min_length=1, max_length=1024, description="Who gives another salt finds nothing of it.")
+    str, Meta(min_length=1, max_length=1024, description="Requests with other salts share no prefix.")
 ]
 PromptCacheKey = Annotated[
     str,
     Meta(
         max_length=1024,
-        description="Names a conversation: `edgeinfer forget --conversation` deletes what it read.",
+        description="A conversation, whose blocks `edgeinfer forget --conversation` deletes.",
     ),
 ]
 Deadline = Annotated[

@@ -46,6 +46,9 @@ from edgeinfer.server.model_pool import (
 )
 from edgeinfer.server.payload_log import PayloadLog
 
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+
 
 @dataclass
 class Setup:
@@ -100,9 +103,11 @@ class Served:
         return ended
 
     def chat(self, **body: Any) -> httpx2.Response:
-        return self.client.post(
-            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body
-        )
+        return self.client.post(CHAT, json={"messages": HI} | body)
+
+    def stream(self, **body: Any) -> contextlib.AbstractContextManager[httpx2.Response]:
+        """Open the stream of an answer, to be read piece by piece."""
+        return self.client.stream("POST", CHAT, json={"messages": HI, "stream": True} | body)
 
     def begin(self, gate: fake.Gate, **body: Any) -> Future[httpx2.Response]:
         """Ask in a thread; return once the scripted answer waits at `gate`."""

@@ -138,12 +138,12 @@ def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
 
 def _message(turn: wire.ChatMessage) -> Message:
     match turn:
-        case wire.SystemMessage():
-            return Message(role="system", content=text_of(turn.content))
         case wire.DeveloperMessage():
             return Message(role="developer", content=text_of(turn.content))
         case wire.UserMessage():
             return Message(role="user", content=text_of(turn.content), name=turn.name or "")
+        case wire.SystemMessage():  # the others are of its type too
+            return Message(role="system", content=text_of(turn.content))
         case wire.ToolMessage():
             return Message(role="tool", content=text_of(turn.content), tool_call_id=turn.tool_call_id)
     calls = tuple(

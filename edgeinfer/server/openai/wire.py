@@ -94,18 +94,12 @@ class SystemMessage(Wire, frozen=True, tag="system", tag_field="role"):
     name: ShortText | None = None
 
 
-class DeveloperMessage(Wire, frozen=True, tag="developer", tag_field="role"):
+class DeveloperMessage(SystemMessage, frozen=True, tag="developer", tag_field="role"):
     """Instructions, in the newer spelling."""
 
-    content: Content
-    name: ShortText | None = None
 
-
-class UserMessage(Wire, frozen=True, tag="user", tag_field="role"):
+class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
     """What the user said."""
-
-    content: Content
-    name: ShortText | None = None
 
 
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):

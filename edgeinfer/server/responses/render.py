@@ -44,14 +44,9 @@ class ResponseRenderer(Renderer):
         self.created = int(time.time())
         self._request = body
         self._names = {name: (space, tool.name) for name, (space, tool) in offered(body).items()}
-        self._logprobs = bool(body.include) or body.top_logprobs is not None
         self._answer = Collected()
         self._sequence = -1
         self._items: list[tuple[str, int]] = []
-
-    def reply(self, status: Any) -> wire.ResponseReply:
-        """Return the response object without an answer."""
-        return self._reply(status, [], None)
 
     # --- streamed
 
@@ -189,15 +184,16 @@ class ResponseRenderer(Renderer):
         output = [self._item(place, "completed") for place in range(len(self._items))]
         if short and output:
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
-        reply = self._reply("incomplete" if short else "completed", output, end.usage)
+        reply = self.reply("incomplete" if short else "completed", output, end.usage)
         details = wire.IncompleteDetails(reason="max_output_tokens") if short else None
         return msgspec.structs.replace(
             reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings)
         )
 
-    def _reply(
-        self, status: Any, output: list[wire.OutputItem], usage: Usage | None
+    def reply(
+        self, status: Any, output: Sequence[wire.OutputItem] = (), usage: Usage | None = None
     ) -> wire.ResponseReply:
+        """Return the response object, by default without an answer."""
         body = self._request
         text = (body.text and body.text.format) or TextFormat()
         return wire.ResponseReply(
@@ -205,7 +201,7 @@ class ResponseRenderer(Renderer):
             created_at=self.created,
             model=self.model,
             status=status,
-            output=output,
+            output=list(output),
             usage=None if usage is None else _wire_usage(usage),
             tools=msgspec.to_builtins(body.tools or []),
             tool_choice=msgspec.to_builtins(body.tool_choice or "auto"),

@@ -30,8 +30,8 @@ class StoredResponse(msgspec.Struct):
     in_progress: wire.ResponseReply
 
 
-class _Event(msgspec.Struct):
-    response: msgspec.Raw = msgspec.Raw(b"")
+class _LastEvent(msgspec.Struct):
+    response: msgspec.Raw
 
 
 class _Output(msgspec.Struct):
@@ -99,7 +99,10 @@ def reply_of(answer: JournaledAnswer) -> bytes:
     """Return the response object, in progress or complete, as JSON."""
     if not answer.is_done:
         return msgspec.json.encode(_stored(answer).in_progress)
-    return bytes(_last_response(answer.body)) if answer.is_stream else answer.body
+    if not answer.is_stream:
+        return answer.body
+    last = answer.body.rpartition(b"\ndata: ")[2]  # `response.completed`, or `response.incomplete`
+    return bytes(msgspec.json.decode(last, type=_LastEvent).response)
 
 
 def skip_events(sequence: int) -> BodyFilter:
@@ -120,16 +123,6 @@ def _number(event: bytes) -> int:
 def _stored(answer: JournaledAnswer) -> StoredResponse:
     assert isinstance(answer.attachment, StoredResponse)
     return answer.attachment
-
-
-def _last_response(stream: bytes) -> msgspec.Raw:
-    for event in reversed(stream.split(b"\n\n")):
-        data = event.rpartition(b"\ndata: ")[2]
-        if data.startswith(b"{"):
-            response = msgspec.json.decode(data, type=_Event).response
-            if bytes(response):
-                return response
-    return msgspec.Raw(b"{}")
 
 
 def _own_items(body: wire.ResponsesRequest) -> list[wire.Item]:

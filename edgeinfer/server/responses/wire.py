@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.openai.wire import JsonObjectFormat, RefusalPart, TextFormat
+from edgeinfer.server.openai.wire import FunctionTool, JsonObjectFormat, RefusalPart, TextFormat
 from edgeinfer.server.wire_types import (
     Effort,
     GenerationFields,
@@ -123,16 +123,11 @@ class ReasoningItem(Wire, frozen=True, tag="reasoning", tag_field="type"):
 Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 
-class ResponseFunctionTool(Wire, frozen=True, tag="function", tag_field="type"):
+class ResponseFunctionTool(FunctionTool, frozen=True, tag="function", tag_field="type"):
     """A function; tools of other types are left out of the offer."""
 
-    hints: ClassVar = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
+    hints: ClassVar = frozenset({"async", "output_schema"})
     dropped_types: ClassVar = ("",)
-
-    name: ToolName
-    parameters: JsonObject | None = None
-    description: Text | None = None
-    strict: bool | None = None
 
 
 class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):

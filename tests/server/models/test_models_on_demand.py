@@ -114,8 +114,7 @@ def test_a_request_does_not_wait_for_another_models_load(serve, loader, until):
 def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
     loader.holds["b"] = threading.Event()
     here = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
-    body = {"model": "b", "stream": True, "messages": [{"role": "user", "content": "x"}]}
-    with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+    with here.stream(model="b") as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()
         assert ": reading weights 50%" in (next(lines), next(lines), next(lines))
@@ -130,8 +129,7 @@ def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(se
     assert here.chat(model="b").status_code == 422
     assert "damaged" in here.chat(model="b").json()["error"]["message"]
     loader.holds["b"] = threading.Event()
-    body = {"model": "b", "stream": True, "messages": [{"role": "user", "content": "x"}]}
-    with here.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+    with here.stream(model="b") as answer:
         lines = answer.iter_lines()
         next(lines)
         loader.holds["b"].set()

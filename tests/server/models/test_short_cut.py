@@ -136,11 +136,7 @@ def test_a_slow_reader_gets_everything_in_order(serve, until):
     gate = Gate(threading.Event())
     engine = FakeEngine([("One", gate, *(f"{number:05d}" * 4000 for number in range(800)))])
     here = serve(engine)
-    with here.client.stream(
-        "POST",
-        "/v1/chat/completions",
-        json={"messages": [{"role": "user", "content": "hi"}], "stream": True},
-    ) as answer:
+    with here.stream() as answer:
         lines = answer.iter_lines()
         assert '"One"' in next(line for line in lines if "One" in line)
         assert gate.reached.wait(20)

@@ -22,14 +22,10 @@ def _lines(path: Path, until, count: int) -> list[dict]:
 def test_payloads_are_written_only_when_asked_with_secrets_cut_out(serve, tmp_path, until):
     path = tmp_path / "payloads.jsonl"
     here = serve(FakeEngine([["answer sk-abcdefghijklmnopqrst"]]), payloads=PayloadLog(path))
-    here.client.post(
-        "/v1/chat/completions",
-        json={
-            "messages": [{"role": "user", "content": "my key is ei-abcdefghijklmnopqrstuvwxyz"}],
-            "chat_template_kwargs": {"ei-abcdefghijklmnopqrstuvwxyz": 1},
-        },
-        headers={"authorization": "Bearer very-secret-key-0123456789"},
-    )
+    key = "ei-abcdefghijklmnopqrstuvwxyz"
+    turns = [{"role": "user", "content": f"my key is {key}"}]
+    here.client.headers["authorization"] = "Bearer very-secret-key-0123456789"
+    here.chat(messages=turns, chat_template_kwargs={key: 1})
     here.chat(stream=True)
     whole, streamed = _lines(path, until, 2)
     assert whole["request"]["messages"][0]["content"] == "my key is <redacted>"
