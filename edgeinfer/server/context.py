@@ -50,7 +50,7 @@ class RequestContext:
         self.key = ""
         #: Whether it may change what others get.
         self.is_admin = False
-        #: What is computed for this key is found by requests of this key alone; "" shares it with all.
+        #: Only requests with the same salt share cached prefixes; "" shares with all.
         self.cache_salt = ""
         self.started = time.perf_counter()
         self.status = 0

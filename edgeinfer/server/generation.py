@@ -195,7 +195,7 @@ async def answer(
     if endpoint.models.is_loaded(context.model):
         starting = asyncio.get_running_loop().create_future()
         starting.set_result(await start(context, spec))
-        return _StreamResponse(context, starting, spec)
+        return _StreamResponse(context, spec, starting)
     starting = asyncio.ensure_future(start(context, spec))
     try:
         await asyncio.wait({starting}, timeout=endpoint.limits.patience_s)
@@ -204,13 +204,16 @@ async def answer(
         raise
     if starting.done():
         starting.result()
-    return _StreamResponse(context, starting, spec)
+    return _StreamResponse(context, spec, starting)
 
 
-class _GenerationResponse:
-    def __init__(self, context: RequestContext) -> None:
+class _GenerationResponse(Response):
+    background = None
+
+    def __init__(self, context: RequestContext, spec: GenerationSpec) -> None:
         self.context = context
         self.endpoint = context.endpoint
+        self._spec = spec
         self.task: GenerationTask | None = None
         self.client_left = False
         self._last_token = 0.0
@@ -265,12 +268,7 @@ class _GenerationResponse:
         return internal(self.context.id)
 
 
-class _WholeResponse(_GenerationResponse, Response):
-    def __init__(self, context: RequestContext, spec: GenerationSpec) -> None:
-        _GenerationResponse.__init__(self, context)
-        self._spec = spec
-        self.background = None
-
+class _WholeResponse(_GenerationResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._work())
         watcher = asyncio.ensure_future(disconnected(receive))
@@ -318,18 +316,16 @@ class _WholeResponse(_GenerationResponse, Response):
         return True
 
 
-class _StreamResponse(_GenerationResponse, Response):
+class _StreamResponse(_GenerationResponse):
     def __init__(
-        self, context: RequestContext, starting: asyncio.Future[GenerationTask], spec: GenerationSpec
+        self, context: RequestContext, spec: GenerationSpec, starting: asyncio.Future[GenerationTask]
     ) -> None:
-        _GenerationResponse.__init__(self, context)
+        super().__init__(context, spec)
         self._starting = starting
-        self._spec = spec
         self._last_write = 0.0
         self._progress: Progress | None = None
         self._texts: list[Collected] | None = None
         self._short_cut: ShortCut | None = None
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection: Connection | None = scope.get("connection")
@@ -388,11 +384,9 @@ class _StreamResponse(_GenerationResponse, Response):
         except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
             problem = self._problem(error)
             self.context.outcome = problem.code or "error"
-            renderer = (
-                self.task.renderer
-                if self.task
-                else self._spec.renderer(self.context.model, EngineInfo(model=""))
-            )
+            if self.task is not None:
+                return self.task.renderer.failure(problem, self.context.id)
+            renderer = self._spec.renderer(self.context.model, EngineInfo(model=""))
             return renderer.failure(problem, self.context.id)
         finally:
             self._record_answer()

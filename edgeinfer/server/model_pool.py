@@ -440,7 +440,7 @@ class LoadingModel(Reply, frozen=True, kw_only=True):
 class LoadedModel(Reply, frozen=True, kw_only=True):
     """A model in memory. `expires_in_s` is null while it is kept for ever or in use.
 
-    `replicas` tells of the processes it runs in, where there may be several.
+    `replicas` has its processes if there may be several.
     """
 
     id: str

@@ -13,7 +13,7 @@ from edgeinfer.server.request_body import NOTHING, facts_of, parts_of
 from edgeinfer.server.wire_types import Wire
 
 _REF = "#/components/schemas/{name}"
-#: Status → what it says; every operation may give these.
+#: Status → description; every operation may answer so.
 _REFUSALS = {
     "400": "The request is wrong; the error names the field.",
     "401": "The API key is missing or wrong.",
@@ -31,9 +31,9 @@ _EVENT = {
 }
 #: A stream that is no server-sent events is lines of JSON.
 _LINES = {"type": "string"}
-#: Status → what it says, of the operations that name it in `also`.
+#: Status → description, for operations that name the status in `also`.
 _RARE = {
-    "409": "It cannot be done here, or what it is of has changed; the message says what to do.",
+    "409": "It cannot be done here, or its source has changed; the message says what to do.",
     "507": "The disk has no room for it.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}

@@ -55,7 +55,7 @@ TokenCount = Annotated[
     Meta(
         ge=0,
         le=MAX_TOKENS,
-        description="Most tokens of the answer; 0 only reads the prompt, for a request to come.",
+        description="Maximum tokens of the answer; 0 only prefills the prompt, for a later request.",
     ),
 ]
 #: As llama.cpp's servers and LM Studio take it.

@@ -184,7 +184,7 @@ class RecallRequest(Wire, frozen=True, kw_only=True):
 
 
 class RecallReply(Reply, frozen=True, kw_only=True):
-    """`n_tokens` are in memory now, 0 where nothing of the agent was on the disk."""
+    """`n_tokens` are in memory now; 0 if the disk has no prefix of the agent."""
 
     id: str
     n_tokens: int
@@ -201,7 +201,7 @@ class SnapshotRequest(Wire, frozen=True, kw_only=True):
 
 
 class SnapshotReply(Reply, frozen=True, kw_only=True):
-    """`state` is "unchanged" where it was there already, with nothing changed since it was built."""
+    """`state` is "unchanged" if the snapshot exists and nothing has changed since it was built."""
 
     id: str
     state: Literal["taken", "unchanged"]
@@ -243,14 +243,14 @@ class PromptNormalization(Reply, frozen=True, kw_only=True):
 
 
 class LlamaDefaults(Reply, frozen=True, kw_only=True):
-    """What a request that says nothing gets. `n_ctx` is 0 while the model is cold."""
+    """The defaults of a request. `n_ctx` is 0 while the model is cold."""
 
     n_ctx: int = 0
     params: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Props(Reply, frozen=True, kw_only=True):
-    """What this endpoint is and holds, and the default model as llama.cpp's server tells it."""
+    """The endpoint and its models; the default model in the fields of llama.cpp's server."""
 
     version: str
     default_model: str
@@ -353,7 +353,7 @@ StopType = Literal["none", "eos", "limit", "word"]
 
 
 class LlamaLogprob(Reply, frozen=True, kw_only=True):
-    """A token with its natural-log probability, a generated one with the likeliest in its place."""
+    """A token with its natural-log probability; a generated one has the likeliest alternatives."""
 
     id: TokenId
     token: str

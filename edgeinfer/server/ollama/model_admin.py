@@ -131,8 +131,7 @@ async def _reports_of(work: Work) -> Reports:
 def source_of(name: str) -> str:
     """Return a catalogue name or a Hugging Face repository. Raises InvalidRequestError.
 
-    Neither files of this machine nor other servers: who may speak to the endpoint may not make it look
-    at those.
+    Clients may not make the endpoint read files of this machine or ask other servers.
     """
     plain = name.removesuffix(LATEST)
     hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")

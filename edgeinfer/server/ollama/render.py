@@ -56,7 +56,7 @@ def stamp(unix_s: float | None = None) -> str:
 
 
 class Clock:
-    """The durations of one request, from when it arrived; made once its model is here."""
+    """Measures one request from its arrival; made when its model is loaded."""
 
     def __init__(self, started: float) -> None:
         self._started = started

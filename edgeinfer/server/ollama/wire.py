@@ -1,7 +1,7 @@
 """Ollama's requests.
 
 Source: Ollama's published API document and the types of its Python package. Whole numbers come as
-floats too (Home Assistant sends `8192.0`); what is behind their point is cut off, as Ollama does.
+floats too (Home Assistant sends `8192.0`); fractions are cut off, as Ollama does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OptionalName = Annotated[str, Meta(max_length=256)]
 
 
 class Options(Wire, frozen=True, kw_only=True):
-    """How to sample. What is of load time here, and what llama.cpp has no more, changes nothing."""
+    """Sampling options. Those of load time, and those that llama.cpp dropped, are hints."""
 
     hints: ClassVar = frozenset(
         "num_batch num_gpu num_keep num_thread main_gpu tfs_z numa low_vram f16_kv logits_all "
@@ -280,7 +280,7 @@ class OllamaTags(Reply, frozen=True, kw_only=True):
 
 
 class RunningModel(Reply, frozen=True, kw_only=True):
-    """A loaded model. `size` is its memory; what of it is a GPU's is not told apart."""
+    """A loaded model. `size` is its memory, a GPU's included."""
 
     name: str
     model: str

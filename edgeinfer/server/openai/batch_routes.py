@@ -154,7 +154,7 @@ def _lines(raw: bytes, url: str) -> list[BatchLine]:
             message = f"Line {number}: {error}; a line is {{custom_id, method, url, body}}."
             raise Problem(400, message, param="input_file_id", code="invalid_value") from None
         if line.url != url or line.body.get("stream") or line.custom_id in lines:
-            message = f"Line {number}: its url is {url}, its custom_id its own, and it does not stream."
+            message = f"Line {number}: its url must be {url}, its custom_id unique, and stream off."
             raise Problem(400, message, param="input_file_id", code="invalid_value")
         lines[line.custom_id] = line
     return list(lines.values())

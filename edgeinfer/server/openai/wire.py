@@ -486,8 +486,8 @@ class ModelCard(Reply, frozen=True, kw_only=True):
 
     `alias_of` is the model that an alias of the configuration means, "" for a model's own name.
 
-    The context that a loaded model has, or what another was trained on, is told in the names that
-    clients look for: vLLM's `max_model_len`, `context_length` of routers, Anthropic's
+    The context size of a loaded model, or of the training of another, has the names that clients look
+    for: vLLM's `max_model_len`, `context_length` of routers, Anthropic's
     `max_input_tokens`. `n_ctx` is 0 until it is loaded. `type`, `display_name` and `created_at` are
     Anthropic's.
     """

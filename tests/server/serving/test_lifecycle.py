@@ -126,6 +126,6 @@ def test_sockets_for_another_process_are_not_ours(monkeypatch):
 
 @pytest.mark.parametrize("words", [["--port", "70000"], ["--keep-alive", "-3"], ["--idle-exit", "0"]])
 def test_options_out_of_range_are_refused(words, capfd):
-    """That the command serves and ends on SIGTERM, test_ollama_port.py shows."""
+    # test_ollama_port.py starts the command, and ends it by SIGTERM
     assert main(["serve", "x", *words]) == 2
     assert "error:" in capfd.readouterr().err
