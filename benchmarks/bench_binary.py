@@ -5,7 +5,8 @@ launch, and sizes.
 
 Whole processes, timed here from just before exec; sides alternate run by run, each with a home and a
 snapshot of its own. `ready` is an endpoint whose /health answers 200, `painted` a chat that has drawn
-its screen on a pseudo-terminal. Run as root, the programs run as an ordinary user (--uid). Medians and
+its screen on a pseudo-terminal; `cold` is a start without a snapshot and a prompt of one token, also in a
+podman container if this runs as root. Run as root, the programs run as an ordinary user (--uid). Medians and
 the spread (least to greatest) go to bench-out/binary.md and .json.
 """
 
@@ -34,7 +35,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from common import add_out, free_port, is_healthy, model_path, write_figure  # noqa: E402  the folders this script is in
+from common import CACHE, add_out, free_port, is_healthy, model_path, write_figure  # noqa: E402  the folders this script is in
 
 from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402
 
@@ -42,6 +43,53 @@ LAYERS = {"small": 0, "7b": 32}
 STAGES = ("launcher", "restore", "running", "request")
 #: The empty composer's words: on the screen when the chat is.
 PAINTED = b"Ask something"
+
+
+class Container:
+    """The shipped file in an unmodified podman container, as an ordinary user without privileges.
+
+    The image is the Debian tree that tools/setup.sh unpacks for tests.
+    """
+
+    name = "shipped file, container"
+
+    def __init__(self, binary: Path, work: Path) -> None:
+        self._podman = ["podman", f"--root={work}/store", f"--runroot={work}/run"]
+        self._podman += ["--cgroup-manager=cgroupfs", "--runtime=runc"]
+        self._mounts = [f"--volume={work}/container:/home/user", f"--volume={work}:/models:ro"]
+        self._mounts.append(f"--volume={binary}:/usr/local/bin/edgeinfer:ro")
+        home = work / "container"
+        home.mkdir()
+        os.chown(home, 1000, 1000)
+        base = work / "base.tar"
+        subprocess.run(["tar", "-C", str(CACHE / "systemd-257"), "-cf", str(base), "."], check=True)
+        subprocess.run([*self._podman, "import", "--quiet", str(base), "localhost/base"], check=True)
+        base.unlink()
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [*self._podman, "run", "--rm", "--network=none", "--user=1000:1000"]
+        command += ["--ulimit=nofile=1024:4096", "--ulimit=nproc=4096:4096"]  # not above our own
+        command += ["--env=HOME=/home/user", *self._mounts, "localhost/base"]
+        done = subprocess.run(
+            [*command, "/usr/local/bin/edgeinfer", *words], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"{self.name}: {' '.join(words)}: {done.stdout} {done.stderr}")
+        return done
+
+    def close(self) -> None:
+        subprocess.run([*self._podman, "rmi", "--all", "--force"], check=False, capture_output=True)
+        store = f"{self._podman[1].removeprefix('--root=')}/overlay"
+        subprocess.run(["umount", "--lazy", store], check=False, capture_output=True)
+
+
+def cold_start(side: Side | Container, model: str) -> dict[str, float]:
+    """`run` without a snapshot, the page cache hot: exec → loaded, → first token, by its own clock."""
+    words = ("run", model, "--raw", "Hello", "--temperature", "0", "--max-tokens", "1", "--json")
+    result = json.loads(side.run(*words, "--resume", "never").stdout)["result"]
+    ready_ms = result["start"]["stages_ms"]["ready"]
+    first_ms = ready_ms + result["timings"]["ttft_ms"]
+    return {"cold: ready": ready_ms, "cold: first token": first_ms}
 
 
 class Side:
@@ -230,9 +278,9 @@ def model_file(name: str, options: argparse.Namespace, work: Path) -> Path:
 
 
 def measure(
-    name: str, both: list[Side], options: argparse.Namespace, work: Path
+    name: str, both: list[Side], container: Container | None, options: argparse.Namespace, work: Path
 ) -> dict[str, dict[str, Any]]:
-    """Warm the model on both sides and launch it in turn."""
+    """Warm the model on both sides and launch it in turn; start it cold in a container."""
     path = model_file(name, options, work)
     runs: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
     for side in both:
@@ -241,11 +289,21 @@ def measure(
         side.answer(name)
     for _ in range(options.runs):
         for side in both:
-            for stages in (side.answer(name), side.ready(name), side.painted(name)):
+            for stages in (
+                side.answer(name),
+                side.ready(name),
+                side.painted(name),
+                cold_start(side, name),
+            ):
                 for stage, ms in stages.items():
                     runs[side.name].setdefault(stage, []).append(ms)
     for side in both:
         side.run("snapshots", "rm", name, check=False)
+    if container is not None:
+        container.run("pull", f"/models/{path.name}", "--name", name, "--in-place", "--quiet")
+        for _ in range(options.runs):
+            for stage, ms in cold_start(container, name).items():
+                runs.setdefault(container.name, {}).setdefault(stage, []).append(ms)
     path.unlink()
     return {
         side: {stage: _spread(values) for stage, values in stages.items()}
@@ -256,8 +314,12 @@ def measure(
 def table(results: dict[str, Any]) -> str:
     """Markdown: launches, first launch, sizes."""
 
-    def ms(value: dict[str, float]) -> str:
-        return f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
+    def ms(value: dict[str, float] | None) -> str:
+        return (
+            "–"
+            if value is None
+            else f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
+        )
 
     columns = [(model, side) for model, found in results["models"].items() for side in found]
     lines = [
@@ -267,7 +329,9 @@ def table(results: dict[str, Any]) -> str:
     stages = list(next(iter(next(iter(results["models"].values())).values()))) if columns else []
     for stage in stages:
         lines.append(
-            f"| {stage} | " + " | ".join(ms(results["models"][m][s][stage]) for m, s in columns) + " |"
+            f"| {stage} | "
+            + " | ".join(ms(results["models"][m][s].get(stage)) for m, s in columns)
+            + " |"
         )
     lines += ["", "| `edgeinfer --version`, shipped file | |", "|---|---|"]
     lines += [f"| {which} launch | {ms(value)} |" for which, value in results["first_launch"].items()]
@@ -299,8 +363,12 @@ def main() -> None:
     ):
         results: dict[str, Any] = {"sizes": sizes(options.binary), "models": {}}
         results["first_launch"] = first_launches(both[0], min(5, options.runs))
+        can_contain = os.geteuid() == 0 and shutil.which("podman") and (CACHE / "systemd-257").is_dir()
+        container = Container(options.binary.resolve(), Path(folder)) if can_contain else None
         for name in filter(None, options.models.split(",")):
-            results["models"][name] = measure(name, both, options, Path(folder))
+            results["models"][name] = measure(name, both, container, options, Path(folder))
+        if container is not None:
+            container.close()
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "binary.json").write_text(json.dumps(results, indent=1))
         write_figure(options.out, "binary", table(results))

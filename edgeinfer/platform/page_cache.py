@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 _BLOCK_BYTES = 4 << 20
+_PROBES = 64
+#: With fewer pages missing than this part, faults read them well enough.
+_COLD_PART = 0.05
 #: Concurrent reads: enough to keep a fast disk busy, and still nearly sequential for a slow one.
 _READERS = 4
 
@@ -35,6 +39,26 @@ def cached_bytes(path: Path) -> int:
             if failed:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
     return min(size, sum(page & 1 for page in bytes(vector)) * mmap.PAGESIZE)
+
+
+def is_cold(path: str | Path) -> bool:
+    """Return whether a sample of a file is not cached. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # or each probe reads more
+        # at random places: a page that was asked for is read, and the next sample would find it
+        offsets = [random.randrange(size) for _ in range(_PROBES)] if size else []
+        missing = sum(not is_cached(file.fileno(), offset) for offset in offsets)
+    return missing > _PROBES * _COLD_PART
+
+
+def is_cached(fd: int, offset: int) -> bool:
+    """Return whether the page of an open file at `offset` is cached."""
+    try:
+        os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_in(files: Sequence[Path], progress: Callable[[int], None]) -> int:

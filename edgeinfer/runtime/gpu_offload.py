@@ -21,13 +21,8 @@ from edgeinfer.runtime.llama.backends import registration
 from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
-from edgeinfer.runtime.llama.model import (
-    LlamaModel,
-    Placement,
-    free_model,
-    open_model,
-    with_another_context,
-)
+from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
+from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache

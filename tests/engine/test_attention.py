@@ -144,8 +144,8 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
     pin = f"llama-cpp-python=={libedgeinfer.BUILT_FOR}"
     assert pin in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     program = (
-        "import llama_cpp\nllama_cpp.__version__ = '9.9.9'\n"
-        "from edgeinfer.runtime.llama import libllama\nfrom edgeinfer.runtime.llama import cells as cell_copies\n"
+        "from edgeinfer.runtime.llama import libllama\nlibllama.binding_version = lambda: '9.9.9'\n"
+        "from edgeinfer.runtime.llama import cells as cell_copies\n"
         "libllama.guard_decode()\n"
         "print(repr(libllama.build_info().kernels), cell_copies.find_copies(), 'decode' in libllama._state)"
     )

@@ -8,6 +8,7 @@ opened. `L` is the same binding for code that holds a model, a context or a memo
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import sys
 import threading
@@ -41,11 +42,23 @@ def _environment_while_mapped() -> Iterator[None]:
             del os.environ[name]
 
 
-with _environment_while_mapped():
-    import llama_cpp
-    from llama_cpp import llama_cpp as _binding
+def _import_binding() -> Any:
+    """Import llama.cpp's functions without the classes of their package, which take 45 ms."""
+    spec = importlib.util.find_spec("llama_cpp") if "llama_cpp" not in sys.modules else None
+    package = importlib.util.module_from_spec(spec) if spec else None
+    if package is not None:
+        sys.modules["llama_cpp"] = package
+    from llama_cpp import llama_cpp as binding
 
-L: Any = _binding
+    if package is not None:
+        vars(package).update({**vars(binding), **vars(package)})
+    return binding
+
+
+with _environment_while_mapped():
+    L: Any = _import_binding()
+#: The folder of the binding.
+_PACKAGE = Path(L.__file__).resolve().parent
 #: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.
 _INFO = 2
 _WARN = 3
@@ -86,7 +99,7 @@ def lib() -> Any:
             _say_aborts()
             _state["ggml"] = _load_backends()
             _state["kernels"] = libedgeinfer.use_kernels(
-                _state["ggml"], base_library(), llama_cpp.__version__
+                _state["ggml"], base_library(), binding_version()
             )
             L.llama_backend_init()
     return L
@@ -143,18 +156,25 @@ def listening() -> Iterator[list[str]]:
 
 
 def library_dir() -> Path:
-    return Path(llama_cpp.__file__).resolve().parent / "lib"
+    return _PACKAGE / "lib"
+
+
+@cache
+def binding_version() -> str:
+    """Return the version of the binding, by the folder of its metadata."""
+    found = _PACKAGE.parent.glob("llama_cpp_python-*.dist-info")
+    return next(found).name.removesuffix(".dist-info").partition("-")[2]
 
 
 def variant_dirs() -> list[Path]:
     """List the folders that may hold the CPU variants: beside the package, or in a frozen program."""
-    package = Path(llama_cpp.__file__).resolve().parent
     frozen = getattr(sys, "_MEIPASS", None)
-    places = [package.parent / "bin", package / "lib", package / "bin"]
+    places = [_PACKAGE.parent / "bin", _PACKAGE / "lib", _PACKAGE / "bin"]
     return places + ([Path(frozen) / "bin", Path(frozen)] if frozen else [])
 
 
-def _load_backends() -> ctypes.CDLL:
+def ggml_library() -> ctypes.CDLL:
+    """Open libggml, with the functions that edgeinfer calls declared."""
     # libllama is linked against the soname; the wheel's libggml.so has a registry of its own
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
@@ -168,6 +188,11 @@ def _load_backends() -> ctypes.CDLL:
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_by_type.argtypes = [ctypes.c_int]
     ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
+    return ggml
+
+
+def _load_backends() -> ctypes.CDLL:
+    ggml = ggml_library()
     for folder in variant_dirs():
         if ggml.ggml_backend_reg_count():
             break
@@ -190,7 +215,7 @@ def load_backend(path: str) -> tuple[int, list[str]]:
 
 def own_library(name: str) -> ctypes.CDLL:
     """Open a library of native/ for the llama.cpp that is loaded. Raises OSError."""
-    return libedgeinfer.open_library(name, llama_cpp.__version__)
+    return libedgeinfer.open_library(name, binding_version())
 
 
 def guard_decode() -> None:
@@ -277,7 +302,7 @@ def build_info() -> BuildInfo:
     base = base_library()
     system = llama.llama_print_system_info().decode()
     return BuildInfo(
-        binding_version=llama_cpp.__version__,
+        binding_version=binding_version(),
         llama_version=llama.llama_version().decode(),
         ggml_version=base.ggml_version().decode(),
         ggml_commit=base.ggml_commit().decode(),

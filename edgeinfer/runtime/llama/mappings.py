@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 #: madvise(2).
+NORMAL = 0
 DONTNEED = 4
 HUGEPAGE = 14
+POPULATE_READ = 22
 POPULATE_WRITE = 23
 #: mmap(2), which Python does not name.
 _FIXED, _NORESERVE = 0x10, 0x4000
@@ -45,6 +47,17 @@ def areas() -> Iterator[Area]:
             parts = line.rstrip("\n").split(None, 5)
             low, high = (int(part, 16) for part in parts[0].split("-"))
             yield Area(low, high, parts[1], int(parts[2], 16), parts[5] if len(parts) > 5 else "")
+
+
+def mapped_weights() -> list[Area]:
+    """Return the large shared mappings of files, in the order of their addresses."""
+    return [
+        area
+        for area in areas()
+        if area.path.startswith("/")
+        and area.permissions.endswith("s")
+        and area.high - area.low >= LARGE_BYTES
+    ]
 
 
 def advise(ranges: Iterable[Range], advice: int) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +18,10 @@ from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory, cell_memory
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.sparse_buffers import Buffer, sparse_buffers
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.memory_plan.offload import Offload
+from edgeinfer.runtime.llama.weights import Progress, recent_reason
 from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
-
-Progress = Callable[[str, float | None], None]
 
 _FLASH = {"auto": -1, "off": 0, "on": 1}
 
@@ -117,15 +113,18 @@ class LlamaModel:
         self.context = self.model = self.memory = None
 
 
-def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> LlamaModel:
-    """Load weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
-    check_options(options)
-    check_files(files.paths)
+def load_model(
+    files: ModelFiles, options: LoadOptions, model: Any, progress: Progress | None = None
+) -> LlamaModel:
+    """Make the context of an opened model, which is freed if that fails.
+
+    Raises UsageError, ModelLoadError, OutOfMemoryError.
+    """
     started = time.perf_counter()
     llama = libllama.lib()
-    machine = read_machine()
-    model = open_model(files.paths, progress)
     try:
+        check_options(options)
+        machine = read_machine()
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])
         shape = model_shape(model, meta)
@@ -160,56 +159,6 @@ def check_options(options: LoadOptions) -> None:
         load_options.check(options)
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-def check_files(paths: tuple[str, ...]) -> None:
-    """Raise ModelLoadError naming the file that is missing."""
-    for path in paths:
-        if not os.path.isfile(path):
-            raise ModelLoadError(f"{path} is not there")
-
-
-def open_model(
-    paths: tuple[str, ...], progress: Progress | None = None, placement: Placement | None = None
-) -> Any:
-    """Map the weights, on no device without a `placement`. Raises ModelLoadError."""
-    llama = libllama.lib()
-    check_files(paths)
-    params = llama.llama_model_default_params()
-    params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-    params.use_extra_bufts = False  # repacked weights would be a second copy (decision 099)
-    placement = placement or Placement(())
-    placement.write(params)
-    hook = _progress_hook(progress)
-    params.progress_callback = hook
-    libllama.clear_log()
-    names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
-    model = llama.llama_model_load_from_splits(names, len(paths), params)
-    if not model:
-        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {_reason()}")
-    return model
-
-
-def _progress_hook(progress: Progress | None) -> Any:
-    shown = -1
-
-    def report(fraction: float, _user: object) -> bool:
-        nonlocal shown
-        percent = int(fraction * 100)
-        if progress and percent != shown:
-            shown = percent
-            progress("loading weights", fraction)
-        return True
-
-    return libllama.lib().llama_progress_callback(report)
-
-
-def _reason() -> str:
-    return "; ".join(libllama.recent_log(3)) or "no reason given"
-
-
-def free_model(model: Any) -> None:
-    libllama.L.llama_model_free(model)
 
 
 def read_meta(model: Any) -> dict[str, str]:
@@ -382,7 +331,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
             context = llama.llama_init_from_model(model, params)
     if context:
         return context, lines, buffers
-    words = _reason()
+    words = recent_reason()
     if re.search(r"alloc|memory", words):
         raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {words}")
     raise ModelLoadError(f"llama.cpp could not make a context: {words}")
@@ -414,46 +363,3 @@ def _flash_choice(options: LoadOptions, lines: list[str]) -> Chosen:
         return Chosen(options.flash_attention, "as asked")
     off = any("Flash Attention" in line and "disabl" in line for line in lines)
     return Chosen("off" if off else "on", "llama.cpp's own choice for this model and device")
-
-
-#: llama.cpp's names of the tensors that are a layer's experts.
-_EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
-
-
-class _Override(ctypes.Structure):
-    """llama_model_tensor_buft_override."""
-
-    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
-
-
-class Placement:
-    """The device parameters of a model for `offload` on `pointers` (ggml_backend_dev_t).
-
-    Without pointers it is all the CPU's: an empty list of devices, because llama.cpp creates each that
-    it knows even for no layers. llama.cpp keeps pointers to this object's memory while it loads.
-    """
-
-    def __init__(self, pointers: Sequence[int], offload: Offload | None = None) -> None:
-        self._devices = (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
-        self._n_layers = offload.n_layers if offload and pointers else 0
-        n_shares = max(len(pointers), int(libllama.lib().llama_max_devices()))
-        self._shares = (ctypes.c_float * n_shares)(*(offload.split if offload else ()))
-        self._overrides = _overrides(offload.n_without_experts if offload and pointers else 0)
-
-    def write(self, params: Any) -> None:
-        """Set the device fields of `params` (llama_model_params)."""
-        params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
-        params.n_gpu_layers = self._n_layers
-        if self._n_layers:
-            params.tensor_split = ctypes.cast(self._shares, type(params.tensor_split))
-        if self._overrides:
-            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
-
-
-def _overrides(n_without_experts: int) -> Any:
-    if not n_without_experts:
-        return None
-    numbers = "|".join(map(str, range(n_without_experts)))
-    pattern = rf"blk\.({numbers})\.{_EXPERTS}".encode()
-    cpu = libllama.base_library().ggml_backend_cpu_buffer_type()
-    return (_Override * 2)(_Override(pattern, cpu), _Override(None, None))

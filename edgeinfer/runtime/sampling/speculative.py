@@ -17,8 +17,9 @@ import numpy as np
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.context import Batch
-from edgeinfer.runtime.llama.model import LlamaModel, free_model, open_context, open_model
+from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.llama.weights import free_model, open_model
 from edgeinfer.runtime.options import LoadOptions
 
 #: Tokens that must recur before the tokens that followed them are drafted again.

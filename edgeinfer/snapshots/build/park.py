@@ -29,13 +29,12 @@ from edgeinfer.errors import DumpError, EdgeInferError, to_fields
 from edgeinfer.launcher import messages
 from edgeinfer.launcher.argv import LAUNCH_VERBS
 from edgeinfer.platform import process
-from edgeinfer.runtime.llama.mappings import areas
+from edgeinfer.runtime.llama.mappings import areas, mapped_weights
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe
 from edgeinfer.snapshots.restore import app_process, reinitialize
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
-from edgeinfer.snapshots.restore.prefetch import mapped_weights
 
 #: Our packages whose every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()

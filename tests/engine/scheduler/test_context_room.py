@@ -16,6 +16,7 @@ from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Logprob
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama import model as loading
+from edgeinfer.runtime.llama.weights import open_model
 from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -116,7 +117,7 @@ def test_the_trained_context_is_chosen(smollm2: Path) -> None:
 
 def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
     llama = libllama.lib()
-    model = loading.open_model((str(smollm2),))
+    model = open_model((str(smollm2),))
     params = loading.context_params(LoadOptions(), 16_384, 512, 4, 2)
     loading.make_context(model, loading.context_params(LoadOptions(), 2048, 512, 4, 2))  # first use
     before = private_bytes()

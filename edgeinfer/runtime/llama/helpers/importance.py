@@ -22,8 +22,9 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.helpers import decode, run, say, scoring_params
 from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.model import make_context, open_model
+from edgeinfer.runtime.llama.model import make_context
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.llama.weights import open_model
 
 #: A window is decoded in batches: every position's logits are wanted, or llama.cpp computes the last
 #: layer for the last position alone.

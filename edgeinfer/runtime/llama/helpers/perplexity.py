@@ -21,8 +21,9 @@ from edgeinfer.errors import UsageError
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.helpers import decode, run, say, scoring_params
 from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.model import make_context, open_model
+from edgeinfer.runtime.llama.model import make_context
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.llama.weights import open_model
 
 SKIPPED_TOKENS = 32
 _WINDOW_TOKENS = 1024
