@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from edgeinfer.errors import UsageError
@@ -14,31 +16,14 @@ def test_good_names(name: str) -> None:
     assert names.model_name(name) == name
 
 
-@pytest.mark.parametrize(
-    "name", [*r". .. -a .a a. a/b a\b a..b A ü a+b ~a".split(), "", "a b", "a\0b", "a" * 97, "a\n"]
-)
-def test_bad_names(name: str) -> None:
-    with pytest.raises(UsageError):
-        names.model_name(name)
-
-
 def test_reference_has_a_folder_of_its_own() -> None:
     assert names.folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
     assert names.folder(names.parse_reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
     assert str(names.parse_reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
 
 
-@pytest.mark.parametrize("text", ["x:", "x:Q9", "x:../y", ":Q8_0", "x:Q8_0:Q8_0"])
-def test_bad_references(text: str) -> None:
-    with pytest.raises(UsageError):
-        names.parse_reference(text)
-
-
 def test_digest() -> None:
     assert names.digest("SHA256:" + "Ab" * 32) == "ab" * 32
-    for bad in ("", "ab" * 31, "zz" * 32, "../" + "a" * 61, "a" * 65):
-        with pytest.raises(UsageError):
-            names.digest(bad)
 
 
 @pytest.mark.parametrize("text", ["a/b/x.gguf", "x-00001-of-00002.gguf"])
@@ -53,12 +38,6 @@ def test_file_names(text: str) -> None:
 def test_file_names_are_sanitized(text: str, name: str) -> None:
     assert names.sanitize_file_name(text) == name
     assert names.file_name(name) == name
-
-
-@pytest.mark.parametrize("text", ["", "a/", "..", "a/..", ".hidden", "a/x y", "x\0", "x\n", "a" * 201])
-def test_bad_file_names(text: str) -> None:
-    with pytest.raises(UsageError):
-        names.file_name(text)
 
 
 @pytest.mark.parametrize(
@@ -82,18 +61,31 @@ def test_sources(text: str, source: sources.Source) -> None:
     assert sources.parse(str(source)) == source
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+BAD = {
+    names.model_name: [
+        *r". .. -a .a a. a/b a\b a..b A ü a+b ~a".split(),
+        "",
+        "a b",
+        "a\0b",
+        "a" * 97,
+        "a\n",
+    ],
+    names.parse_reference: ["x:", "x:Q9", "x:../y", ":Q8_0", "x:Q8_0:Q8_0"],
+    names.digest: ["", "ab" * 31, "zz" * 32, "../" + "a" * 61, "a" * 65],
+    names.file_name: ["", "a/", "..", "a/..", ".hidden", "a/x y", "x\0", "x\n", "a" * 201],
+    sources.parse: [
         *"x hf:x hf:a/b:Q9 hf:a/../x.gguf hf:a/b/../x.gguf hf:a/b//x hf:a/b@../x:Q8_0".split(),
         *"https:///x https://user@h/x https://h/x#y wheel:n/x wheel:n==1/../x wheel:-n==1/x".split(),
         "wheel:n==--index-url/x y/../z",
         "",
     ],
-)
-def test_bad_sources(text: str) -> None:
+}
+
+
+@pytest.mark.parametrize(("check", "text"), [(check, text) for check in BAD for text in BAD[check]])
+def test_bad_text_is_refused(check: Callable[[str], object], text: str) -> None:
     with pytest.raises(UsageError):
-        sources.parse(text)
+        check(text)
 
 
 def test_sources_are_recognized() -> None:
