@@ -1,9 +1,13 @@
-"""`make bench-drafts`: what draft tokens gain on code, chat and summaries, and that `auto` drafts only where that gains.
+"""`make bench-drafts`: what draft tokens gain on edits, tool calls, JSON, chat and summaries, and that `auto`
+drafts only where that gains.
 
-Each task is answered greedily, one stream, by every way of guessing in turn, `--rounds` times; figures are medians
-of tokens a second, with the share of drafts that were accepted. Beside the tests' two models stands the
-small one in F32, five times the bytes, with its own Q4_0 for a draft: a large model and a small one that agrees
-with it mostly.
+Every request is answered without drafts and with `auto` in turn, greedily, and the two texts must be equal; figures
+are medians of tokens a second over `--rounds`, with the share of drafts that were accepted. Tool calls and JSON are
+answered under a schema, and after other requests of the same kind, whose answers `auto` finds; none of
+what is measured is written there.
+
+The 4B shape has random weights, so its rows are replays: the steps that `auto` takes over the real models' answers,
+each at the time that a step of so many rows takes with the shape.
 """
 
 from __future__ import annotations
@@ -13,15 +17,17 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from common import ROOT, add_out, model_path, write_figure
+import msgspec
+from common import ROOT, add_out, markdown, model_path, write_figure
 
-from edgeinfer.models.gguf import file_type
-from edgeinfer.models.progress import Job
-from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.events import Finished, TextDelta
+from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
+from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS, PastAnswers
+from edgeinfer.runtime.sampling.speculative import DraftBudget, Drafting, StepCurve, SuffixDrafter
 
 CODE = """class Stack:
     def __init__(self):
@@ -39,51 +45,197 @@ CODE = """class Stack:
     def size(self):
         return len(self.items)
 """
-TASKS = {
-    "code, an edit": f"The file:\n\n{CODE}\nThe same file with the class renamed to Pile:\n\nclass Pile:\n",
-    "chat": "Question: What should one see in Lisbon in two days, and why?\n\nAnswer:",
-    "summary": (ROOT / "edgeinfer/data/perplexity.txt").read_text()[:2400]
-    + "\n\nIn short, the text says that",
+TEXT = (ROOT / "edgeinfer/data/perplexity.txt").read_text()
+NAMES = ("Pile", "Heap", "Shelf", "Tray", "Basket", "Drawer", "Crate", "Chest")
+CITIES = ("Lisbon", "Oslo", "Kyoto", "Lima", "Cairo", "Turin", "Quito", "Perth")
+PATHS = ("stack", "queue", "parser", "loader", "server", "client", "reader", "writer")
+CALL = {
+    "type": "object",
+    "properties": {
+        "tool": {"enum": ["read_file", "edit_file", "run_tests"]},
+        "arguments": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string", "maxLength": 60},
+                "reason": {"type": "string", "maxLength": 160},
+            },
+            "required": ["path", "reason"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["tool", "arguments"],
+    "additionalProperties": False,
+}
+PERSON = {"name": {"type": "string"}, "city": {"type": "string"}, "years": {"type": "integer"}}
+RECORDS = {
+    "type": "array",
+    "minItems": 8,
+    "maxItems": 8,
+    "items": {
+        "type": "object",
+        "properties": PERSON,
+        "required": list(PERSON),
+        "additionalProperties": False,
+    },
 }
 
 
-def ask(engine: LlamaEngine, prompt: str, how: str, n: int) -> tuple[float, int, int]:
-    """Return the rate (tokens/s), draft tokens, and accepted draft tokens of one answer."""
-    request = GenerateRequest(
-        prompt=prompt, sampling=Sampling(temperature=0), max_tokens=n, ignore_eos=True, speculative=how
-    )
-    last = list(engine.submit(request))[-1]
-    assert isinstance(last, Finished)
-    timings = last.timings
-    rate = timings.decode_tokens_per_s(last.usage.completion_tokens)
-    return rate, timings.draft_tokens, timings.draft_accepted_tokens
+def _table(i: int) -> str:
+    return "\n".join(f"{name}, {CITIES[(i + k) % 8]}, {20 + i + 3 * k}" for k, name in enumerate(NAMES))
 
 
-def measure(files: ModelFiles, ways: tuple[str, ...], rounds: int, n: int) -> list[str]:
-    """A row for each task."""
-    engine = load_engine(files, LoadOptions(n_ctx=2048, n_parallel=1))
+def prompts(task: str) -> tuple[list[str], JsonSchema | None]:
+    """Eight requests of one kind, and their schema."""
+    if task == "edit":
+        wanted = "The same file with the class renamed to"
+        return [f"The file:\n\n{CODE}\n{wanted} {n}:\n\nclass {n}:\n" for n in NAMES], None
+    if task == "tool call":
+        said = (
+            'The tools are read_file, edit_file and run_tests, called as {"tool": …, "arguments": …}.'
+        )
+        asked = "Find out why the tests of /srv/project/src/{}.py fail.\n\nThe first call, as JSON:\n"
+        return [f"{said}\n\n{asked.format(path)}" for path in PATHS], JsonSchema(CALL)
+    if task == "JSON":
+        asked = "As a JSON array of objects with name, city and years:\n"
+        return [f"name, city, years\n{_table(i)}\n\n{asked}" for i in range(8)], JsonSchema(RECORDS)
+    if task == "chat":
+        asked = "What should one see in {} in two days, and why?"
+        return [f"Question: {asked.format(city)}\n\nAnswer:" for city in CITIES], None
+    return [f"{TEXT[700 * i :][:2000]}\n\nIn short, the text says that" for i in range(8)], None
+
+
+TASKS = ("edit", "tool call", "JSON", "chat", "summary")
+#: Of a task's eight requests, those that are answered before the measured ones.
+_BEFORE = 6
+
+
+def requests(task: str, n_tokens: int) -> list[GenerateRequest]:
+    found, schema = prompts(task)
+    return [
+        GenerateRequest(
+            prompt=prompt,
+            sampling=Sampling(temperature=0),
+            max_tokens=n_tokens,
+            ignore_eos=schema is None,
+            constraint=schema,
+        )
+        for prompt in found
+    ]
+
+
+def ask(
+    engine: LlamaEngine, wanted: list[GenerateRequest], how: str
+) -> tuple[float, int, int, list[str]]:
+    """Return the rate (tokens/s) of all streams together, draft tokens, accepted ones, and the texts."""
+    running = [
+        engine.submit(msgspec.structs.replace(r, speculative=how, cache_on_disk=False)) for r in wanted
+    ]
+    answers = [list(stream) for stream in running]
+    ends = [events[-1] for events in answers]
+    rate = 0.0
+    drafted = accepted = 0
+    for end in ends:
+        assert isinstance(end, Finished)
+        rate += end.timings.decode_tokens_per_s(end.usage.completion_tokens)
+        drafted += end.timings.draft_tokens
+        accepted += end.timings.draft_accepted_tokens
+    texts = ["".join(e.text for e in events if isinstance(e, TextDelta)) for events in answers]
+    return rate, drafted, accepted, texts
+
+
+def measure(
+    engine: LlamaEngine, name: str, n_streams: int, rounds: int, n_tokens: int
+) -> tuple[list[list[str]], dict[str, list[tuple[str, str]]]]:
+    """A row for each task, and the measured prompts with their answers."""
+    rows, said = [], {}
+    for task in TASKS if n_streams <= 8 else ("chat", "summary"):
+        asked = requests(task, n_tokens)
+        measured = asked[_BEFORE:] if n_streams == 1 else [asked[i % 8] for i in range(n_streams)]
+        groups = [[r] for r in measured] if n_streams == 1 else [measured]
+        for group in groups:
+            ask(engine, group, "off")  # its prompts are cached
+        found: dict[str, list[tuple[float, int, int]]] = {"off": [], "auto": []}
+        for number in range(rounds):
+            for group in groups:
+                texts = {}
+                for how in ("off", "auto") if number % 2 else ("auto", "off"):
+                    *figures, texts[how] = ask(engine, group, how)
+                    found[how].append(tuple(figures))  # type: ignore[arg-type]
+                assert texts["off"] == texts["auto"], f"{task}: {texts}"
+                said.setdefault(task, [])
+                said[task] += zip((str(r.prompt) for r in group), texts["off"], strict=True)
+        ratios = [a[0] / o[0] for a, o in zip(found["auto"], found["off"], strict=True)]
+        rows.append([name, str(n_streams), task, *_cells(found), f"{statistics.median(ratios):.2f}"])
+        print(rows[-1], flush=True)
+    return rows, said
+
+
+def _cells(found: dict[str, list[tuple[float, int, int]]]) -> list[str]:
+    drafted = sum(one[1] for one in found["auto"])
+    share = f"{sum(one[2] for one in found['auto']) / drafted:.0%} of {drafted}" if drafted else "none"
+    cells = []
+    for how in ("off", "auto"):
+        rates = [one[0] for one in found[how]]
+        middle = statistics.median(rates)
+        cells.append(f"{middle:.0f} ± {(max(rates) - min(rates)) / 2 / middle:.0%}")
+    return [*cells, share]
+
+
+def prime(engine: LlamaEngine, n_tokens: int) -> None:
+    """Answer the requests before the measured ones: tool calls and JSON, as an agent has them."""
+    for task in ("tool call", "JSON"):
+        for request in requests(task, n_tokens)[:_BEFORE]:
+            list(engine.submit(request))
+    engine.flush_blocks()
+
+
+def replay(
+    engine: LlamaEngine, said: dict[str, list[tuple[str, str]]], curve: StepCurve, name: str
+) -> list[list[str]]:
+    """A row for each task: the same answers in steps of the times of another model's `curve`."""
     rows = []
-    try:
-        for task, prompt in TASKS.items():
-            ask(engine, prompt, "off", 2)
-            found: dict[str, list[tuple[float, int, int]]] = {way: [] for way in ways}
-            for number in range(rounds):
-                first = number % len(ways)
-                for way in (*ways[first:], *ways[:first]):
-                    found[way].append(ask(engine, prompt, way, n))
-            cells = [_cell(found[way]) for way in ways] + ["–"] * (4 - len(ways))
-            rows.append(f"| {files.name} | {task} | {' | '.join(cells)} |")
-    finally:
-        engine.close()
+    one_s = curve.seconds(1, 1)
+    assert one_s is not None
+    with tempfile.TemporaryDirectory() as folder:
+        past = PastAnswers(Path(folder), b"secret")
+        for task in TASKS:
+            spent_s = 0.0
+            n_tokens = drafted = accepted = 0
+            for prompt, text in dict(said[task]).items():
+                tokens, answer = engine.tokenize(prompt), engine.tokenize(text)
+                drafter = SuffixDrafter(engine.info.n_vocab)
+                drafter.answers = past.of("") if task in ("tool call", "JSON") else None
+                drafting, begun = Drafting(drafter, limit=MAX_DRAFT), len(tokens)
+                while (done := len(tokens) - begun) < len(answer):
+                    drafts = drafting.propose(tokens, len(answer) - done - 1, DraftBudget(curve, 1, 1))
+                    right = 0
+                    while right < len(drafts) and drafts[right] == answer[done + right]:
+                        right += 1
+                    tokens += answer[done : done + right + 1]
+                    drafting.record_acceptance(tokens, len(drafts), right)
+                    spent_s += curve.seconds(1, 1 + len(drafts)) or 0.0
+                n_tokens += len(answer)
+                drafted, accepted = drafted + drafting.drafted, accepted + drafting.accepted
+                past.add("", "", tokens[begun - CONTEXT_TOKENS :])
+            rate = n_tokens / spent_s
+            share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "none"
+            cells = [f"{1 / one_s:.1f}", f"{rate:.1f}", share, f"{rate * one_s:.2f}"]
+            rows.append([name, "1, replayed", task, *cells])
+            print(rows[-1], flush=True)
+        past.close()
     return rows
 
 
-def _cell(found: list[tuple[float, int, int]]) -> str:
-    rates = [rate for rate, _, _ in found]
-    guessed = sum(one for _, one, _ in found)
-    share = f", {sum(one for _, _, one in found) / guessed:.0%} of drafts" if guessed else ""
-    spread = (max(rates) - min(rates)) / 2 / statistics.median(rates)
-    return f"{statistics.median(rates):.0f} ± {spread:.0%}{share}"
+def curve_of(path: Path) -> StepCurve:
+    """Measure the steps of a model."""
+    engine = load_engine(
+        ModelFiles(name="4b", paths=(str(path),)), LoadOptions(n_ctx=1024, n_parallel=1)
+    )
+    try:
+        engine.warm_up()
+        return engine._scheduler.executor.costs
+    finally:
+        engine.close()
 
 
 def main() -> None:
@@ -91,32 +243,30 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--streams", default="1,8,32")
+    parser.add_argument("--shape", default="4b-q4_k_m", help="a shape of random weights; empty: none")
     add_out(parser)
     options = parser.parse_args()
-    small = model_path("smollm2")
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        made = {}
-        for kind in ("F32", "Q4_0"):
-            made[kind] = Path(folder) / f"{kind}.gguf"
-            number = file_type(kind)
-            assert number is not None
-            run_quantizer(small, made[kind], number, Job(), QuantizeOptions())
-        plain = ("off", "auto", "ngram")
-        for name, path in (("SmolLM2 135M Q4_1", small), ("Gemma 3 270M Q4_K_M", model_path("gemma3"))):
-            rows += measure(
-                ModelFiles(name=name, paths=(str(path),)), plain, options.rounds, options.tokens
-            )
-        drafted = ModelFiles(
-            name="SmolLM2 135M F32",
-            paths=(str(made["F32"]),),
-            draft="Q4_0",
-            draft_paths=(str(made["Q4_0"]),),
-        )
-        rows += measure(drafted, (*plain, "draft"), options.rounds, options.tokens)
-    head = "| model | task | off | auto | n-gram | its Q4_0 drafts |"
-    table = "\n".join([head, "| --- | --- | --- | --- | --- | --- |", *rows]) + "\n"
-    print(write_figure(options.out, "drafts", table))
+    curve = curve_of(model_path(options.shape)) if options.shape else None
+    for name, model in (("SmolLM2 135M Q4_1", "smollm2"), ("Gemma 3 270M Q4_K_M", "gemma3")):
+        said: dict[str, list[tuple[str, str]]] = {}
+        for n_streams in map(int, options.streams.split(",")):
+            files = ModelFiles(name=name, paths=(str(model_path(model)),))
+            n_ctx = 8192  # no eviction: cells out of order would change the sums
+            engine = load_engine(files, LoadOptions(n_ctx=n_ctx, n_parallel=n_streams))
+            with tempfile.TemporaryDirectory() as folder:
+                engine.warm_up()
+                engine.use_blocks(BlockStore(Path(folder) / "blocks"))
+                prime(engine, options.tokens)
+                found, answers = measure(engine, name, n_streams, options.rounds, options.tokens)
+                rows += found
+                said = said or answers
+                if curve is not None and n_streams == 1:
+                    rows += replay(engine, said, curve, f"{options.shape}, answers of {name}")
+                engine.close()
+    head = ["model", "streams", "task", "off, tokens/s", "auto, tokens/s", "accepted", "auto to off"]
+    print(write_figure(options.out, "drafts", markdown(head, rows)))
 
 
 if __name__ == "__main__":

@@ -275,6 +275,7 @@ class LlamaEngine:
             libllama.build_info()  # cached: the prefix cache needs it
             # on the thread that decodes: OpenMP gives each thread that computes a team of its own
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
+            self._loop.call(lambda: self._scheduler.measure_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
 

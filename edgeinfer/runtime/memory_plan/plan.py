@@ -129,7 +129,9 @@ def invariant_rows(n_batch: int, file_type: int) -> int:
 
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
-MAX_DRAFT = 7
+MAX_DRAFT = 15
+#: Rows with logits of a step, for each request: they take a vocabulary of floats each.
+_OUTPUTS_PER_REQUEST = 8
 #: Sequence ids beyond the running ones: 16 for idle conversations, and one that the states of KV blocks
 #: pass through.
 _SPARE_SEQUENCES = 17
@@ -192,7 +194,7 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
         n_seq_max += 1  # parts of states pass through it (decision 080)
     n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
     # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
-    n_outputs = max(n_seq_max, min(n_batch, n_parallel.value * (1 + MAX_DRAFT)))
+    n_outputs = max(n_seq_max, min(n_batch, n_parallel.value * _OUTPUTS_PER_REQUEST))
     buffers = make_buffers(
         shape, n_cells.value, kv_type.value, n_seq_max=n_seq_max, n_ubatch=n_batch, n_outputs=n_outputs
     )

@@ -2,11 +2,12 @@
 
     ROOT/secret                      what names are keyed with (0600)
     ROOT/owners/HASH                 names of the blocks that hold one conversation
+    ROOT/MODEL/answers/NAME          past answers, which draft tokens are looked up in (past_answers.py)
     ROOT/MODEL/IDENTITY/checked      what the round-trip check found: "exact", or why not
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
     ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
 
-A file appears by one rename and never changes; whoever writes the same block writes the same bytes.
+A block appears by one rename and never changes; whoever writes the same block writes the same bytes.
 Files and folders are this user's alone, and others are refused. They hold what a person wrote, and are
 never part of a snapshot."""
 
@@ -38,6 +39,7 @@ from edgeinfer.runtime.prefix_cache import format, retention
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock
 from edgeinfer.runtime.prefix_cache.keys import Names, owner_name, read_secret
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
+from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
 
 #: Threads that read and verify files: one gives some 4 GB/s.
 _READERS = 2
@@ -161,6 +163,7 @@ class ModelBlocks:
         self._folder = folder
         self.names = names
         self.writer = WriterThread()
+        self.answers = PastAnswers(folder.parent, store.secret)
         self._readers: ThreadPoolExecutor | None = None
         self._owned: dict[str, set[bytes]] = {}
         self._checked = ""
@@ -272,6 +275,10 @@ class ModelBlocks:
         note = partial(retention.note_session, self._folder, agent, shared, salt)
         self.writer.put(lambda: self._try(note))
 
+    def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
+        """Append an answer to those that draft tokens are looked up in."""
+        self.writer.put(lambda: self._try(lambda: self.answers.add(salt, conversation, tokens)))
+
     def _write(self, block: KvBlock) -> None:
         """Write the file, whole or not at all. In the writer's thread."""
         if self._store.has_room_for(block.n_bytes):
@@ -330,7 +337,9 @@ class ModelBlocks:
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None
-        return self.writer.stop(timeout_s)
+        is_written = self.writer.stop(timeout_s)
+        self.answers.close()
+        return is_written
 
 
 def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
@@ -366,17 +375,17 @@ def forget_model(root: Path, model: str) -> int:
 
 
 def forget_conversation(root: Path, conversation: str) -> int:
-    """Delete the blocks that only this conversation owns; return the freed bytes."""
-    owners = root / "owners"
-    if not owners.is_dir():
+    """Delete the blocks that only this conversation owns, and its answers; return the freed bytes."""
+    if not (root / "secret").exists():
         return 0
     paths.private_dir(root)
-    own = owners / owner_name(read_secret(root / "secret"), conversation)
+    secret = read_secret(root / "secret")
+    freed = forget_answers(root, secret, conversation)
+    own = root / "owners" / owner_name(secret, conversation)
     written = retention.owned_names(own)
-    for other in owners.iterdir():
+    for other in (root / "owners").glob("*"):
         if other != own:
             written -= retention.owned_names(other)
-    freed = 0
     for block in retention.list_blocks(root):
         if block.path.name.removesuffix(retention.SUFFIX) in written:
             block.path.unlink(missing_ok=True)

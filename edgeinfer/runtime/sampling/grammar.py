@@ -105,9 +105,9 @@ class TokenMatcher:
         """Advance by `token`; return False, without a change, if the constraint forbids it."""
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
-    def allows(self, tokens: Sequence[int]) -> bool:
-        """Return whether all of `tokens` may come next, in this order."""
-        return bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
+    def valid(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` may come next, in this order."""
+        return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced(self) -> Sequence[int]:
         """Return the tokens that must come next; empty if there is a choice."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
-from edgeinfer.runtime.sampling.speculative import StepCosts
+from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, Chunks
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
@@ -23,6 +23,8 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 #: llama_decode's return code after an abort.
 _ABORTED = 2
 T = TypeVar("T")
+#: Rows with logits of a measured step: they stay in the parked process, up to 1 MB each.
+_MEASURED_OUTPUTS = 16
 
 #: Niceness: a tenth of the processor time of others if there is not enough for all.
 _NICE = 10
@@ -36,7 +38,7 @@ class Executor:
     batch: Batch
     kv: KvCache
     chunks: Chunks
-    costs: StepCosts
+    costs: StepCurve
     counters: Counters
     low_priority: LowPriorityExecutor = field(init=False)
     cancellation: StepCancellation = field(init=False)
@@ -104,11 +106,11 @@ class Executor:
         decode_tokens = sum(len(p.tokens) for p in entries if not p.is_prefill)
         prefill_tokens = self.batch.n_tokens - decode_tokens
         if not prefill_tokens:
-            n_drafts = sum(len(p.drafts) for p in entries)
-            self.costs.note(len(entries), n_drafts, seconds)
+            self.costs.note(len(entries), decode_tokens, seconds)
             self.counters.decode_seconds_total += seconds
             return
-        decode_share = min(seconds, self.costs.mean(decode_tokens) or 0.0)
+        n_decoding = sum(not p.is_prefill for p in entries)
+        decode_share = min(seconds, self.costs.seconds(n_decoding, decode_tokens) or 0.0)
         self.counters.decode_seconds_total += decode_share
         self.counters.prefill_seconds_total += seconds - decode_share
         is_long = any(p.is_prefill and p.seq.prompt_tokens > SHORT_TOKENS for p in entries)
@@ -126,6 +128,24 @@ class Executor:
                     f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"
                 )
             self.kv.extend(cached_seq, chunk)
+
+    def measure_steps(self, cached_seq: CachedSequence, token: int) -> None:
+        """Learn what steps cost by their rows, behind an empty sequence. Raises DecodeError."""
+
+        def step_s(rows: int) -> float:
+            self.batch.clear()
+            rows = min(rows, self.batch.capacity, self.kv.free_cells)
+            outputs = min(rows, self.batch.max_outputs, _MEASURED_OUTPUTS)
+            self.batch.add([token] * rows, 0, cached_seq.seq_id, outputs=outputs)
+            began = time.perf_counter()
+            code = self.batch.decode(self.active)
+            took_s = time.perf_counter() - began
+            self.kv.remove_behind(cached_seq)
+            if code:
+                raise DecodeError(f"llama_decode returned {code} for {rows} tokens")
+            return took_s
+
+        self.costs.measure(step_s)
 
 
 class LowPriorityExecutor:

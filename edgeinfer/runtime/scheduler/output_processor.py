@@ -71,12 +71,14 @@ class OutputProcessor:
         seq, row = entry.seq, entry.row
         first = not seq.n_generated
         before = seq.clock.last
-        for draft in (*entry.drafts, None):
-            length = len(seq.tokens)
-            reason = seq.sample(self.vocab, self.active.context, row - len(self._rows), self._rows[row])
-            row += 1
-            if reason is not None or seq.tokens[length:] != [draft]:
+        n_right = 0
+        while True:
+            at, length = row + n_right, len(seq.tokens)
+            reason = seq.sample(self.vocab, self.active.context, at - len(self._rows), self._rows[at])
+            new = seq.tokens[length:]  # several, if a constraint forces some
+            if reason is not None or entry.drafts[n_right : n_right + len(new)] != new:
                 break
+            n_right += len(new)
         self._verify_drafts(entry)
         if first:
             self.counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)

@@ -8,6 +8,7 @@ from edgeinfer.runtime.kv_cache import recurrent_checkpoints
 from edgeinfer.runtime.kv_cache.cache import KvCache, closest, common_prefix, describe_divergence
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, Restore
+from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefill_policy import Chunks
 from edgeinfer.runtime.scheduler.sequence import Sequence
@@ -17,6 +18,8 @@ _RESTORE_BESIDE_S = 0.02
 _RESTORE_ALONE_S = 0.1
 #: Fewer cells of idle sequences are not worth evicting.
 _IDLE_CELLS = 1024
+#: Shorter answers are not written for later drafts.
+_WORTH_DRAFTING_TOKENS = 8
 #: How long (s) a step waits for the disk if there is nothing else to do.
 _DISK_WAIT_S = 0.02
 
@@ -68,6 +71,8 @@ class Prefixes:
         if not self._kv.truncate(cached_seq, kept):
             kept = 0
             seq.prompt_logprobs = []
+        if request.cache_prompt and request.speculative != "off" and self.blocks is not None:
+            seq.drafting.use_answers(self.blocks.blocks.answers.of(request.cache_salt))
         if is_alone:
             self._evict_idle(seq, len(seq.tokens) - kept)
         if request.cache_prompt and self.blocks is not None and n_top is None:
@@ -185,3 +190,7 @@ class Prefixes:
         if keep and self.blocks is not None:
             self.blocks.writing.add(cached_seq, self._chunks.s_per_token)
             self.blocks.note_preamble(seq.request, seq.tokens, seq.adapters)
+            if seq.n_generated >= _WORTH_DRAFTING_TOKENS:
+                answer = seq.tokens[-seq.n_generated - CONTEXT_TOKENS :]
+                request = seq.request
+                self.blocks.blocks.add_answer(request.cache_salt, request.conversation, answer)

@@ -30,7 +30,7 @@ from edgeinfer.runtime.sampling.speculative import (
     Drafting,
     DraftModel,
     ModelDrafter,
-    NgramDrafter,
+    SuffixDrafter,
 )
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
@@ -171,7 +171,7 @@ class Preparer:
             return None
         if self.draft_model is not None and request.speculative != "ngram":
             return ModelDrafter(self.draft_model)
-        return NgramDrafter()
+        return SuffixDrafter(self.vocab.n_vocab)
 
     def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:
         if request.max_tokens is not None:

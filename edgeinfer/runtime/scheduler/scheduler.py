@@ -15,7 +15,7 @@ from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.sampling.speculative import StepCosts
+from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.batch_planner import Adapters, BatchPlanner
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.idle_cells import IdleCells
@@ -50,7 +50,7 @@ class Scheduler:
         #: Called if llama.cpp fails a step; True if another context takes over.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
-        costs, chunks = StepCosts(), Chunks(batch_invariance, s_per_token)
+        costs, chunks = StepCurve(), Chunks(batch_invariance, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
         self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=n_parallel)
         self._planner = BatchPlanner(
@@ -150,6 +150,14 @@ class Scheduler:
         for cached_seq in [c for c in self.kv.cached_sequences if has(c.adapters)]:
             self.kv.drop(cached_seq)
         return True
+
+    def measure_steps(self, token: int) -> None:
+        """Learn what draft tokens cost. Only while idle. Raises DecodeError."""
+        cached_seq = self.kv.claim([token], (), reuse=False) if self.kv.supports_truncation else None
+        if cached_seq is not None:
+            self._adapters.use(())
+            self.executor.measure_steps(cached_seq, token)
+            self.kv.release(cached_seq, keep=False)
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
         """Prefill and keep a prefix that many requests share; return its tokens. Only while idle."""

@@ -171,7 +171,7 @@ class Sequence:
 
     def _close_reasoning(self, vocab: Vocab, close: Tokens[int]) -> FinishReason | None:
         """End the reasoning span, unless a constraint needs another token before."""
-        if self.matcher is not None and not self.matcher.allows(close):
+        if self.matcher is not None and self.matcher.valid(close) < len(close):
             return None
         return self._take_all(vocab, close)
 

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.sampling.speculative import Acceptance, Drafting, NgramDrafter, Price, StepCosts
+from edgeinfer.runtime.sampling.past_answers import PastAnswers
+from edgeinfer.runtime.sampling.speculative import (
+    Acceptance,
+    DraftBudget,
+    Drafting,
+    StepCurve,
+    SuffixDrafter,
+)
 
-FREE = Price(token_s=0.010, row_s=0.0)
-CHEAP = Price(token_s=0.010, row_s=0.002)
-FULL = Price(token_s=0.005, row_s=0.005)
+
+def curve(costs: Callable[[int], float]) -> StepCurve:
+    """A measured curve: seconds by rows, and steps of up to 32 sequences."""
+    made = StepCurve()
+    made.measure(costs)
+    for n in range(2, 33):
+        made.note(n, n, costs(n))
+    return made
+
+
+FREE = curve(lambda rows: 0.010)
+CHEAP = curve(lambda rows: 0.008 + 0.002 * rows)
+FULL = curve(lambda rows: 0.010 * rows)
 
 
 class Always:
     """Drafts the same tokens."""
 
     def __init__(self, s_per_token: float = 0.0) -> None:
-        self.acceptance = Acceptance(0.8 if s_per_token else 0.5)
+        self._rate = Acceptance(0.8 if s_per_token else 0.5)
         self.s_per_token = s_per_token
         self.calls = 0
+
+    def acceptance(self, position: int) -> Acceptance:
+        return self._rate
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
         self.calls += 1
@@ -30,11 +51,11 @@ class Always:
         self.calls = -1
 
 
-def decode(drafting: Drafting, answer: Sequence[int], price: Price | None) -> list[int]:
+def decode(drafting: Drafting, answer: Sequence[int], costs: StepCurve) -> list[int]:
     """Decode `answer` step by step, as the scheduler does; the number of draft tokens of each step."""
     tokens, drafted = [0], []
     while len(tokens) <= len(answer):
-        drafts = drafting.propose(tokens, len(answer) - len(tokens), price)
+        drafts = drafting.propose(tokens, len(answer) - len(tokens), DraftBudget(costs, 1, 1))
         rest = answer[len(tokens) - 1 :]
         right = 0
         while right < len(drafts) and drafts[right] == rest[right]:
@@ -51,45 +72,77 @@ def decode(drafting: Drafting, answer: Sequence[int], price: Price | None) -> li
         ([1, 2, 3, 4, 5, 6, 1, 2, 3], 3, [4, 5, 6]),
         ([1, 2, 3, 4, 5, 6, 1, 2, 3], 2, [4, 5]),
         ([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 3, []),
-        ([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1, [8]),  # the latest occurrence counts
+        ([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1, [8]),  # of equal matches the latest counts
+        ([5, 1, 2, 3, 7, 1, 2, 3, 8, 5, 1, 2, 3], 1, [7]),  # the longest match counts
+        ([4, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),  # a repetition goes on
         ([1, 2, 3], 4, []),
+        ([1, 2], 4, []),
         ([1, 2, 3, 4, 1, 2, 3], 0, []),
     ],
 )
-def test_ngram_drafter_repeats_the_latest_continuation(
+def test_suffix_drafter_repeats_the_longest_match(
     text: list[int], limit: int, drafts: list[int]
 ) -> None:
-    assert NgramDrafter().draft(text, limit) == drafts
+    assert SuffixDrafter(10).draft(text, limit) == drafts
 
 
-def test_shifted_text_is_indexed_again() -> None:
-    drafter = NgramDrafter()
+def test_suffix_drafter_follows_a_long_match_and_leaves_a_wrong_one() -> None:
+    drafter = SuffixDrafter(100)
+    text = [*range(20, 60), 1, *range(20, 30)]
+    assert drafter.draft(text, 3) == [30, 31, 32]
+    assert drafter.draft([*text, 30, 31, 32, 33], 2) == [34, 35]
+    assert drafter.draft([*text, 30, 31, 32, 33, 7], 2) == []
+
+
+def test_shifted_text_is_matched_anew() -> None:
+    drafter = SuffixDrafter(10)
     drafter.draft([1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
     assert drafter.draft([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
 
 
+def test_long_matches_are_expected_to_be_right_more_often() -> None:
+    drafter = SuffixDrafter(100)
+    drafter.draft([*range(40), 50, *range(12)], 4)
+    long = drafter.acceptance(0).rate
+    drafter.draft([*range(40), 50, *range(12), 30, 31], 4)
+    assert drafter.acceptance(0).rate < long
+
+
+def test_past_answers_are_drafted_where_the_text_has_no_longer_match(tmp_path: Path) -> None:
+    answers = PastAnswers(tmp_path, b"secret")
+    answers.add("", "chat-1", [*range(10, 30), 99, 31])
+    drafter = SuffixDrafter(n_vocab=90)
+    drafter.answers = answers.of("")
+    assert drafter.draft([5, 6, 12, 13, 14, 15], 3) == [16, 17, 18]
+    assert drafter.draft([5, 6, 12, 13, 14, 15, 16, 17, 18, 19], 2) == [20, 21]
+    assert drafter.draft([5, 26, 27, 28, 29], 3) == []  # 99 is no token of this vocabulary
+    drafter = SuffixDrafter(n_vocab=90)
+    drafter.answers = answers.of("")
+    assert drafter.draft([12, 13, 14, 15, 8, 12, 13, 14, 15], 2) == [8, 12]
+    answers.close()
+
+
 def test_a_full_batch_never_drafts() -> None:
-    drafting = Drafting(Always(), limit=7)
-    assert set(decode(drafting, [1] * 200, FULL)) == {0}
+    assert set(decode(Drafting(Always(), limit=7), [1] * 200, FULL)) == {0}
 
 
 def test_nothing_is_drafted_before_a_step_was_measured() -> None:
-    assert Drafting(Always(), limit=7).propose([0], 8, None) == []
-    assert StepCosts().price(1, 0.001) is None
+    budget = DraftBudget(StepCurve(), 1, 1)
+    assert Drafting(Always(), limit=7).propose([0], 8, budget) == []
 
 
 def test_right_predictions_lengthen_the_drafts() -> None:
-    drafting = Drafting(Always(), limit=7)
+    drafting = Drafting(Always(), limit=15)
     drafted = decode(drafting, [1] * 200, CHEAP)
     assert drafted[0] <= 2
-    assert max(drafted) == 7
+    assert max(drafted) == 15
     assert drafting.accepted == drafting.drafted
 
 
 def test_wrong_predictions_cost_next_to_nothing() -> None:
     drafting = Drafting(Always(), limit=7)
     decode(drafting, [2] * 500, CHEAP)
-    assert drafting.drafted <= 8
+    assert drafting.drafted <= 40
     assert drafting.accepted == 0
 
 
@@ -118,37 +171,37 @@ def test_a_named_drafter_drafts_at_any_price() -> None:
     assert decode(drafting, [2] * 20, FULL)[:10] == [4] * 10
 
 
-def test_row_cost_follows_steps_with_drafts() -> None:
-    costs = StepCosts()
-    costs.note(1, 0, 0.010)
-    assumed = costs.price(1, 0.001)
-    assert assumed is not None
-    assert assumed == Price(0.010, 0.001)
-    for _ in range(50):
-        costs.note(1, 4, 0.034)
-    measured = costs.price(1, 0.001)
-    assert measured is not None
-    assert abs(measured.row_s - 0.006) < 0.0005
-    for _ in range(500):
-        costs.note(1, 0, 0.010)
-    faded = costs.price(1, 0.001)
-    assert faded is not None
-    assert faded.row_s < 0.003
+def test_curve_follows_steps_with_drafts_and_the_depth_of_the_cache() -> None:
+    costs = StepCurve()
+    costs.note(1, 1, 0.010)
+    for _ in range(100):
+        costs.note(1, 1, 0.010)
+        costs.note(1, 4, 0.040)
+    assert costs.seconds(1, 4) == pytest.approx(0.040, rel=0.05)
+    for _ in range(200):  # every step drafts, and takes twice as long
+        costs.note(1, 4, 0.080)
+    assert costs.seconds(1, 4) == pytest.approx(0.080, rel=0.05)
+    assert costs.seconds(1, 1) > 0.012  # type: ignore[operator]
 
 
-def test_row_of_a_full_batch_costs_as_a_sequence() -> None:
-    costs = StepCosts()
-    costs.note(1, 0, 0.008)
-    costs.note(32, 0, 0.163)
-    price = costs.price(32, 0.001)
-    assert price is not None
-    assert abs(price.row_s - 0.005) < 1e-9
+def test_curve_is_linear_between_its_points_and_beyond_them() -> None:
+    costs = curve(lambda rows: 0.010 + 0.002 * rows)
+    for n, rows in ((1, 3), (1, 12), (4, 40), (32, 64)):
+        assert costs.seconds(n, rows) == pytest.approx(0.010 + 0.002 * rows)
+
+
+def test_all_sequences_of_a_step_share_its_rows() -> None:
+    """Eight rows are as cheap as one, and more cost as much as they gain."""
+    budget = DraftBudget(curve(lambda rows: 0.010 * max(1.0, rows / 8)), 2, 2)
+    taken = [budget.take([0.9] * 6) for _ in range(2)]
+    assert taken[0] == 6
+    assert taken[1] == 0
 
 
 def test_room_and_no_drafter() -> None:
-    assert Drafting(None, limit=4).propose([0], 8, FREE) == []
-    assert Drafting(Always(), limit=4).propose([0], 2, FREE) == [1, 1]
-    assert Drafting(Always(), limit=4).propose([0], 0, FREE) == []
+    assert Drafting(None, limit=4).propose([0], 8, DraftBudget(FREE, 1, 1)) == []
+    assert Drafting(Always(), limit=4).propose([0], 2, DraftBudget(FREE, 1, 1)) == [1, 1]
+    assert Drafting(Always(), limit=4).propose([0], 0, DraftBudget(FREE, 1, 1)) == []
 
 
 def test_close_reaches_the_drafter() -> None:
@@ -164,9 +217,12 @@ class Text:
     s_per_token = 0.0
 
     def __init__(self, share: float, seed: int) -> None:
-        self.acceptance = Acceptance(0.5)
+        self._rate = Acceptance(0.5)
         self._random = random.Random(seed)
-        self.answer = [int(self._random.random() >= share) for _ in range(96 + 8)]  # 0: as predicted
+        self.answer = [int(self._random.random() >= share) for _ in range(96 + 16)]  # 0: as predicted
+
+    def acceptance(self, position: int) -> Acceptance:
+        return self._rate
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
         return [0] * limit
@@ -177,17 +233,17 @@ class Text:
 
 def rate(n_clients: int, share: float, step_s: Callable[[int], float], *, drafts: bool) -> float:
     """Tokens/s of `n_clients` whose steps of so many rows take `step_s`, give or take 15 %."""
-    noise, costs = random.Random(7), StepCosts()
+    noise, costs = random.Random(7), StepCurve()
     took_s, n_tokens = 0.0, 0
     for turn in range(4):
         texts = [Text(share, 100 * turn + i) for i in range(n_clients)]
-        running = [(text, Drafting(text if drafts else None, limit=7), [0]) for text in texts]
+        running = [(text, Drafting(text if drafts else None, limit=15), [0]) for text in texts]
         while running:
-            price = costs.price(len(running), step_s(512) / 512)
-            proposed = [d.propose(tokens, 96 - len(tokens), price) for _, d, tokens in running]
+            budget = DraftBudget(costs, len(running), len(running))
+            proposed = [d.propose(tokens, 96 - len(tokens), budget) for _, d, tokens in running]
             n_drafts = sum(map(len, proposed))
             seconds = step_s(len(running) + n_drafts) * noise.uniform(0.85, 1.15)
-            costs.note(len(running), n_drafts, seconds)
+            costs.note(len(running), len(running) + n_drafts, seconds)
             took_s += seconds
             for (text, drafting, tokens), ours in zip(running, proposed, strict=True):
                 rest, right = text.answer[len(tokens) :], 0
