@@ -51,7 +51,7 @@ class Embedder:
         self._batch: Batch | None = None
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """One L2-normalised vector a text. Raises InvalidRequestError, ContextLengthError."""
+        """Return an L2-normalised vector per text. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_embed:
             raise InvalidRequestError("this model reranks and does not embed", param="model")
         inputs = [self._tokens(text, i) for i, text in enumerate(texts)]

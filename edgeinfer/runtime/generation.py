@@ -130,11 +130,11 @@ class EventStream:
 
             def wake(ready: asyncio.Event = ready) -> None:
                 self._wake = None
-                with contextlib.suppress(RuntimeError):  # the consumer's loop was closed under it
+                with contextlib.suppress(RuntimeError):  # the consumer's loop is closed
                     loop.call_soon_threadsafe(ready.set)
 
             self._wake = wake
-            if self._items.empty():  # else: put between our look and our note, and nobody woke us
+            if self._items.empty():  # otherwise an event came before `wake` was set
                 await ready.wait()
             self._wake = None
 

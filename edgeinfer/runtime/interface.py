@@ -18,8 +18,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 class Generation(Protocol):
     """A running request. Iterate it once, from one thread (`for`) or one task (`async for`).
 
-    A consumer that falls behind is buffered without bound on text owed by `max_tokens`; it stops no
-    others.
+    Events of a slow consumer are buffered, at most those of `max_tokens` tokens; other requests go on.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -70,10 +69,10 @@ class Engine(Protocol):
         """Tokenize that prompt as `submit` does: text of messages becomes no control token."""
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """One L2-normalised vector a text. Raises InvalidRequestError when the model cannot."""
+        """Return an L2-normalised vector per text. Raises InvalidRequestError if the model cannot."""
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Score each document. Raises InvalidRequestError when the model has no such head."""
+        """Score each document. Raises InvalidRequestError if the model has no reranking head."""
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
         """Return the tokens that sessions of `agent` share, and those behind them in the latest one.

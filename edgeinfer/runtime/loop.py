@@ -118,7 +118,7 @@ class DecodeLoop:
     def _main(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001  the main of a thread: every caller must hear of it
+        except BaseException as error:  # noqa: BLE001  the main of a thread: every caller gets the error
             self._die(error)
 
     def _die(self, error: BaseException) -> None:
@@ -189,7 +189,7 @@ class DecodeLoop:
             work()
         except EngineError as error:
             self._scheduler.fail_all(error)
-        except Exception as error:  # noqa: BLE001  the main of a thread: every consumer must hear of it
+        except Exception as error:  # noqa: BLE001  the main of a thread: every consumer gets the error
             self._scheduler.fail_all(
                 DecodeError(f"the decode loop failed: {type(error).__name__}: {error}")
             )

@@ -12,11 +12,10 @@ from edgeinfer.runtime.requests import Sampling
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model as the engine needs it: absolute paths, and how the catalogue says to talk to it.
+    """A pulled model: the absolute paths of its files, and the catalogue's settings for it.
 
-    `paths` are the GGUF files in order (one, or all of a split). `chat_template` overrides the file's
-    own. `draft` names the draft model that `draft_paths` are of; `lora` is in place of
-    `LoadOptions.lora` where that is empty.
+    `paths` are the GGUF files in order, several of a split model. `chat_template` overrides the file's
+    own. `draft` names the draft model of `draft_paths`. `lora` applies if `LoadOptions.lora` is empty.
     """
 
     name: str
@@ -42,8 +41,8 @@ class Adapter(msgspec.Struct, frozen=True):
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to load; `edgeinfer.config.load_options` says what each field is and may be.
 
-    0 or "auto" lets the engine choose, with a reason that `EngineInfo.choices` keeps. `max_queue` only
-    keeps the engine finite, in a snapshot too: what a launch allows to wait is the front's to say.
+    0 or "auto" lets the engine choose, with a reason in `EngineInfo.choices`. `max_queue` bounds the
+    engine's own queue, in a snapshot too; the front end has a limit of its own for each launch.
     """
 
     n_ctx: int = table.N_CTX.default
@@ -169,8 +168,8 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One replica of a model, in a process of its own.
 
-    `number` counts from 1 and is never given twice. `how` it came to be: "resumed" or "cold".
-    `requests` run or wait in it, `completion_tokens_total` what it has generated.
+    `number` counts from 1 and is never reused. `how` is "resumed" or "cold". `requests` are running and
+    waiting ones.
     """
 
     number: int

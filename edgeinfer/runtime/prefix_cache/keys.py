@@ -108,9 +108,9 @@ class PrefixKeys:
             chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
 
     def begun_with(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """The tokens that sessions of `agent` begin with, and those of the last one behind them.
+        """Return the tokens that sessions of `agent` share, and those behind them in the latest one.
 
-        As far as they are there.
+        Only tokens on disk count.
         """
         behind: dict[bytes, Header] = {}
         for name in self._blocks.begun_with(agent, salt):

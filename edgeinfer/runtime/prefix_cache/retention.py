@@ -8,8 +8,8 @@ back) count as now. Prefixes that the sessions of an agent share go last:
                                after an empty line the names of blocks behind them, in the middle of
                                which the sessions part
 
-One session shows only its own beginning. What a second one shares with it is the agent's own:
-instructions and tools. So nothing is retained before the second session."""
+One session cannot tell the agent's instructions and tools from the user's text: a shared prefix is
+known, and retained, from the second session on."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def retained_names(root: Path) -> set[str]:
 
 
 def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """The blocks that sessions of `agent` begin with, in order; then those behind, the last first."""
+    """List the blocks that sessions of `agent` share, in order, then those behind, latest first."""
     if not _AGENT.fullmatch(agent):
         return ()
     noted = _read(_path(folder, agent, salt))

@@ -202,7 +202,7 @@ class ModelBlocks:
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def begun_with(self, agent: str, salt: str) -> list[bytes]:
-        """The blocks that sessions of `agent` begin with, in order; then those behind them."""
+        """List the blocks that sessions of `agent` share, in order, then those behind them."""
         return [bytes.fromhex(name) for name in retention.begun_with(self._folder, agent, salt)]
 
     def read_ahead(

@@ -53,15 +53,7 @@ class Words:
 
     eos_tokens = (2,)
     n_vocab = 100
-    markers = (
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[THINK]",
-        "[/THINK]",
-        "<|python_tag|>",
-        "<|tool_call|>",
-        "<|/tool_call|>",
-    )
+    markers = "[TOOL_CALLS] [ARGS] [THINK] [/THINK] <|python_tag|> <|tool_call|> <|/tool_call|>".split()
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False
@@ -221,12 +213,8 @@ def test_template_without_tools_gets_a_description():
 @pytest.mark.parametrize(
     ("name", "special"),
     [
-        ("mistral_list", True),
-        ("mistral_args", True),
-        ("phi4mini", True),
-        ("qwen25", False),
-        ("llama31", True),
-        ("gemma3", False),
+        *((name, True) for name in ("mistral_list", "mistral_args", "phi4mini", "llama31")),
+        *((name, False) for name in ("qwen25", "gemma3")),
     ],
 )
 def test_parser_asks_for_control_tokens_if_they_mark_calls(name, special):
@@ -266,17 +254,7 @@ def parsed(parser: Any, text: str) -> list[Any]:
     return [*parser.feed(text), *parser.finish()]
 
 
-TEMPLATES = [
-    "qwen25",
-    "llama31",
-    "mistral_list",
-    "mistral_args",
-    "gemma3",
-    "phi4mini",
-    "hermes3",
-    "smollm2",
-    "smollm3",
-]
+TEMPLATES = "qwen25 llama31 mistral_list mistral_args gemma3 phi4mini hermes3 smollm2 smollm3".split()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

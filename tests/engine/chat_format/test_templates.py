@@ -72,8 +72,7 @@ def test_developer_turn_falls_back_to_system(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["qwen25", "qwen3", "llama31", "mistral_list", "mistral_args", "hermes3", "phi4mini", "smollm3"],
+    "name", "qwen25 qwen3 llama31 mistral_list mistral_args hermes3 phi4mini smollm3".split()
 )
 def test_tools_are_shown_as_plain_json(name):
     template = load(name)
@@ -85,17 +84,7 @@ def test_tools_are_shown_as_plain_json(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "qwen25",
-        "qwen3",
-        "llama31",
-        "mistral_list",
-        "mistral_args",
-        "hermes3",
-        "phi4mini",
-        "deepseek_r1",
-    ],
+    "name", "qwen25 qwen3 llama31 mistral_list mistral_args hermes3 phi4mini deepseek_r1".split()
 )
 def test_earlier_calls_and_results_render(name):
     template = load(name)
