@@ -72,11 +72,9 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
         """Tokens after the first over the time after the first; 0 when there is none."""
-        return (
-            (completion_tokens - 1) * 1000.0 / self.decode_ms
-            if completion_tokens > 1 and self.decode_ms
-            else 0.0
-        )
+        if completion_tokens <= 1 or not self.decode_ms:
+            return 0.0
+        return (completion_tokens - 1) * 1000.0 / self.decode_ms
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):

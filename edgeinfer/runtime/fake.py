@@ -257,14 +257,11 @@ class _Player(threading.Thread):
             return item
         if self.cancelled.is_set():
             return self._finished("cancelled")
-        late = (
-            self._request.deadline_s is not None
-            and time.monotonic() - self._began >= self._request.deadline_s
-        )
-        if late:
+        deadline_s, max_tokens = self._request.deadline_s, self._request.max_tokens
+        if deadline_s is not None and self._elapsed_ms() >= 1000.0 * deadline_s:
             return self._finished("deadline")
-        full = self._request.max_tokens is not None and self.n_tokens >= self._request.max_tokens
-        return self._finished("length") if full else None
+        is_full = max_tokens is not None and self.n_tokens >= max_tokens
+        return self._finished("length") if is_full else None
 
     def _play(self, item: Item) -> None:
         if isinstance(item, Delay):

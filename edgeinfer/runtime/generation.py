@@ -46,9 +46,7 @@ class EventStream:
             return
         if isinstance(item, Finished | EngineError):
             self._ended = True
-        elif (
-            self._tap is not None and self._wake is not None and self._items.empty() and self._tap(item)
-        ):
+        elif self._tap and self._wake and self._items.empty() and self._tap(item):
             return
         with self._handing:
             if self._sink is not None:

@@ -248,15 +248,12 @@ class ChatFormat:
             raise
         if choice.mode == "auto":
             made = tool_call_grammar.once_begun(self._form, tools, vocab, several=choice.parallel)
-            hidden = (
-                self.can_think and tool_call_grammar.control_token(self._span.open, vocab) is not None
-            )
-            return (None, False) if made is None or hidden else (made, True)
-        wanted = (
-            tools if choice.mode == "required" else tuple(t for t in tools if t.name == choice.name)
-        )
+            span = tool_call_grammar.control_token(self._span.open, vocab) if self.can_think else None
+            return (None, False) if made is None or span is not None else (made, True)
+        if choice.mode == "named":
+            tools = tuple(tool for tool in tools if tool.name == choice.name)
         several = choice.mode == "required" and choice.parallel
-        return tool_call_grammar.required(self._form, wanted, vocab, several=several), True
+        return tool_call_grammar.required(self._form, tools, vocab, several=several), True
 
     def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> ReasoningParser | None:
         if self._is_transcript and not tools:

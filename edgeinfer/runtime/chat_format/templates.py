@@ -354,12 +354,10 @@ def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTe
     if source.strip():
         return load_untrusted(source, bos, eos), "the model's own"
     if has_chatml:
-        return ChatTemplate.load(
-            CHATML, bos, eos
-        ), "ChatML: the model has no template, and its vocabulary has ChatML's tokens"
-    return ChatTemplate.load(
-        TRANSCRIPT, bos, eos
-    ), "a plain transcript: the model has no template (a base model?)"
+        reason = "ChatML: the model has no template, and its vocabulary has ChatML's tokens"
+        return ChatTemplate.load(CHATML, bos, eos), reason
+    reason = "a plain transcript: the model has no template (a base model?)"
+    return ChatTemplate.load(TRANSCRIPT, bos, eos), reason
 
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")

@@ -112,12 +112,10 @@ def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: Vocab) -> str:
         head = f'{{"name": {quoted(tool.name)}, "{form.arguments}": '
         return f"{quoted(head)} {arguments} {quoted('}')}"
     if form.end:  # deepseek
-        separator, close = (
-            marker(form.skip[1].removeprefix("function"), vocab),
-            marker(form.skip[-1], vocab),
-        )
+        separator, close = form.skip[1].removeprefix("function"), form.skip[-1]
         name = quoted(f"{tool.name}\n```json\n")
-        return f'"function" {separator} {name} {arguments} "\\n```" {close}'
+        head = f'"function" {marker(separator, vocab)} {name} {arguments}'
+        return f'{head} "\\n```" {marker(close, vocab)}'
     return f"{quoted(tool.name)} {marker('[ARGS]', vocab)} {arguments}"
 
 

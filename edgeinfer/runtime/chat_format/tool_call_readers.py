@@ -158,18 +158,9 @@ def python_calls(code: str) -> list[tuple[str, str]] | None:
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "print"
-        and len(node.args) == 1
-    ):
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
         node = node.args[0]  # Gemma likes to print what it calls
-    if (
-        not isinstance(node, ast.Call)
-        or node.args
-        or any(keyword.arg is None for keyword in node.keywords)
-    ):
+    if not isinstance(node, ast.Call) or node.args or None in [k.arg for k in node.keywords]:
         raise ValueError("not a call with keyword arguments")
     name = ast.unparse(node.func)
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}

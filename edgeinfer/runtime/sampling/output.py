@@ -85,9 +85,7 @@ class Output:
         return [TextDelta(text)] if self._parser is None else self._note(self._parser.feed(text))
 
     def _note(self, events: Sequence[Parsed]) -> list[Parsed]:
-        self.has_tool_calls = self.has_tool_calls or any(
-            isinstance(event, ToolCallDelta) for event in events
-        )
+        self.has_tool_calls |= any(isinstance(event, ToolCallDelta) for event in events)
         return list(events)
 
     def _with_logprobs(self, events: list[Parsed]) -> list[Parsed]:

@@ -110,9 +110,7 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
 def _imatrix(job: QuantizeJob) -> list[Any]:
     if not job.spans:
         return []
-    table = (
-        L.llama_model_imatrix_data * (len(job.spans) + 1)
-    )()  # the last one stays empty: it ends the table
+    table = (L.llama_model_imatrix_data * (len(job.spans) + 1))()  # the last stays empty: the end
     kept: list[Any] = [table]
     for row, span in zip(table, job.spans, strict=False):
         sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(
