@@ -48,21 +48,19 @@ _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 #: Methods that compare each character with each of the argument's, 16 in the time of a unit.
 _QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 #: The filters that chat templates use; jinja2's others make much out of little, or need a web page.
-_FILTERS = (
-    "abs attr capitalize count d default dictsort e escape first float groupby indent int items join "
-    "last length list lower map"
-    " max min reject rejectattr replace reverse round safe select selectattr sort string title tojson "
-    "trim unique upper"
-)
+_FILTERS = """
+    abs attr capitalize count d default dictsort e escape first float groupby indent int items join last
+    length list lower map max min reject rejectattr replace reverse round safe select selectattr sort
+    string title tojson trim unique upper
+"""
 #: Likewise the methods of a text. `format` and the operator % pad to any width, and no template in use
 #: calls them.
-_STR_METHODS = (
-    "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal "
-    "isdigit isidentifier islower"
-    " isnumeric isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
-    "replace rfind rindex rjust"
-    " rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
-)
+_STR_METHODS = """
+    capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit
+    isidentifier islower isnumeric isspace istitle isupper join ljust lower lstrip partition
+    removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines
+    startswith strip swapcase title upper zfill
+"""
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
@@ -295,11 +293,8 @@ class _Guard(NodeTransformer):
     def _weighed(self, node: Any) -> Any:
         plain = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
         self.generic_visit(node)
-        return (
-            node
-            if plain or getattr(node, "ctx", "load") != "load"
-            else self._call(node, "weigh", [node])
-        )
+        is_value = not plain and getattr(node, "ctx", "load") == "load"
+        return self._call(node, "weigh", [node]) if is_value else node
 
     visit_List = visit_Dict = visit_Tuple = _weighed
 
@@ -355,15 +350,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Leave `str.format` to `is_safe_attribute`, which refuses it."""
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            self._check_product(left, right)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * abs(right) > _MAX_BITS:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length()
+            sizes = {"*": bits + right.bit_length(), "**": bits * abs(right)}
+            if sizes.get(operator, bits) > _MAX_BITS:
                 raise ExhaustedError("the chat template makes too large a number")
+        elif operator == "*":
+            self._check_product(left, right)
         elif operator == "%" and isinstance(left, str):
             raise SecurityError("the chat template formats a text with %")
-        elif operator == "+" and isinstance(left, int) and left.bit_length() > _MAX_BITS:
-            raise ExhaustedError("the chat template makes too large a number")
         return weigh(super().call_binop(context, operator, left, right))
 
     @staticmethod
@@ -372,12 +367,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(many, (str, list, tuple)) and isinstance(times, int):
                 cost = 1 if isinstance(many, str) else _NODE_COST
                 _fuel.get().afford(len(many) * times * cost)
-        if (
-            isinstance(left, int)
-            and isinstance(right, int)
-            and left.bit_length() + right.bit_length() > _MAX_BITS
-        ):
-            raise ExhaustedError("the chat template makes too large a number")
 
 
 _EXTENSIONS = (GenerationTag, "jinja2.ext.loopcontrols", "jinja2.ext.do")

@@ -129,11 +129,8 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
     call = f'{{"name": {quoted(name)}, "{form.arguments}": {arguments}}}'
     if form.bare:
         return call
-    return (
-        f"{form.begin[0]}\n{call}\n{form.end}"
-        if form in (HERMES, QWEN_XML)
-        else f"{form.begin[0]}[{call}]{form.end}"
-    )
+    before, behind = ("\n", "\n") if form in (HERMES, QWEN_XML) else ("[", "]")
+    return f"{form.begin[0]}{before}{call}{behind}{form.end}"
 
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
