@@ -17,7 +17,9 @@
 
 #include "hook.h"
 
+#ifndef INLINE  // the build with sanitizers compiles in seconds without
 #define INLINE inline __attribute__((always_inline))
+#endif
 #define UNROLL _Pragma("GCC unroll 8")  // of loops of up to eight: whole
 
 namespace {
@@ -397,13 +399,13 @@ template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra 
     memcpy(&top, &largest, 4);
     const float by = top > 1e-36f ? 127.0f / top : 0.0f;  // below, 127 / top is infinite
     int sums[2] = {0, 0};
-    for (int i = 0; i < kParts; i++) {
+    for (int i = 0; i < kParts; i++) {  // NaN becomes -127 here, so that its integer has no special meaning
 #if defined(__AVX512VNNI__)
-        const __m512i q = _mm512_cvtps_epi32((__m512)(v[i] * by));
+        const __m512i q = _mm512_cvtps_epi32(_mm512_max_ps((__m512)(v[i] * by), _mm512_set1_ps(-127)));
         _mm_storeu_si128((__m128i *)(to + i * 16), _mm512_cvtsepi32_epi8(q));
         sums[i] = _mm512_reduce_add_epi32(q);
 #else
-        const Integers q = (Integers)_mm256_cvtps_epi32((__m256)(v[i] * by));
+        const Integers q = (Integers)_mm256_cvtps_epi32(_mm256_max_ps((__m256)(v[i] * by), _mm256_set1_ps(-127)));
         for (int j = 0; j < 8; j++) to[i * 8 + j] = (int8_t)q[j], sums[i / 2] += q[j];
 #endif
     }

@@ -2,7 +2,7 @@
 
 A program, because a process has one set of kernels.
 
-usage: matmul_op.py v3|v4|none: a JSON object, type → Outcome
+usage: matmul_op.py v3|v3-vnni|v4|none: a JSON object, type → Outcome
 """
 
 from __future__ import annotations

@@ -49,15 +49,26 @@ print(libllama.build_info().kernels)
 """
 
 
+#: Level of native/build.sh → the options that it is compiled with.
+LEVELS = {
+    "v3": "-march=x86-64-v3",
+    "v3-vnni": "-march=x86-64-v3 -mavxvnni",
+    "v4": "-march=x86-64-v4 -mavx512vnni",
+}
+_FLAGS = {
+    "v3": {"avx2", "fma", "f16c"},
+    "v3-vnni": {"avx2", "fma", "f16c", "avx_vnni"},
+    "v4": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
+}
+
+
 def can_run(level: str) -> bool:
-    """Tell if this processor has the instructions of an x86-64 level."""
+    """Tell if this processor has the instructions of one of LEVELS."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
     except (OSError, IndexError):
         return False
-    return {"v3": {"avx2", "fma", "f16c"}, "v4": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}}[
-        level
-    ] <= set(flags)
+    return _FLAGS[level] <= set(flags)
 
 
 def started(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -84,7 +95,7 @@ def llamas() -> dict[str, Any]:
     return outcomes("attention_op.py", "none")
 
 
-@pytest.fixture(scope="module", params=["v3", "v4"])
+@pytest.fixture(scope="module", params=LEVELS)
 def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Every case with our attention of one level."""
     return outcomes("attention_op.py", request.param)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from matmul_ops import TYPES
 
-from .test_attention import outcomes
+from .test_attention import LEVELS, outcomes
 
 #: What the order of a float sum costs: ours goes along a row, llama.cpp's F32 has 64 sums.
 _FLOAT_ERROR = 1e-6
@@ -19,7 +19,7 @@ def llamas() -> dict[str, Any]:
     return outcomes("matmul_op.py", "none")
 
 
-@pytest.fixture(scope="module", params=["v3", "v4"])
+@pytest.fixture(scope="module", params=LEVELS)
 def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Every type with our kernels of one level."""
     return outcomes("matmul_op.py", request.param)

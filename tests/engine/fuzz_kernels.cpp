@@ -1,0 +1,375 @@
+// fuzz_kernels CASES: operations of random types, shapes, strides, threads and values, computed by the kernels that it is
+// linked with, as ggml's CPU backend calls them. Each is compared with float64, and its bits with those of fewer rows and
+// other numbers of threads. Prints a line each: the operation, and a digest of the result, or that it was declined.
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hook.h"
+
+extern "C" void edgeinfer_kernels(std::vector<ggml_backend_buffer_type *> &(*types)(), void (*barrier)(ggml_threadpool *));
+struct Piece { uint64_t at, size; const char *source; };
+struct Copied { uint64_t at, size, tensor; };
+struct Transfer {
+    uint64_t state;
+    Copied *copied;
+    uint64_t n_copied, capacity;
+    const Piece *pieces;
+    uint64_t n_pieces, page, mapping;
+    int64_t file;
+    uint64_t n_bytes, n_mapped;
+};
+extern "C" void edgeinfer_cells(Transfer *);
+extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *, void *, size_t offset, size_t size);
+extern "C" void edgeinfer_cells_set(void *, ggml_tensor *, const void *, size_t offset, size_t size);
+
+namespace {
+
+std::string g_case;
+void check(bool is_right, const char *claim) {
+    if (is_right) return;
+    fprintf(stderr, "%s: not so: %s\n", g_case.c_str(), claim);
+    exit(1);
+}
+
+std::mt19937_64 g_random;
+int between(int low, int high) { return low + g_random() % (high - low + 1); }
+bool once_in(int n) { return g_random() % n == 0; }
+float normal() { return std::normal_distribution<float>()(g_random); }
+
+// A tensor whose data end where the allocation does, so that reading on is found; strides and the start are odd if `is_odd`.
+struct Tensor : ggml_tensor {
+    std::unique_ptr<uint8_t[]> bytes;
+    Tensor(ggml_type kind, std::vector<int64_t> shape, bool is_odd = false) : ggml_tensor{} {
+        type = kind;
+        shape.resize(4, 1);
+        size_t stride = ggml_type_size(kind);
+        const size_t unit = kind == GGML_TYPE_F32 || kind == GGML_TYPE_I32 ? 4 : 2;
+        nb[0] = stride;
+        for (int i = 0; i < 4; i++) {
+            ne[i] = shape[i];
+            stride = i ? stride * shape[i] : ggml_row_size(kind, shape[0]);
+            if (is_odd && i < 3) stride += unit * between(0, 9);
+            if (i < 3) nb[i + 1] = stride;
+        }
+        size_t size = ggml_row_size(kind, ne[0]);
+        for (int i = 1; i < 4; i++) size += ne[i] ? (ne[i] - 1) * nb[i] : 0;
+        const size_t skipped = is_odd ? unit * between(0, 7) : 0;
+        bytes.reset(new uint8_t[skipped + size]());
+        data = bytes.get() + skipped;
+    }
+    char *at(int64_t i1, int64_t i2 = 0, int64_t i3 = 0) const { return (char *)data + i1 * nb[1] + i2 * nb[2] + i3 * nb[3]; }
+};
+std::vector<float> floats_of(ggml_type kind, const char *row, int64_t n) {
+    std::vector<float> out(n);
+    if (kind == GGML_TYPE_F32) memcpy(out.data(), row, n * 4);
+    else ggml_get_type_traits(kind)->to_float(row, out.data(), n);
+    return out;
+}
+void put_floats(ggml_type kind, char *row, const std::vector<float> &values) {
+    if (kind == GGML_TYPE_F32) memcpy(row, values.data(), values.size() * 4);
+    else ggml_quantize_chunk(kind, values.data(), row, 0, 1, values.size(), nullptr);
+}
+
+std::vector<ggml_backend_buffer_type *> g_types;
+std::vector<ggml_backend_buffer_type *> &types() { return g_types; }
+void barrier(ggml_threadpool *pool) { pthread_barrier_wait((pthread_barrier_t *)pool); }
+
+// False if the operation is declined. Planned for more threads than compute it, as ggml may.
+bool compute(ggml_tensor *op, int planned, int n_threads) {
+    auto *traits = ((ggml::cpu::extra_buffer_type *)g_types[0]->context)->get_tensor_traits(op);
+    size_t size = 0;
+    if (!traits || !traits->work_size(planned, op, size)) return false;
+    std::unique_ptr<uint8_t[]> work(new uint8_t[size]);
+    memset(work.get(), 0xa5, size);
+    pthread_barrier_t all;
+    pthread_barrier_init(&all, nullptr, n_threads);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < n_threads; i++)
+        threads.emplace_back([&, i] {
+            ggml_compute_params params{i, n_threads, size, work.get(), (ggml_threadpool *)&all, false};
+            check(traits->compute_forward(&params, op), "what was planned is computed");
+        });
+    for (auto &thread : threads) thread.join();
+    pthread_barrier_destroy(&all);
+    return true;
+}
+
+typedef std::vector<float> Row;
+// the bits of a row; all NaN are one
+Row read_row(const char *from, int64_t n) {
+    Row row(n);
+    memcpy(row.data(), from, n * 4);
+    for (float &x : row)
+        if (std::isnan(x)) x = NAN;
+    return row;
+}
+bool same(const Row &a, const Row &b) { return a.size() == b.size() && !memcmp(a.data(), b.data(), a.size() * 4); }
+void report(const std::vector<Row> &rows) {
+    uint64_t digest = 0xcbf29ce484222325;
+    for (const Row &row : rows)
+        for (float x : row) {
+            uint32_t bits;
+            memcpy(&bits, &x, 4);
+            digest = (digest ^ bits) * 0x100000001b3;
+        }
+    printf("%s %016llx\n", g_case.c_str(), (unsigned long long)digest);
+}
+
+const ggml_type kTypes[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_Q8_0, GGML_TYPE_IQ4_NL,
+                            GGML_TYPE_MXFP4, GGML_TYPE_Q2_K, GGML_TYPE_Q3_K, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K,
+                            GGML_TYPE_IQ4_XS, GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16};
+
+// What a product may differ from float64 by: activations are rounded to 1 of 254 of the largest of 32, floats are summed.
+double tolerance(ggml_type kind, const Row &w, const Row &x) {
+    const bool is_float = !ggml_get_type_traits(kind)->is_quantized;
+    double sum = 0;
+    for (size_t i = 0; i < x.size(); i += 32) {
+        double most_w = 0, sum_w = 0, most_x = 0, sum_x = 0;
+        for (size_t j = i; j < std::min(i + 32, x.size()); j++) {
+            most_w = std::max(most_w, (double)std::abs(w[j])), most_x = std::max(most_x, (double)std::abs(x[j]));
+            sum_w += std::abs(w[j]), sum_x += std::abs(x[j]);
+        }
+        if (!is_float) sum += sum_w * (most_x > 1e-36 ? most_x / 253.9 : most_x);
+        sum += 1e-5 * most_w * sum_x;
+    }
+    return sum + 1e-37;
+}
+
+void product() {
+    const ggml_type kind = kTypes[between(0, std::size(kTypes) - 1)];
+    const int block = ggml_blck_size(kind), group = block == 1 ? 8 : block == 32 ? 64 : block;
+    const int groups = once_in(6) ? between(1, 6000 / group) : between(1, std::max(1, 700 / group));
+    const int k = groups * group - (once_in(20) ? block == 1 ? between(1, 7) : block % 256 : 0);
+    const int rows = once_in(8) ? between(1, 15) : between(16, 110), experts = once_in(3) ? between(1, 6) : 0;
+    const int n = once_in(12) ? 0 : once_in(3) ? between(13, 71) : between(1, 20);
+    const int used = experts ? between(1, std::min(experts, 3)) : 1;
+    const bool is_wild = once_in(3), is_odd = once_in(2), is_shared = experts && once_in(2);
+    g_case += std::string(ggml_type_name(kind)) + (experts ? " experts" : "") + (is_wild ? " wild" : "");
+    for (int number : {k, rows, n, experts, used}) g_case += " " + std::to_string(number);
+
+    Tensor w(kind, {k, rows, std::max(experts, 1)}, is_odd), x(GGML_TYPE_F32, {k, is_shared || !experts ? 1 : used, n}, is_odd);
+    Tensor ids(GGML_TYPE_I32, {used, n}, is_odd), out(GGML_TYPE_F32, {rows, used, n}, is_odd);
+    if (!experts)
+        for (Tensor *t : {&x, &out}) std::swap(t->ne[1], t->ne[2]), t->nb[1] = t->nb[2];
+    for (int e = 0; e < std::max(experts, 1); e++)
+        for (int r = 0; r < rows; r++) {
+            char *row = w.at(r, e);
+            Row values(k);
+            for (float &v : values) v = normal();
+            put_floats(kind, row, values);
+            if (is_wild)  // any bits: scales that are NaN, infinite, denormal
+                for (size_t i = 0; i < ggml_row_size(kind, k); i++) row[i] = g_random();
+        }
+    auto column = [&](Tensor &t, int token, int slot) { return experts ? t.at(slot % t.ne[1], token) : t.at(token); };
+    for (int token = 0; token < n; token++) {
+        const float scales[] = {0, 1e-38f, 1e-45f, 1e30f, 3e-37f, NAN, INFINITY};
+        const float scale = once_in(4) ? scales[between(0, 6)] : 1;
+        for (int slot = 0; slot < (experts ? x.ne[1] : 1); slot++) {
+            Row values(k);
+            for (float &v : values) v = normal() * (std::isfinite(scale) ? scale : 1);
+            if (!std::isfinite(scale)) values[between(0, k - 1)] = scale;
+            put_floats(GGML_TYPE_F32, column(x, token, slot), values);
+        }
+        for (int slot = 0; slot < used; slot++) {
+            const int expert = between(0, std::max(experts - 1, 0));
+            memcpy((char *)ids.data + slot * ids.nb[0] + token * ids.nb[1], &expert, 4);
+        }
+    }
+    out.op = experts ? GGML_OP_MUL_MAT_ID : GGML_OP_MUL_MAT;
+    out.src[0] = &w, out.src[1] = &x, out.src[2] = experts ? &ids : nullptr;
+    const size_t out_size = n ? column(out, n - 1, used - 1) + rows * 4 - (char *)out.data : 0;
+
+    // the first `count` tokens from `first` on
+    auto results = [&](int first, int count, int planned, int n_threads, std::vector<Row> &found) {
+        Tensor *all[] = {&x, &out, &ids};
+        const int dimensions[] = {experts ? 2 : 1, experts ? 2 : 1, 1};
+        memset(out.data, 0x7f, out_size);
+        for (int i = 0; i < 3; i++)
+            all[i]->ne[dimensions[i]] = count, all[i]->data = (char *)all[i]->data + first * all[i]->nb[dimensions[i]];
+        const bool is_computed = compute(&out, planned, n_threads);
+        for (int i = 0; i < 3; i++)
+            all[i]->ne[dimensions[i]] = n, all[i]->data = (char *)all[i]->data - first * all[i]->nb[dimensions[i]];
+        found.clear();
+        for (int token = first; token < first + count; token++)
+            for (int slot = 0; slot < used; slot++) found.push_back(read_row(column(out, token, slot), rows));
+        return is_computed;
+    };
+    std::vector<Row> found, again;
+    if (!results(0, n, 2, 2, found)) {
+        printf("%s declined\n", g_case.c_str());
+        return;
+    }
+    report(found);
+    for (int i = 0; i < 4 && n; i++) {
+        const int first = between(0, n - 1), count = i ? between(1, n - first) : 1, n_threads = between(1, 4);
+        check(results(first, count, n_threads + between(0, 1), n_threads, again), "a part is computed");
+        for (size_t j = 0; j < again.size(); j++)
+            check(same(again[j], found[first * used + j]), "a row's bits do not depend on its company or on threads");
+    }
+    for (int i = 0; i < n * used; i++) {
+        int expert = 0;
+        if (experts) memcpy(&expert, (char *)ids.data + i % used * ids.nb[0] + i / used * ids.nb[1], 4);
+        const Row values = floats_of(GGML_TYPE_F32, column(x, i / used, i % used), k);
+        for (int r = 0; r < rows; r++) {
+            const Row weights = floats_of(kind, w.at(r, expert), k);
+            double wanted = 0;
+            for (int j = 0; j < k; j++) wanted += (double)weights[j] * values[j];
+            const double allowed = tolerance(kind, weights, values), got = found[i][r];
+            if (std::isfinite(wanted) && std::abs(wanted) + allowed < 1e37)
+                check(is_wild || std::abs(got - wanted) <= allowed, "it is as exact as quantized activations are");
+            if (!is_wild && std::any_of(values.begin(), values.end(), [](float v) { return std::isnan(v); }))
+                check(std::isnan(got), "NaN stays NaN");
+        }
+    }
+}
+
+void attention() {
+    const ggml_type kinds[] = {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_F32, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0};
+    const ggml_type kind = kinds[between(0, 4)];
+    const int step = ggml_blck_size(kind) == 1 ? 16 : 32, head = step * between(1, 256 / step), head_v = step * between(1, 256 / step);
+    const int heads = between(1, 3), group = once_in(4) ? between(1, 40) : between(1, 8), tokens = between(1, 24);
+    const int cells = once_in(3) ? between(1, 70) : between(1, 400), streams = once_in(4) ? 2 : 1;
+    const bool is_masked = !once_in(4), has_sinks = once_in(4), is_odd = once_in(2);
+    g_case += std::string("attention ") + ggml_type_name(kind);
+    for (int number : {head, head_v, heads, group, tokens, cells, streams, (int)is_masked, (int)has_sinks}) g_case += " " + std::to_string(number);
+    Tensor q(GGML_TYPE_F32, {head, tokens, heads * group, streams}, is_odd), k(kind, {head, cells, heads, streams}, is_odd);
+    Tensor v(kind, {head_v, cells, heads, streams}, is_odd), mask(GGML_TYPE_F16, {cells, tokens, 1, streams}, is_odd);
+    Tensor sinks(GGML_TYPE_F32, {heads * group}), out(GGML_TYPE_F32, {head_v, heads * group, tokens, streams});
+    for (Tensor *t : {&q, &k, &v})
+        for (int s = 0; s < streams; s++)
+            for (int h = 0; h < t->ne[2]; h++)
+                for (int i = 0; i < t->ne[1]; i++) {
+                    Row values(t->ne[0]);
+                    for (float &x : values) x = normal();
+                    put_floats(t->type, t->at(i, h, s), values);
+                }
+    for (int s = 0; s < streams; s++)
+        for (int i = 0; i < tokens; i++)
+            for (int c = 0; c < cells; c++) {
+                const uint16_t added[] = {0, 0, 0xfc00, 0xbe00};  // 0, -inf, -1.5
+                memcpy(mask.at(i, 0, s) + 2 * c, &added[c / 64 % 2 ? 2 : between(0, 3)], 2);
+            }
+    for (int i = 0; i < heads * group; i++) ((float *)sinks.data)[i] = normal();
+    const float scale = 2 / std::sqrt((float)head);
+    memcpy(out.op_params, &scale, 4);
+    out.op = GGML_OP_FLASH_ATTN_EXT;
+    out.src[0] = &q, out.src[1] = &k, out.src[2] = &v, out.src[3] = is_masked ? &mask : nullptr, out.src[4] = has_sinks ? &sinks : nullptr;
+    auto results = [&](int count, int planned, int n_threads, std::vector<Row> &found) {  // of the first stream
+        q.ne[1] = mask.ne[1] = out.ne[2] = count;
+        const bool is_computed = compute(&out, planned, n_threads);
+        found.clear();
+        for (int i = 0; i < count; i++)
+            for (int h = 0; h < heads * group; h++) found.push_back(read_row(out.at(h, i), head_v));
+        return is_computed;
+    };
+    std::vector<Row> found, again;
+    if (!results(tokens, 2, 2, found)) {
+        printf("%s declined\n", g_case.c_str());
+        return;
+    }
+    report(found);
+    for (int i = 0; i < 3; i++) {
+        const int n_threads = between(1, 4);
+        check(results(between(1, tokens), n_threads + between(0, 1), n_threads, again), "a part is computed");
+        for (size_t j = 0; j < again.size(); j++) check(same(again[j], found[j]), "a row's bits do not depend on its company or on threads");
+    }
+    for (int i = 0; i < tokens; i++)
+        for (int h = 0; h < heads * group; h++) {
+            const Row query = floats_of(GGML_TYPE_F32, q.at(i, h), head);
+            std::vector<double> scores(cells), wanted(head_v);
+            double most = has_sinks ? ((float *)sinks.data)[h] : -INFINITY, total = 0;
+            for (int c = 0; c < cells; c++) {
+                const Row key = floats_of(kind, k.at(c, h / group), head);
+                const float added = is_masked ? ggml_fp16_to_fp32(((ggml_fp16_t *)mask.at(i))[c]) : 0;
+                for (int d = 0; d < head; d++) scores[c] += (double)query[d] * key[d];
+                scores[c] = scores[c] * scale + added;
+                most = std::max(most, scores[c]);
+            }
+            if (has_sinks) total = std::exp(((float *)sinks.data)[h] - most);
+            for (int c = 0; c < cells && std::isfinite(most); c++) {
+                const double weight = std::exp(scores[c] - most);
+                const Row value = floats_of(kind, v.at(c, h / group), head_v);
+                total += weight;
+                for (int d = 0; d < head_v; d++) wanted[d] += weight * value[d];
+            }
+            for (int d = 0; d < head_v; d++)
+                check(std::abs((total ? wanted[d] / total : 0) - found[i * heads * group + h][d]) < 1e-4, "it is exact");
+        }
+}
+
+// a state out of cells and into others, in pieces of a file
+void cells() {
+    const size_t page = sysconf(_SC_PAGESIZE), size = page * between(1, 6) + between(0, 5000);
+    g_case += "cells " + std::to_string(size);
+    Tensor from(GGML_TYPE_I8, {(int64_t)size}), to(GGML_TYPE_I8, {(int64_t)size});
+    for (size_t i = 0; i < size; i++) from.bytes[i] = g_random();
+    const int file = memfd_create("state", 0);
+    const size_t shift = once_in(2) ? 0 : between(0, 100), mapped = 3 * page + size;
+    std::vector<char> state(size);
+    char *cells = (char *)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    check(file >= 0 && cells != MAP_FAILED && !ftruncate(file, mapped), "a file and memory can be had");
+    char *mapping = (char *)mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    to.data = cells;
+
+    std::vector<std::pair<size_t, size_t>> parts;
+    for (size_t at = 0; at < size;) {
+        parts.push_back({at, std::min<size_t>(size - at, between(1, 3 * page))});
+        at += parts.back().second;
+    }
+    std::vector<Copied> copied(between(0, parts.size()));
+    Transfer transfer{(uint64_t)state.data(), copied.data(), 0, copied.size(), nullptr, 0, page, (uint64_t)mapping, once_in(4) ? -1 : file, 0, 0};
+    edgeinfer_cells(&transfer);
+    for (auto [at, n] : parts) edgeinfer_cells_get(nullptr, &from, state.data() + at, at, n);
+    check(transfer.n_copied == parts.size() && !memcmp(state.data(), from.data, size), "the state is the cells");
+    for (size_t i = 0; i < copied.size(); i++) check(copied[i].at == parts[i].first && copied[i].size == parts[i].second, "parts are noted");
+
+    const size_t known = between(0, size);  // the file has what lies before; the rest is in the state alone
+    memcpy(mapping + page + shift, state.data(), known);
+    const Piece pieces[] = {{0, known, mapping + page + shift}};
+    transfer.pieces = pieces, transfer.n_pieces = known ? 1 : 0;
+    std::vector<char> rest = state;
+    std::fill(rest.begin(), rest.begin() + known, 'x');
+    uint64_t found = 0;
+    transfer.state = (uint64_t)rest.data();
+    for (auto [at, n] : parts) {
+        const bool is_known = known && at + n <= known;
+        edgeinfer_cells_set(nullptr, &to, is_known ? rest.data() + at : (memcpy(rest.data() + at, state.data() + at, n), rest.data() + at), at, n);
+        found += is_known ? n : 0;
+    }
+    check(transfer.n_bytes == found && !memcmp(cells, state.data(), size), "the cells are the state");
+    const std::vector<char> kept(mapping, mapping + mapped);
+    memset(cells, 'y', size);
+    check(!memcmp(mapping, kept.data(), mapped), "what is written to cells is not written to the file");
+    edgeinfer_cells(nullptr);
+    munmap(mapping, mapped), munmap(cells, size), close(file);
+    printf("%s done\n", g_case.c_str());
+}
+
+}  // namespace
+
+int main(int, char **arguments) {
+    edgeinfer_kernels(types, barrier);
+    edgeinfer_kernels(types, barrier);
+    check(g_types.size() == 1, "a second call does nothing");
+    for (int i = 0; i < atoi(arguments[1]); i++) {
+        g_random.seed(i);
+        g_case = std::to_string(i) + " ";
+        if (i % 8 == 0) attention();
+        else if (i % 16 == 1) cells();
+        else product();
+    }
+}
