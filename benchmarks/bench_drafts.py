@@ -1,8 +1,8 @@
 """`make bench-drafts`: what draft tokens gain on edits, tool calls, JSON, chat and summaries, and that `auto`
 drafts only where that gains.
 
-Every request is answered without drafts and with `auto` in turn, greedily, and the two texts must be equal; figures
-are medians of tokens a second over `--rounds`, with the share of drafts that were accepted. Tool calls and JSON are
+Every request is answered without drafts and with `auto` in turn, greedily, each time into an empty KV cache; figures
+are medians of tokens a second over `--rounds`, with the share of drafts that were accepted and of texts that are equal. Tool calls and JSON are
 answered under a schema, and after other requests of the same kind, whose answers `auto` finds; none of
 what is measured is written there.
 
@@ -127,6 +127,9 @@ def ask(
     engine: LlamaEngine, wanted: list[GenerateRequest], how: str
 ) -> tuple[float, int, int, list[str]]:
     """Return the rate (tokens/s) of all streams together, draft tokens, accepted ones, and the texts."""
+    engine.between_steps(
+        engine._scheduler.kv.drop_idle
+    )  # or old cells would decide the new ones' order
     running = [
         engine.submit(msgspec.structs.replace(r, speculative=how, cache_on_disk=False)) for r in wanted
     ]
@@ -152,8 +155,9 @@ def measure(
         asked = requests(task, n_tokens)
         measured = asked[_BEFORE:] if n_streams == 1 else [asked[i % 8] for i in range(n_streams)]
         groups = [[r] for r in measured] if n_streams == 1 else [measured]
-        for group in groups:
-            ask(engine, group, "off")  # its prompts are cached
+        for group in groups[:1]:
+            ask(engine, group, "off")
+        n_equal = n_texts = 0
         found: dict[str, list[tuple[float, int, int]]] = {"off": [], "auto": []}
         for number in range(rounds):
             for group in groups:
@@ -161,11 +165,14 @@ def measure(
                 for how in ("off", "auto") if number % 2 else ("auto", "off"):
                     *figures, texts[how] = ask(engine, group, how)
                     found[how].append(tuple(figures))  # type: ignore[arg-type]
-                assert texts["off"] == texts["auto"], f"{task}: {texts}"
+                n_texts += len(group)
+                n_equal += sum(a == b for a, b in zip(texts["off"], texts["auto"], strict=True))
                 said.setdefault(task, [])
                 said[task] += zip((str(r.prompt) for r in group), texts["off"], strict=True)
         ratios = [a[0] / o[0] for a, o in zip(found["auto"], found["off"], strict=True)]
-        rows.append([name, str(n_streams), task, *_cells(found), f"{statistics.median(ratios):.2f}"])
+        equal = f"{n_equal} of {n_texts}"
+        gain = f"{statistics.median(ratios):.2f}"
+        rows.append([name, str(n_streams), task, *_cells(found), gain, equal])
         print(rows[-1], flush=True)
     return rows, said
 
@@ -219,7 +226,7 @@ def replay(
                 past.add("", "", tokens[begun - CONTEXT_TOKENS :])
             rate = n_tokens / spent_s
             share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "none"
-            cells = [f"{1 / one_s:.1f}", f"{rate:.1f}", share, f"{rate * one_s:.2f}"]
+            cells = [f"{1 / one_s:.1f}", f"{rate:.1f}", share, f"{rate * one_s:.2f}", "–"]
             rows.append([name, "1, replayed", task, *cells])
             print(rows[-1], flush=True)
         past.close()
@@ -265,7 +272,16 @@ def main() -> None:
                 if curve is not None and n_streams == 1:
                     rows += replay(engine, said, curve, f"{options.shape}, answers of {name}")
                 engine.close()
-    head = ["model", "streams", "task", "off, tokens/s", "auto, tokens/s", "accepted", "auto to off"]
+    head = [
+        "model",
+        "streams",
+        "task",
+        "off, tokens/s",
+        "auto, tokens/s",
+        "accepted",
+        "auto to off",
+        "equal texts",
+    ]
     print(write_figure(options.out, "drafts", markdown(head, rows)))
 
 
