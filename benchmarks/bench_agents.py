@@ -175,7 +175,7 @@ def _measured(
 
 
 def _session(case: str, number: int, *, is_new: bool = False) -> Session:
-    """A session of today that nobody has held, in a folder where nobody was in the first case.
+    """A new session of today, in a new folder in the first case.
 
     `is_new`: in the last case on a day that was never seen either, so that today is another for the next.
     """

@@ -47,7 +47,7 @@ OURS = (
 
 
 class Typist:
-    """Somebody at a chat of their own; `settings` is its config.toml."""
+    """A chat and the user who types into it; `settings` is its config.toml."""
 
     def __init__(self, folder: Path, settings: str, *arguments: str) -> None:
         config = folder / "config.toml"

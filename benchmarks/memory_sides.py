@@ -137,7 +137,7 @@ class Side:
             raise SystemExit(f"unload {model}: {status}")
 
     def private_mb(self) -> float:
-        """Memory nobody else has, of all its processes."""
+        """Return the private memory of all its processes."""
         assert self._process is not None
         kinds = ("Private_Clean", "Private_Dirty")
         return sum(memory_of(pid, *kinds) for pid in tree_of(self._process.pid)) / (1 << 20)

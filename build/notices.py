@@ -64,7 +64,7 @@ KNOWN = {
 
 @dataclass(frozen=True, order=True)
 class Component:
-    """One thing somebody else made. `texts` are paths in the application's folder; `kind` is a purl
+    """One third-party component. `texts` are paths in the application's folder; `kind` is a purl
     type.
     """
 

@@ -68,7 +68,7 @@ class RequestContext:
         self.answer: bytes | None = None
         #: The answer in the journal, if it may be read again.
         self.journaled: JournaledAnswer | None = None
-        #: Headers that go onto the answer, whoever makes it.
+        #: Headers of the answer, from every handler and middleware.
         self.reply_headers: dict[str, str] = {}
         #: The prompt normalization rules that changed the prompt.
         self.normalized: tuple[PromptRule, ...] = ()

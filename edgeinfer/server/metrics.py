@@ -55,7 +55,7 @@ class Metrics:
     """Everything an endpoint counts."""
 
     def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
-        # a "_created" series for every series doubles a scrape and nobody plots it
+        # a "_created" series for every series doubles a scrape, and no dashboard plots it
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._keys = {"", "other"}

@@ -2,7 +2,7 @@
 
 Everything here runs on the event loop; loading and closing run in threads. A request waits for its own
 model only: loads of different models run side by side when memory allows. How a model comes to be
-loaded is somebody else's: `load` is passed in.
+loaded is the caller's choice: `load` is passed in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, ReplicasInfo
 from edgeinfer.server.wire_types import Reply
 
-#: Left free for the page cache, the endpoint itself and everybody else.
+#: Left free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20
 #: How long (s) unloads may take when the endpoint ends.
 _CLOSE_S = 5.0

@@ -1,6 +1,6 @@
 """Unpack a shipped file's application under the user's data, once. Stdlib only.
 
-    DATA/app/.lock                   flock of whoever unpacks or removes
+    DATA/app/.lock                   flock of the process that unpacks or removes
     DATA/app/.unpacking-XXXX/        an unpacking in progress; a dead one is removed by the next
     DATA/app/VERSION-DIGEST/         an application, by one rename; `payload.json` in it is its index
     DATA/app/VERSION-DIGEST/.source  the shipped file it came from

@@ -155,7 +155,7 @@ def _has_file_capabilities(criu: str) -> bool:
 def work_dir() -> str:
     """Make the folder of CRIU's cache of kernel facts; one that is not on a tmpfs costs 20-40 ms.
 
-    Another user may have made the ones whose names everybody knows. Raises SnapshotUnsafeError, which
+    Another user may have made the ones with well-known names. Raises SnapshotUnsafeError, which
     names each folder and its owner.
     """
     refused = []

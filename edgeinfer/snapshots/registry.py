@@ -256,7 +256,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def killed_error(what: str) -> OutOfMemoryError:
-    """Return the error for a process of a build that somebody killed; it is not remembered."""
+    """Return the error for a killed process of a build; it is not recorded."""
     return OutOfMemoryError(f"{what} was killed, as the kernel does when memory is short")
 
 

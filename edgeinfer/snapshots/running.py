@@ -29,7 +29,7 @@ _APP_NAMES = ("edgeinfer",)
 class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
 
-    `private_bytes` is memory nobody else has, `shared_bytes` is of files: shared or droppable.
+    `private_bytes` is unshared memory, `shared_bytes` is of files: shared or droppable.
     `last_prompts` are the latest of each of its apps that was asked something, `replicas` those
     of an endpoint that may have several, `snapshots` the names of those its apps came of.
     """

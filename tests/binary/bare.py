@@ -4,7 +4,7 @@ usage: bare.py ROOT [--uid N] [--read-only PATH]... [--tmpfs PATH=SIZE] [--grow 
 [--no-network] -- PROGRAM ARG...
 
 pivot_root, not chroot: the kernel forbids user namespaces, which resuming needs, in a chrooted process.
-Run by root it takes the given uid; run by anybody else it makes a user namespace with that person's own
+Run by root it takes the given uid; run by another user it makes a user namespace with that person's own
 uid. With `--grow` the program is run twice: its first exit status and what it left in the folder are
 said on stderr, then the tmpfs grows and it is executed again.
 """

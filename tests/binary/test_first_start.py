@@ -166,7 +166,7 @@ def test_flipped_bit_is_refused(machine, binary, place):
     assert machine.apps == []
 
 
-def test_somebody_elses_application_is_not_started(machine):
+def test_application_of_another_user_is_not_started(machine):
     machine.run("--version")
     app = machine.home / ".local/share/edgeinfer/app" / machine.apps[0]
     app.chmod(0o777)

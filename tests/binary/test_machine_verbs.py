@@ -59,7 +59,7 @@ def test_uninstall_asks_with_everything_it_would_remove(answer_no, capsys):
         assert path.exists()
 
 
-def test_uninstall_is_refused_where_nobody_can_be_asked(monkeypatch):
+def test_uninstall_without_a_terminal_is_refused(monkeypatch):
     fill()
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(UsageError, match="not a terminal"):

@@ -23,7 +23,7 @@ COMMANDS = {
     "chat": ((MODEL, "--plain", *LAUNCH), 0),
     "run": ((MODEL, "Hello", "--max-tokens", "2", *LAUNCH), 0),
     "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
-    "launch": (("--list",), 0),  # what it launches is somebody else's
+    "launch": (("--list",), 0),  # what it launches is a third-party program
     "pull": (("qwen3-4b",), 4),
     "list": ((), 0),
     "show": ((MODEL,), 0),

@@ -163,7 +163,7 @@ def expected(inputs: Inputs) -> NDArray[np.float64]:
 
 
 def moved(inputs: Inputs) -> Inputs:
-    """The same with cells in between that nobody sees: 37 before the first one, and 100 in the middle."""
+    """The same with cells in between that no row sees: 37 before the first one, and 100 in the middle."""
     other = copy(inputs)
     cells = inputs.case.cells
     places = [0] * 37 + [cells // 2] * 100

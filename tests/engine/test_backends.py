@@ -15,7 +15,7 @@ BUILD = Build(binding="0.3.36", ggml="0.25.3", commit="abc1234", machine="linux-
 
 
 def put(folder: Path, name: str = "vulkan", build: Build = BUILD, content: bytes = b"code") -> Path:
-    """A library that nobody could load, and its JSON file."""
+    """A library that cannot be loaded, and its JSON file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / files.file_name(name)
     path.write_bytes(content)
@@ -69,7 +69,7 @@ def test_what_makes_two_builds_one(field: str, value: str, fits: bool) -> None:
     assert BUILD.fits(other) is other.fits(BUILD) is fits
 
 
-def test_what_somebody_else_may_write_to_is_not_opened(shipped: Path) -> None:
+def test_library_that_another_user_may_write_to_is_not_opened(shipped: Path) -> None:
     path = put(shipped)
     path.chmod(0o666)
     assert "somebody else may write" in files.misfit(files.find("vulkan"), BUILD)

@@ -14,7 +14,7 @@ _PAUSE_S = 0.01
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens."""
+    """A free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

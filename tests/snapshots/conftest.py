@@ -1,7 +1,7 @@
 """Real snapshots of the real small model, as an ordinary user and as root.
 
 The suite may run as root from a folder that an ordinary user cannot enter, so the sources are copied to
-a place that everybody can read, and so is the virtual environment where that cannot be reached either.
+a place that every user can read, and so is the virtual environment where that cannot be reached either.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ USER = "edgeinfer-test"
 MODEL = "small"
 
 
-def _everybody_can_enter(path: Path) -> bool:
+def _is_world_accessible(path: Path) -> bool:
     return all(p.stat().st_mode & 0o001 for p in (path, *path.parents))
 
 
-def _copy_for_everybody(place: Path) -> Path:
+def _world_accessible_copy(place: Path) -> Path:
     """A copy of the virtual environment, with the CRIU in it told where it is now."""
     target = place / "venv"
     shutil.copytree(sys.prefix, target, symlinks=True)
@@ -55,7 +55,9 @@ class Place:
             ignore=shutil.ignore_patterns("__pycache__"),
         )
         self.prefix = (
-            Path(sys.prefix) if _everybody_can_enter(Path(sys.prefix)) else _copy_for_everybody(folder)
+            Path(sys.prefix)
+            if _is_world_accessible(Path(sys.prefix))
+            else _world_accessible_copy(folder)
         )
         self.python = self.prefix / "bin/python"
         self.criu = probe().criu
@@ -81,7 +83,7 @@ def _close_pipes():
 
 
 class Person:
-    """Somebody who runs edgeinfer: a home of their own with the small model in it."""
+    """A user of edgeinfer: a home of their own with the small model in it."""
 
     def __init__(self, place: Place, uid: int, gid: int, home: Path, model: Path) -> None:
         self.place = place
@@ -128,7 +130,7 @@ class Person:
             "stderr": subprocess.PIPE,
             "cwd": self.home,
         }
-        if os.getuid() == 0:  # anybody else is this person already, and may not set groups
+        if os.getuid() == 0:  # any other user is this person already, and may not set groups
             defaults |= {"user": self.uid, "group": self.gid, "extra_groups": []}
         process = subprocess.Popen(
             [str(self.place.python), *start, *arguments],
@@ -237,7 +239,7 @@ def _readable(place: Place, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(anybody) -> Person:
-    """Somebody whose small model is warm, once: nothing is rebuilt behind a test that damages the
+    """A user whose small model is warm, once: nothing is rebuilt behind a test that damages the
     snapshot (`spoiled`).
     """
     anybody.settings("[snapshots]\nauto-warm = false\n")

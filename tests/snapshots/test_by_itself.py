@@ -1,4 +1,4 @@
-"""Snapshots nobody typed, workers for other models, and `serve` across crashes: the real model, an
+"""Automatic snapshots, workers for other models, and `serve` across crashes: the real model, an
 ordinary user.
 """
 
@@ -210,7 +210,7 @@ def test_a_draft_model_is_named_resumed_and_drafts_over_http(warm):
         drafted = endpoint.post(draft | {"speculative": "draft"})
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
     assert drafted["timings"]["draft_n_accepted"] == drafted["timings"]["draft_n"] > 0
-    assert warm.ask().start["snapshot"] == MODEL  # nobody who did not ask for it gets the draft
+    assert warm.ask().start["snapshot"] == MODEL  # a launch without --draft gets no draft
     warm.run("snapshots", "rm", f"{MODEL},draft{MODEL}").check()
 
 

@@ -366,7 +366,7 @@ def test_criu_work_folder_of_another_user_is_skipped(root, monkeypatch):
     places_tried[0].mkdir()
     for folder in (places_tried[0] / f"edgeinfer-{os.getuid()}", places_tried[1]):
         folder.mkdir(mode=0o777)
-        folder.chmod(0o777)  # as unsafe as one of somebody else
+        folder.chmod(0o777)  # as unsafe as one of another user
     assert criu.work_dir() == str(root.parent / "criu")
     (root.parent / "criu").chmod(0o777)
     with pytest.raises(SnapshotUnsafeError) as refused:

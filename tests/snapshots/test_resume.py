@@ -1,5 +1,5 @@
-"""A snapshot of the real model: resumed by an ordinary user and by root, with nothing of anybody
-in it.
+"""A snapshot of the real model: resumed by an ordinary user and by root, without a user's
+data in it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_launch_request_sets_the_process_environment(warm):
     assert found["nofile"] == 200
 
 
-def test_a_resumed_process_is_not_niced_like_whoever_built_it(warm):
+def test_a_resumed_process_is_not_niced_like_its_builder(warm):
     assert facts(warm)["nice"] <= os.getpriority(os.PRIO_PROCESS, 0)
 
 

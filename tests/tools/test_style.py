@@ -12,7 +12,7 @@ import style
         "# the roster is full\n",
         "def test_newcomers_wait():\n    pass\n",
         "class GhostCell:\n    pass\n",
-        'raise ValueError("the roster is full")\n',
+        'raise ValueError("whoever asks is refused")\n',
         'def f():\n    """Whether it is on."""\n',
     ],
     ids=["docstring", "comment", "test name", "class name", "error text", "relative clause"],

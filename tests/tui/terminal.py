@@ -29,7 +29,7 @@ class Terminal:
     """An 80 by 24 terminal with an interactive bash.
 
     Everything is found on the screen; nothing is waited for by time. `become` are the words before a
-    command that has to run as somebody else.
+    command that has to run as another user.
     """
 
     def __init__(self, folder: Path, environment: dict[str, str], become: Sequence[str] = ()):

@@ -88,7 +88,7 @@ def test_waiting_request_can_be_withdrawn_and_a_begun_one_cannot():
     first.put(Progress(0, 9, queued=True))
     assert request.is_waiting
     assert request.withdraw()
-    first.put(END)  # of the cancelled one: nobody hears it
+    first.put(END)  # of the cancelled one: it is dropped
     second = EventStream(lambda: cancelled.append(2))
     second.put(Progress(0, 9, queued=True))
     second.put(TextDelta("a"))

@@ -107,14 +107,14 @@ async def _reports_of(work: Work) -> Reports:
     cancel = threading.Event()
 
     def report(now: PullProgress | Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended, with its clients
             loop.call_soon_threadsafe(reports.put_nowait, now)
 
     def run() -> None:
         outcome: Exception | None = None
         try:
             work(report, cancel)
-        except Exception as error:  # noqa: BLE001  the thread's end: whoever waits must be told
+        except Exception as error:  # noqa: BLE001  the thread's end: a waiting client must get it
             outcome = error
         report(outcome)
 

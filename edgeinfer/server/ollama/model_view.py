@@ -73,7 +73,7 @@ def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowR
 
 
 def _files(name: str) -> tuple[ModelFiles | None, str]:
-    # the catalogue is not needed before somebody asks
+    # the catalogue is not needed before a client asks
     from edgeinfer.models.external_stores import stores
     from edgeinfer.models.reference import resolve
 

@@ -62,7 +62,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """One build in `folder`; `order` is the socket to whoever started it."""
+    """One build in `folder`; `order` is the socket to the process that started it."""
 
     def __init__(self, order: socket.socket, folder: Path, request: BuildRequest) -> None:
         self._order = order

@@ -40,7 +40,7 @@ from edgeinfer.units import format_bytes
 #: (stage, fraction 0..1 or None when unknown)
 Progress = Callable[[str, float | None], None]
 _GIB = 1 << 30
-#: Held by whoever builds while something else computes: one at a time.
+#: The lock of builds beside a computing process: one at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
 #: Python's heap, KV cache and compute buffers that were touched.
 _NEED_BYTES = 400 << 20
@@ -119,7 +119,7 @@ def build_lock(root: Path, name: str) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed builds left: folders without a manifest whose lock nobody holds."""
+    """Remove what killed builds left: folders without a manifest whose lock is free."""
     for folder in root.iterdir():
         if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
             continue

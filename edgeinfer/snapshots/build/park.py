@@ -181,7 +181,7 @@ def mapped_files() -> tuple[str, ...]:
 
 
 def _let_go(link: socket.socket, parked: Parked) -> None:
-    """Answer the builder, then exchange its socket for one that nobody is connected to."""
+    """Answer the builder, then exchange its socket for an unconnected one."""
     gc.collect()  # first: what was parked before may close a number that `mine` would have
     mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parked = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The engine loaded in a parked process, and what makes it the engine of somebody's launch."""
+"""The engine loaded in a parked process, and what makes it the engine of a launch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Snapshots in a registry of containers: pushed blob by blob, fetched to a folder that lasts an import.
 
-The protocol is that of https://github.com/opencontainers/distribution-spec; whoever logged in with
+The protocol is that of https://github.com/opencontainers/distribution-spec; a user who logged in with
 docker or podman is logged in here.
 """
 

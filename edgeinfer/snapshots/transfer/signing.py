@@ -158,7 +158,7 @@ def read_private(path: Path) -> str | None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that nobody else may read. Raises SnapshotError where this user may not."""
+    """Write a file that this user alone may read. Raises SnapshotError where this user may not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode(), 0o600)

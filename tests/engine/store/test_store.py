@@ -401,7 +401,7 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
 
 
 def test_process_writes_nothing_under_another_secret(tmp_path: Path) -> None:
-    """Its names would be found by nobody, `forget` included."""
+    """No process would find its names, not even `forget`."""
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
     blocks = store.model("sha", {})

@@ -1,4 +1,4 @@
-"""What a login for a registry is sent to: the registry, and nobody else, and never in the open."""
+"""What a login for a registry is sent to: the registry alone, and never in the open."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sent(answer: Answer) -> list[tuple[str, str]]:
 
 
 def registry(location: str, challenge: str = "Basic") -> Answer:
-    """Answer uploads with `location`, and whoever has no login with a challenge."""
+    """Answer uploads with `location`, and a client without a login with a challenge."""
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         if "/token" in request.url.path:

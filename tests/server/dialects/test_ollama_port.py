@@ -98,7 +98,7 @@ def test_it_speaks_no_tls(place, tmp_path):
     assert "plain HTTP" in done.stderr
 
 
-def test_without_the_option_nobody_is_there(place, tmp_path):
+def test_without_the_option_the_port_is_free(place, tmp_path):
     taken, port = place
     taken.close()
     model = make_llama(tmp_path / "made.gguf")

@@ -43,7 +43,7 @@ def test_an_adapter_comes_and_goes(here):
     assert here.client.get("/lora-adapters").json() == []
     assert change(here, "load").text == "Success: LoRA adapter 'red' added successfully."
     assert here.client.get("/lora-adapters").json() == [{"id": 0, "path": "red", "scale": 0.0}]
-    assert said(here) == plain  # nobody else is concerned
+    assert said(here) == plain  # no other request is concerned
     red = said(here, lora=[{"name": "red"}])
     assert red != plain
     assert said(here, model="red") == red  # as vLLM's clients name it

@@ -173,7 +173,7 @@ def test_one_keys_blocks_are_not_found_by_another(serve, reader, tmp_path):
     assert _cached(_completed(again, key=KEYS[0])) == (n - 1, n - 1)
 
 
-def test_one_key_shares_with_everybody_of_this_user(serve):
+def test_one_key_shares_with_every_client_of_this_user(serve):
     engine = FakeEngine()
     for keys, wanted in ((KEYS[:1], True), (KEYS[:1] * 2, True), (KEYS, False)):
         here = serve(engine, gate=Gate(keys=Keys(keys)))

@@ -1,4 +1,4 @@
-"""Tokens that pass by the event loop: the same bytes in the same order, and nothing to anybody else's
+"""Tokens that pass by the event loop: the same bytes in the same order, and nothing to another client's
 connection.
 """
 

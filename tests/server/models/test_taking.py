@@ -12,7 +12,7 @@ from edgeinfer.server.guards.security import Gate
 PATH = "/v1/models/fake/snapshot"
 
 
-def test_one_is_taken_for_whoever_has_the_key(serve):
+def test_one_is_taken_for_a_client_with_the_key(serve):
     here = serve(gate=Gate(keys=Keys(["secret"])))
     asked = []
 

@@ -101,7 +101,7 @@ def test_the_service_manager_is_told(serve, tmp_path, monkeypatch, until):
         here.wait_ended()
 
 
-def test_notifying_nobody_or_a_dead_manager_is_harmless(monkeypatch, tmp_path):
+def test_notifying_no_manager_or_a_dead_one_is_harmless(monkeypatch, tmp_path):
     assert not sockets.notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
     assert not sockets.notify("READY=1")

@@ -29,7 +29,7 @@ OPTIONS = ("--lora", "red:0.5", "--lora", "blue", "--draft", TWIN)
 
 @pytest.fixture(scope="module")
 def exporter(warm):
-    """Somebody whose small model drafts for itself under another name, and has two adapters."""
+    """A user whose small model drafts for itself under another name, and has two adapters."""
     warm.run("pull", str(warm.model), "--name", TWIN, "--in-place", "--quiet").check()
     place = warm.data / "data/adapters"
     place.mkdir(mode=0o700, exist_ok=True)
@@ -86,7 +86,7 @@ def test_adapters_and_draft_are_exported_once_each(exporter, exported, signer, a
         assert (
             plain != tuned
         )  # adapters can be switched off and on: the process knows them by our files
-    assert abroad.ask().start["how"] == "cold"  # nobody who did not ask for it gets an adapter
+    assert abroad.ask().start["how"] == "cold"  # a launch without --lora gets no adapter
 
     make_adapter(place_of(abroad, "red"), 7)
     assert "red.gguf was changed" in abroad.ask(*OPTIONS).err

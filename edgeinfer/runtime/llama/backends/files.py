@@ -135,5 +135,5 @@ def _unsafe(path: Path) -> str:
     for place in (path, path.parent):
         info = place.stat()
         if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:
-            return f"somebody else may write to {place}"
+            return f"another user may write to {place}"
     return ""
