@@ -315,9 +315,9 @@ class Commander:
         self.front.summarise(context.first_kept(self.session, self.session.idle_engine()))
 
 
-def sessions_text(session: ChatSession, words: str, limit: int = 20) -> str:
+def sessions_text(session: ChatSession, words: str) -> str:
     """List conversations one a line: number, turns, title, snippet."""
-    found = session.store.search(words, limit) if words else session.store.listing(limit)
+    found = session.store.search(words, 20)
     if not found:
         return "No conversation holds these words." if words else "No conversations yet."
     clean = str.maketrans("", "", MARK + UNMARK)

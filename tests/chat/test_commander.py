@@ -7,7 +7,6 @@ import pytest
 
 from edgeinfer.chat import commands
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
-from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import EdgeInferError, UsageError
@@ -35,13 +34,6 @@ class Remembering:
     @property
     def said(self):
         return next(a[1] for a in reversed(self.asked) if a[0] == "show_text")
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = Store.open(tmp_path / "c.db")
-    yield store
-    store.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.read_ahead import ALONG_S, ReadAhead, whole_words
 from edgeinfer.chat.session import ChatSession
@@ -42,10 +41,8 @@ def engine():
 
 
 @pytest.fixture
-def composer(tmp_path, engine):
-    session = ChatSession(lambda: Store.open(tmp_path / "c.db"), "fake", engine)
-    yield Composer(session)
-    session.store.close()
+def composer(store, engine):
+    return Composer(ChatSession(lambda: store, "fake", engine))
 
 
 def asked(request):
@@ -163,9 +160,9 @@ def test_refused_prefill_is_silent_and_a_later_stop_wins(composer, engine):
 
 
 @pytest.mark.model
-def test_model_computes_only_tokens_that_were_not_prefilled(tmp_path, smollm2):
+def test_model_computes_only_tokens_that_were_not_prefilled(store, smollm2):
     engine = load_engine(ModelFiles(name="m", paths=(str(smollm2),)), LoadOptions(n_ctx=1024))
-    session = ChatSession(lambda: Store.open(tmp_path / "c.db"), "m", engine)
+    session = ChatSession(lambda: store, "m", engine)
     session.set(sampling={"temperature": 0.0, "max_tokens": 2})
     composer = Composer(session)
     text = "Please tell me, in a few plain words and without haste, all about the history of"
@@ -173,6 +170,5 @@ def test_model_computes_only_tokens_that_were_not_prefilled(tmp_path, smollm2):
     composer.finish()
     answer(session, f"{text} Rome", [NOTES])
     stats = session.path[-1].stats
-    session.store.close()
     engine.close()
     assert stats.prompt_tokens - stats.cached_tokens <= 8  # the last word, and the template's end

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from edgeinfer.chat import context
-from edgeinfer.chat.history.store import Store
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession, title_of
 from edgeinfer.errors import (
@@ -18,13 +17,6 @@ from edgeinfer.errors import (
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Sampling
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = Store.open(tmp_path / "c.db")
-    yield store
-    store.close()
 
 
 def session_with(store, *scripts, **info):

@@ -27,10 +27,9 @@ def clock():
 
 
 @pytest.fixture
-def store(tmp_path, clock):
-    store = Store.open(tmp_path / "c.db", clock)
-    yield store
-    store.close()
+def store(store, clock):
+    store.clock = clock
+    return store
 
 
 def talk(store, *texts, title="A title"):
@@ -43,6 +42,11 @@ def talk(store, *texts, title="A title"):
             Turn(conversation_id=conversation.id, parent_id=parent, role=role, content=text)
         ).id
     return conversation.id
+
+
+def begin_answer(store, conversation):
+    """Store an answer that streams; its turn."""
+    return store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
 
 
 def test_turn_is_read_as_it_was_stored(store):
@@ -61,13 +65,8 @@ def test_turn_is_read_as_it_was_stored(store):
     assert store.turns(conversation.id) == {stored.id: stored}
     assert msgspec.structs.replace(stored, id=0, created_ms=0) == turn
     read = store.conversation(conversation.id)
-    assert (read.title, read.system_prompt, read.sampling, read.draft, read.head_id) == (
-        "t",
-        "s",
-        {"top_k": 3},
-        "d",
-        stored.id,
-    )
+    assert (read.title, read.system_prompt, read.draft, read.head_id) == ("t", "s", "d", stored.id)
+    assert read.sampling == {"top_k": 3}
 
 
 def test_file_belongs_to_its_user_alone(store, tmp_path):
@@ -76,10 +75,7 @@ def test_file_belongs_to_its_user_alone(store, tmp_path):
 
 def test_journal_is_read_after_the_process_died(store):
     conversation = talk(store, "q")
-    parent = store.conversation(conversation).head_id
-    answer = store.add(
-        Turn(conversation_id=conversation, parent_id=parent, role="assistant", status="streaming")
-    )
+    answer = begin_answer(store, conversation)
     store.append(answer.id, "Hel", "thin")
     store.append(answer.id, "lo", "king")
     read = store.turns(conversation)[answer.id]
@@ -121,7 +117,7 @@ def test_kill_9_loses_nothing_that_append_returned_for(tmp_path):
 
 def test_finish_folds_the_journal_and_indexes_the_text(store):
     conversation = talk(store, "q")
-    answer = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
+    answer = begin_answer(store, conversation)
     store.append(answer.id, "zebra")
     assert store.search("zebra") == []
     store.finish(msgspec.structs.replace(answer, content="zebra stripes", status="complete"))
@@ -145,10 +141,10 @@ def test_reopen_unindexes_until_it_ends_again(store):
 
 def test_clean_up_folds_journals_of_dead_processes_alone(store, clock):
     conversation = talk(store, "q")
-    dead = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
+    dead = begin_answer(store, conversation)
     store.append(dead.id, "said before it died")
     clock.now += STALE_MS + 10
-    alive = store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
+    alive = begin_answer(store, conversation)
     store.append(alive.id, "still at it")
     assert store.clean_up() == 1
     rows = dict(store.db.execute("SELECT id, status FROM turn WHERE role = 'assistant'").fetchall())
@@ -261,10 +257,8 @@ def test_every_migration_step_leads_to_the_same_schema(tmp_path):
         )
     schema = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
     assert stepped.execute(schema).fetchall() == whole.execute(schema).fetchall()
-    found = stepped.execute("SELECT count(*) FROM turn_search WHERE turn_search MATCH 'w'").fetchone()[
-        0
-    ]
-    assert found == len(scripts)
+    found = stepped.execute("SELECT count(*) FROM turn_search WHERE turn_search MATCH 'w'")
+    assert found.fetchone() == (len(scripts),)
     whole.close()
     stepped.close()
 

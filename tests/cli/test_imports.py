@@ -6,18 +6,9 @@ import sys
 
 import pytest
 
-HEAVY = (
-    "llama_cpp",
-    "textual",
-    "starlette",
-    "uvicorn",
-    "numpy",
-    "jinja2",
-    "huggingface_hub",
-    "httpx2",
-    "rich",
-    "llguidance",
-)
+HEAVY = """
+    llama_cpp textual starlette uvicorn numpy jinja2 huggingface_hub httpx2 rich llguidance
+""".split()
 
 
 def modules_after(statement):

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from edgeinfer import requesting
-from edgeinfer.cli import options
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, LoadConfig, load_config
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
-from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
+from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launcher import selection
 from edgeinfer.runtime.llama.model import check_options
@@ -84,12 +83,6 @@ def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None
     check_options(LoadOptions(**{option.field: option.high}))
 
 
-def test_240_sequences_are_the_most_everywhere() -> None:
-    check_options(LoadOptions(n_parallel=240))
-    with pytest.raises(EdgeInferError, match="240"):
-        check_options(LoadOptions(n_parallel=256))
-
-
 @pytest.mark.parametrize("option", LOAD_OPTIONS, ids=lambda option: option.field)
 def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
     """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
@@ -101,15 +94,6 @@ def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None
     assert inputs.name == ("m" if not option.of_snapshot else inputs.name)
     assert snapshot_options(built) == snapshot_options(wanted)
     assert (option.field in snapshot_options(built)) == option.of_snapshot
-
-
-def test_help_is_the_tables() -> None:
-    parser = argparse.ArgumentParser()
-    options.add_load_options(parser)
-    text = " ".join(parser.format_help().split())
-    for option in TYPED:
-        if option.of_snapshot:
-            assert " ".join(option.help.split()) in text
 
 
 def test_options_of_one_model_are_not_used_for_another() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from edgeinfer.platform import machine
 
 GB = 10**9
 
 
-def tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+def tree(root: Path, cgroup: str, files: dict[str, object]) -> Path:
     """A machine of 16 GB, 12 of them available, in the control group `cgroup`."""
     files = {
         "proc/meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n",
         "proc/self/cgroup": cgroup,
-        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+        **{f"sys/fs/cgroup/{name}": f"{text}\n" for name, text in files.items()},
     }
     for name, text in files.items():
         path = root / name
@@ -29,52 +31,65 @@ def test_without_limits_the_kernels_estimate_counts(tmp_path: Path) -> None:
     assert "MemAvailable" in found.reason
 
 
-def test_container_whose_page_cache_holds_the_weights(tmp_path: Path) -> None:
-    """The root of the tree is the container's own group: its name is not seen from inside."""
-    files = {
-        "memory.max": f"{8 * GB}\n",
-        "memory.current": f"{7 * GB}\n",
-        "memory.stat": f"anon {GB}\ninactive_file {2 * GB}\nactive_file {4 * GB}\nshmem 5\n",
-    }
-    found = machine.read_memory(tree(tmp_path, "0::/\n", files))
-    assert (found.total_bytes, found.available_bytes) == (8 * GB, 7 * GB)
-
-
-def test_limit_and_usage_come_from_the_same_group_wherever_the_limit_is(tmp_path: Path) -> None:
-    files = {
-        "a/b/memory.max": "max\n",
-        "a/b/memory.current": f"{GB}\n",
-        "a/memory.max": f"{4 * GB}\n",
-        "a/memory.current": f"{3 * GB}\n",
-        "a/memory.stat": f"inactive_file {GB // 2}\n",
-    }
-    found = machine.read_memory(tree(tmp_path, "0::/a/b\n", files))
-    assert (found.total_bytes, found.available_bytes) == (4 * GB, 3 * GB // 2)
-    assert found.reason.endswith("a/memory.max")
-
-
-def test_group_that_leaves_least_counts_not_the_first(tmp_path: Path) -> None:
-    files = {
-        "a/b/memory.max": f"{6 * GB}\n",
-        "a/b/memory.current": "0\n",
-        "a/memory.max": f"{8 * GB}\n",
-        "a/memory.current": f"{7 * GB}\n",
-    }
-    assert machine.read_memory(tree(tmp_path, "0::/a/b\n", files)).available_bytes == GB
-
-
-def test_group_that_uses_more_than_it_may_leaves_nothing(tmp_path: Path) -> None:
-    files = {"memory.max": f"{GB}\n", "memory.current": f"{2 * GB}\n"}
-    assert machine.read_memory(tree(tmp_path, "0::/\n", files)).available_bytes == 0
+@pytest.mark.parametrize(
+    ("cgroup", "files", "total", "available", "place"),
+    [
+        # a container, whose root is its own group, with the weights in the page cache
+        (
+            "/",
+            {
+                "memory.max": 8 * GB,
+                "memory.current": 7 * GB,
+                "memory.stat": f"anon {GB}\ninactive_file {2 * GB}\nactive_file {4 * GB}\nshmem 5",
+            },
+            8 * GB,
+            7 * GB,
+            "memory.max",
+        ),
+        # limit and usage come from the same group, wherever the limit is
+        (
+            "/a/b",
+            {
+                "a/b/memory.max": "max",
+                "a/b/memory.current": GB,
+                "a/memory.max": 4 * GB,
+                "a/memory.current": 3 * GB,
+                "a/memory.stat": f"inactive_file {GB // 2}",
+            },
+            4 * GB,
+            3 * GB // 2,
+            "a/memory.max",
+        ),
+        # the group that leaves least counts, not the first
+        (
+            "/a/b",
+            {
+                "a/b/memory.max": 6 * GB,
+                "a/b/memory.current": 0,
+                "a/memory.max": 8 * GB,
+                "a/memory.current": 7 * GB,
+            },
+            6 * GB,
+            GB,
+            "a/memory.max",
+        ),
+        ("/", {"memory.max": GB, "memory.current": 2 * GB}, GB, 0, "memory.max"),
+    ],
+    ids=["container", "same group", "tightest group", "over its limit"],
+)
+def test_control_group_limits_memory(tmp_path: Path, cgroup, files, total, available, place) -> None:
+    found = machine.read_memory(tree(tmp_path, f"0::{cgroup}\n", files))
+    assert (found.total_bytes, found.available_bytes) == (total, available)
+    assert found.reason.endswith(place)
 
 
 def test_version_1_groups(tmp_path: Path) -> None:
     files = {
-        "memory/c/memory.limit_in_bytes": f"{2 * GB}\n",
-        "memory/c/memory.usage_in_bytes": f"{GB}\n",
+        "memory/c/memory.limit_in_bytes": 2 * GB,
+        "memory/c/memory.usage_in_bytes": GB,
         "memory/c/memory.stat": f"inactive_file 7\ntotal_inactive_file {GB // 2}\n",
         "memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "memory/memory.usage_in_bytes": f"{GB}\n",
+        "memory/memory.usage_in_bytes": GB,
         "cpu,cpuacct/c/cpu.cfs_quota_us": "1\n",
         "cpu/c/cpu.cfs_quota_us": "150000\n",
         "cpu/c/cpu.cfs_period_us": "100000\n",

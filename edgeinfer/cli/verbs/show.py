@@ -103,12 +103,7 @@ class ShowResult(Result, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def human(self) -> str:
-        rows = [
-            *_about(self),
-            *_header_rows(self.header),
-            *_file_rows(self),
-            *_memory_rows(self.memory),
-        ]
+        rows = _about(self) + _header_rows(self.header) + _file_rows(self) + _memory_rows(self.memory)
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
         lines += [f"note: {note}" for note in self.notes]
@@ -121,35 +116,28 @@ Rows = list[tuple[str, str]]
 
 
 def _about(shown: ShowResult) -> Rows:
+    origin = _short(shown.pulled_from)
+    context = f"{shown.context_length} tokens" if shown.context_length else ""
     rows = [
         ("name", shown.name),
         ("title", shown.title),
         ("for", shown.purpose),
         ("licence", shown.licence or "unknown"),
+        *(("source", _short(source)) for source in shown.sources),
+        ("pulled", f"{shown.pulled_at} from {origin}" if shown.pulled_at else ""),
+        ("here", f"from {origin}" if origin and not shown.pulled_at else ""),
+        ("made from", shown.requantized_from),
+        ("system prompt", shown.system_prompt),
+        ("stop strings", " ".join(map(repr, shown.stop))),
+        ("sampling", ", ".join(f"{key} {value:g}" for key, value in shown.sampling.items())),
     ]
-    rows += [("source", _short(source)) for source in shown.sources]
-    if shown.pulled_from:
-        pulled = f"{shown.pulled_at} from {_short(shown.pulled_from)}"
-        rows.append(("pulled", pulled) if shown.pulled_at else ("here", f"from {shown.pulled_from}"))
-    if shown.requantized_from:
-        rows.append(("made from", shown.requantized_from))
-    if shown.system_prompt:
-        rows.append(("system prompt", shown.system_prompt))
-    if shown.stop:
-        rows.append(("stop strings", " ".join(map(repr, shown.stop))))
-    if shown.sampling:
-        rows.append(
-            ("sampling", ", ".join(f"{key} {value:g}" for key, value in shown.sampling.items()))
-        )
     if shown.header is None:
         rows += [
             ("parameters", shown.parameters or "unknown"),
             ("quantization", shown.quantization or "unknown"),
+            ("trained context", context or "unknown"),
         ]
-        rows.append(
-            ("trained context", f"{shown.context_length} tokens" if shown.context_length else "unknown")
-        )
-    return rows
+    return [(label, value) for label, value in rows if value]
 
 
 def _short(source: str) -> str:
@@ -189,13 +177,10 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
         verdict = "it runs from the disk"
     at_once = f"{memory.n_parallel} sequences at once"
     available = f"{format_bytes(machine.available_bytes)} available"
+    why = f"{need.kv_type}: {memory.kv_type_reason}"
     rows = [
         ("memory, weights", format_bytes(need.weights_bytes)),
-        (
-            "memory, KV cache",
-            f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens"
-            f" ({need.kv_type}: {memory.kv_type_reason})",
-        ),
+        ("memory, KV cache", f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens ({why})"),
         ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
         ("memory, context", f"{format_bytes(need.kv_bytes)} for {need.n_ctx} cells, {at_once}"),
         ("memory, compute", format_bytes(need.compute_bytes)),

@@ -40,9 +40,9 @@ def clean(text: str) -> str:
     return without_controls(text).replace("\t", "    ")
 
 
-def styled(text: str, style: str, fill: str = "") -> Line:
+def styled(text: str, style: str) -> Line:
     """Make a line in one style."""
-    return Line(text, (Span(0, len(text), style),) if text else (), fill)
+    return Line(text, (Span(0, len(text), style),) if text else ())
 
 
 def wrap(line: Line, width: int) -> list[Line]:

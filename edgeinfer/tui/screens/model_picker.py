@@ -54,16 +54,11 @@ class ModelScreen(ListScreen[str | None]):
         self._working = ""
 
     def compose(self) -> ComposeResult:
-        with sheet(
-            "No model is here yet" if self.first else "Models",
-            _KEYS if self.app.size.width >= 60 else _KEYS_NARROW,
-        ):
+        title = "No model is here yet" if self.first else "Models"
+        with sheet(title, _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
             if self.first:
-                yield Static(
-                    f"Enter fetches {self.wanted} and starts the chat. Or pick another.",
-                    classes="text first",
-                    markup=False,
-                )
+                text = f"Enter fetches {self.wanted} and starts the chat. Or pick another."
+                yield Static(text, classes="text first", markup=False)
             yield self.field("Type to filter")
             yield OptionList(id="models")
             yield Static("", classes="detail", markup=False)
@@ -205,9 +200,8 @@ class ModelScreen(ListScreen[str | None]):
         app = self.app
 
         def progress(stage: str, fraction: float | None) -> None:
-            app.call_from_thread(
-                self._progress, stage if fraction is None else f"{stage} {fraction:.0%}"
-            )
+            share = "" if fraction is None else f" {fraction:.0%}"
+            app.call_from_thread(self._progress, f"{stage}{share}")
 
         options = self.launch.options
         if name != self.launch.model:
@@ -218,9 +212,8 @@ class ModelScreen(ListScreen[str | None]):
             app.call_from_thread(self._ended, error)
         else:
             app.call_from_thread(self._ended, None)
-            app.call_from_thread(
-                self.notify, f"{name} is warm: it starts in a tenth of a second.", markup=False
-            )
+            note = f"{name} is warm: it starts in a tenth of a second."
+            app.call_from_thread(self.notify, note, markup=False)
             app.call_from_thread(self._read)
 
     def _progress(self, words: str) -> None:

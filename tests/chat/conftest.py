@@ -1,0 +1,12 @@
+"""A store of conversations in a file of the test's own."""
+
+import pytest
+
+from edgeinfer.chat.history.store import Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store.open(tmp_path / "c.db")
+    yield store
+    store.close()
