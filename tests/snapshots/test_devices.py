@@ -13,7 +13,7 @@ from other_processes import wait_until
 from edgeinfer.runtime.llama.backends import files
 
 from ..conftest import BUILD_CACHE
-from .conftest import MODEL, Person, _everybody_can_enter
+from .conftest import MODEL, Person, _is_world_accessible
 from .test_by_itself import Endpoint
 
 pytestmark = pytest.mark.criu
@@ -34,7 +34,7 @@ def device(warm: Person) -> dict[str, str]:
     if not LAVAPIPE.is_dir():
         pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
     driver = LAVAPIPE
-    if not _everybody_can_enter(driver):
+    if not _is_world_accessible(driver):
         driver = warm.place.folder / "lavapipe"
         shutil.copytree(LAVAPIPE, driver, dirs_exist_ok=True)
     shaders = warm.home / "shaders"
