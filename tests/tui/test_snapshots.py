@@ -5,7 +5,7 @@
 
 import pytest
 from fixed_chat import NOON, OFFERED, make_app
-from scenes import SCENES, Answered
+from scenes import SCENES
 
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.tui.screens import model_picker
@@ -31,7 +31,7 @@ def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path,
 
 def test_no_color_leaves_weights_and_grey(snap_compare, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    made = Answered()
+    made = SCENES["answered"]()
     app = make_app(tmp_path, made.host, clock=lambda: NOON)
     assert app.no_color
     assert snap_compare(app, run_before=made.prepare)

@@ -1,4 +1,4 @@
-"""Many at once on the real small model: the same answers as alone, nobody starved, nothing left
+"""Many at once on the real small model: the same answers as alone, no request starved, nothing left
 behind.
 """
 
