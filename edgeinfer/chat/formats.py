@@ -57,7 +57,7 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
     """Write the branch on show as Markdown, reasoning folded."""
     parts = [
         f"# {conversation.title or 'Conversation'}",
-        f"*{conversation.model}, {_day(conversation.created_ms)}*",
+        f"*{conversation.model}, {datetime.date.fromtimestamp(conversation.created_ms / 1000)}*",
     ]
     if conversation.system_prompt:
         parts += ["## System", conversation.system_prompt]
@@ -106,10 +106,6 @@ def file_name(conversation: Conversation, suffix: str) -> str:
         re.sub(r"[^\w]+", "-", conversation.title.lower(), flags=re.UNICODE).strip("-")[:48].rstrip("-")
     )
     return f"{slug or 'conversation'}{suffix}"
-
-
-def _day(ms: int) -> str:
-    return datetime.datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d")
 
 
 def _info(name: str) -> str:

@@ -47,11 +47,8 @@ class ModelChoice(ListedModel, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool | None:
         """Return True if it fits into free memory; None if unknown."""
-        return (
-            self.needs_bytes <= self.available_bytes
-            if self.needs_bytes and self.available_bytes
-            else None
-        )
+        known = self.needs_bytes and self.available_bytes
+        return self.needs_bytes <= self.available_bytes if known else None
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:

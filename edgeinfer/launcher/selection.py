@@ -1,8 +1,8 @@
-"""Choose the snapshot to resume by the words typed and the configuration, unparsed.
+"""Choose the snapshot to resume from the typed words and the configuration, unparsed.
 
-This is a guess that must be cheap (the launcher makes it). The app that is resumed reads the same words
-with the real parser, and takes another model, or other options, from a worker process when the guess
-was wrong: an answer never depends on it.
+The choice is a cheap guess of the launcher. The resumed app reads the same words with the real parser,
+and takes another model, or other options, from a worker process if the guess was wrong: no answer
+depends on it.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     all_of = format.generations(root, fingerprint.program_tag())
     names = [name for name in all_of if format.model_part(name) == format.part_of(model)]
     if names:
-        format.refuse_unsafe(root, directory=True)
-        format.refuse_unsafe_ancestors(root)
+        _refuse_unsafe(root)
     found: list[tuple[bool, str, str, format.Manifest]] = []
     refused: EdgeInferError | None = None
     for name in names:
@@ -113,9 +112,8 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
             continue
         others = True
         if not unmet(options, manifest.requested, manifest.actual):
-            found.append(
-                (manifest.requested == options, format.generation_of(folder), folder, manifest)
-            )
+            exact = manifest.requested == options
+            found.append((exact, format.generation_of(folder), folder, manifest))
     for _, _, folder, manifest in sorted(found, key=lambda item: item[:2], reverse=True):
         try:
             fingerprint.refuse_stale(manifest, folder)
@@ -139,8 +137,7 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
         hint = f"there are: {', '.join(found or sorted(all_of)) or 'none'}"
         raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
     name = found[0]
-    format.refuse_unsafe(root, directory=True)
-    format.refuse_unsafe_ancestors(root)
+    _refuse_unsafe(root)
     manifest = format.read_manifest(all_of[name][0])
     field = differing(options, manifest.requested, manifest.actual)
     if field:
@@ -151,6 +148,11 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
         )
     fingerprint.refuse_stale(manifest, all_of[name][0])
     return all_of[name][0], manifest
+
+
+def _refuse_unsafe(root: str) -> None:
+    format.refuse_unsafe(root, directory=True)
+    format.refuse_unsafe_ancestors(root)
 
 
 def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:

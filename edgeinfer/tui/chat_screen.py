@@ -103,17 +103,12 @@ class ChatScreen(Screen[None]):
     def _tick(self) -> None:
         cached_tokens = self.view.cached_tokens
         self.view.cached_tokens = self.read_ahead.cached_tokens
-        if (
-            self.streaming is not None
-            or self.loader.progress
-            or cached_tokens != self.view.cached_tokens
-        ):
+        is_new = cached_tokens != self.view.cached_tokens
+        if self.streaming is not None or self.loader.progress or is_new:
             self.refresh_status()
         self._save_draft()
-        typed = self.composer.text
-        if self.launch.config.read_ahead and self.read_ahead.look(
-            typed, self.attachments.found, self.composer.editing
-        ):
+        looked_at = (self.composer.text, self.attachments.found, self.composer.editing)
+        if self.launch.config.read_ahead and self.read_ahead.look(*looked_at):
             self.read_ahead.begin()
 
     def _save_draft(self) -> None:

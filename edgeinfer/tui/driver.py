@@ -114,13 +114,10 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
-            self._close_waker()  # not by the thread: it may end between the look and the write above
+            for fd in self._waker or ():  # not by the thread: it may end before the write above
+                os.close(fd)
+            self._waker = None
         self.exit_event.clear()
-
-    def _close_waker(self) -> None:
-        for fd in self._waker or ():
-            os.close(fd)
-        self._waker = None
 
     def _sigtstp_application(self, *_: object) -> None:
         if self._auto_restart:

@@ -254,9 +254,8 @@ class View:
     def _state(self) -> tuple[list[Part], str]:
         if self.streaming is not None:
             rate = self.streaming.tokens_per_s
-            return [
-                Part(f"writing {rate:.0f} tok/s" if rate else "writing", 10, "$accent")
-            ], "Esc stops"
+            text = f"writing {rate:.0f} tok/s" if rate else "writing"
+            return [Part(text, 10, "$accent")], "Esc stops"
         if self.summarising is not None:
             return [Part("summarising…", 10, "$accent")], "Esc stops"
         if self.loader.progress:

@@ -5,7 +5,6 @@ import json
 import msgspec
 import pytest
 
-from edgeinfer.chat import commands
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
@@ -195,10 +194,6 @@ def test_stats_tell_model_start_context_and_speed(commander):
     text = stats_text(commander.session, "resumed in 84 ms")
     assert "resumed in 84 ms" in text
     assert "of 600 tokens" in text
-
-
-def test_help_lists_every_command():
-    assert all(f"/{c.name}" in commands.help_text() for c in commands.COMMANDS)
 
 
 def test_adapters_come_and_go(commander, front):

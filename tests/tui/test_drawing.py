@@ -187,13 +187,6 @@ def test_answer_shows_how_it_ended():
     assert last() == ["(no words)"]
 
 
-def test_reasoning_is_folded_and_unfolds():
-    entry = AnswerEntry(Turn(role="assistant", content="x", reasoning="deep thought"))
-    assert entry.lines(40)[0].text == "  ▸ Thought · 2 words"
-    entry.toggle()
-    assert "  │ deep thought" in [line.text for line in entry.lines(40)]
-
-
 def test_estimated_heights_are_near_the_drawn_ones():
     turn = Turn(role="assistant", content="word " * 600)
     entry = AnswerEntry(turn)

@@ -60,16 +60,8 @@ async def open_models(d):
 
 
 class TestModels:
-    async def test_it_shows_size_licence_fit_and_state(self, drive):
-        async with drive(size=(120, 40)) as d:
-            screen = await open_models(d)
-            rows = [str(model_picker._row(r, False, 90)) for r in screen.rows]
-            assert "98 MB" in rows[0]
-            assert "Apache-2.0" in rows[0]
-            assert "warm" in rows[0]
-            assert "~484 MB" in rows[1]
-            assert "too big" in rows[2]
-            assert "Does not fit: about 32.2 GB needed, 8.6 GB free" in model_picker.detail(SHELF[2])
+    def test_detail_tells_the_memory_that_is_missing(self):
+        assert "Does not fit: about 32.2 GB needed, 8.6 GB free" in model_picker.detail(SHELF[2])
 
     async def test_pulled_model_is_used(self, drive):
         async with drive() as d:

@@ -28,9 +28,9 @@ class StopResult(Result, frozen=True, kw_only=True):
     killed: tuple[int, ...]
 
     def human(self) -> str:
-        parts = [f"stopped {', '.join(map(str, self.stopped))}"] if self.stopped else []
-        parts += [f"killed {', '.join(map(str, self.killed))}"] if self.killed else []
-        return "; ".join(parts) or "nothing was running"
+        parts = (("stopped", self.stopped), ("killed", self.killed))
+        said = [f"{verb} {', '.join(map(str, pids))}" for verb, pids in parts if pids]
+        return "; ".join(said) or "nothing was running"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

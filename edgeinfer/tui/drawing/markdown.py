@@ -142,12 +142,8 @@ class Drawer:
                 return [under(line, f"h{level}") for line in paragraph(node, width)]
             case "fence" | "code_block":
                 self.next_code += 1
-                return draw_code(
-                    node.content.rstrip("\n"),
-                    node.info.strip().split(" ")[0],
-                    self.next_code - 1,
-                    width,
-                )
+                language = node.info.strip().split(" ")[0]
+                return draw_code(node.content.rstrip("\n"), language, self.next_code - 1, width)
             case "bullet_list" | "ordered_list":
                 return self._list(node, width, depth)
             case "blockquote":
@@ -172,17 +168,13 @@ class Drawer:
         )
         lines: list[Line] = []
         for index, item in enumerate(node.children):
-            mark = (
-                f"{start + index}. ".rjust(last)
-                if node.type == "ordered_list"
-                else f"{_BULLETS[min(depth, 2)]} "
-            )
-            inside = self._blocks(item.children, max(width - len(mark), 8), depth + 1, tight=tight) or [
-                BLANK
-            ]
+            mark = f"{_BULLETS[min(depth, 2)]} "
+            if node.type == "ordered_list":
+                mark = f"{start + index}. ".rjust(last)
+            inside = self._blocks(item.children, max(width - len(mark), 8), depth + 1, tight=tight)
             if lines and not tight:
                 lines.append(BLANK)
-            lines += hung(inside, mark, "bullet")
+            lines += hung(inside or [BLANK], mark, "bullet")
         return lines
 
 

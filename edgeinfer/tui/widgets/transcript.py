@@ -115,11 +115,8 @@ class Transcript(ScrollView, can_focus=True):
             top = max(0, round(self.scroll_y) - height)
             first = bisect_right(self._bottoms, top)
             last = bisect_right(self._bottoms, round(self.scroll_y) + 2 * height)
-            pending = [
-                i
-                for i in range(first, min(last + 1, len(self.entries)))
-                if not self.entries[i].drawn(width)
-            ]
+            near = range(first, min(last + 1, len(self.entries)))
+            pending = [i for i in near if not self.entries[i].drawn(width)]
             if not pending:
                 return
             shift = 0
@@ -175,11 +172,8 @@ class Transcript(ScrollView, can_focus=True):
             bottom = self._bottoms[index]
             height = self.scrollable_content_region.height
             if top < self.scroll_y or bottom > self.scroll_y + height:
-                self.scroll_to(
-                    y=top if bottom - top >= height else max(0, bottom - height),
-                    animate=False,
-                    force=True,
-                )
+                y = top if bottom - top >= height else max(0, bottom - height)
+                self.scroll_to(y=y, animate=False, force=True)
         self.refresh()
 
     # drawing
@@ -257,11 +251,8 @@ class Transcript(ScrollView, can_focus=True):
     def _blended(self, name: str) -> Style:
         """Return a component's style, translucent colours mixed with ours, which Rich cannot do."""
         partial = self.get_component_rich_style(name, partial=True)
-        return (
-            partial + Style(color=self.get_component_rich_style(name).color)
-            if partial.color
-            else partial
-        )
+        color = self.get_component_rich_style(name).color if partial.color else None
+        return partial + Style(color=color) if color else partial
 
     # mouse and selection
 
