@@ -7,7 +7,7 @@
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
     ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
 
-A block appears by one rename and never changes; whoever writes the same block writes the same bytes.
+A block appears by one rename and never changes; every writer of a block writes the same bytes.
 Files and folders are this user's alone, and others are refused. They hold what a person wrote, and are
 never part of a snapshot."""
 
