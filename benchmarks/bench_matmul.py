@@ -2,13 +2,14 @@
 
 A row is 0.807 G weights, a qwen3 of eight layers and width 2,560; what is multiplied is a part of it that no
 cache holds. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same weights, and
-llama.cpp's on repacked ones where it repacks the type. Shares are of the CPU's integer peak
-(`vpdpbusd`, measured before and after). `--variant haswell` measures another of ggml's CPU variants.
+llama.cpp's on repacked ones where it repacks the type; with `--ik`, ik_llama.cpp's on plain and on repacked ones.
+Shares are of the CPU's integer peak (`vpdpbusd`, measured before and after).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import subprocess
@@ -22,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 from common import add_out, load_only, write_figure
-from matmul_ops import TYPES, Products, random_weights
+from matmul_ops import TYPES, Bytes, Products, declared, random_weights
 
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 
@@ -33,25 +34,70 @@ _MATRICES_OF_MANY = 3
 _ROW_WEIGHTS = 0.807e9
 #: What llama.cpp repacks for AVX2 and AVX-512.
 _REPACKED = ("Q4_0", "Q4_K", "Q2_K", "IQ4_NL")
-SIDES = ("ours", "plain", "repacked")
+#: Level of our kernels → the variant of ggml's CPU backend that has it.
+_VARIANTS = {"v3": "haswell", "v3-vnni": "alderlake", "v4": "zen4"}
 _PEAK = Path(__file__).with_name("cpu_peak.c")
 
 
-def serve_side(side: str, variant: str) -> None:
+class _IkPlan(ctypes.Structure):
+    """ggml_cplan of ik_llama.cpp."""
+
+    _fields_ = (
+        ("work_size", ctypes.c_size_t),
+        ("work_data", ctypes.c_void_p),
+        ("n_threads", ctypes.c_int),
+        ("abort_callback", ctypes.c_void_p),
+        ("abort_callback_data", ctypes.c_void_p),
+        ("moe_expert_prefetch", ctypes.c_bool),
+    )
+
+
+class _IkProducts(Products):
+    """The same graph in ik_llama.cpp's ggml, which is one library."""
+
+    library: ctypes.CDLL
+
+    @classmethod
+    def libraries(cls) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+        return declared(cls.library, cls.library)
+
+    def _placed(
+        self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool
+    ) -> list[int]:
+        tensors = super()._placed(weights, kind, shape, is_repacked=False)
+        for tensor in tensors if is_repacked else []:
+            self.library.iqk_repack_tensor(ctypes.c_void_p(tensor))
+        return tensors
+
+    def plan(self, n_threads: int) -> ctypes.Structure:
+        graph_plan = self.library.ggml_graph_plan
+        graph_plan.restype, graph_plan.argtypes = _IkPlan, [ctypes.c_void_p, ctypes.c_int]
+        planned: ctypes.Structure = graph_plan(self._graph, n_threads)
+        return planned
+
+
+def serve_side(side: str, level: str, ik: str) -> None:
     """Time the products of all matrices (s) for each line `TYPE ROWS` of standard input."""
-    if side != "ours":
-        libedgeinfer.use_kernels = lambda ggml, base, version: libedgeinfer.Kernels()
-    if variant:
-        load_only(variant)
-    libllama.lib()
+    products_of = Products
+    if side.startswith("ik"):
+        products_of = _IkProducts
+        _IkProducts.library = ctypes.CDLL(str(next(Path(ik).rglob("libggml.so"))))
+    else:
+        if side != "ours":
+            libedgeinfer.use_kernels = lambda ggml, base, version: libedgeinfer.Kernels()
+        if level:
+            load_only(_VARIANTS[level])
+        libllama.lib()
     weights, kind = [], ""
     for line in sys.stdin:
         wanted, rows = line.split()
         if wanted != kind:
             kind = wanted
-            weights = [random_weights(kind, _ROWS, _WIDTH, seed) for seed in range(_MATRICES)]
+            weights = [
+                random_weights(kind, _ROWS, _WIDTH)
+            ] * _MATRICES  # each is copied to a place of its own
         used = weights if int(rows) < 64 else weights[:_MATRICES_OF_MANY]
-        products = Products(kind, used, int(rows), is_repacked=side == "repacked")
+        products = products_of(kind, used, int(rows), is_repacked=side.endswith("repacked"))
         products.compute(np.random.default_rng(0).normal(size=(int(rows), _WIDTH)))
         times = []
         for _ in range(7 if int(rows) < 64 else 2):
@@ -72,20 +118,21 @@ def peak() -> float:
 
 
 def measure(
-    kinds: list[str], rows: list[int], rounds: int, variant: str
+    kinds: list[str], rows: list[int], rounds: int, level: str, ik: str
 ) -> Iterator[tuple[str, dict[str, dict[int, float]]]]:
     """Yield each type with the medians of rows a second, by side and rows."""
-    command = [sys.executable, __file__, "--variant", variant, "--side"]
+    command = [sys.executable, __file__, "--level", level, "--ik", ik, "--side"]
+    names = ["ours", "plain", "repacked", *(["ik", "ik-repacked"] if ik else [])]
     sides = {
         side: subprocess.Popen(
             [*command, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        for side in SIDES
+        for side in names
     }
     for kind in kinds:
-        found: dict[str, dict[int, float]] = {side: {} for side in SIDES}
+        found: dict[str, dict[int, float]] = {side: {} for side in sides}
         for n in rows:
-            times: dict[str, list[float]] = {side: [] for side in SIDES}
+            times: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(rounds):
                 for side, process in sides.items():
                     if side == "repacked" and kind not in _REPACKED:
@@ -104,17 +151,25 @@ def measure(
 
 
 def table(found: dict[str, dict[str, dict[int, float]]], rows: list[int], peak_g: float) -> str:
-    """Return the figure's rows: ours, and in brackets the better one of llama.cpp's."""
+    """Return the figure's rows: ours, and in brackets the better one of each peer's."""
     lines = [f"Integer peak: {peak_g:.0f} G multiply-accumulates a second.\n"] if peak_g else []
     lines += [
         f"| type | {' | '.join('1 row' if n == 1 else f'{n} rows' for n in rows)} | of the peak at {rows[-1]} |",
         "| --- |" + " --- |" * (len(rows) + 1),
     ]
+    peers = (("plain", "repacked"), ("ik", "ik-repacked"))
     for kind, sides in found.items():
         cells = []
         for n in rows:
-            best = max(sides["plain"][n], sides["repacked"].get(n, 0))
-            cells.append(f"{sides['ours'][n]:.0f} ({best:.0f}, {sides['ours'][n] / best:.2f} x)")
+            bests = [
+                max(sides[s][n] for s in peer if n in sides.get(s, {}))
+                for peer in peers
+                if peer[0] in sides
+            ]
+            beside = ", ".join(
+                [*(f"{best:.0f}" for best in bests), f"{sides['ours'][n] / max(bests):.2f} x"]
+            )
+            cells.append(f"{sides['ours'][n]:.0f} ({beside})")
         share = sides["ours"][rows[-1]] * _ROW_WEIGHTS / 1e9 / peak_g if peak_g else 0
         lines.append(f"| {kind} | {' | '.join(cells)} | {f'{share:.0%}' if share else '–'} |")
     return "\n".join(lines) + "\n"
@@ -127,24 +182,32 @@ def main() -> None:
     parser.add_argument("--types", type=lambda text: text.split(","), default=list(TYPES))
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--variant", default="", help="one of ggml's CPU variants")
+    parser.add_argument(
+        "--level", default="", choices=["", *_VARIANTS], help="of our kernels; the best by default"
+    )
+    parser.add_argument(
+        "--ik", default="", metavar="FOLDER", help="where ik_llama.cpp's libggml.so was built"
+    )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     add_out(parser)
     parser.set_defaults(rows=[1, 2, 4, 8, 16, 32, 64, 512])
     options = parser.parse_args()
     if options.side:
-        serve_side(options.side, options.variant)
+        serve_side(options.side, options.level, options.ik)
         return
+    if options.level:
+        load_only(_VARIANTS[options.level])  # for the figure's head
     before = peak()
     found = {}
-    for kind, sides in measure(options.types, options.rows, options.rounds, options.variant):
+    for kind, sides in measure(options.types, options.rows, options.rounds, options.level, options.ik):
         found[kind] = sides
         print(
             kind,
             {side: {n: round(r) for n, r in by_rows.items()} for side, by_rows in sides.items()},
             flush=True,
         )
-    name = "-".join(["matmul", *filter(None, [options.variant])])
+    first = "" if options.types == list(TYPES) else options.types[0]
+    name = "-".join(filter(None, ["matmul", options.level, first]))
     print(write_figure(options.out, name, table(found, options.rows, max(before, peak()))))
 
 

@@ -93,24 +93,13 @@ class Products:
         used: int = 1,
         is_repacked: bool = False,
     ) -> None:
-        self._base, self._cpu = open_ggml()
+        self._base, self._cpu = self.libraries()
         quantization = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[quantization]
         rows = weights[0].shape[0] // max(experts, 1)
         width = weights[0].shape[1] // size * block
         shape = (width, rows, max(experts, 1))
-        n_bytes = 0 if is_repacked else sum(w.nbytes for w in weights)
-        self._weights = self._context(n_bytes, no_alloc=is_repacked)
-        tensors = [self._tensor(self._weights, quantization.value, *shape) for _ in weights]
-        if is_repacked:
-            buffer_type = getattr(self._cpu, _REPACK)
-            buffer_type.restype = ctypes.c_void_p
-            self._base.ggml_backend_alloc_ctx_tensors_from_buft(self._weights, buffer_type())
-        for tensor, values in zip(tensors, weights, strict=True):
-            if is_repacked:
-                self._base.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
-            else:
-                ctypes.memmove(self._base.ggml_get_data(tensor), values.ctypes.data, values.nbytes)
+        tensors = self._placed(weights, quantization.value, shape, is_repacked)
         self._graph_context = self._context(4 * n * used * (width + rows * len(weights)))
         self._x = self._tensor(self._graph_context, _F32, width, *((1, n) if experts else (n, 1)))
         if experts:
@@ -124,6 +113,33 @@ class Products:
         for out in self._outs:
             self._base.ggml_build_forward_expand(self._graph, out)
         self._shape = (n, used, rows)
+
+    @classmethod
+    def libraries(cls) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+        """Open libggml-base and the CPU variant's library, their functions declared."""
+        return open_ggml()
+
+    def _placed(
+        self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool
+    ) -> list[int]:
+        n_bytes = 0 if is_repacked else sum(w.nbytes for w in weights)
+        self._weights = self._context(n_bytes, no_alloc=is_repacked)
+        tensors = [self._tensor(self._weights, kind, *shape) for _ in weights]
+        if is_repacked:
+            buffer_type = getattr(self._cpu, _REPACK)
+            buffer_type.restype = ctypes.c_void_p
+            self._base.ggml_backend_alloc_ctx_tensors_from_buft(self._weights, buffer_type())
+        for tensor, values in zip(tensors, weights, strict=True):
+            if is_repacked:
+                self._base.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
+            else:
+                ctypes.memmove(self._base.ggml_get_data(tensor), values.ctypes.data, values.nbytes)
+        return tensors
+
+    def plan(self, n_threads: int) -> ctypes.Structure:
+        """Plan the graph's computation: a ggml_cplan."""
+        planned: ctypes.Structure = self._cpu.ggml_graph_plan(self._graph, n_threads, None)
+        return planned
 
     def _context(self, n_bytes: int, *, no_alloc: bool = False) -> int:
         made: int = self._base.ggml_init(InitParams(n_bytes + (4 << 20), None, no_alloc))
@@ -143,7 +159,7 @@ class Products:
         if ids is not None:
             chosen = np.ascontiguousarray(ids, np.int32)
             ctypes.memmove(self._base.ggml_get_data(self._ids), chosen.ctypes.data, chosen.nbytes)
-        plan = self._cpu.ggml_graph_plan(self._graph, n_threads, None)
+        plan = self.plan(n_threads)
         work = ctypes.create_string_buffer(plan.work_size)
         plan.work_data = ctypes.addressof(work)
         if self._cpu.ggml_graph_compute(self._graph, ctypes.byref(plan)):
@@ -164,7 +180,11 @@ class Products:
 def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Open libggml-base and the CPU variant's library, with what makes a graph and computes it declared."""
     libllama.lib()
-    base, cpu = libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library())
+    return declared(libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library()))
+
+
+def declared(base: ctypes.CDLL, cpu: ctypes.CDLL) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Declare the functions of both; every handle is a pointer."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     for name, arguments in {
         "ggml_init": [InitParams],
