@@ -71,14 +71,6 @@ def error_events(problem: Problem, request_id: str) -> bytes:
     return b"event: error\ndata: " + error_body(problem, request_id) + b"\n\n"
 
 
-def stop_reason(end: Finished) -> wire.StopReason:
-    if end.reason == "tool_calls":
-        return "tool_use"
-    if end.reason in ("length", "deadline"):
-        return "max_tokens"
-    return "end_turn" if end.stop_sequence is None else "stop_sequence"
-
-
 def wire_usage(usage: Usage) -> wire.AnthropicUsage:
     """Convert usage; Anthropic counts cached tokens beside, not within, `input_tokens`."""
     return wire.AnthropicUsage(
@@ -152,10 +144,8 @@ class MessageRenderer(Renderer):
 
     def closing(self) -> bytes:
         assert self._end is not None
-        delta = {
-            "stop_reason": self._stop_reason(self._end),
-            "stop_sequence": self._stop_sequence(self._end),
-        }
+        reason, sequence = self._stop(self._end)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
         usage, timings = self._end.usage, wire_timings(self._end.usage, self._end.timings)
         done = _event("message_delta", delta=delta, usage=wire_usage(usage), timings=timings)
         return self._close() + done + _event("message_stop")
@@ -214,26 +204,28 @@ class MessageRenderer(Renderer):
             for _, call in sorted(answer.calls.items())
         ]
         end = answer.finished
+        reason, sequence = self._stop(end)
         return _encode(
             wire.MessageReply(
                 id=self.id,
                 model=self.model,
                 content=content,
-                stop_reason=self._stop_reason(end),
-                stop_sequence=self._stop_sequence(end),
+                stop_reason=reason,
+                stop_sequence=sequence,
                 usage=wire_usage(end.usage),
                 timings=wire_timings(end.usage, end.timings),
             )
         )
 
-    def _stop_sequence(self, end: Finished) -> str | None:
-        return end.stop_sequence if end.reason == "stop" and end.stop_sequence in self._stops else None
-
-    def _stop_reason(self, end: Finished) -> wire.StopReason:
-        reason = stop_reason(end)
-        if reason == "stop_sequence" and self._stop_sequence(end) is None:
-            return "end_turn"
-        return reason
+    def _stop(self, end: Finished) -> tuple[wire.StopReason, str | None]:
+        """Return `stop_reason` and `stop_sequence`."""
+        if end.reason == "tool_calls":
+            return "tool_use", None
+        if end.reason in ("length", "deadline"):
+            return "max_tokens", None
+        if end.stop_sequence in self._stops:
+            return "stop_sequence", end.stop_sequence
+        return "end_turn", None
 
 
 def _event(name: str, **data: Any) -> bytes:

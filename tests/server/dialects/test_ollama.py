@@ -59,6 +59,13 @@ def test_a_chat_streams_lines_unless_told_otherwise(here):
     assert last["model"] == "fake"
 
 
+def test_fields_of_the_prefix_cache_reach_the_engine(here, engine):
+    for ask in (_chat, _generate):
+        ask(here, cache_prompt=False, cache_salt="mine", prompt_cache_key="talk")
+        asked = engine.requests[-1]
+        assert (asked.cache_prompt, asked.cache_salt, asked.conversation) == (False, "mine", "talk")
+
+
 def test_statistics_are_nanoseconds(serve):
     end = Finished(
         reason="length",
@@ -183,11 +190,14 @@ def test_think_reaches_the_template(here, engine, think, options, budget):
     assert _generate(here, raw=True, think=think).status_code == 200
 
 
-def test_think_needs_a_model_that_thinks(serve):
+@pytest.mark.parametrize(
+    ("asked", "lacks"), [({"think": True}, "thinking"), ({"suffix": "x"}, "insert")]
+)
+def test_what_the_model_cannot_do_is_refused(serve, asked, lacks):
     here = serve(FakeEngine())
-    assert _chat(here, think=False).status_code == 200
-    refused = _chat(here, think=True, stream=False)
-    assert (refused.status_code, refused.json()) == (400, {"error": "fake does not support thinking"})
+    assert _generate(here, think=False).status_code == 200
+    refused = _generate(here, **asked, stream=False)
+    assert (refused.status_code, refused.json()) == (400, {"error": f"fake does not support {lacks}"})
 
 
 def test_generate_makes_a_conversation_of_its_prompt(here, engine):
@@ -206,11 +216,6 @@ def test_a_raw_prompt_is_taken_as_it_is(here, engine, body):
 def test_a_suffix_asks_for_what_is_between(here, engine):
     assert _generate(here, prompt="a = ", suffix="\nb = 2").status_code == 200
     assert engine.requests[-1].infill == Infill(prefix="a = ", suffix="\nb = 2")
-
-
-def test_a_suffix_needs_a_model_that_fills_gaps(serve):
-    refused = _generate(serve(FakeEngine()), suffix="x", stream=False)
-    assert (refused.status_code, refused.json()) == (400, {"error": "fake does not support insert"})
 
 
 def test_logprobs_come_with_their_tokens(real):
@@ -239,10 +244,7 @@ def test_logprobs_come_with_their_tokens(real):
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(here, path, body, said):
-    asked = {"model": "fake", "prompt": "hi"} if path.endswith("generate") else {"model": "fake"}
-    answer = here.client.post(
-        path, json={**asked, "messages": HI, **body} if path.endswith("chat") else asked | body
-    )
+    answer = (_chat if path == "/api/chat" else _generate)(here, **body)
     assert answer.status_code == 400
     assert list(answer.json()) == ["error"]
     assert said in answer.json()["error"]
@@ -256,9 +258,7 @@ def test_an_empty_list_or_text_asks_for_nothing(here, body):
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/show"])
 def test_an_unknown_model_is_a_404_that_says_not_found(here, path):
     body = {"model": "nobody", "messages": HI, "prompt": "x", "input": "x"}
-    kept = {"/api/chat": "messages", "/api/generate": "prompt", "/api/embed": "input"}.get(path)
-    asked = {key: body[key] for key in ("model", kept) if key}
-    answer = here.client.post(path, json=asked)
+    answer = here.client.post(path, json=body)  # a field of another route is ignored
     assert answer.status_code == 404
     assert "not found" in answer.json()["error"]
 
