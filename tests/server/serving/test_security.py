@@ -111,12 +111,14 @@ def test_the_endpoints_own_origin_is_no_other_page(here):
 
 
 def test_cors_answers_named_origins_only(here):
-    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    allowed = here.client.options("/v1/chat/completions", headers=ask | {"origin": PAGE})
-    assert allowed.status_code == 204
-    assert allowed.headers["access-control-allow-origin"] == PAGE
-    assert "authorization" in allowed.headers["access-control-allow-headers"]
-    assert "access-control-allow-credentials" not in allowed.headers
+    ask = {"access-control-request-method": "POST"}
+    for asked, allowed in (("authorization, x-stainless-os",) * 2, ("x<y", "content-type")):
+        headers = ask | {"origin": PAGE, "access-control-request-headers": asked}
+        answer = here.client.options("/v1/chat/completions", headers=headers)
+        assert answer.status_code == 204
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert answer.headers["access-control-allow-headers"] == allowed
+        assert "access-control-allow-credentials" not in answer.headers
     refused = here.client.options(
         "/v1/chat/completions", headers=ask | {"origin": "https://evil.example"}
     )
