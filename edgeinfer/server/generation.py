@@ -2,8 +2,8 @@
 
 A request costs a task that watches for its disconnect and, when streamed, one for keep-alive comments.
 A token costs no task and, where possible, does not wake the event loop
-(docs/decisions/055-past-the-event-loop.md). A client that leaves cancels its generations at their next
-step.
+(docs/decisions/055-send-from-the-decode-thread.md). A client that leaves cancels its generations at
+their next step.
 """
 
 from __future__ import annotations
