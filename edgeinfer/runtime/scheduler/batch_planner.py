@@ -46,6 +46,7 @@ class BatchPlanner:
     n_ctx: int
     _last_group: AdapterKey = ()
     _is_turn_of_long: bool = False
+    _turn: int = 0
     _decode_budget: DecodeBudget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,8 +68,9 @@ class BatchPlanner:
             self.prefixes.preempt(youngest, keep=False)
         self.adapters.use(group)
         self.batch.clear()
-        entries = self._add_decoding(decoding)
-        self._add_prefill([s for s in members if not self._is_decoding(s)], entries)
+        prefilling = [s for s in members if not self._is_decoding(s)]
+        entries = self._add_decoding(decoding, beside=bool(prefilling))
+        self._add_prefill(prefilling, entries)
         return entries
 
     def _is_decoding(self, seq: Sequence) -> bool:
@@ -107,8 +109,14 @@ class BatchPlanner:
         del seq.tokens[keep : keep + drop]
         return True
 
-    def _add_decoding(self, decoding: list[Sequence]) -> list[BatchEntry]:
+    def _add_decoding(self, decoding: list[Sequence], *, beside: bool) -> list[BatchEntry]:
+        """Add the next tokens, with draft tokens of the last sequence if no prompt stands behind it:
+        cells of rejected ones would go to other sequences, out of order, which rounds otherwise.
+        """
         entries: list[BatchEntry] = []
+        self._turn += 1
+        at = self._turn % max(1, len(decoding))
+        decoding = decoding[at:] + decoding[:at]
         rows = sum(s.n_pending for s in decoding)
         spare = min(self.kv.free_cells, self.batch.capacity) - rows
         spare = min(spare, self.batch.max_outputs - len(decoding))
@@ -116,7 +124,9 @@ class BatchPlanner:
         exact = self._invariant_rows() - rows
         for seq in decoding:
             is_named = seq.request.speculative != "auto"  # such a drafter's rows may round otherwise
-            drafts = self._drafts(seq, spare if is_named else min(spare, exact), budget)
+            is_last = seq is decoding[-1] and not beside
+            room = min(spare, exact) if is_last else 0
+            drafts = self._drafts(seq, spare if is_named else room, budget)
             spare -= len(drafts)
             exact -= len(drafts)
             assert seq.cached_seq is not None

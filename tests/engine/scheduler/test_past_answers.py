@@ -163,6 +163,28 @@ def test_answer_with_drafts_equals_that_without(
     assert again.timings.draft_accepted_tokens > plain.usage.completion_tokens // 2
 
 
+def test_batched_answers_with_drafts_equal_those_without(engine: LlamaEngine) -> None:
+    texts: dict[str, list[str]] = {}
+    for how in ("off", "auto"):
+        engine.between_steps(engine._scheduler.kv.drop_idle)
+        running = [
+            engine.submit(
+                GenerateRequest(
+                    prompt=f"{word} and tea, {word} and salt, {word} and",
+                    sampling=Sampling(temperature=0),
+                    max_tokens=60,
+                    ignore_eos=True,
+                    speculative=how,
+                    cache_on_disk=False,
+                )
+            )
+            for word in ("bread", "moons", "rivers", "maps")
+        ]
+        events = [list(stream) for stream in running]
+        texts[how] = ["".join(e.text for e in one if isinstance(e, TextDelta)) for one in events]
+    assert texts["auto"] == texts["off"]
+
+
 def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
     request = GenerateRequest(
         prompt="Rivers and bridges:", sampling=Sampling(temperature=0), max_tokens=24, cache_salt="own"
