@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import http.client
 import os
@@ -203,7 +204,8 @@ def load_only(variant: str) -> None:
 
     name = f"libggml-cpu-{variant}.so"
     path = next(folder / name for folder in libllama.variant_dirs() if (folder / name).exists())
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(path, folder)
-        libllama.variant_dirs = lambda: [Path(folder)]
-        libllama.lib()
+    folder = tempfile.mkdtemp()  # kept: our kernels are chosen by the path of the mapped library
+    atexit.register(shutil.rmtree, folder)
+    shutil.copy(path, folder)
+    libllama.variant_dirs = lambda: [Path(folder)]
+    libllama.lib()
