@@ -103,6 +103,10 @@ bench-adapters: full  ## what LoRA adapters cost, alone and mixed in one batch
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_adapters.py $(ARGS)
 
+bench-invariance: full  ## greedy texts alone, in any batch, with drafts, from the prefix cache, after a restart; perplexity
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_invariance.py $(ARGS)
+
 bench-importance: full  ## what an importance matrix made here keeps of a model, by type
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_importance.py $(ARGS)

@@ -21,23 +21,31 @@ from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
+NAMES = ("A", "B", "C", "D")
 BASE: tuple[str, ...] = ()
-RED = ("red",)
-BLUE = ("blue",)
-BOTH = ("red", "blue")
 #: What the streams of a mixture have.
 MIXTURES = {
     "1 stream, the model alone": [BASE],
-    "1 stream with A": [RED],
-    "1 stream with A and B": [BOTH],
-    "6 streams, the model alone": [BASE] * 6,
-    "6 with A": [RED] * 6,
-    "3 with A, 3 the model alone": [RED, BASE] * 3,
-    "2 with A, 2 with B, 2 the model alone": [RED, BLUE, BASE] * 2,
+    "1 stream with A": [("A",)],
+    "1 stream with A and B": [("A", "B")],
+    "8 streams, the model alone": [BASE] * 8,
+    "8 with A": [("A",)] * 8,
+    "4 with A, 4 the model alone": [("A",), BASE] * 4,
+    "2 with each of A to D": [(name,) for name in NAMES] * 2,
+    "4 the model alone, 1 with each of A to D": [
+        BASE,
+        ("A",),
+        BASE,
+        ("B",),
+        BASE,
+        ("C",),
+        BASE,
+        ("D",),
+    ],
 }
 
 
-def make_adapter(model: Path, path: Path, rank: int, seed: int) -> None:
+def make_adapter(model: Path, path: Path, rank: int, seed: int, kind: str) -> None:
     """An adapter of small random numbers for every matrix of every layer of `model`."""
     rng = np.random.default_rng(seed)
     header = read_header(model)
@@ -49,7 +57,7 @@ def make_adapter(model: Path, path: Path, rank: int, seed: int) -> None:
         if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
             n_in, n_out = tensor.shape
             for end, shape in (("lora_a", (rank, n_in)), ("lora_b", (n_out, rank))):
-                writer.add_tensor(f"{tensor.name}.{end}", rng.normal(0, 0.01, shape).astype(np.float32))
+                writer.add_tensor(f"{tensor.name}.{end}", rng.normal(0, 0.01, shape).astype(kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -83,16 +91,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--type", choices=["float32", "float16"], default="float32")
     add_out(parser)
     options = parser.parse_args()
     model = model_path("smollm2")
     with tempfile.TemporaryDirectory() as folder:
-        paths = [str(Path(folder) / f"{name}.gguf") for name in BOTH]
+        paths = [str(Path(folder) / f"{name}.gguf") for name in NAMES]
         for seed, path in enumerate(paths):
-            make_adapter(model, Path(path), options.rank, seed)
+            make_adapter(model, Path(path), options.rank, seed, options.type)
         engine = load_engine(
             ModelFiles(name="smollm2", paths=(str(model),)),
-            LoadOptions(n_ctx=2048, n_parallel=6, lora=",".join(paths)),
+            LoadOptions(n_ctx=2048, n_parallel=8, lora=",".join(paths)),
         )
         found: dict[str, list[float]] = {name: [] for name in MIXTURES}
         try:
@@ -103,10 +112,10 @@ def main() -> None:
                     found[name].append(rate(engine, streams, options.tokens))
         finally:
             engine.close()
-    print(write_figure(options.out, "adapters", _table(found, options.rank)))
+    print(write_figure(options.out, "adapters", _table(found, f"{options.rank}, {options.type}")))
 
 
-def _table(found: dict[str, list[float]], rank: int) -> str:
+def _table(found: dict[str, list[float]], rank: str) -> str:
     rows = [
         f"| SmolLM2 135M Q4_1, adapters of rank {rank} | tokens/s | of the model alone |",
         "| --- | --- | --- |",
@@ -114,7 +123,7 @@ def _table(found: dict[str, list[float]], rank: int) -> str:
     for name, rates in found.items():
         middle = statistics.median(rates)
         spread = (max(rates) - min(rates)) / 2 / middle
-        alone = "1 stream, the model alone" if name.startswith("1 ") else "6 streams, the model alone"
+        alone = "1 stream, the model alone" if name.startswith("1 ") else "8 streams, the model alone"
         share = middle / statistics.median(found[alone])
         rows.append(f"| {name} | {middle:.0f} ± {spread:.0%} | {share:.0%} |")
     return "\n".join(rows) + "\n"

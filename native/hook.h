@@ -1,6 +1,7 @@
 // The parts of ggml's private headers that an extra buffer type needs (ggml-cpu-impl.h, traits.h, ggml-backend-impl.h).
 #pragma once
 #include <cstddef>
+#include <vector>
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -36,3 +37,28 @@ struct ggml_backend_buffer_type {
 extern void (*g_barrier)(ggml_threadpool *);          // ggml_barrier
 ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // null for other operations
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op);
+bool matmul_takes(const ggml_tensor *weight);
+
+// What the LoRA adapters of this step add to one product (adapters.cpp); empty without any. Of one thread.
+struct LoraPair;
+class Additions {
+    struct Run {
+        const LoraPair *pair;
+        float scale;
+        int first, n;   // columns of the product
+        size_t at;      // in `projected`
+        bool is_first;  // of those with this pair
+    };
+    const ggml_tensor *op;
+    std::vector<Run> runs;
+    size_t n_floats = 0;
+    const float *projected = nullptr;
+
+public:
+    explicit Additions(const ggml_tensor *op);
+    size_t size() const { return n_floats * sizeof(float); }
+    void project(float *work, int ith, int nth);  // A x, this thread's share; a barrier follows
+    void prefetch(int first, int n) const;        // B of these rows of the weights
+    void add(int first, int n) const;             // kLanes divides `first`
+};
+void plan_adapters(const ggml_tensor *op, bool is_accepted);  // called with each product before a graph is computed

@@ -614,7 +614,7 @@ template <class T> struct Operation {
     size_t thread_size() const { return slab_size() + round_up((size_t)n * kRows * sizeof(float)); }
     size_t work_size(int n_threads) const { return 64 + shared_size() + n_threads * thread_size(); }
 
-    void compute(ggml_compute_params *params) const {
+    void compute(ggml_compute_params *params, const Additions &added) const {
         uint8_t *work = (uint8_t *)round_up((uintptr_t)params->wdata);
         auto &next = *(std::atomic<int> *)work;
         Place *places = (Place *)(work + 64);
@@ -649,8 +649,10 @@ template <class T> struct Operation {
                 const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
                 const int soon = std::min((after - before) * step, rows - step);
                 const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
+                added.prefetch(row + skipped, step - skipped);
                 if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
                 else compute_many(p, row, skipped, from, ahead, own);
+                added.add(row + skipped, step - skipped);
                 unit = after;
             }
             before += units;
@@ -740,23 +742,32 @@ template <class F> bool with_format(ggml_type type, F f) {
 
 class MulMat : public ggml::cpu::tensor_traits {
 public:
-    static bool accepts(const ggml_tensor *op) {
-        const ggml_tensor *w = op->src[0], *x = op->src[1];
+    static bool takes(const ggml_tensor *w) {
         bool is_known = false;
         with_format(w->type, [&](auto format) { is_known = w->ne[0] % decltype(format)::kGroup == 0; });
-        if (!is_known || x->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32) return false;
-        if (w->ne[1] < kLanes || w->nb[0] != ggml_type_size(w->type) || x->nb[0] != 4 || op->nb[0] != 4) return false;
-        if (w->buffer && !ggml_backend_buffer_is_host(w->buffer)) return false;  // another device's, or repacked
-        if (op->op == GGML_OP_MUL_MAT_ID) return w->ne[3] == 1 && x->ne[3] == 1;
-        return op->op_params[1] == 0 && w->ne[2] == 1 && w->ne[3] == 1 && x->ne[2] == 1 && x->ne[3] == 1;
+        if (!is_known || w->ne[1] < kLanes || w->ne[3] != 1 || w->nb[0] != ggml_type_size(w->type)) return false;
+        return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // not another device's, nor repacked
+    }
+    static bool accepts(const ggml_tensor *op) {
+        const ggml_tensor *w = op->src[0], *x = op->src[1];
+        if (!takes(w) || x->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32) return false;
+        if (x->nb[0] != 4 || op->nb[0] != 4 || x->ne[3] != 1) return false;
+        return op->op == GGML_OP_MUL_MAT_ID || (op->op_params[1] == 0 && w->ne[2] == 1 && x->ne[2] == 1);
     }
     bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
+        plan_adapters(op, accepts(op));
         if (!accepts(op)) return false;
-        return with_format(op->src[0]->type, [&](auto f) { size = Operation<decltype(f)>(op).work_size(n_threads); });
+        return with_format(op->src[0]->type, [&](auto f) {
+            size = round_up(Additions(op).size()) + Operation<decltype(f)>(op).work_size(n_threads);
+        });
     }
     bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
         if (!accepts(op)) return false;
-        return with_format(op->src[0]->type, [&](auto f) { Operation<decltype(f)>(op).compute(params); });
+        Additions added(op);
+        added.project((float *)params->wdata, params->ith, params->nth);
+        ggml_compute_params rest = *params;
+        rest.wdata = (char *)params->wdata + round_up(added.size());
+        return with_format(op->src[0]->type, [&](auto f) { Operation<decltype(f)>(op).compute(&rest, added); });
     }
 };
 
@@ -767,3 +778,4 @@ MulMat g_product;
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op) {
     return op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID ? &g_product : nullptr;
 }
+bool matmul_takes(const ggml_tensor *weight) { return MulMat::takes(weight); }

@@ -331,6 +331,7 @@ class LlamaEngine:
         self._embedder.close()
         if self._draft is not None:
             self._draft.close()
+        self._lora.close()
         self._loaded.free()
 
 

@@ -26,8 +26,6 @@ from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from .conftest import load
 
 PROMPT = "A short note about rivers, their springs, their mouths, and the towns that lie between them:"
-#: With a rank of 4, a batched token is rounded otherwise than an unbatched one (decision 022).
-RANK = 3
 OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
 
 
@@ -39,8 +37,7 @@ def with_lora(*paths: str) -> LoadOptions:
 def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
     folder = tmp_path_factory.mktemp("lora")
     adapters = [
-        make_adapter(folder / f"{name}.gguf", seed, rank=RANK)
-        for seed, name in enumerate(["red", "blue"])
+        make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])
     ]
     opened = load_engine(ModelFiles(name="smol", paths=(str(smollm2),)), with_lora(*adapters))
     yield opened
@@ -96,7 +93,7 @@ def test_an_adapter_is_loaded_with_a_scale_of_its_own(
     engine: LlamaEngine, smollm2: Path, tmp_path: Path
 ) -> None:
     """As a model's own adapter is by default."""
-    red = make_adapter(tmp_path / "red.gguf", 0, rank=RANK)
+    red = make_adapter(tmp_path / "red.gguf", 0)
     files = ModelFiles(name="smol", paths=(str(smollm2),), lora=f"{red}:0.5")
     half = text_of(list(engine.submit(ask((("red", 0.5),), cache_prompt=False))))
     with closing(load_engine(files, OPTIONS)) as opened:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -16,8 +17,13 @@ WORDS = ["red", "blue", "cat", "dog", "runs", "sleeps", "on", "mat", "the", "a"]
 MEAN = 1
 CLS = 2
 RANK = 4
-#: SmolLM2 135M's, and the rank of adapters for it.
-LORA_EMBD = 576
+#: Width and height of SmolLM2 135M's matrices, its layers, and the rank of adapters for it.
+LORA_SHAPES = {
+    "attn_output": (576, 576),
+    "attn_k": (576, 192),
+    "ffn_up": (576, 1536),
+    "ffn_down": (1536, 576),
+}
 LORA_LAYERS = 30
 LORA_RANK = 4
 
@@ -77,19 +83,28 @@ def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
     return finish(writer, path)
 
 
-def make_adapter(path: Path, seed: int, strength: float = 0.05, rank: int = LORA_RANK) -> str:
-    """A LoRA adapter for SmolLM2's attention's output projections that visibly changes what it says."""
+def make_adapter(
+    path: Path,
+    seed: int,
+    strength: float = 0.05,
+    rank: int = LORA_RANK,
+    *,
+    modules: Sequence[str] = ("attn_output",),
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    alpha: float = 1.0,
+) -> str:
+    """A LoRA adapter for modules of SmolLM2 that visibly changes what it says. `alpha` is in ranks."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("general.type", "adapter")
     writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", float(rank))
+    writer.add_float32("adapter.lora.alpha", alpha * rank)
     for layer in range(LORA_LAYERS):
-        name = f"blk.{layer}.attn_output.weight"
-        writer.add_tensor(
-            f"{name}.lora_a", rng.normal(0, strength, (rank, LORA_EMBD)).astype(np.float32)
-        )
-        writer.add_tensor(f"{name}.lora_b", rng.normal(0, 0.5, (LORA_EMBD, rank)).astype(np.float32))
+        for module in modules:
+            n_in, n_out = LORA_SHAPES[module]
+            for end, shape, size in (("a", (rank, n_in), strength), ("b", (n_out, rank), 0.5)):
+                values = gguf.quants.quantize(rng.normal(0, size, shape).astype(np.float32), kind)
+                writer.add_tensor(f"blk.{layer}.{module}.weight.lora_{end}", values, raw_dtype=kind)
     return str(finish(writer, path))
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.kv_cache.cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory
 from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
 
 
 class ActiveContext:
@@ -28,7 +30,7 @@ class ActiveContext:
         self.context = context
         self.memory = L.llama_get_memory(context) if context else None
         self.cells = cells
-        self.adapters: dict[str, Any] = {}
+        self.adapters: dict[str, LoadedAdapter] = {}
 
     def replace(self, other: ActiveContext) -> None:
         self.context, self.memory = other.context, other.memory
@@ -118,6 +120,7 @@ class Batch:
         self._n_seq_max = n_seq_max
         self._n_cells = n_cells
         self._rows: list[tuple[int, int, int, int]] = []
+        self._adapters = RowAdapters()
         self._token = np.zeros(capacity, np.int32)
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
@@ -140,6 +143,7 @@ class Batch:
 
     def clear(self) -> None:
         self._rows.clear()
+        self._adapters.clear()
         self.n_outputs = 0
 
     @property
@@ -150,11 +154,14 @@ class Batch:
     def room(self) -> int:
         return self.capacity - self.n_tokens
 
-    def add(self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int) -> int:
+    def add(
+        self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int, adapters: AdapterKey = ()
+    ) -> int:
         """Add `tokens`, the last `outputs` with logits; return the first's row. Raises DecodeError."""
         start, silent = self.n_tokens, len(tokens) - outputs
         self._check(tokens, pos, seq_id, outputs)
         self._rows += [(t, pos + i, seq_id, i >= silent) for i, t in enumerate(tokens)]
+        self._adapters.add(adapters, (start, len(tokens), self.n_outputs, outputs))
         self.n_outputs += outputs
         return start
 
@@ -178,9 +185,16 @@ class Batch:
         self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
 
     def decode(self, active: ActiveContext) -> int:
-        """Run llama_decode and return its code: 0, or 1 without KV cells; negative is fatal."""
+        """Run llama_decode and return its code: 0, 1 without KV cells, 2 if aborted, MISSED_ADAPTER;
+        negative is fatal.
+        """
         self._write()
-        return libllama.decode(active.context, self._native)
+        return self._adapters.run(
+            lambda: libllama.decode(active.context, self._native),
+            active.adapters,
+            self.n_tokens,
+            self.n_outputs,
+        )
 
 
 class AbortFlag:

@@ -1,8 +1,11 @@
-"""LoRA adapters: loaded with the model or while it runs, set on the context for a step's sequences."""
+"""LoRA adapters: loaded with the model or while it runs. Those that kernels cannot add to single rows
+(row_adapters.py) are set on the context for a step's sequences.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import threading
@@ -15,10 +18,12 @@ from edgeinfer.runtime.kv_cache.cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.row_adapters import LoadedAdapter
 from edgeinfer.runtime.options import Adapter
 
-#: llama.cpp's adapters of one model, by the stamps of their files.
-Held = dict[str, Any]
+_log = logging.getLogger("edgeinfer.engine")
+#: The adapters of one model, by the stamps of their files.
+Held = dict[str, LoadedAdapter]
 
 
 class LoraAdapters:
@@ -37,6 +42,8 @@ class LoraAdapters:
         self._current: AdapterKey = ()
         self._context = active.context
         self._homes: list[tuple[Any, Held]] = [(model, active.adapters)]
+        # recurrent models reorder the rows of a batch
+        self._has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
         self.change(wanted)
 
     @property
@@ -63,18 +70,33 @@ class LoraAdapters:
             scales[stamp] = float(scale)
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
 
+    def of_context(self, adapters: AdapterKey) -> AdapterKey:
+        """Return those of `adapters` that all rows of a step must have: llama.cpp computes them."""
+        loaded = self._active.adapters
+        return tuple(one for one in adapters if not loaded[one[0]].is_per_row)
+
     def use(self, adapters: AdapterKey) -> None:
-        """Set the context's adapters; nothing happens when they are set already. Raises DecodeError."""
+        """Set the context's adapters; nothing happens when they are set already. Raises DecodeError.
+
+        After a change, llama.cpp reserves its graph again.
+        """
         context = self._active.context
         if adapters == self._current and context is self._context:
             return
         pointers = (L.llama_adapter_lora_p_ctypes * max(1, len(adapters)))(
-            *(self._active.adapters[stamp] for stamp, _ in adapters)
+            *(self._active.adapters[stamp].pointer for stamp, _ in adapters)
         )
         scales = (ctypes.c_float * max(1, len(adapters)))(*(scale for _, scale in adapters))
         if L.llama_set_adapters_lora(context, pointers, len(adapters), scales):
             raise DecodeError("llama.cpp refused the LoRA adapters")
         self._current, self._context = adapters, context
+
+    def leave_kernels(self) -> None:
+        """Let llama.cpp compute every adapter from now on."""
+        _log.warning("the kernels cannot add the LoRA adapters of this model: llama.cpp does")
+        self._has_kernels = False
+        for loaded in self._active.adapters.values():
+            loaded.leave_kernels()
 
     def change(self, wanted: Sequence[Adapter]) -> None:
         """Let requests name these adapters, and no others. Removed ones stay loaded until `release`.
@@ -89,7 +111,7 @@ class LoraAdapters:
         before = self._homes_held()
         try:
             for model, held in self._homes:
-                _fill(model, held, named)
+                self._fill(model, held, named)
         except BaseException:
             self._free_but(before)
             raise
@@ -112,23 +134,35 @@ class LoraAdapters:
     def _free_but(self, kept: frozenset[str]) -> None:
         for _, held in self._homes:
             for stamp in held.keys() - kept:
-                L.llama_adapter_lora_free(held.pop(stamp))
+                held.pop(stamp).free()
 
     def open(self, model: Any) -> Held:
         """Load all adapters for another model. Any thread. Raises ModelLoadError."""
         held: Held = {}
-        _fill(model, held, self._named)
+        self._fill(model, held, self._named)
         return held
 
     def attach(self, model: Any, held: Held) -> None:
         """Keep the adapters of another model, loaded by `open`, up to date. Raises ModelLoadError."""
-        _fill(model, held, self._named)
+        self._fill(model, held, self._named)
         self._homes.append((model, held))
 
     def detach(self) -> Held:
         """Forget the attached model, and return the first one's adapters."""
         del self._homes[1:]
         return self._homes[0][1]
+
+    def close(self) -> None:
+        """Free the first model's adapters, before that model."""
+        self.detach()
+        self._free_but(frozenset())
+
+    def _fill(self, model: Any, held: Held, named: dict[str, tuple[Adapter, str]]) -> None:
+        for adapter, stamp in named.values():
+            if stamp not in held:
+                held[stamp] = _load(model, adapter, stamp)
+                if self._has_kernels and model is self._homes[0][0]:  # others are on devices
+                    held[stamp].use_kernels()
 
 
 def _check_scale(scale: float) -> None:
@@ -146,13 +180,7 @@ def _stamp(adapter: Adapter) -> str:
         ) from None
 
 
-def _fill(model: Any, held: Held, named: dict[str, tuple[Adapter, str]]) -> None:
-    for adapter, stamp in named.values():
-        if stamp not in held:
-            held[stamp] = _load(model, adapter, stamp)
-
-
-def _load(model: Any, adapter: Adapter, stamp: str) -> Any:
+def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
     if _stamp(adapter) != stamp:
         raise ModelLoadError(f'LoRA adapter "{adapter.name}": {adapter.path} was changed')
     libllama.clear_log()
@@ -160,4 +188,4 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> Any:
     if not pointer:
         words = "; ".join(libllama.recent_log(3)) or "no reason given"
         raise ModelLoadError(f'LoRA adapter "{adapter.name}" does not fit this model: {words}')
-    return pointer
+    return LoadedAdapter(pointer)

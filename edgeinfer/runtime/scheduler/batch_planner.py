@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from edgeinfer.runtime.kv_cache import recurrent_checkpoints
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache
 from edgeinfer.runtime.llama.context import Batch
 from edgeinfer.runtime.sampling.speculative import DraftBudget, StepCurve
+from edgeinfer.runtime.scheduler.executor import Adapters
 from edgeinfer.runtime.scheduler.prefill_policy import (
     SHORT_TOKENS,
     BatchInvariance,
@@ -23,12 +23,6 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 _TOGETHER_TOKENS = 256
 #: Tokens that a constraint forced are computed with the next one, up to this many.
 _FORCED_TOKENS = 32
-
-
-class Adapters(Protocol):
-    """Sets the LoRA adapters of the context."""
-
-    def use(self, adapters: AdapterKey) -> None: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -55,7 +49,7 @@ class BatchPlanner:
     def plan(self) -> list[BatchEntry]:
         """Fill the batch and return its entries, none if there is nothing to compute."""
         group = self._next_group()
-        members = [s for s in self._computing() if s.adapters == group]
+        members = [s for s in self._computing() if self.adapters.of_context(s.adapters) == group]
         for seq in [s for s in members if len(s.tokens) >= self.n_ctx]:
             if not self._make_context_room(seq):
                 members.remove(seq)
@@ -88,8 +82,8 @@ class BatchPlanner:
         return [s for s in self.queue.running if s.cached_seq is not None and not s.is_fetching]
 
     def _next_group(self) -> AdapterKey:
-        """Choose the adapters of this step; sequences with other adapters take turns."""
-        groups = sorted({s.adapters for s in self._computing()})
+        """Choose the context's adapters of this step; sequences with others take turns."""
+        groups = sorted({self.adapters.of_context(s.adapters) for s in self._computing()})
         if not groups:
             return self._last_group
         later = [g for g in groups if g > self._last_group]
@@ -132,7 +126,8 @@ class BatchPlanner:
             assert seq.cached_seq is not None
             tokens = [*seq.tokens[seq.n_past :], *drafts]
             row = self.batch.n_outputs
-            self.batch.add(tokens, seq.n_past, seq.cached_seq.seq_id, outputs=1 + len(drafts))
+            seq_id, outputs = seq.cached_seq.seq_id, 1 + len(drafts)
+            self.batch.add(tokens, seq.n_past, seq_id, outputs=outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, row, tokens, drafts))
         return entries
 
@@ -140,7 +135,7 @@ class BatchPlanner:
         """Count the rows of a step that keeps answers bit-identical."""
         exact = self.batch_invariance
         is_beyond = exact.cells is not None and self.kv.used_cells > exact.cells
-        # products with a LoRA's small matrices round otherwise in a batch
+        # llama.cpp's products with a LoRA's small matrices round otherwise in a batch
         return 0 if is_beyond or self._last_group else exact.rows
 
     def _drafts(self, seq: Sequence, spare: int, budget: DraftBudget) -> list[int]:
@@ -196,7 +191,8 @@ class BatchPlanner:
         complete = past + len(tokens) == len(seq.tokens)
         wanted = complete and seq.max_tokens > 0
         n_outputs = len(tokens) if scores else int(wanted)
-        self.batch.add(tokens, past, seq.cached_seq.seq_id, outputs=n_outputs)
+        seq_id = seq.cached_seq.seq_id
+        self.batch.add(tokens, past, seq_id, outputs=n_outputs, adapters=seq.adapters)
         row = self.batch.n_outputs - 1
         entries.append(BatchEntry(seq, row, tokens, has_output=wanted, is_prefill=True))
         return len(tokens)

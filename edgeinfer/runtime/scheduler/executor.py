@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from edgeinfer.errors import DecodeError
-from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
+from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
+from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, Chunks
@@ -30,12 +31,23 @@ _MEASURED_OUTPUTS = 16
 _NICE = 10
 
 
+class Adapters(Protocol):
+    """The LoRA adapters of the context."""
+
+    def of_context(self, adapters: AdapterKey) -> AdapterKey: ...
+
+    def use(self, adapters: AdapterKey) -> None: ...
+
+    def leave_kernels(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Executor:
     """Run batches on the active context; only if `kv` supports truncation can a step be aborted."""
 
     active: ActiveContext
     batch: Batch
+    adapters: Adapters
     kv: KvCache
     chunks: Chunks
     costs: StepCurve
@@ -56,13 +68,18 @@ class Executor:
             self._abort.put_on(self.active.context)
 
     def run(self, entries: list[BatchEntry]) -> float | None:
-        """Compute the batch; seconds, None if aborted for an incoming request. Raises DecodeError."""
+        """Compute the batch; seconds, None if it must be planned again. Raises DecodeError."""
         began = time.perf_counter()
         if all(entry.seq.is_low_priority for entry in entries):
             code = self.low_priority.run(lambda: self._decode_or_abort(entries))
         else:
             code = self._decode_or_abort(entries)
-        if code == _ABORTED:
+        if code in (_ABORTED, MISSED_ADAPTER):
+            for entry in entries:
+                assert entry.seq.cached_seq is not None
+                self.kv.remove_behind(entry.seq.cached_seq)
+            if code == MISSED_ADAPTER:
+                self.adapters.leave_kernels()
             return None
         if code == 1:  # no cells although the accounting has some: free what can be spared, and retry
             self.kv.drop_idle(pinned=True)
@@ -79,7 +96,7 @@ class Executor:
         return seconds
 
     def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
-        """Decode; a prefill-only step can be aborted, and its computed cells are dropped then."""
+        """Decode; a prefill-only step can be aborted."""
         if self._abort is None or not all(entry.is_prefill for entry in entries):
             return self.batch.decode(self.active)
         self._abort.clear()
@@ -92,10 +109,6 @@ class Executor:
         self.cancellation.end(lost=code == _ABORTED)
         self._in_step = []
         self._abort.clear()
-        if code == _ABORTED:
-            for entry in entries:
-                assert entry.seq.cached_seq is not None
-                self.kv.remove_behind(entry.seq.cached_seq)
         return code
 
     def abort_cancelled(self) -> None:
@@ -120,9 +133,17 @@ class Executor:
         """Prefill `tokens` behind `cached_seq`, outside of any request. Raises DecodeError."""
         for at in range(0, len(tokens), self.batch.capacity):
             chunk = tokens[at : at + self.batch.capacity]
+            adapters = cached_seq.adapters
+            self.adapters.use(self.adapters.of_context(adapters))
             self.batch.clear()
-            self.batch.add(chunk, len(cached_seq.tokens), cached_seq.seq_id, outputs=0)
+            past = len(cached_seq.tokens)
+            self.batch.add(chunk, past, cached_seq.seq_id, outputs=0, adapters=adapters)
             code = self.batch.decode(self.active)
+            if code == MISSED_ADAPTER:
+                self.kv.remove_behind(cached_seq)
+                self.adapters.leave_kernels()
+                self.compute(cached_seq, tokens[at:])
+                return
             if code:
                 raise DecodeError(
                     f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"

@@ -16,8 +16,8 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.sampling.speculative import StepCurve
-from edgeinfer.runtime.scheduler.batch_planner import Adapters, BatchPlanner
-from edgeinfer.runtime.scheduler.executor import Executor
+from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
+from edgeinfer.runtime.scheduler.executor import Adapters, Executor
 from edgeinfer.runtime.scheduler.idle_cells import IdleCells
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
@@ -46,7 +46,6 @@ class Scheduler:
         self.kv = kv
         self._active = active
         self._batch_invariance = batch_invariance
-        self._adapters = adapters
         #: Called if llama.cpp fails a step; True if another context takes over.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
@@ -65,7 +64,13 @@ class Scheduler:
             n_ctx=n_ctx,
         )
         self.executor = Executor(
-            active=active, batch=batch, kv=kv, chunks=chunks, costs=costs, counters=self.counters
+            active=active,
+            batch=batch,
+            adapters=adapters,
+            kv=kv,
+            chunks=chunks,
+            costs=costs,
+            counters=self.counters,
         )
         self._output_processor = OutputProcessor(
             active=active,
@@ -155,7 +160,7 @@ class Scheduler:
         """Learn what draft tokens cost. Only while idle. Raises DecodeError."""
         cached_seq = self.kv.claim([token], (), reuse=False) if self.kv.supports_truncation else None
         if cached_seq is not None:
-            self._adapters.use(())
+            self.executor.adapters.use(())
             self.executor.measure_steps(cached_seq, token)
             self.kv.release(cached_seq, keep=False)
 
@@ -167,7 +172,6 @@ class Scheduler:
         cached_seq = self.kv.claim(tokens, adapters, reuse=False)
         if cached_seq is None or not self.kv.make_room(len(tokens)):
             return 0
-        self._adapters.use(adapters)
         self.executor.compute(cached_seq, tokens)
         self.kv.release(cached_seq, keep=True)
         cached_seq.pinned = True

@@ -1,0 +1,191 @@
+"""`make bench-invariance`: greedy texts are the same in any batch, and perplexity is llama.cpp's.
+
+Texts continue pieces of this repository's docs. Each way of computing them is compared with the first, alone, text by
+text. Perplexity is of the same docs, in windows, with the in-tree kernels and with llama.cpp's own (not repacked).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from common import NAMES, ROOT, add_out, model_path, write_figure
+
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Finished, TextDelta
+from edgeinfer.runtime.llama import libedgeinfer
+from edgeinfer.runtime.llama.helpers import perplexity
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
+from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
+
+_AT_ONCE = 32
+_WINDOW_TOKENS = 2048
+#: A way of computing the texts → at once, and the fields of a request.
+WAYS: dict[str, tuple[int, dict[str, object]]] = {
+    "alone": (1, {"cache_prompt": False}),
+    "beside 31 others": (_AT_ONCE, {"cache_prompt": False}),
+    "beside 31 others, with drafts": (_AT_ONCE, {"cache_prompt": False, "speculative": "ngram"}),
+    "the same, kept in the prefix cache": (_AT_ONCE, {}),
+    "from the prefix cache in memory": (_AT_ONCE, {}),
+    "after a restart, from the prefix cache on disk": (_AT_ONCE, {}),
+}
+
+
+def docs() -> str:
+    """The pages of this repository, without generated tables."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    lines = "\n".join(page.read_text() for page in pages).splitlines()
+    return "\n".join(line for line in lines if not line.startswith("|"))
+
+
+def prompts(n: int) -> list[str]:
+    """Pieces of the docs, of 30 to 140 words."""
+    words = docs().split()
+    step = len(words) // n
+    return [" ".join(words[i * step : i * step + 30 + i * 37 % 111]) for i in range(n)]
+
+
+class Outcome:
+    """The texts of one way, and what they had of the cache and of drafts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.cached = self.from_disk = self.drafts = 0
+
+    def add(self, events: Iterator[object]) -> None:
+        text = ""
+        for event in events:
+            if isinstance(event, TextDelta):
+                text += event.text
+            elif isinstance(event, Finished):
+                self.cached += event.usage.cached_tokens
+                self.from_disk += event.usage.cached_disk_tokens
+                self.drafts += event.timings.draft_accepted_tokens
+        self.texts.append(text)
+
+
+def compute(engine: LlamaEngine, way: str, wanted: list[str], n_tokens: int) -> Outcome:
+    """Compute the texts in groups."""
+    at_once, fields = WAYS[way]
+    outcome = Outcome()
+    for first in range(0, len(wanted), at_once):
+        running = [
+            engine.submit(
+                GenerateRequest(
+                    prompt=prompt,
+                    sampling=Sampling(temperature=0),
+                    max_tokens=n_tokens,
+                    ignore_eos=True,
+                    **{"speculative": "off", **fields},  # type: ignore[arg-type]
+                )
+            )
+            for prompt in wanted[first : first + at_once]
+        ]
+        for generation in running:
+            outcome.add(iter(generation))
+    return outcome
+
+
+def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
+    """The rows of a model."""
+    files = ModelFiles(name=name, paths=(str(model_path(name)),))
+    options = LoadOptions(n_ctx=16384, n_parallel=_AT_ONCE)
+    wanted = prompts(n)
+    rows: list[str] = []
+    first: Outcome | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        limits = CacheLimits(max_bytes=4 << 30, margin_bytes=0)
+        ways = list(WAYS)
+        for part in (ways[:-1], ways[-1:]):
+            with closing(load_engine(files, options)) as engine:
+                engine.use_blocks(BlockStore(Path(folder), limits))
+                for way in part:
+                    outcome = compute(engine, way, wanted, n_tokens)
+                    first = first or outcome
+                    same = sum(a == b for a, b in zip(first.texts, outcome.texts, strict=True))
+                    used = f"{outcome.cached} | {outcome.from_disk} | {outcome.drafts}"
+                    rows.append(f"| {name} | {way} | {same} of {n} | {used} |")
+                    print(rows[-1], file=sys.stderr)
+                engine.flush_blocks()
+    return rows
+
+
+def score(model: str, text: str, tokens: str, kernels: str) -> int:
+    """Run the helper that measures perplexity, in this process."""
+    if kernels == "llama.cpp":
+        libedgeinfer.LEVELS.clear()
+    defaults = L.llama_model_default_params
+
+    def plain() -> object:
+        params = defaults()
+        params.use_extra_bufts = False  # as the engine loads them
+        return params
+
+    L.llama_model_default_params = plain
+    return perplexity.main([model, text, tokens])
+
+
+def measured(model: Path, windows: list[str], kernels: str) -> float:
+    """The perplexity of all windows together."""
+    total, n_tokens = 0.0, 0
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        for window in windows:
+            file.seek(0)
+            file.truncate()
+            file.write(window)
+            file.flush()
+            command = [sys.executable, __file__, "--score", str(model), file.name]
+            done = subprocess.run(
+                [*command, str(_WINDOW_TOKENS), kernels], check=True, capture_output=True, text=True
+            )
+            found = json.loads(done.stdout.splitlines()[-1])
+            total += math.log(found["perplexity"]) * found["n_tokens"]
+            n_tokens += found["n_tokens"]
+    return math.exp(total / n_tokens)
+
+
+def perplexity_rows(name: str, n_windows: int) -> list[str]:
+    """The row of a model."""
+    text = docs()
+    step = len(text) // n_windows
+    windows = [text[i * step : (i + 1) * step] for i in range(n_windows)]
+    ours, llamas = (measured(model_path(name), windows, kernels) for kernels in ("ours", "llama.cpp"))
+    return [f"| {name} | {llamas:.4f} | {ours:.4f} | {ours / llamas - 1:+.3%} |"]
+
+
+def main() -> None:
+    """Write OUT/invariance.md and OUT/perplexity.md."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--models", default=",".join(NAMES))
+    parser.add_argument("--score", nargs=4, help=argparse.SUPPRESS)
+    add_out(parser)
+    options = parser.parse_args()
+    if options.score:
+        sys.exit(score(*options.score))
+    models = options.models.split(",")
+    if options.windows:
+        rows = ["| model | llama.cpp's kernels | ours | difference |", "| --- | --- | --- | --- |"]
+        rows += [row for name in models for row in perplexity_rows(name, options.windows)]
+        print(write_figure(options.out, "perplexity", "\n".join(rows) + "\n"))
+    if options.texts:
+        head = "| model | way | equal texts | cached tokens | of them from disk | accepted drafts |"
+        rows = [head, "| --- | --- | --- | --- | --- | --- |"]
+        rows += [row for name in models for row in texts_table(name, options.texts, options.tokens)]
+        print(write_figure(options.out, "invariance", "\n".join(rows) + "\n"))
+
+
+if __name__ == "__main__":
+    main()

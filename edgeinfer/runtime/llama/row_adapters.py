@@ -1,0 +1,120 @@
+"""LoRA adapters that the in-tree kernels add to single rows of a batch (native/adapters.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from edgeinfer.runtime.kv_cache.cache import AdapterKey
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.libllama import L
+
+#: Return code of a decode whose adapters the kernels could not all add.
+MISSED_ADAPTER = 3
+#: llama_model::get_tensor as C++ names it.
+_GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
+
+
+class _Rows(ctypes.Structure):
+    """`Rows` of native/adapters.cpp."""
+
+    _fields_ = (
+        ("first", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("first_output", ctypes.c_int32),
+        ("n_outputs", ctypes.c_int32),
+        ("adapter", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    )
+
+
+@cache
+def _kernels() -> ctypes.CDLL | None:
+    level = libllama.build_info().kernels
+    if not level:
+        return None
+    kernels = libllama.own_library(f"kernels-{level}")
+    pointer, integer = ctypes.c_void_p, ctypes.c_int32
+    for name, result, arguments in (
+        ("adapter_open", pointer, [pointer, pointer]),
+        ("adapter_close", None, [pointer]),
+        ("adapters_begin", pointer, [pointer, integer, integer, integer]),
+        ("adapters_end", ctypes.c_bool, [pointer]),
+    ):
+        function = getattr(kernels, f"edgeinfer_{name}")
+        function.restype, function.argtypes = result, arguments
+    return kernels
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter of one model: llama.cpp's pointer, and the kernels', 0 if they cannot add it."""
+
+    pointer: Any
+    kernels: int = 0
+
+    @property
+    def is_per_row(self) -> bool:
+        """True if rows with and without this adapter may share a step."""
+        return bool(self.kernels)
+
+    def use_kernels(self) -> None:
+        """Let the kernels add it if they can. Only for models on the CPU without recurrent layers."""
+        if (kernels := _kernels()) and hasattr(L._lib, _GET_TENSOR):
+            get_tensor = ctypes.cast(getattr(L._lib, _GET_TENSOR), ctypes.c_void_p)
+            self.kernels = kernels.edgeinfer_adapter_open(self.pointer, get_tensor) or 0
+
+    def leave_kernels(self) -> None:
+        """Let llama.cpp compute it from now on."""
+        if (kernels := _kernels()) and self.kernels:
+            kernels.edgeinfer_adapter_close(self.kernels)
+            self.kernels = 0
+
+    def free(self) -> None:
+        """Free the adapter; the model is still loaded."""
+        self.leave_kernels()
+        L.llama_adapter_lora_free(self.pointer)
+
+
+class RowAdapters:
+    """The adapters of a batch: of each sequence's tokens, and of its outputs."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[AdapterKey, tuple[int, int, int, int]]] = []
+
+    def clear(self) -> None:
+        self._spans.clear()
+
+    def add(self, adapters: AdapterKey, span: tuple[int, int, int, int]) -> None:
+        """Note the adapters of a span: first token, number of tokens, first output, their number."""
+        if adapters:
+            self._spans.append((adapters, span))
+
+    def run(
+        self,
+        decode: Callable[[], int],
+        loaded: Mapping[str, LoadedAdapter],
+        n_tokens: int,
+        n_outputs: int,
+    ) -> int:
+        """Return the code of `decode` with these adapters, or MISSED_ADAPTER."""
+        rows = [
+            _Rows(*span, loaded[stamp].kernels, scale)
+            for adapters, span in self._spans
+            for stamp, scale in adapters
+            if loaded[stamp].is_per_row
+        ]
+        kernels = _kernels() if rows else None
+        if kernels is None:
+            return decode()
+        array = (_Rows * len(rows))(*rows)
+        step = kernels.edgeinfer_adapters_begin(array, len(rows), n_tokens, n_outputs)
+        is_complete = False
+        try:
+            code = decode()
+        finally:
+            is_complete = kernels.edgeinfer_adapters_end(step)
+        return code if code or is_complete else MISSED_ADAPTER
