@@ -150,12 +150,9 @@ class Host:
     def _load(
         self, files: ModelFiles, options: LoadOptions, progress: LoadProgress | None
     ) -> LlamaEngine:
-        from edgeinfer.runtime.llama.weights import open_model  # 50 ms: llama_cpp
+        from edgeinfer.runtime.engine import load_engine  # 170 ms
 
-        model = open_model(files.paths, progress)
-        from edgeinfer.runtime.engine import engine_of  # 120 ms, beside which pages are touched
-
-        engine = engine_of(files, options, model, progress)
+        engine = load_engine(files, options, progress)
         self.keep_blocks(engine)
         self.attach_devices(engine, options)
         self._reached("ready")

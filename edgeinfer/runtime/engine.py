@@ -19,8 +19,8 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends.devices import OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
-from edgeinfer.runtime.llama.model import LlamaModel, check_options, load_model
-from edgeinfer.runtime.llama.weights import Progress, open_model
+from edgeinfer.runtime.llama.model import LlamaModel, load_model
+from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT, invariant_rows
 from edgeinfer.runtime.options import (
@@ -55,15 +55,7 @@ def load_engine(
     files: ModelFiles, options: LoadOptions, progress: Progress | None = None
 ) -> LlamaEngine:
     """Load a model into this process. Raises ModelLoadError, OutOfMemoryError."""
-    check_options(options)
-    return engine_of(files, options, open_model(files.paths, progress), progress)
-
-
-def engine_of(
-    files: ModelFiles, options: LoadOptions, model: Any, progress: Progress | None = None
-) -> LlamaEngine:
-    """Make the engine of an opened model, which is freed if that fails. Raises as `load_engine`."""
-    loaded = load_model(files, options, model, progress)
+    loaded = load_model(files, options, progress)
     try:
         return LlamaEngine(files, options, loaded)
     except BaseException:

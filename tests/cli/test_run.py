@@ -142,12 +142,12 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
     """On a clock of its own: 0.5 s until an engine is asked for, 7 s of loading."""
     clock, said = [500_000_000], ""
 
-    def open_model(_paths, _progress=None):
+    def load(_files, _options, _progress=None):
         clock[0] += 7_000_000_000
+        return engine
 
     monkeypatch.setattr("edgeinfer.host.time.monotonic_ns", lambda: clock[0])
-    monkeypatch.setattr("edgeinfer.runtime.llama.weights.open_model", open_model)
-    monkeypatch.setattr("edgeinfer.runtime.engine.engine_of", lambda *_: engine)
+    monkeypatch.setattr("edgeinfer.runtime.engine.load_engine", load)
     for more in (["--timings"], ["--json"]):
         clock[0] = 500_000_000
         host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 #: madvise(2).
-NORMAL = 0
 DONTNEED = 4
 HUGEPAGE = 14
-POPULATE_READ = 22
 POPULATE_WRITE = 23
 #: mmap(2), which Python does not name.
 _FIXED, _NORESERVE = 0x10, 0x4000

@@ -18,7 +18,7 @@ from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory, cell_memory
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.sparse_buffers import Buffer, sparse_buffers
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.llama.weights import Progress, recent_reason
+from edgeinfer.runtime.llama.weights import Progress, open_model, recent_reason
 from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -113,17 +113,13 @@ class LlamaModel:
         self.context = self.model = self.memory = None
 
 
-def load_model(
-    files: ModelFiles, options: LoadOptions, model: Any, progress: Progress | None = None
-) -> LlamaModel:
-    """Make the context of an opened model, which is freed if that fails.
-
-    Raises UsageError, ModelLoadError, OutOfMemoryError.
-    """
+def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> LlamaModel:
+    """Map the weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
     started = time.perf_counter()
     llama = libllama.lib()
+    check_options(options)
+    model = open_model(files.paths, progress)
     try:
-        check_options(options)
         machine = read_machine()
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])

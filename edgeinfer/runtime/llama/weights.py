@@ -1,41 +1,17 @@
-"""Map a model's weights, and touch their pages beside what else a start does.
-
-llama.cpp populates its mapping (MAP_POPULATE): 0.2 s for 4 GB that are in the page cache, on one core
-and before anything else. Here a thread does that while the engine is imported and the context made.
-What is not cached is populated as ever: that reads the file in order.
-
-llama.cpp has no option for this, but does not populate on a machine with several NUMA nodes. It asks
-ggml's CPU backend, by a function that the backend's table names: for the time of one load, that answer
-is yes. The table's entry is found by probing, as those of `sparse_buffers`.
-"""
+"""Map a model's weights, on the CPU or on devices."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgeinfer.errors import ModelLoadError
-from edgeinfer.platform.page_cache import is_cold
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.mappings import NORMAL, POPULATE_READ, Range, advise, mapped_weights
-from edgeinfer.runtime.llama.sparse_buffers import Pointer, find_entry, replaced, table
 from edgeinfer.runtime.memory_plan.offload import Offload
 
 Progress = Callable[[str, float | None], None]
-
-_ADDRESS = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_char_p)
-_IS_NUMA = ctypes.CFUNCTYPE(ctypes.c_bool)
-_NAME = b"ggml_backend_cpu_is_numa"
-#: ggml's number of the kind of device, and the pointers of a backend's table.
-_CPU, _ENTRIES = 0, 6
-#: For so long (13 ms) other threads wait if they map or unmap memory.
-_PIECE_BYTES = 64 << 20
 
 
 #: llama.cpp's names of the tensors that are a layer's experts.
@@ -103,8 +79,7 @@ def open_model(
     params.progress_callback = hook
     libllama.clear_log()
     names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
-    with _unpopulated(paths):
-        model = llama.llama_model_load_from_splits(names, len(paths), params)
+    model = llama.llama_model_load_from_splits(names, len(paths), params)
     if not model:
         raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {recent_reason()}")
     return model
@@ -132,54 +107,3 @@ def recent_reason() -> str:
 def free_model(model: Any) -> None:
     """Free what `open_model` returned."""
     libllama.L.llama_model_free(model)
-
-
-@contextlib.contextmanager
-def _unpopulated(paths: Sequence[str]) -> Iterator[None]:
-    """Populate what llama.cpp maps of these files meanwhile in a thread afterwards, if it is cached."""
-    found = _find()
-    if found is None or not _are_cached(paths):
-        yield
-        return
-    entries, number = found
-    original = _ADDRESS(entries[number])
-
-    def address(registry: int, name: bytes) -> int | None:
-        return ctypes.cast(_YES, Pointer).value if name == _NAME else original(registry, name)
-
-    with replaced(entries, number, _ADDRESS(address)):
-        yield
-    threading.Thread(target=_populate, args=[paths], name="populate", daemon=True).start()
-
-
-def _populate(paths: Sequence[str]) -> None:
-    """Touch every page. Memory that was unmapped meanwhile is left out."""
-    weights = [Range(area.low, area.high) for area in mapped_weights() if area.path in paths]
-    advise(weights, NORMAL)  # with NUMA nodes llama.cpp advises random access
-    for low, high in weights:
-        pieces = (Range(at, min(at + _PIECE_BYTES, high)) for at in range(low, high, _PIECE_BYTES))
-        advise(pieces, POPULATE_READ)
-
-
-def _are_cached(paths: Sequence[str]) -> bool:
-    try:
-        return not any(map(is_cold, paths))
-    except OSError:  # a file system that does not tell
-        return False
-
-
-_YES = _IS_NUMA(lambda: True)
-
-
-@cache
-def _find() -> tuple[Any, int] | None:
-    """Return the CPU backend's table, and which of its entries gives addresses by name."""
-    if sys.platform != "linux":
-        return None
-    base, ggml = libllama.base_library(), libllama.ggml_library()
-    registry = base.ggml_backend_dev_backend_reg(ggml.ggml_backend_dev_by_type(_CPU))
-    entries = table(registry, _ENTRIES)
-    number = find_entry(
-        entries, _ADDRESS, lambda: base.ggml_backend_reg_get_proc_address(registry, _NAME)
-    )
-    return None if number is None else (entries, number)
