@@ -1,7 +1,7 @@
 """The host of a verb: how the process started, its engine, its launcher.
 
-A verb gets its engine from the host and does not know whether the model was loaded just now, came with
-the snapshot, or runs in a worker process.
+A verb requests its engine from the host. The host loads the model, returns the one of the snapshot, or
+uses a worker process; the verb sees no difference.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LoadProgress = Callable[[str, float | None], None]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """How this process started. `reason` says why it was not resumed.
+    """How this process started. `reason` explains a cold start.
 
     `stages_ms` is the time (ms) from exec at which each stage began: `launcher`, `restore`, `running`
-    and `request` of a launch, then `load` (an engine was requested) and `ready` (it could compute).
+    and `request` of a launch, then `load` (an engine was requested) and `ready` (it can compute).
     """
 
     how: Literal["resumed", "cold"] = "cold"
@@ -66,7 +66,7 @@ class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnEngine(Protocol):
-    """An engine of this process, which can keep what it computes, and use devices."""
+    """An engine of this process, with its on-disk prefix cache and its devices."""
 
     def use_blocks(self, store: BlockStore) -> None: ...
 
@@ -76,7 +76,7 @@ class OwnEngine(Protocol):
 
 
 def _slow_stages_on_stderr() -> LoadProgress:
-    """A progress that writes each stage to stderr when it takes longer than a moment."""
+    """Return a progress callback that writes each slow loading stage to stderr."""
     shown: set[str] = set()
     began = time.monotonic()
 
@@ -89,7 +89,7 @@ def _slow_stages_on_stderr() -> LoadProgress:
 
 
 class Host:
-    """A cold process with no launcher, which loads models itself. `AppHost` knows more."""
+    """The host of a process without a launcher, which loads models itself; `AppHost` extends it."""
 
     def __init__(
         self, start: Start | None = None, config: Config | None = None, exec_ns: int = 0
@@ -98,7 +98,7 @@ class Host:
         self._config = config
         self._cache_report = process_metadata.Note(process_metadata.CACHE_REPORT)
         self._replicas = process_metadata.Note(process_metadata.REPLICAS)
-        # what this process has computed since exec: it has hardly waited
+        # time since exec = processor time, because this process has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
     @property
@@ -115,12 +115,12 @@ class Host:
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
-        """Return the sockets the launcher bound for `serve`; empty if the verb has to bind its own."""
+        """Return the sockets that the launcher bound for `serve`; empty without a launcher."""
         return ()
 
     def resolve(self, model: str) -> ModelRef:
         """Resolve a model reference. Raises UsageError, CatalogError for an unreadable record."""
-        # the catalogue is not needed when a snapshot was resumed
+        # imported here: a resumed process needs no catalogue
         from edgeinfer.models.reference import resolve
 
         return resolve(model)
@@ -130,15 +130,15 @@ class Host:
     ) -> ModelFiles:
         """Find the files of a model and of `draft`, each a name or a GGUF's path.
 
-        Reading a file of another program for the first time takes a while: `progress` hears of it,
-        or stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
+        The first use of another program's file hashes it, which is reported to `progress`, or on
+        stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
         return ref.files(draft, progress or _slow_stages_on_stderr())
 
     def is_model(self, name: str) -> bool:
         """Return whether `name` is a model's name or an existing GGUF file, not, say, a prompt."""
-        from edgeinfer.models.reference import is_model  # as in `resolve`
+        from edgeinfer.models.reference import is_model  # imported here as in `resolve`
 
         return is_model(name)
 
@@ -159,7 +159,7 @@ class Host:
         return engine
 
     def attach_devices(self, engine: OwnEngine, options: LoadOptions) -> None:
-        """Have `engine` offload layers to the devices this launch asks for, while the CPU begins."""
+        """Have `engine` attach this launch's devices in the background, while the CPU computes."""
         from edgeinfer.runtime.llama.backends.devices import OffloadRequest  # imported with the engine
 
         gpu = self.config.gpu
@@ -168,7 +168,7 @@ class Host:
     def keep_blocks(self, engine: OwnEngine) -> None:
         """Attach the on-disk prefix cache to `engine`, unless the user switched it off.
 
-        A cache that cannot be opened is a warning on stderr: it only costs time.
+        If it cannot be opened, a warning on stderr is enough: the engine then prefills instead.
         """
         if not self.config.blocks.enabled:
             return
@@ -192,7 +192,7 @@ class Host:
         self._replicas.write(replicas)
 
     def _reached(self, stage: str) -> None:
-        """Note that the first engine has come to this stage."""
+        """Record the time at which the first engine reached this stage."""
         if stage not in self.start.stages_ms:
             now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
             self.start = msgspec.structs.replace(
@@ -216,7 +216,7 @@ class Host:
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         """Take a snapshot of a loaded `model`, called `name` if that is not "", and wait for it.
 
-        Nothing that runs is held up. Raises SnapshotsUnavailableError, and what taking raises.
+        Running requests are not delayed. Raises SnapshotsUnavailableError, and what taking raises.
         """
         raise SnapshotsUnavailableError(
             f"{self.start.reason or 'this process'}: no snapshot can be taken of it",

@@ -1,13 +1,13 @@
-"""Resume a warmed process or start a cold one for a verb, and stand in for it.
+"""The launcher: resume a snapshot or start a cold process for a verb, and represent it to its parent.
 
-A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request, sent
-over a socket of this launch to a process resumed from a snapshot, or to a fresh
-interpreter when there is none that fits. This process then passes signals on, stops and continues with
-its app, starts workers for other models when the app asks, keeps `serve`'s listening socket across
-crashes, and ends as the app ended. Every other verb runs here.
+A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request. The
+launcher sends it over a socket of this launch to a process resumed from a snapshot, or to a new
+interpreter if no snapshot fits: the app. The launcher then forwards signals to the app, stops and
+continues with it, starts workers at its request, keeps the listening sockets of `serve` across crashes,
+and ends with the app's exit status or signal. Every other verb runs in the launcher's own process.
 
-Nothing here imports more than the standard library, and of that only what is cheap: each import
-is paid at every launch (docs/decisions/042-what-the-launcher-imports.md).
+Nothing here imports more than the standard library, and of that only cheap modules: each import
+delays every launch (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HELP = ("-h", "--help", "--help-all")
 def main() -> int:
     """Run the console command; return its exit code."""
     main_ns = time.monotonic_ns()
-    # what this process has computed since exec: it has hardly waited
+    # time since exec = processor time, because this process has hardly waited
     exec_ns = main_ns - time.process_time_ns()
     process.open_missing_streams()
     argv = with_verb(sys.argv[1:])
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
-        gc.disable()  # a launch leaves no garbage, and to look for it costs 0.7 ms
+        gc.disable()  # a launch leaves no garbage; a collection costs 0.7 ms
         from edgeinfer.launcher.launch import launch  # Linux only
 
         launch(argv, exec_ns, main_ns)

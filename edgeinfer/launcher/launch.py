@@ -1,9 +1,9 @@
-"""Start the app of a verb that needs a model, stand in for it, end as it ended.
+"""Start the app of a verb that needs a model, relay signals and messages, and end as the app ends.
 
-One loop over pipes and sockets. An app is resumed from a snapshot or started cold (`apps`); either way
-it has a supervisor that reports on a pipe, and a link on which it sends `messages`.
+One loop polls pipes and sockets. An app is resumed from a snapshot or started cold (`apps`). Each has a
+supervisor, which reports on a pipe, and a link, a socket on which the app sends `messages`.
 
-Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
+Standard library only, and of that only cheap modules (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-#: Seconds to wait before `serve`'s app is resumed again, by how many crashes there were in a row.
+#: Pause (s) before the app of `serve` is restarted, by the number of crashes in a row.
 _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: An app that lived so long had a healthy start: the next crash is the first again.
+#: An app that ran for this long (s) had a healthy start: the next crash counts as the first.
 _HEALTHY_S = 60.0
 
 
@@ -44,7 +44,7 @@ class Launcher:
         self._builds = builds.Builds(self._poll)
 
     def run(self) -> NoReturn:
-        """Start the app and serve it until it ends. Never returns."""
+        """Start the app and handle its messages until it ends. Never returns."""
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
@@ -61,13 +61,13 @@ class Launcher:
 
     @property
     def _serves(self) -> bool:
-        """Return whether clients may wait on listening sockets, which outlive a crashed app."""
+        """Return whether the launch has listening sockets, on which clients wait across a crash."""
         return len(self._apps.fds) > 3
 
     # --- running
 
     def _turn(self) -> None:
-        # one that starts meanwhile may have a descriptor that was another's at the poll
+        # an app that starts in this loop may reuse a descriptor that poll reported for another app
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):
@@ -81,7 +81,7 @@ class Launcher:
                     self._read_app(app)
 
     def _forward(self, number: int, _frame: object) -> None:
-        """Pass a signal on to the app. A stop stops this process when the app has stopped."""
+        """Forward a signal to the app. This process stops only after the app has stopped."""
         self._asked_to_end |= number in exit.ASKED_TO_END
         self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
@@ -111,7 +111,7 @@ class Launcher:
             self._ended(app, line)
 
     def _stop(self) -> None:
-        """Stop as the app did, if Ctrl-Z was the cause; a chat reads it as a key."""
+        """Stop with the app after Ctrl-Z: a SIGTSTP, or a key that a chat reads."""
         if self._is_suspending:
             self._is_suspending = False
             os.kill(os.getpid(), _signal.SIGSTOP)
@@ -119,7 +119,7 @@ class Launcher:
             os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
 
     def _failed(self, app: App, why: str) -> None:
-        """Start cold, with the same request, after a restore that failed in spite of its manifest."""
+        """Start cold with the same request after CRIU failed to restore an accepted snapshot."""
         self._apps.forget(app)
         if app.request.how == "cold":
             self._finish(app, f"exit {exit.UNEXPECTED}", why)
@@ -163,7 +163,7 @@ class Launcher:
     # --- ending
 
     def _finish(self, app: App, how: str, why: str = "") -> None:
-        """Start a `serve` that crashed again; end as any other app of the verb ended."""
+        """Restart the app of `serve` after a crash; otherwise end with the app's status or signal."""
         what, _, text = how.partition(" ")
         number = int(text)
         crashed = what == "signal" or number == exit.UNEXPECTED
@@ -205,5 +205,5 @@ class Launcher:
 
 
 def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
-    """Run the verb in a process that is resumed or started for it. Never returns."""
+    """Run the verb in a resumed or cold app. Never returns."""
     Launcher(argv, exec_ns, main_ns).run()

@@ -1,8 +1,8 @@
-"""Choose the snapshot to resume from the typed words and the configuration, unparsed.
+"""Choose the snapshot to resume from the unparsed command line and configuration.
 
-The choice is a cheap guess of the launcher. The resumed app reads the same words with the real parser,
-and takes another model, or other options, from a worker process if the guess was wrong: no answer
-depends on it.
+The choice is cheap, and may be wrong, because the launcher does not load the parser. The resumed app
+parses the same arguments; if they name another model or other options, it uses a worker process. So an
+answer never depends on this choice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class LaunchChoice:
-    """What a launch wants to resume: model, options that must hold; `resume`: auto, always, never.
+    """The model and load options that a snapshot must have; `resume`: "auto", "always" or "never".
 
-    `snapshot` names the one to resume, or is "".
+    `snapshot` is the name given with `--snapshot`, or "".
     """
 
     __slots__ = ("model", "options", "resume", "snapshot")
@@ -35,14 +35,14 @@ class LaunchChoice:
         self.snapshot = snapshot
 
     def find(self) -> tuple[str, format.Manifest]:
-        """Return the folder and manifest to resume. Raises what `find` and `find_named` raise."""
+        """Return folder and manifest of the snapshot. Raises as `find` and `find_named`."""
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
         return find(self.model, self.options)
 
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
-    """Guess the choice from the words typed, then from config.toml."""
+    """Make the choice from the command line, then from config.toml."""
     line, config = CommandLine(argv), read_config()
     snapshots, snapshot = config.get("snapshots", {}), line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -54,7 +54,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
             try:
                 value = one.parse(text)
             except ValueError:
-                continue  # the app refuses it, and says why
+                continue  # the app's parser refuses it with an error
             if value not in ENGINE_CHOOSES:
                 options[one.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
@@ -62,7 +62,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     known = {format.model_part(name) for name in format.generations()}
     if warm := _warm(line.first_word, known):
         model = warm
-    elif format.part_of(model) not in known:  # nothing can be resumed: say of which model
+    elif format.part_of(model) not in known:  # no snapshot: the error names this model
         model = line.named_model or model
     resume = line.value("--resume") or str(snapshots.get("resume", "auto"))
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
@@ -78,7 +78,7 @@ def read_config() -> dict[str, Any]:
     path = paths.config_file()
     if not os.path.exists(path):
         return {}
-    import tomllib  # 15 ms, only where there is a file
+    import tomllib  # 15 ms, only if the file exists
 
     try:
         with open(path, "rb") as file:
@@ -88,11 +88,11 @@ def read_config() -> dict[str, Any]:
 
 
 def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """Find the snapshot made with exactly these options, else the newest unnamed that fits.
+    """Find the snapshot with exactly these options, otherwise the newest with compatible ones.
 
-    Returns folder and manifest; those that a person named are left alone.
+    Returns folder and manifest. Snapshots named by the user (`warm --name`) are not considered.
 
-    Raises SnapshotMissingError when there is none, else what refused the best one.
+    Raises SnapshotMissingError if there is none, otherwise the error that refuses the best one.
     """
     root, others = paths.snapshots_path(), False
     all_of = format.generations(root, fingerprint.program_tag())
@@ -125,9 +125,9 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """Find the snapshot called so: in full, or as it was given for this model, or else for another.
+    """Find a snapshot by its full name, or by the user's name for it, first among this model's.
 
-    Raises SnapshotMissingError for none or one with other options, else what refuses it.
+    Raises SnapshotMissingError for none or one with other options, otherwise the error that refuses it.
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())

@@ -1,9 +1,9 @@
-"""The process between launcher and app: init of its pid namespace, which sees its end.
+"""The supervisor: the process between launcher and app, and init of the app's pid namespace.
 
-The launcher forks it (no new interpreter), so it costs half a millisecond. It passes signals on, tells
-when the app stops, continues and ends, and dies with the launcher, which takes the whole namespace with
-it: `kill -9` of the launcher ends the app whatever the app is doing. It reports in lines on a pipe:
-"restored", "failed WHY", "stopped", "exit N", "signal N".
+The launcher forks it (no new interpreter), so it costs half a millisecond. It forwards signals to the
+app, reports the app's stops and its end, and dies with the launcher. The kernel then ends the whole
+namespace, so `kill -9` of the launcher always ends the app. Reports are lines on a pipe: "restored",
+"failed WHY", "stopped", "exit N", "signal N".
 
 Standard library only, and nothing that starts threads.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-#: Forwarded by the launcher; a stop as SIGTSTP, which the app's handler turns into a real one.
+#: Signals that the launcher forwards. The app's handler answers SIGTSTP with SIGSTOP.
 FORWARDED = (
     *(_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGWINCH),
     *(_signal.SIGTSTP, _signal.SIGCONT, _signal.SIGUSR1, _signal.SIGUSR2),
@@ -32,7 +32,7 @@ _LOG_BYTES = 4000
 
 
 class Child:
-    """A running app as its launcher sees it: the supervisor's pid, and the pipe it reports on."""
+    """The supervisor of a running app: its pid, and the pipe on which it reports."""
 
     __slots__ = ("pid", "status_fd")
 
@@ -41,12 +41,12 @@ class Child:
 
 
 def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
-    """Begin to restore on `link_fd`; the pipe tells how it went. Raises OSError."""
+    """Start to restore a snapshot with the link `link_fd`; the pipe reports the end. Raises OSError."""
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
     status_read, status_write = os.pipe()
     wake_read, wake_write = os.pipe()
-    os.write(wake_write, b"!")  # the restored process finds it there and goes on
+    os.write(wake_write, b"!")  # the restored process reads it and continues
 
     def work(tell: Callable[[str], None]) -> NoReturn:
         linux.become_init(flags, user, group)
@@ -67,7 +67,7 @@ def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
 
 
 def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Child:
-    """Start a cold app, a new interpreter with the link as its descriptor `link_fd`. Raises OSError."""
+    """Start a cold app: a new interpreter with the link at `link_fd`. Raises OSError."""
     status_read, status_write = os.pipe()
 
     def prepare() -> None:
@@ -119,7 +119,7 @@ def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, 
 
 
 def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int) -> NoReturn:
-    """Wait for CRIU (pid 0: none) and the app; a restore that fails kills the app, then ends."""
+    """Wait for CRIU (pid 0: none) and the app. A failed restore ends this init, and the app with it."""
     alive = criu_pid == 0
     early: list[int] = []
     ended: int | None = None
@@ -167,7 +167,7 @@ def _report(tell: Callable[[str], None], status: int) -> None:
 
 
 def _try_namespaces(tier: str) -> None:
-    """Exit 0 when a process may have this tier's namespaces; the reason goes to stderr."""
+    """Exit with 0 if the kernel allows this tier's namespaces, otherwise with the reason on stderr."""
     user, group = os.getuid(), os.getgid()
     flags = criu.NAMESPACES[tier]
     pid = linux.clone(flags)

@@ -1,10 +1,10 @@
-"""The app process: what a parked process becomes when it is resumed, and what a cold start runs.
+"""The app: a resumed process with its model, or a cold one that loads it.
 
-Both receive a launch request on the link to their launcher, take over its environment (`reinitialize`),
-and then run a verb, serve an engine to another process, or answer the canary. The launcher learns how
-they ended from the supervisor.
+Both receive a launch request on the link to their launcher and adopt its environment (`reinitialize`).
+By its role they then run a verb, serve an engine to another process, compute the canary, or collect
+facts for a verification. The supervisor reports their end to the launcher.
 
-`python -m edgeinfer.snapshots.restore.app_process FD` is the cold one; it has nothing loaded yet.
+`python -m edgeinfer.snapshots.restore.app_process FD` is a cold app; it has no model yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_app(
     assert isinstance(request, LaunchRequest)
     code = 70
     try:
-        # looking at every name costs 900 page faults: only where a test asks
+        # a set of all module names costs 900 page faults: only for a test that traces imports
         known = set(sys.modules) if any(TRACE_IMPORTS in entry for entry in request.env) else set()
         listeners = _take_over(request, fds, loaded)
         start = _start(request, resumed_ns)
@@ -69,7 +69,7 @@ def run_app(
 def _take_over(
     request: LaunchRequest, fds: list[int], loaded: LoadedModel | None
 ) -> list[socket.socket]:
-    """Take over entropy first, then descriptors, then the rest; return the sockets that came along."""
+    """Adopt entropy first, then descriptors, then the rest; return the sockets of the request."""
     samplers = reinitialize.reseed(request.entropy, loaded.droppable if loaded else [])
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
@@ -91,18 +91,18 @@ def _take_over(
 
 
 def _title(request: LaunchRequest, loaded: LoadedModel | None) -> str:
-    """Return what `ps` shows instead of the parked command: `edgeinfer serve qwen3-4b`."""
+    """Return the title that `ps` shows for the resumed process: `edgeinfer serve qwen3-4b`."""
     what = request.argv[0] if request.role == "verb" else request.role
     return " ".join(("edgeinfer", what, *([loaded.model] if loaded else [])))
 
 
 def _stop(_number: int, _frame: object) -> None:
-    """Stop on Ctrl-Z: the default action does nothing in a session without a terminal."""
+    """Stop on Ctrl-Z: SIGTSTP's default action does nothing in a session without a terminal."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _start(request: LaunchRequest, resumed_ns: int) -> Start:
-    """Return the stages of this launch, in milliseconds from exec of the launcher."""
+    """Return how this launch started, with its stages (ms) from the launcher's exec."""
     stages = {
         "launcher": request.main_ns,
         "restore": request.spawn_ns,
