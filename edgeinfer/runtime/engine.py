@@ -1,4 +1,4 @@
-"""Load a model that serves many requests at once: `load_engine` and `LlamaEngine`."""
+"""The in-process engine: `load_engine` loads a model, `LlamaEngine` serves its requests."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 
-#: Assumed cost of a token of prefill (s per byte of weights that it uses) before the first: half of a
-#: 4B in Q4_0 on two cores.
+#: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
+#: that of a 4B in Q4_0 on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
-#: Bounds of llama.cpp's own attention over an f16 cache: from 64 tokens on it is another kernel, and
-#: from 512 cells on, padded to 256, a single token's is split among threads.
+#: Bounds for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
+#: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
+#: 256, and 192 cells with 60 rows stay within the first.
 _LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
-#: Suffixes of metadata keys whose models use llama.cpp's attention (decision 095).
+#: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
 _LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
 
 
@@ -64,7 +65,7 @@ def load_engine(
 
 
 class LlamaEngine:
-    """The `Engine` over llama.cpp for any thread; one thread, started with the first work, decodes."""
+    """The `Engine` over llama.cpp. Any thread may call it; the first work starts its decode thread."""
 
     def __init__(self, files: ModelFiles, options: LoadOptions, loaded: LlamaModel) -> None:
         self._loaded = loaded
@@ -230,12 +231,12 @@ class LlamaEngine:
             self._blocks.open(store, self._gpu.loaded, self._checked)
 
     def use_devices(self, wanted: OffloadRequest) -> None:
-        """Put layers on devices, in the background, while the CPU serves; once per engine."""
+        """Attach devices in the background, while the CPU decodes; once per engine."""
         if self._loaded.can_generate:
             self._gpu.begin(wanted)
 
     def settle_devices(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are in use, or will not be; False after the timeout."""
+        """Wait until devices are attached or attaching has failed; False after the timeout."""
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
@@ -260,19 +261,19 @@ class LlamaEngine:
         self.flush_blocks()
 
     def warm_up(self) -> None:
-        """Prepare what a first request would wait for, and run the round-trip check."""
+        """Build the tables of a first request, run the round-trip check, and measure step costs."""
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
             self._conversations.warm_up()
             libllama.build_info()  # cached: the prefix cache needs it
-            # on the thread that decodes: OpenMP gives each thread that computes a team of its own
+            # on the decode thread: OpenMP creates a team of threads for each thread that computes
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
             self._loop.call(lambda: self._scheduler.measure_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Prefill and pin a system prompt, "" for the template's default; return its tokens.
+        """Prefill and pin a system prompt, "" for the template's default; return its length in tokens.
 
         Only while idle. Raises InvalidRequestError, ContextLengthError.
         """
@@ -282,7 +283,7 @@ class LlamaEngine:
         return self._loop.call(lambda: self._scheduler.pin(tokens, self._lora.key(None)))
 
     def park(self) -> None:
-        """End the decode thread and drop every conversation; the system prompt stays.
+        """End the decode thread and drop every sequence but the pinned one.
 
         The next work starts the thread again. Raises EngineError while requests are running.
         """

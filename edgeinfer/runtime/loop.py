@@ -1,4 +1,4 @@
-"""The one thread that uses the context: from the first work until the engine is parked or closed."""
+"""The decode thread, the only one that uses the context: from the first work until park or close."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BURST = 64
 
 
 class DecodeLoop:
-    """Run the scheduler's steps, and other native work between two; at most `capacity` requests."""
+    """Run the scheduler's steps, and other native work between them. `capacity` limits the requests."""
 
     def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
         self._scheduler, self._capacity = scheduler, capacity
@@ -37,7 +37,7 @@ class DecodeLoop:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
-        #: Why the thread has died, "" while it lives.
+        #: The error that ended the thread, or "".
         self.failure = ""
 
     @property
@@ -49,7 +49,7 @@ class DecodeLoop:
         with self._changed:
             self._check_open()
             if self._inside >= self._capacity:
-                raise QueueFullError(f"{self._inside} requests are running or waiting, and no more may")
+                raise QueueFullError(f"the queue is full: {self._inside} requests run or wait")
             self._inside += 1
             seq.wake = self.wake
             self._inbox.put(seq)
@@ -75,7 +75,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread, until the next work. Raises EngineError while requests are inside."""
+        """End the thread until the next work. Raises EngineError while requests run or wait."""
         with self._changed:
             if self._inside:
                 raise EngineError(f"{self._inside} requests are still running")
@@ -104,7 +104,7 @@ class DecodeLoop:
             raise self._dead()
 
     def _dead(self) -> EngineClosedError:
-        return EngineClosedError(self.failure, hint="ask again: the model is loaded anew")
+        return EngineClosedError(self.failure, hint="repeat the request: the model is loaded again")
 
     def _start(self) -> None:
         if self._thread is None:
@@ -148,7 +148,7 @@ class DecodeLoop:
                 self._guarded(self._scheduler.do_chore)
 
     def _has_more(self) -> bool:
-        """Wait for work; False when the thread is to end. A closed loop cancels what is inside."""
+        """Wait for work; False if the thread must end. A closed loop cancels its requests."""
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
                 self._changed.wait(self._scheduler.chore_due_in_s())
@@ -166,7 +166,7 @@ class DecodeLoop:
         return not is_idle or self._scheduler.chore_due_in_s() == 0.0
 
     def _gather(self) -> None:
-        """Wait for the rest of a burst: started one by one, 8 streams lose 2 % of their rate."""
+        """Wait for the rest of a burst: 8 streams that start one by one lose 2 % of their rate."""
         seen = 0
         while seen < self._inbox.qsize() < _BURST:
             seen = self._inbox.qsize()
@@ -177,7 +177,7 @@ class DecodeLoop:
             self._queue.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
-        for _ in range(self._jobs.qsize()):  # a repeated job comes after the inbox
+        for _ in range(self._jobs.qsize()):  # a job that queues itself again runs after the inbox
             work, done = self._jobs.get()
             try:
                 done.set_result(work())

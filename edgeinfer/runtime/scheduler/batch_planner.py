@@ -19,9 +19,9 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: Short prompts that came together are prefilled before any of them decodes, up to this many tokens.
+#: Short prompts of one burst, up to this many tokens, are prefilled before any of them decodes.
 _TOGETHER_TOKENS = 256
-#: Tokens that a constraint forced are computed with the next one, up to this many.
+#: Tokens forced by a constraint that a decode step computes with the next one, at most.
 _FORCED_TOKENS = 32
 
 
@@ -47,7 +47,7 @@ class BatchPlanner:
         self._decode_budget = DecodeBudget(self.chunks)
 
     def plan(self) -> list[BatchEntry]:
-        """Fill the batch and return its entries, none if there is nothing to compute."""
+        """Fill the batch and return its entries; none if no sequence has tokens to compute."""
         group = self._next_group()
         members = [s for s in self._computing() if self.adapters.of_context(s.adapters) == group]
         for seq in [s for s in members if len(s.tokens) >= self.n_ctx]:
@@ -73,7 +73,9 @@ class BatchPlanner:
         return seq.n_generated > 0 and seq.n_past > 0 and seq.n_pending <= _FORCED_TOKENS
 
     def _is_beginning(self, members: list[Sequence], decoding: list[Sequence]) -> bool:
-        """Prefill short prompts that came together before second tokens: 2 % faster at 16 streams."""
+        """Return whether to prefill a burst's short prompts before second tokens: 2 % faster at 16
+        streams.
+        """
         pending = sum(s.n_pending for s in members if not s.is_decoding)
         short = 0 < pending <= min(_TOGETHER_TOKENS, self.kv.free_cells)
         return short and all(s.n_generated == 1 for s in decoding)
@@ -104,8 +106,9 @@ class BatchPlanner:
         return True
 
     def _add_decoding(self, decoding: list[Sequence], *, beside: bool) -> list[BatchEntry]:
-        """Add the next tokens, with draft tokens of the last sequence if no prompt stands behind it:
-        cells of rejected ones would go to other sequences, out of order, which rounds otherwise.
+        """Add the next tokens of all, and draft tokens of the batch's last sequence, unless a prompt
+        follows (`beside`): a later sequence would refill the cells of rejected drafts out of order,
+        which changes its rounding.
         """
         entries: list[BatchEntry] = []
         self._turn += 1
@@ -132,7 +135,7 @@ class BatchPlanner:
         return entries
 
     def _invariant_rows(self) -> int:
-        """Count the rows of a step that keeps answers bit-identical."""
+        """Return how many rows a step may have with answers bit-identical to unbatched ones."""
         exact = self.batch_invariance
         is_beyond = exact.cells is not None and self.kv.used_cells > exact.cells
         # llama.cpp's products with a LoRA's small matrices round otherwise in a batch
@@ -158,8 +161,8 @@ class BatchPlanner:
         self._add_prompts(chosen, budget, entries)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
-        """Choose short prompts or long ones, whose cells attention would scan for all (decision
-        081).
+        """Choose short prompts or long ones: in a common step, attention would scan the cells of the
+        long ones for the short ones too (decision 081).
         """
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
@@ -198,7 +201,7 @@ class BatchPlanner:
         return len(tokens)
 
     def _preempt_for(self, seq: Sequence, entries: list[BatchEntry]) -> None:
-        """Preempt the youngest sequence if no cell is left and none decodes, which would free some."""
+        """Preempt the youngest sequence if no cell is free and no entry decodes and may end soon."""
         if entries:
             return
         others = [s for s in self.queue.running if s.cached_seq is not None and s is not seq]

@@ -1,4 +1,4 @@
-"""Run a batch as one llama_decode, aborted early for a request that has less to compute."""
+"""Run a batch as one llama_decode, aborted early for a shorter incoming request."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 #: llama_decode's return code after an abort.
 _ABORTED = 2
 T = TypeVar("T")
-#: Rows with logits of a measured step: they stay in the parked process, up to 1 MB each.
+#: Rows with logits of a measured step. Their memory, up to 1 MB each, stays in the parked process.
 _MEASURED_OUTPUTS = 16
 
-#: Niceness: a tenth of the processor time of others if there is not enough for all.
+#: Niceness of prefill for expected requests: a tenth of another thread's share on a busy processor.
 _NICE = 10
 
 
@@ -81,7 +81,7 @@ class Executor:
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()
             return None
-        if code == 1:  # no cells although the accounting has some: free what can be spared, and retry
+        if code == 1:  # no cells, although the accounting has some: drop idle ones, and retry
             self.kv.drop_idle(pinned=True)
             code = self.batch.decode(self.active)
         seconds = time.perf_counter() - began
@@ -170,10 +170,10 @@ class Executor:
 
 
 class LowPriorityExecutor:
-    """Run work in a thread of low priority, started with the first.
+    """Run work in a thread of low priority, which the first work starts.
 
-    llama.cpp's threads start in the one that computes (OpenMP has a team for each), and inherit its
-    priority. Lowering that of the decode thread would be final: only root may raise it again.
+    OpenMP creates a team of threads for each thread that computes, and the team inherits its priority.
+    The decode thread cannot lower its own priority for a while: only root may raise it again.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class LowPriorityExecutor:
 
 
 def _be_nice() -> None:
-    if sys.platform == "linux":  # elsewhere niceness is a process's
+    if sys.platform == "linux":  # other systems have niceness per process only
         thread = threading.get_native_id()
         nice = max(os.getpriority(os.PRIO_PROCESS, thread), _NICE)
         with contextlib.suppress(OSError):
@@ -208,8 +208,8 @@ _SOON_S = 0.3
 
 
 class StepCancellation:
-    """Decide when a prefill step is aborted, and how much work may be lost that way. `ask` ends the
-    running llama_decode. One thread begins and ends steps, any may call the rest.
+    """Decide when to abort a prefill step, within a budget of lost work. `ask` ends the running
+    llama_decode. One thread begins and ends steps; any thread may call the other methods.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 _IDLE_S = 300.0
 #: Interval (s) at which pending writes are checked.
 _WRITING_S = 0.5
-#: Fewer tokens stay.
+#: Least number of idle tokens for which memory is returned.
 _WORTH_TOKENS = 512
 
 

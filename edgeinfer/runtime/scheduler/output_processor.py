@@ -61,7 +61,7 @@ class OutputProcessor:
             seq.stream.put(PromptLogprobs(first, tuple(seq.prompt_logprobs)))
 
     def _sample_or_fail(self, entry: BatchEntry) -> None:
-        """Sample; a constraint that outgrew its parser ends its own request and no other."""
+        """Sample. If a constraint exceeds its parser's limits, only its own request fails."""
         try:
             self._sample(entry)
         except InvalidRequestError as error:

@@ -11,8 +11,9 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 #: While others decode, a chunk takes about this long (s), with at least `_CHUNK_MIN` tokens.
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
-#: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length, for the sake
-#: of incoming requests (decision 081). Not by time: with llama.cpp's kernels the size decides rounding.
+#: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length (tokens), so that
+#: incoming requests start soon (decision 081). A chunk's size decides the rounding of llama.cpp's
+#: kernels, so it must not depend on measured time.
 _ALONE = 128
 #: Prompts up to this length are prefilled before longer ones.
 SHORT_TOKENS = 256
@@ -64,7 +65,9 @@ class Chunks:
         return min(budget, exact) if longest <= exact else budget
 
     def note(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
-        """Record `n_tokens` of prefill in `seconds`. Few tokens say little about many."""
+        """Record `n_tokens` of prefill in `seconds`. Small batches do not predict large ones, and are
+        ignored.
+        """
         if n_tokens < _CHUNK_MIN:
             return
         took_s = seconds / n_tokens
@@ -87,8 +90,7 @@ def decode_budget_s(elapsed_s: float, rest_s: float) -> float:
 class DecodeBudget:
     """Grant running streams decode-only steps beside a long prefill.
 
-    A short answer then ends before the long prompt notices, and is not stretched over many of its
-    chunks, which are small while others decode.
+    A short answer then ends within a few steps, instead of one token for each chunk of the long prompt.
     """
 
     def __init__(self, chunks: Chunks) -> None:
@@ -97,7 +99,7 @@ class DecodeBudget:
         self._began = 0.0
 
     def record(self) -> None:
-        """Book the last step, if it was granted."""
+        """Charge the last step to the prompt that it delayed, if it was decode-only."""
         if self._delayed is not None:
             self._delayed.delayed_s += time.monotonic() - self._began
             self._delayed = None

@@ -1,4 +1,4 @@
-"""Give requests their cached prefixes, from memory and disk, and keep theirs for later requests."""
+"""Acquire cached prefixes for requests, from memory and disk, and keep them for later requests."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Prefixes:
         return self._kv.match(seq.tokens, seq.adapters, seq.request.cache_salt, n_top=n_top)[1]
 
     def acquire(self, seq: Sequence, *, is_alone: bool) -> None:
-        """Give a request a cache sequence with its longest prefix in memory, and start to read the rest
-        from disk. Nothing happens while all sequence ids are in use.
+        """Claim a sequence id with the longest prefix in memory, and start to read more blocks from
+        disk. Without a free sequence id the request stays as it is.
         """
         request = seq.request
         if request.cache_prompt and not seq.clock.started:
@@ -167,7 +167,7 @@ class Prefixes:
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
-        """Take the cells of a request that will resume later; what is not kept is prefilled again."""
+        """Release the cells of a request that resumes later; unless `keep`, it is prefilled again."""
         self._end_restore(seq)
         if seq.cached_seq is not None:
             self._kv.release(seq.cached_seq, keep=keep)

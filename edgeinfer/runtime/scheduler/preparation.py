@@ -1,4 +1,4 @@
-"""Turn a request into a sequence; every refusal happens here, in the caller's thread."""
+"""Turn a request into a sequence: template, tokens, sampler, checks. In the caller's thread."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Preparer:
         check_request(request, self.vocab.n_vocab)
         if request.overflow == "shift" and not self.can_shift:
             raise InvalidRequestError(
-                'overflow: this model cannot go on beyond a full context; leave it at "refuse"',
+                'overflow: llama.cpp cannot shift the context of this model; use "refuse"',
                 param="overflow",
             )
         param = "messages" if request.messages else "prompt"
@@ -99,7 +99,7 @@ class Preparer:
         return list(request.prompt or ())
 
     def _room_before(self, request: GenerateRequest) -> int:
-        """Tokens that what surrounds a gap may have: the rest of the context is the answer's."""
+        """Return how many tokens prefix and suffix of an infill may have beside the answer."""
         wanted = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
         return self.n_ctx - max(1, min(wanted, self.n_ctx // 2))
 

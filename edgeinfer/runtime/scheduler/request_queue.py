@@ -1,4 +1,4 @@
-"""The request queue: which requests wait and run, when one is admitted, and how one ends."""
+"""The request queue: waiting and running requests, admission, preemption, and the end of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Tokens that waiting for another sequence's prefix must save.
+#: Least number of tokens saved for which a request waits for another's prefix.
 _WORTH_WAITING = 32
 
 
@@ -61,7 +61,7 @@ class RequestQueue:
             self.waiting.remove(seq)
         self._prefixes.release(seq, keep=keep)
         self._book(seq)
-        self.on_end(seq)  # before the consumer hears of it: it may read the metrics then
+        self.on_end(seq)  # before the last event: its consumer may read the metrics at once
         farewell(seq)
 
     def _book(self, seq: Sequence) -> None:

@@ -129,7 +129,7 @@ class Scheduler:
         self.kv.drop_idle(pinned=True)
 
     def switch_context(self, active: ActiveContext, *, knows: bool, on_device: bool) -> None:
-        """Continue in another context, which `knows` this one's state or starts empty.
+        """Continue in another context, which has a copy of this one's cells (`knows`) or is empty.
 
         Only between steps, and without a prefix cache. Batch invariance was never measured on devices,
         so there are no automatic drafts on one.

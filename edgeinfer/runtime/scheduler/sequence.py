@@ -49,8 +49,8 @@ class Sequence:
     """A request. `tokens` are the prompt and the sampled tokens; `n_past` of them are in the KV cache.
 
     `keep_tokens` returns how many tokens at the front survive a context shift; `delayed_s` is how long
-    decode-only steps have delayed its prefill. While blocks are restored (`restore`), nothing of it is
-    computed.
+    decode-only steps have delayed its prefill. While `restore` is set, blocks are read from disk, and
+    the planner skips the sequence.
     """
 
     request: GenerateRequest
