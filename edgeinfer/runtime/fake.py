@@ -118,9 +118,7 @@ class FakeEngine:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
             if len(self._players) >= self._max_inside:
-                raise QueueFullError(
-                    f"{len(self._players)} requests are running or waiting, and no more may"
-                )
+                raise QueueFullError(f"the queue is full: {len(self._players)} requests run or wait")
             if request.max_tokens == 0:  # prefill only: no script
                 self.read.append(request)
                 script: Script = ()

@@ -1,4 +1,4 @@
-"""The endpoint as an ASGI application: the route table, and what every request passes on its way."""
+"""The endpoint as an ASGI application: the route table, and guards, limits and logs of all requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class App:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever becomes of it, then count and log it."""
+        """Answer one request, also after a defect, then count and log it."""
         context = self._context(scope)
 
         async def sending(message: Message) -> None:
@@ -140,7 +140,7 @@ class App:
             journaled = context.journaled
             if journaled is None or journaled.is_done:
                 self._endpoint.leave(context.key)
-            else:  # it goes on without its reader
+            else:  # the journal reads on after the client has left
                 journaled.done_callbacks.append(lambda done: self._endpoint.leave(context.key))
 
     def _problem(self, context: RequestContext, error: Exception) -> Problem:
@@ -219,7 +219,7 @@ def _nothing_here(path: str) -> Problem:
     return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
 
 
-#: The first one's envelope is for paths that are nobody's.
+#: Unknown paths get the first dialect's error envelope.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
@@ -229,7 +229,7 @@ async def _openapi(context: RequestContext) -> dict[str, object]:
 
 
 class RouteMatch(NamedTuple):
-    """What is at a path: operations by method, whose they are, and what stands in the path."""
+    """The operations at a path by method, their dialect, and the path's parameters."""
 
     methods: Mapping[str, Operation]
     dialect: Dialect
@@ -252,7 +252,7 @@ def _routes() -> dict[str, RouteMatch]:
 
 
 _EXACT = _routes()
-#: A model's name may hold slashes (`ollama/someone/model:tag`): a path with more behind it goes first.
+#: Longest paths first, because a model's name may contain slashes (`ollama/someone/model:tag`).
 _PATTERNS = [
     (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
     for path, match in sorted(_EXACT.items(), key=lambda item: -len(item[0]))

@@ -1,4 +1,4 @@
-"""A client's connection beyond uvicorn: who the client is, and a way past the event loop."""
+"""A client's connection: its user, its state, and writes from the decode thread past the event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 class Connection:
-    """Lives on the event loop's thread."""
+    """One client's connection. For the event loop's thread alone."""
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:
         self._is_tls = transport.get_extra_info("sslcontext") is not None
@@ -84,7 +84,7 @@ class ShortCut:
         """Send a token on the engine's thread; return whether it was taken."""
         if not isinstance(event, TextDelta | ReasoningDelta):
             return False
-        with self._lock:  # a descriptor that is closed meanwhile could be another client's
+        with self._lock:  # otherwise a closed descriptor's number could already be another client's
             if not self._is_open:
                 return False
             try:
@@ -97,7 +97,7 @@ class ShortCut:
                 written = os.write(self._number, chunk)
             except BlockingIOError:
                 written = 0
-            except OSError:  # the event loop sees that too, and ends the request
+            except OSError:  # the event loop gets the same error and ends the request
                 written = len(chunk)
             if written < len(chunk):
                 self._is_open = False

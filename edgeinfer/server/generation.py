@@ -1,4 +1,4 @@
-"""From a request's body to its answer: acquire the model, submit, and send events, streamed or whole.
+"""Answer a generating request: acquire the model, submit, and send events, streamed or whole.
 
 A request costs a task that watches for its disconnect and, when streamed, one for keep-alive comments.
 A token costs no task and, where possible, does not wake the event loop
@@ -369,7 +369,7 @@ class _StreamResponse(_GenerationResponse):
                     data = held + renderer.event(index, event)
                     held = b""
                     if isinstance(event, Finished):
-                        held = data  # goes out with what follows it
+                        held = data  # sent together with the closing bytes
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})

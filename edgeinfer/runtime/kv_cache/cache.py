@@ -1,7 +1,7 @@
 """Bookkeeping of the KV cache: the tokens and cells of each sequence id, eviction, and prefix matches.
 
 llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id
-costs a bit per cell. llama.cpp cannot say which cells are free, so this module accounts for them."""
+sets one bit per cell. llama.cpp does not report free cells, so this module accounts for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Literal, Protocol
 from edgeinfer.runtime.events import Divergence, TokenLogprobs
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoint, Checkpoints
 
-#: Stamps of the adapters' files, and scales, that a sequence was computed with.
+#: The adapters that a sequence was computed with: the stamp of each file, and its scale.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
-#: Pending-free sequences are dropped at this many cells, of a small cache an eighth: attention scans
-#: them.
+#: Pending-free sequences are dropped at this many cells, or an eighth of a small cache, because
+#: attention scans them.
 _PENDING_FREE_CELLS = 512
 _PENDING_FREE_SHARE = 8
 #: While at least `_MANY` sequences run, idle ones below `_SHORT` tokens may hold `_SHORT_CELLS` cells
@@ -60,7 +60,7 @@ class CachedSequence:
 
     `pending_free`: no longer reusable; its cells are released later, because llama.cpp refills freed
     cells at once, which would reorder running sequences and change their rounding. Requests with
-    another `salt` cannot use it, and no other request one that `is_private`. `conversation` names its
+    another `salt` cannot use it; if `is_private`, no other request can. `conversation` names its
     last owner. `is_shifted`: its keys were rotated, or copied from another context, so it is not stored
     on disk. Its first `n_unchanged` tokens have not changed since the last store; those from
     `memory_only_from` on are never stored. `is_prefetched`: prefilled for a request that is still
@@ -87,7 +87,7 @@ class CachedSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def serves(self, adapters: AdapterKey, salt: str) -> bool:
-        """Tell if a new request with `adapters` and `salt` may use, and learn of, these tokens."""
+        """Return whether a new request with `adapters` and `salt` may reuse these tokens."""
         is_shared = self.pinned or self.salt == salt
         return is_shared and self.adapters == adapters and not (self.pending_free or self.is_private)
 
@@ -128,7 +128,7 @@ class KvCache:
 
     @property
     def pinned_cells(self) -> int:
-        """Cells of pinned prompts, which are the first ones."""
+        """Return the number of cells of pinned prompts, the first cells of the cache."""
         return len({cell for c in self.cached_sequences if c.pinned for cell in c.cells})
 
     @property
@@ -248,7 +248,7 @@ class KvCache:
         return self.checkpoints.restore(cached_seq.seq_id, checkpoint)
 
     def keep_in_memory(self, cached_seq: CachedSequence) -> None:
-        """Never store the tokens that follow those that are there."""
+        """Exclude tokens that are added from now on from the on-disk cache."""
         if cached_seq.memory_only_from is None:
             cached_seq.memory_only_from = len(cached_seq.tokens)
 
@@ -258,7 +258,7 @@ class KvCache:
             self.checkpoints.save(cached_seq.checkpoints, cached_seq.seq_id, len(cached_seq.tokens))
 
     def remove_behind(self, cached_seq: CachedSequence) -> None:
-        """Remove what llama.cpp may have behind the recorded tokens."""
+        """Remove cells behind the recorded tokens, which an aborted step may have left in llama.cpp."""
         self._memory.remove(cached_seq.seq_id, len(cached_seq.tokens), -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
@@ -290,8 +290,8 @@ class KvCache:
     def release(self, cached_seq: CachedSequence, *, keep: bool) -> None:
         """End the use of a sequence; if `keep`, later requests may reuse its tokens.
 
-        Otherwise it is `pending_free` while others run (see `CachedSequence`): an answer must not
-        depend on which request ended beside it.
+        Otherwise it is `pending_free` while others run (see `CachedSequence`): the end of one request
+        must not change another's answer.
         """
         self._clock += 1
         cached_seq.active, cached_seq.used_at = False, self._clock
@@ -320,7 +320,7 @@ class KvCache:
             cached_seq.pending_free = left < 0
 
     def drop(self, cached_seq: CachedSequence) -> None:
-        """Forget a cached sequence and free the cells that it shares with none."""
+        """Forget a cached sequence, and free the cells that no other sequence shares."""
         if not cached_seq.pending_free:
             self.before_drop(cached_seq)
         self._memory.remove(cached_seq.seq_id, -1, -1)
@@ -369,9 +369,9 @@ class Closest:
 def closest(
     cached_sequences: Iterable[CachedSequence], tokens: Sequence[int], adapters: AdapterKey, salt: str
 ) -> Closest:
-    """Find the longest match of `tokens` among what its request may see.
+    """Find the longest match of `tokens` among the sequences that its request may reuse.
 
-    A pinned prompt is shared with every client, but its text is shown to none.
+    All clients share a pinned prompt, but no cache report shows its text.
     """
     best = Closest()
     for cached_seq in cached_sequences:

@@ -1,8 +1,8 @@
 """Checkpoints of the recurrent state of sequences whose model does not support truncation.
 
-A checkpoint, taken at some length, takes a sequence back to that length: an edited message, another
-answer to the same question, or a template that leaves out earlier reasoning then computes what is new
-and not the whole conversation.
+A checkpoint holds the state at one length, and restores a sequence to it. After an edited message, for
+another answer to the same question, or with a template that drops earlier reasoning, the engine then
+prefills the new tokens instead of the whole conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 _MOST_BYTES = 512 << 20
 #: Distance (tokens) of checkpoints during prefill.
 INTERVAL_TOKENS = 2048
-#: Shorter prompts get none: a step of its own for the last token costs as much as the prefill.
+#: Shorter prompts (tokens) get none: the extra step for the last token costs as much as the prefill.
 SHORT = 32
 
 

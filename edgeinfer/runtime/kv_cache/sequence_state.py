@@ -1,4 +1,4 @@
-"""The state of a sequence as bytes: pieces that are cells of a tensor, and what lies between."""
+"""The state of a sequence as bytes: pieces that are cells of a tensor, and the metadata between."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-#: A piece may begin anywhere in a page.
+#: The place of a piece that may begin at any offset of a page.
 ANYWHERE = -1
 
 

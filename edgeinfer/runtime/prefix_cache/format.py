@@ -32,8 +32,8 @@ _CHECKED_FROM = 16
 _ALIGN = 64
 _PAGE = 4096
 
-#: "full": a whole block of a chain. "tail": the rest behind the last whole one. "point": a tail with
-#: the checkpoint of a recurrent model at its end.
+#: "full": a whole block of a chain. "tail": the partial block behind the last whole one. "point": a
+#: partial block that ends at a checkpoint of a recurrent model.
 Kind = Literal["full", "tail", "point"]
 
 
@@ -115,8 +115,8 @@ def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
     if magic != MAGIC:
         raise BlockDamagedError("it is no block of this version")
     if size != len(data):
-        raise BlockDamagedError(f"it has {len(data)} bytes and promises {size}")
-    found = xxhash.xxh3_64()  # its `update` leaves Python's lock to others, xxh3_64_intdigest does not
+        raise BlockDamagedError(f"it has {len(data)} bytes, and its header says {size}")
+    found = xxhash.xxh3_64()  # its `update` releases the GIL, xxh3_64_intdigest does not
     found.update(data[_CHECKED_FROM:])
     if found.intdigest() != checksum:
         raise BlockDamagedError("its checksum is wrong")

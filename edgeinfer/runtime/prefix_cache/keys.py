@@ -1,8 +1,8 @@
 """Names of KV blocks: keyed hashes, which reveal no text without the user's secret.
 
-A name stands for everything that decides the bytes behind it: the model and how it computes
-(`identity`), who may share it (`salt`), the adapters, every token before, and its own. It is the hash
-of its parent's name and its tokens, so a prefix has one chain of names and no index."""
+A name depends on everything that decides a block's bytes: the model and its way to compute
+(`identity`), the cache `salt`, the adapters, all tokens before the block, and its own. It is the hash
+of the parent's name and of the block's tokens, so a prefix has one chain of names and no index."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Names:
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a partial block that starts with `tokens`; the next write replaces it."""
+        """Name a partial block; it depends on the first tokens only, so a longer one replaces it."""
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a checkpoint at the end of `tokens`; one a few tokens further replaces it."""
+        """Name a checkpoint at the end of `tokens`; one a few tokens later has the same name."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 

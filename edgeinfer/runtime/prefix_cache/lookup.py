@@ -27,11 +27,11 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 #: Tokens of a block, unless a sliding window is shorter.
 BLOCK_TOKENS = 256
-#: Fewer tokens than this are not worth reading.
+#: Least gain (tokens) for which blocks are read.
 _WORTH_READING = 32
-#: The round-trip check pays off from this many times its own tokens.
+#: A request waits for the round-trip check if it gains this many times the check's own tokens.
 _WORTH_CHECKING = 2
-#: The least time (s) to wait for a block before prefilling it instead.
+#: Least time (s) for which a request waits for a block before it prefills instead.
 _PATIENCE_S = 0.05
 
 
@@ -138,7 +138,7 @@ class PrefixCache:
         return self.can_store and self.writing.takes(cached_seq)
 
     def note_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
-        """Record how a session of an agent begins; the blocks themselves are stored like all."""
+        """Record the blocks of an agent's session, so that the shared ones are evicted last."""
         if request.preamble and not self.verdict.is_refused:
             names = self.names.chain(tokens, adapters, request.cache_salt)[1:]
             self.blocks.note_session(request.preamble, names, request.cache_salt)
@@ -207,9 +207,9 @@ class Restore:
         return block
 
     def is_too_slow(self, compute_s: float) -> bool:
-        """Tell if the next block is missing and prefilling it (s) is faster than waiting on."""
+        """Return whether prefilling the next block (`compute_s`) is faster than waiting for it."""
         if self.is_ready:
-            return False  # not the disk was slow, but this thread
+            return False  # the block was read in time; this thread was late
         return time.monotonic() - self.waits_since > max(_PATIENCE_S, compute_s)
 
     def wait(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Open the prefix cache of one loaded model, by everything that decides the bits of its states."""
+"""Open the prefix cache of one loaded model; its identity covers all that decides a state's bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def open_blocks(
 ) -> PrefixCache:
     """Open the blocks of this model, for the decode thread.
 
-    `checked` is an earlier result of `run_check` in this very build. Raises OSError.
+    `checked` is an earlier result of `run_check` with this build of llama.cpp. Raises OSError.
     """
     size = size_of_blocks(loaded)
     blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))

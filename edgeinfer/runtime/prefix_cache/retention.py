@@ -1,12 +1,12 @@
-"""How much disk the prefix cache may take, and which blocks are evicted: the least recently used.
+"""The disk limit of the prefix cache, and its eviction: the least recently used blocks first.
 
 A block's last use is its file's mtime, set when it is written and whenever it is read. Parents are
 stamped later than their children, so that leaves go first. Times in the future (a clock that was set
 back) count as now. Prefixes that the sessions of an agent share go last:
 
-    FOLDER/kept/AGENT[.SALT]   how many sessions were noted; names of the blocks that all share;
-                               after an empty line the names of blocks behind them, in the middle of
-                               which the sessions part
+    FOLDER/kept/AGENT[.SALT]   the number of recorded sessions; names of the blocks that all share;
+                               after an empty line the names of blocks behind them, inside which the
+                               sessions diverge
 
 One session cannot tell the agent's instructions and tools from the user's text: a shared prefix is
 known, and retained, from the second session on."""
@@ -122,7 +122,7 @@ _FOLDER = "kept"
 #: An agent's name becomes the name of a file, with a digest of the salt: other salts share no block.
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
-#: An agent whose sessions share less than this with the past was changed, and starts anew.
+#: A session that shares a smaller part of the recorded prefix is of a new version: recording restarts.
 _SAME_SHARE = 0.5
 #: Sessions that prove a shared prefix.
 _SEVERAL = 2

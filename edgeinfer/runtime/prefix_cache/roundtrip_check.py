@@ -1,10 +1,9 @@
 """Check once per model and build that KV blocks are bit-identical after a round trip.
 
-llama.cpp has caches of many kinds, and a kind that loses something when a part of it is saved shows
-only wrong logits. So a small context prefills some text and keeps the next logits, straight on and
-after a truncation in the middle; then the same text is restored from blocks into an empty cache, and
-both logits must be bit-identical. Text and batches are the same on both sides: other batches round
-otherwise.
+llama.cpp has caches of many kinds. If one loses information when a part of it is saved, the only
+symptom is wrong logits. So a small context prefills a text and keeps the next logits, both behind the
+whole text and after a truncation in its middle. Then blocks restore the same text into an empty cache,
+and both logits must be bit-identical. Both sides use the same batches, because others round otherwise.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class RoundtripCheck:
             if None in blocks or not all(
                 probe.states.write(_SEQ_ID, b) for b in blocks if b is not None
             ):
-                yield "llama.cpp does not give parts of this model's state"
+                yield "llama.cpp cannot save or restore parts of this model's state"
                 return
             probe.restore(checkpoints[1], len(self._tokens))
             found = self._answers(probe, checkpoints)

@@ -1,9 +1,9 @@
 """The prefix cache of one user: a folder of immutable files, shared by every process without a lock.
 
-    ROOT/secret                      what names are keyed with (0600)
+    ROOT/secret                      the key of all names (0600)
     ROOT/owners/HASH                 names of the blocks that hold one conversation
-    ROOT/MODEL/answers/NAME          past answers, which draft tokens are looked up in (past_answers.py)
-    ROOT/MODEL/IDENTITY/checked      what the round-trip check found: "exact", or why not
+    ROOT/MODEL/answers/NAME          past answers, for suffix drafting (past_answers.py)
+    ROOT/MODEL/IDENTITY/checked      the result of the round-trip check: "exact", or the failure
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
     ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
 

@@ -52,7 +52,7 @@ class BlockWriter:
         self._passes: dict[CachedSequence, _Pass] = {}
         self._queued: set[bytes] = set()
         self._rest_until = 0.0
-        #: The process is about to end: blocks are stored unchecked, and another process checks them.
+        #: The process is about to end: blocks are stored unchecked, and a later process runs the check.
         self.is_leaving = False
         kv.before_drop = self._before_drop
 
@@ -78,7 +78,7 @@ class BlockWriter:
             found.conversations.add(cached_seq.conversation)
 
     def takes(self, cached_seq: CachedSequence) -> bool:
-        """Tell if all of `cached_seq` may be stored, and would be if it were dropped now."""
+        """Return whether dropping `cached_seq` now would store all of its tokens."""
         if cached_seq.is_shifted or cached_seq.memory_only_from is not None:
             return False
         return cached_seq not in self._passes or self._blocks.writer.has_room
@@ -86,8 +86,8 @@ class BlockWriter:
     def work(self, *, is_idle: bool) -> None:
         """Do one piece of work: store a block, or continue the round-trip check.
 
-        Beside running streams only rarely. The check waits for an idle engine; blocks stored before are
-        used if it passes, and deleted otherwise.
+        Beside running streams it takes a small share of the time. The check waits for an idle engine;
+        if it passes, blocks stored before are used, otherwise they are deleted.
         """
         if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
             return
@@ -225,7 +225,7 @@ class BlockWriter:
         chain, conversations = found.chain, found.conversations
         rest = _writable(cached_seq)[(len(chain) - 1) * self._names.block_tokens :]
 
-        def note() -> None:  # the tail, for one, is there only now
+        def note() -> None:  # in the writer's thread: the tail block exists only after its write
             tail, n = self._names.tail(chain[-1], rest)
             kept = [*chain[1:], *([tail] if n else [])]
             self._blocks.touch(kept)

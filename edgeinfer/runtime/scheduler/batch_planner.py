@@ -201,7 +201,7 @@ class BatchPlanner:
         return len(tokens)
 
     def _preempt_for(self, seq: Sequence, entries: list[BatchEntry]) -> None:
-        """Preempt the youngest sequence if no cell is free and no entry decodes and may end soon."""
+        """Preempt the youngest other sequence if no cell is free and the batch is empty."""
         if entries:
             return
         others = [s for s in self.queue.running if s.cached_seq is not None and s is not seq]
