@@ -52,7 +52,7 @@ def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         raise CatalogError(
-            f"{place}{error.strerror or error}", hint="check who may write to the data directory"
+            f"{place}{error.strerror or error}", hint="check the permissions of the data directory"
         ) from error
 
 

@@ -64,7 +64,7 @@ def peer_of(connection: socket.socket) -> Peer | None:
 
 
 def listener_uids(port: int) -> set[int]:
-    """Return the users who listen at `port`, on any address of this machine."""
+    """Return the users with a listening socket at `port`, on any address of this machine."""
     suffix = f":{port:04X}"
     return {row.uid for row in _rows() if row.state == _LISTEN and row.local.endswith(suffix)}
 

@@ -118,7 +118,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="typ
     name: str = ""
 
 
-#: What a parser makes of an answer's text.
+#: Events that a parser makes from an answer's text.
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 

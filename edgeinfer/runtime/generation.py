@@ -158,7 +158,7 @@ class CollectedCall:
 
 
 class Collected:
-    """What a generation has said. `end` is its last event, `progress` its last prefill report."""
+    """The events of a generation. `end` is its last event, `progress` its last prefill report."""
 
     def __init__(self, text: str = "", reasoning: str = "") -> None:
         self._text = [text]

@@ -1,4 +1,4 @@
-"""What some models' makers do to a text before it is split, and llama.cpp does not.
+"""Text normalization before tokenizing that some models need and llama.cpp lacks.
 
 A converted file names it under a key of its own, which llama.cpp ignores.
 """

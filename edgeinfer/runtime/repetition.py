@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: What follows counts as a loop: this many characters, and the repeated part this often in them.
+#: A loop has this many characters at least, and contains the repeated part this often.
 _SPAN, _TIMES = 240, 4
 _LONGEST_PART = 400
 #: Characters at the end whose last occurrence before gives the length of the part.

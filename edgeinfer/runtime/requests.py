@@ -1,4 +1,4 @@
-"""What a client may ask of the engine, and what is refused before anything is computed."""
+"""Requests to the engine, and their checks before any computation."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Infill(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands before and after a gap, and other files, of which the last matter most."""
+    """Prefix and suffix of an infill, and extra files, the most relevant last."""
 
     prefix: str = ""
     suffix: str = ""

@@ -40,7 +40,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class BatchReply(msgspec.Struct, frozen=True):
-    """What a route answered."""
+    """The answer of a route."""
 
     status: int
     request_id: str

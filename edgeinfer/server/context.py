@@ -1,4 +1,4 @@
-"""What every route works with: the state of one request, and JSON answers."""
+"""The state of one request, which every route gets, and JSON answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestContext:
     ) -> None:
         self.endpoint = endpoint
         self.id = request_id
-        #: What stands in the place of `{id}` in the path.
+        #: The value of `{id}` in the path.
         self.path_id = path_id
         self.operation = operation
         self.dialect = dialect
@@ -72,7 +72,7 @@ class RequestContext:
         self.reply_headers: dict[str, str] = {}
         #: The prompt normalization rules that changed the prompt.
         self.normalized: tuple[PromptRule, ...] = ()
-        #: What of the request changed nothing.
+        #: Fields and hints of the request that were ignored.
         self.ignored: list[str] = []
 
     def ignore(self, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a dialect is: operations and an error envelope. Each is a folder beside this one.
+"""A dialect, one HTTP API: its operations and error envelope. Each is a folder beside this one.
 
 A folder holds the wire types (`wire.py`), the way in (`translate.py`), the way out (`render.py`), and
 in `routes.py` the handlers and the `Dialect` that `server/app.py` collects.
@@ -113,7 +113,7 @@ class Dialect:
     error_body: Envelope
     #: The bytes that tell the error and end a stream that had begun.
     error_events: Envelope
-    #: What its streams are.
+    #: The media type of its streams.
     stream_type: str = "text/event-stream"
     #: Keeps a stream alive while the model is not here yet.
     comment: Callable[[str], bytes] = sse_comment
@@ -121,7 +121,7 @@ class Dialect:
     checks_body_type: bool = True
     #: Whether a lone model answers to any name. Ollama's clients pull a model that is not found.
     answers_any_name: bool = True
-    #: Paths that begin so and are nobody's are refused in this dialect.
+    #: Unknown paths with this prefix get this dialect's error envelope.
     prefix: str = ""
 
 

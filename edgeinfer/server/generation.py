@@ -39,7 +39,7 @@ _INLINE_CHARACTERS = 1024
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
-    """What to generate and how to render it. Both functions are called once the model is loaded."""
+    """The requests to generate and their renderer; both functions are called with the loaded model."""
 
     keep_alive: float | str | None
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]

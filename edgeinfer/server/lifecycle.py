@@ -30,7 +30,7 @@ _DELIVERY_S = 2.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run. `idle_exit_s` None never exits by itself; certificates are files in PEM."""
+    """Options of a run. `idle_exit_s` None: never exit when idle; certificates are files in PEM."""
 
     idle_exit_s: float | None = None
     tls_cert: str | None = None
@@ -39,7 +39,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """How serving ended: "signal" or "idle"; whether a drain had to be cut short."""
+    """The end of a run: "signal" or "idle"; whether a drain had to be cut short."""
 
     reason: str
     cut_short: bool = False

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-#: What accept(2) says for want of descriptors or memory; asyncio says it 2,000 times a second.
+#: Errors of accept(2) without descriptors or memory; asyncio logs one 2,000 times a second.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _SAID_AGAIN_S = 60.0
 

@@ -38,7 +38,7 @@ _MODEL = ("model_name", "model_version")
 MAX_KEYS = 64
 
 
-#: What an engine knows at the moment of a scrape: name → (`EngineMetrics`' field, help).
+#: Gauges and counters read from the engine at each scrape: name → (`EngineMetrics`' field, help).
 _GAUGES = {
     "num_requests_running": ("running", "Generations being decoded."),
     "num_requests_waiting": ("queued", "Generations in the queue."),

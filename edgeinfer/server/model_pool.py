@@ -409,7 +409,7 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loader gives back. Stages are in milliseconds.
+    """The result of a load. Stages are in milliseconds.
 
     `how` is "resumed", "cold" or "held" (it was in this process already).
     """
@@ -421,7 +421,7 @@ class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manager is built from. `load` runs in a thread and reports progress from it."""
+    """Settings of the pool. `load` runs in a thread and reports progress from it."""
 
     load: Callable[[str, LoadProgress], LoadedEngine]
     pulled: Callable[[], Sequence[AvailableModel]]

@@ -1,4 +1,4 @@
-"""What wire types share: how they declare fields, and ranges of numbers that APIs name alike.
+"""Common parts of wire types: declarations of fields, and ranges of numbers that APIs name alike.
 
 Every number has a range: CVE-2026-21869 was a negative count.
 """

@@ -55,11 +55,11 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
-    """A loaded model, as its process leaves it for `ps` and `snapshots take`: nothing of a request.
+    """A loaded model, as its process publishes it for `ps` and `snapshots take`, without its requests.
 
-    `adapters` are those that it has now. `program` is who loaded it (`fingerprint.program_tag`).
-    `snapshot` is the name of the one it was resumed from, "" for none, and `given_name` what a person
-    has called that one; `url` is where its endpoint listens.
+    `adapters` are the current ones. `program` tags the program that loaded the model
+    (`fingerprint.program_tag`). `snapshot` is the name of the resumed snapshot, "" for none, and
+    `given_name` the user's name for it; `url` is the address of the endpoint.
     """
 
     program: str

@@ -171,7 +171,7 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     export.add_argument(
         "destination", metavar="DEST", help="a folder (an OCI image layout) or oci://REGISTRY/NAME:TAG"
     )
-    bring = add("import", "import one of another machine, if you trust who signed it", "~/exported")
+    bring = add("import", "import one of another machine, if you trust its signer", "~/exported")
     bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
     bring.add_argument("--name", default="", help="which one of a folder that holds several")
     bring.add_argument(

@@ -113,7 +113,7 @@ def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> 
 
 
 def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
-    """Return the error of a refusing answer of `who`; `login` is the hint of 401 and 403."""
+    """Return the error for an HTTP status of the server `who`; `login` is the hint of 401 and 403."""
     if status in (401, 403):
         what = f"the {who} refuses ({status}): a token or an accepted licence is missing"
         return AuthenticationError(f"{origin}: {what}", hint=login)

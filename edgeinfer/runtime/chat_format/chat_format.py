@@ -70,7 +70,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """What a model's file says about its chat format; `template` may be "".
+    """A model file's facts about its chat format; `template` may be "".
 
     `add_bos`: the model wants BOS before the prompt (`llama_vocab_get_add_bos`); it is added if the
     template leaves it out. `guard_content`: control tokens come from the template alone.

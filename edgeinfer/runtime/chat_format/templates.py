@@ -35,7 +35,7 @@ from edgeinfer.runtime.chat_format.sandbox import (
 )
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
 
-#: What a template's code can raise. RecursionError is a RuntimeError, jinja2's StopIteration too.
+#: Errors that a template can raise. RecursionError is a RuntimeError, jinja2's StopIteration too.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -51,7 +51,7 @@ _MARK = "\u2060\u2063{}\u2063\u2060"
 #: CPU seconds for all probes of one template together; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0
 
-#: What models without a template of their own but with ChatML's tokens were trained on.
+#: The template of models with ChatML's tokens and without a template of their own.
 CHATML = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}"
@@ -74,7 +74,7 @@ TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """What a template was probed to support. `late_system`: a system turn behind others too."""
+    """Features that probing found in a template. `late_system`: a system turn behind other turns."""
 
     system: bool = True
     late_system: bool = True

@@ -74,7 +74,7 @@ _listeners: list[list[str]] = []
 
 
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How llama.cpp was built. `cpu_variant` "": one library serves every CPU.
+    """The build of llama.cpp. `cpu_variant` "": one library serves every CPU.
 
     `kernels` is the level of the in-tree kernels in use (`libedgeinfer.LEVELS`), and `kernels_version`
     a digest of their sources; both are "" for llama.cpp's own.

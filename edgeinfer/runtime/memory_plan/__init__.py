@@ -1,1 +1,1 @@
-"""What a load will allocate and where, worked out before it does. Pure arithmetic."""
+"""Plan the memory of a load before it allocates: sizes and places. Pure arithmetic."""

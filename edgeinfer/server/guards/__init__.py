@@ -1,1 +1,1 @@
-"""Who may speak to the endpoint and how: sockets, HTTP limits, Host, Origin and keys."""
+"""Guards of the endpoint: sockets, HTTP limits, and checks of Host, Origin, API key and user."""

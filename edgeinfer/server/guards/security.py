@@ -1,4 +1,4 @@
-"""Who may ask: Host, Origin, API key and user, checked on every route before the body is read.
+"""Access checks on every route, before the body is read: Host, Origin, API key and user.
 
 A web page can reach a local endpoint: by name (DNS rebinding; the Host check stops it), by fetch (the
 Origin check), and by a plain `<img>` or navigation without Origin (the Sec-Fetch-Site check). CORS

@@ -1,4 +1,4 @@
-"""What the catalogue, a file's header and a loaded engine say of a model, in Ollama's words."""
+"""Describe a model in Ollama's fields: from the catalogue, a file's header and a loaded engine."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from edgeinfer.snapshots.transfer.oci import Layout
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """A snapshot that is offered, and who signed it (trusted)."""
+    """A snapshot to import, and its trusted signer."""
 
     description: SnapshotDescription
     signer: str

@@ -23,7 +23,7 @@ from edgeinfer.runtime.llama.backends.files import BackendFile, Build
 
 #: ggml_backend_dev_type.
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
-#: How the descriptions of devices begin that compute on the CPU: Mesa's and Google's.
+#: Prefixes of the descriptions of software devices: Mesa's and Google's.
 _SOFTWARE = ("llvmpipe", "SwiftShader")
 _VULKAN_LOADER = "libvulkan.so.1"
 _NVIDIA = "install NVIDIA's driver, 580 or newer"
