@@ -1,4 +1,4 @@
-"""The apps of a launch: resumed or started cold, each with a supervisor and a link of its own.
+"""The apps of a launch, resumed or cold, each with its supervisor and its link.
 
 Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -113,7 +113,7 @@ class Apps:
         return app
 
     def cold(self, request: LaunchRequest, fds: list[int], why: EdgeInferError, hint: str = "") -> App:
-        """Start an app that loads what it needs; it tells the user why if there is a `hint`."""
+        """Start an app that loads its model; with a `hint` it prints the reason of the cold start."""
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         command = process.child_command("edgeinfer.snapshots.restore.app_process", str(theirs.fileno()))
@@ -127,7 +127,7 @@ class Apps:
         return app
 
     def close_carried(self, app: App) -> None:
-        """Close what a worker was given, once it has it; a verb's serves the next one too."""
+        """Close the descriptors that a worker has received; a verb's stay for its next app."""
         if app.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
@@ -152,7 +152,7 @@ class Apps:
         users = process_env.user_lookup() if serves and request.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())
-        # it may be gone already: its supervisor tells why
+        # the app may have ended already: its supervisor reports that
         quietly(messages.send, app.link, request, fds)
 
     def forget(self, app: App) -> None:
@@ -175,7 +175,7 @@ def hint_at(error: EdgeInferError) -> str:
 
 
 def quietly(call: Callable[..., object], *arguments: object) -> None:
-    """Call it, ignoring what is gone; `contextlib.suppress` costs a 3 ms import."""
+    """Call it, ignoring processes that have ended; `contextlib.suppress` costs a 3 ms import."""
     try:  # noqa: SIM105
         call(*arguments)
     except (OSError, KeyError):

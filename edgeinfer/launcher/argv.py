@@ -1,4 +1,4 @@
-"""The verbs that need a model in memory, and how their words are read: by argparse and by the launcher.
+"""The verbs that need a model in memory, and their command lines, for argparse and the launcher.
 
 Imports only what the interpreter has built in: the launcher pays for each import at every launch.
 """

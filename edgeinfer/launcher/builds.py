@@ -12,15 +12,15 @@ from edgeinfer.launcher.apps import quietly
 from edgeinfer.platform import paths, process
 from edgeinfer.snapshots import format
 
-#: In the state directory: what was built in the background, or why nothing was.
+#: In the state directory: a line for each background build, or the reason for none.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 
 
 class Builds:
-    """The background builds that this launcher starts, which outlive it, and at most one that does not.
+    """The background builds of this launcher, which outlive it, and at most one `warm` that does not.
 
-    What would have helped is noted by `want` and built by `start_wanted`.
+    `want` records a snapshot that would have helped, `start_wanted` builds it.
     """
 
     def __init__(self, poll: select.poll) -> None:
@@ -30,13 +30,13 @@ class Builds:
         self._now = 0
 
     def want(self, wanted: messages.WantSnapshot) -> None:
-        """Note a snapshot that would have helped, or build it now."""
+        """Record a snapshot that would have helped this launch, or build it now."""
         self._wanted[wanted.model] = os.fsdecode(wanted.options)
         if wanted.now:
             self.start_wanted()
 
     def start_wanted(self) -> None:
-        """Build what was noted, each in a process of its own; `poll` reports their ends."""
+        """Build the recorded snapshots, each in its own process; `poll` reports their ends."""
         while self._wanted:
             model, options = self._wanted.popitem()
             module = "edgeinfer.snapshots.build.jobs"
@@ -46,7 +46,7 @@ class Builds:
         """Have `poll` report the end of a build."""
         try:
             fd = os.pidfd_open(pid)
-        except OSError:  # a kernel before 5.3: its end goes unheard
+        except OSError:  # a kernel before 5.3 does not report the end
             return
         self._builds[fd] = pid
         self._poll.register(fd, select.POLLIN)

@@ -1,4 +1,4 @@
-"""End a launch as its app ended, with the terminal as it was. Cheap standard library only.
+"""End a launch with its app's status or signal, and restore the terminal. Cheap standard library only.
 
 If the launcher is killed its app dies with it and neither can restore the terminal: a forked child
 does, which costs one fork and 0.1 MB.
@@ -143,7 +143,7 @@ def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
 
 
 def _mend(fd: int, modes: list[object]) -> None:
-    """Put the terminal right; only the screen, when a shell has set up its own prompt already."""
+    """Restore modes and screen; only the screen if a shell has already set up its own prompt."""
     import termios
 
     now = termios.tcgetattr(fd)

@@ -34,7 +34,7 @@ def describe(request: LaunchRequest) -> None:
 
 
 def listen(argv: list[str]) -> list[_socket.socket]:
-    """Bind the sockets of `serve` before anything is loaded; none when that fails: the app says why."""
+    """Bind the sockets of `serve` before a load; none if that fails: the app reports the error."""
     activated = process.activated_descriptors()
     line, serve = CommandLine(argv), selection.read_config().get("serve", {})
     if activated:
@@ -56,7 +56,7 @@ def user_lookup() -> _socket.socket | None:
 
 
 def _bound(host: str, port: str) -> list[_socket.socket]:
-    """Listen on every address of `host`; none when one of them cannot be had."""
+    """Listen on every address of `host`; return none if one of them cannot be bound."""
     found: list[_socket.socket] = []
     try:
         node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms

@@ -1,4 +1,4 @@
-"""The seam between the engine and its fronts. Fronts import this, never the engine.
+"""The interface between the engine and its front ends, which import this and never the engine.
 
 Four things stand behind it: `runtime.engine.LlamaEngine` (in this process),
 `workers.remote_engine.RemoteEngine` (in a worker process), `workers.replicas.ReplicatedEngine`
@@ -44,7 +44,7 @@ class Engine(Protocol):
         """Tell if requests are accepted: not closed, and its process or thread is alive."""
 
     def health(self) -> str:
-        """Return why no request is answered any more, "" while healthy. Returns at once."""
+        """Return the error after which no request is answered, "" while healthy. Does not block."""
 
     @property
     def info(self) -> EngineInfo: ...

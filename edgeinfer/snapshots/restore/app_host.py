@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from edgeinfer.workers.remote_engine import RemoteEngine
 
 
-#: Seconds of rest after which a cold chat or endpoint has its next start's snapshot built, and between
-#: two looks at it.
+#: Idle time (s) after which a cold chat or endpoint requests the snapshot of its next start, and the
+#: interval (s) at which that is checked.
 _REST_S, _LOOK_S = 15.0, 3.0
 
 
@@ -111,7 +111,7 @@ class AppHost(Host):
                 f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
                 hint="leave the model out, or name a snapshot of it",
             )
-        else:  # the launcher guessed wrong: what counts is how the worker came to be
+        else:  # the launcher chose another model: report the start of the worker
             engine = remote = self.worker(model, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
@@ -145,7 +145,7 @@ class AppHost(Host):
         return engine
 
     def _say_cold_start(self) -> None:
-        """Tell stderr why this start is slow; a chat shows it in its status line."""
+        """Print the reason of a cold start to stderr; a chat shows it in its status line."""
         if self._hint and self.start.how == "cold":
             sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
 
@@ -163,7 +163,7 @@ class AppHost(Host):
         self._publish(self._description)
 
     def _publish(self, found: ProcessDescription | None) -> None:
-        """Leave what is loaded where `ps` and `snapshots take` find it."""
+        """Publish the loaded model for `ps` and `snapshots take`."""
         self._description = found
         if found is not None:
             self._note.write(msgspec.structs.replace(found, url=self._url))
@@ -264,7 +264,7 @@ class AppHost(Host):
 
 
 def _call_when_rested(engine: Engine, action: Callable[[], None]) -> None:
-    """Call `action` once nothing was asked of the engine for `_REST_S`; never if it was closed."""
+    """Call `action` after the engine had no request for `_REST_S`; never if it is closed."""
     rested_s, before = 0.0, (0, 0)
     while rested_s < _REST_S:
         time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""Ask two resumed processes, which must agree on nothing random, for their facts."""
+"""Collect the facts of two resumed processes, which must differ in everything random."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAMPLED_TOKENS = 12
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """`random` holds a draw from every source of randomness; the rest is what the launch brought."""
+    """Facts of a process: draws from every source of randomness (`random`), and its launch request."""
 
     random: dict[str, str]
     environment: dict[str, str]
@@ -43,7 +43,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(loaded: LoadedModel | None) -> Facts:
-    """Look at this process."""
+    """Collect the facts of this process."""
     drawn = {
         "os.urandom": os.urandom(16).hex(),
         "getrandom": getrandom(16).hex(),

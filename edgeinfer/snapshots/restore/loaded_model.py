@@ -1,4 +1,4 @@
-"""The engine loaded in a parked process, and what makes it the engine of a launch."""
+"""The engine loaded in a parked process, and its use by a launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy d
 
 
 class Parkable(OwnEngine, Engine, Protocol):
-    """What the engine of this process can do besides."""
+    """Methods of an in-process engine beyond `Engine`."""
 
     on_new_adapters: Callable[[tuple[Adapter, ...]], None]
 
@@ -63,7 +63,7 @@ class LoadedModel:
         return self._engine
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
-        """Return whether this engine is that model with those options.
+        """Return whether this engine has the requested model and options.
 
         An option at its default may have any value here; so may all where the snapshot was `named`.
         """

@@ -14,12 +14,12 @@ import threading
 from edgeinfer.platform.page_cache import is_cached, is_cold
 from edgeinfer.runtime.llama.mappings import HUGEPAGE, Area, Range, advise
 
-#: A huge page: what is read at once.
+#: Bytes of one read: a huge page.
 STEP_BYTES = 2 << 20
 
 
 def start_prefetch(mapped: list[Area]) -> None:
-    """Read in the background what of these mappings of files is not cached."""
+    """Read the uncached parts of these file mappings in the background."""
     cold = []
     with contextlib.suppress(OSError):  # an optimisation: the faults will read it
         cold = [area for area in mapped if is_cold(area.path)]

@@ -1,4 +1,4 @@
-"""Making a resumed process one that has never run before: entropy, environment, place, clock, limits.
+"""Renew the state that every restore repeats: entropy, environment, folder, clock, limits.
 
 Every process resumed from one image starts with the same memory. Whatever draws randomness must be
 reseeded before anything else happens, and what belongs to the launch (environment, working directory,
@@ -39,7 +39,7 @@ def droppable_ranges(smaps: str) -> list[Range]:
 
 
 def read_droppable_ranges() -> list[Range]:
-    """Find those of this process."""
+    """Find these ranges in this process."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
         return droppable_ranges(file.read())
 
