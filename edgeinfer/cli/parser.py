@@ -42,7 +42,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "chat": Verb(
-        "chat in the terminal; what `edgeinfer` alone does",
+        "chat in the terminal; the default of `edgeinfer`",
         ("chat qwen3-4b", "chat --continue"),
         has_json=False,
     ),
@@ -82,7 +82,7 @@ VERBS = {
         ("forget qwen3-4b", "forget --conversation chat-12"),
     ),
     "quantize": Verb(
-        "make a smaller copy of a model, and measure what it costs", ("quantize qwen3-4b:F16 Q4_K_M",)
+        "make a smaller copy of a model, and measure its loss", ("quantize qwen3-4b:F16 Q4_K_M",)
     ),
     "warm": Verb(
         "build a snapshot of the loaded model: later launches take a tenth of a second",
@@ -95,20 +95,16 @@ VERBS = {
         linux_only=True,
     ),
     "ps": Verb(
-        "list running processes, and what each had cached of its latest prompt",
-        ("ps",),
-        linux_only=True,
+        "list running processes, with the cached part of each latest prompt", ("ps",), linux_only=True
     ),
     "stop": Verb(
         "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
     ),
-    "doctor": Verb("check this machine and show how to fix what is missing", ("doctor",)),
+    "doctor": Verb("check this machine and print commands that mend it", ("doctor",)),
     "backend": Verb(
         "list libraries for GPUs, and the devices each finds", ("backend",), linux_only=True
     ),
-    "version": Verb(
-        "show the versions of edgeinfer and of what it is built on", ("version --licenses",)
-    ),
+    "version": Verb("show the versions of edgeinfer and its components", ("version --licenses",)),
     "config": Verb(
         "show every configuration key with its value, and the file they come from", ("config",)
     ),

@@ -165,7 +165,7 @@ N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16
 KV_TYPE = LoadOption(
     "kv_type",
     "auto",
-    "type of the KV cache; auto is f16, or q8_0 where that is what makes a long context fit",
+    "type of the KV cache; auto is f16, or q8_0 if only that makes a long context fit",
     flag="--kv-type",
     key="kv-type",
     choices=("auto", "f16", "q8_0", "q4_0"),
@@ -181,7 +181,7 @@ FLASH_ATTENTION = LoadOption(
 GPU_LAYERS = LoadOption(
     "gpu_layers",
     "auto",
-    'layers on GPUs: "auto" takes what fits and pays, "none", "all" or a number',
+    'layers on GPUs: "auto" takes all if they fit, "none", "all" or a number',
     flag="--gpu-layers",
     key="gpu-layers",
     choices=("auto", "none", "all"),

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="instead compare every byte of the unpacked program with what was built",
+        help="instead compare every byte of the unpacked program with the build",
     )
 
 

@@ -1,4 +1,4 @@
-"""`edgeinfer quantize`: make a smaller copy of a model, and measure what it costs."""
+"""`edgeinfer quantize`: make a smaller copy of a model, and measure its loss."""
 
 from __future__ import annotations
 

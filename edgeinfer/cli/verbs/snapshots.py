@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("list", "list all of them, as `edgeinfer snapshots` does")
     _add_name(add("show", "show one", "my-snapshot"))
-    _add_take(add("take", "build one of what a running process has loaded", "--name my-snapshot"))
+    _add_take(add("take", "build one of a running process's model and options", "--name my-snapshot"))
     _add_name(add("verify", "read every byte and compare", "my-snapshot"))
     rm = add("rm", "remove one or more", "my-snapshot")
     _add_name(rm, nargs="+")

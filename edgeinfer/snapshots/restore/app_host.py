@@ -198,7 +198,7 @@ class AppHost(Host):
             messages.send(self._link, wanted)
             received = messages.receive(self._link)
         if received is None:
-            raise EngineClosedError("the launcher is gone")
+            raise EngineClosedError("the launcher has ended")
         answer, fds = received
         if isinstance(answer, messages.Failed):
             raise from_fields(answer.error)

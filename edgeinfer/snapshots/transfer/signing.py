@@ -225,8 +225,8 @@ def refuse_unknown(public: bytes) -> str:
     own = own_key(make=False)
     if who not in trusted() and (own is None or own.fingerprint != who):
         raise SnapshotUntrustedError(
-            f"the snapshot was signed by {who}, whom you have not trusted; a snapshot is a program",
-            hint="ask its maker for the fingerprint; if it is this one: "
+            f"the snapshot was signed by {who}, whom you have not trusted",
+            hint="ask its maker for the fingerprint; if it is the same: "
             f"`edgeinfer snapshots trust {who}`",
         )
     return who
