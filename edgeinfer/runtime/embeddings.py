@@ -154,7 +154,7 @@ class Embedder:
         return context, batch
 
     def warm_up(self) -> None:
-        """Embed or rank a word, so that the first real text pays for nothing."""
+        """Embed or rank one word, so that the first request finds everything loaded."""
         if self.can_rerank:
             self.rerank("warm", ["up"])
         else:

@@ -70,7 +70,7 @@ class EventStream:
         self._tap = tap
 
     def pipe(self, sink: Callable[[Item], None]) -> None:
-        """Hand everything to `sink`: here what has come, then on the producer's thread."""
+        """Send all events to `sink`: past ones in this call, later ones on the producer's thread."""
         self._take()
         with self._handing:
             self._sink = sink

@@ -1,4 +1,4 @@
-"""How a model is loaded, and what an engine says of itself once it is."""
+"""Load options of a model, and the description and metrics of a loaded engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter: what requests call it, its file, and its scale for requests that name none."""
+    """A LoRA adapter: its name in requests, its file, and its scale for requests that name none."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load; `edgeinfer.config.load_options` says what each field is and may be.
+    """Load options; `edgeinfer.config.load_options` documents and bounds each field.
 
     0 or "auto" lets the engine choose, with a reason in `EngineInfo.choices`. `max_queue` bounds the
     engine's own queue, in a snapshot too; the front end has a limit of its own for each launch.
@@ -58,7 +58,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 4096
 
     def adapters(self, files: ModelFiles) -> tuple[Adapter, ...]:
-        """Return the requested LoRA adapters, else the model's own."""
+        """Return the requested LoRA adapters, otherwise those of `models.toml`."""
         return parse_adapters(self.lora or files.lora)
 
     def adapter_paths(self, files: ModelFiles) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_chat_template(self) -> bool:
-        """Tell if conversations have a format; a base model's have none."""
+        """Return whether the model has a chat format; a base model has none."""
         return bool(self.chat_template)
 
 

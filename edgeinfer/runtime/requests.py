@@ -280,7 +280,7 @@ _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=
 
 @contextmanager
 def preparing(seconds: float = PREPARE_S) -> Iterator[None]:
-    """Bound what `check_deadline` sees inside by `seconds` of this thread's processor time."""
+    """Make `check_deadline` fail inside after `seconds` of this thread's processor time."""
     token = _deadline.set(min(_deadline.get(), time.thread_time() + seconds))
     try:
         yield

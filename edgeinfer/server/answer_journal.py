@@ -19,7 +19,7 @@ from edgeinfer.server.connection import disconnected
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import shutting_down
 
-#: Change a body before a reader gets it, e.g. to leave out what it has.
+#: Changes a body before a reader gets it, e.g. drops the events that it has.
 BodyFilter = Callable[[bytes], bytes]
 _COMPLETE = frozenset(get_args(FinishReason)) - {"cancelled"} | {""}
 
@@ -89,7 +89,7 @@ class JournaledAnswer:
             await self._discard_body()
 
     async def _discard_body(self) -> None:
-        """Beyond the limit, wait for the readers and drop what they have read."""
+        """Beyond the limit, wait for the readers and drop the bytes that they have read."""
         while any(at < len(self._messages) for at in self._readers.values()):
             await self._changed.wait()
         for message in self._messages[:-1]:

@@ -48,7 +48,7 @@ class RequestContext:
         #: Set once the request is admitted.
         self.request: Request
         self.key = ""
-        #: Whether it may change what others get.
+        #: Whether it may change other clients' answers.
         self.is_admin = False
         #: Only requests with the same salt share cached prefixes; "" shares with all.
         self.cache_salt = ""
@@ -63,7 +63,7 @@ class RequestContext:
         self.completion_tokens = 0
         self.ttft_s: float | None = None
         self.outcome = ""
-        #: For the payload log: the request as it came, and the answer; a stream's as if it were whole.
+        #: For the payload log: the request as received, and the answer, a stream's in unstreamed form.
         self.body: bytes | None = None
         self.answer: bytes | None = None
         #: The answer in the journal, if it may be read again.

@@ -111,7 +111,7 @@ class Dialect:
     error_type: type[msgspec.Struct]
     #: The envelope as a JSON body.
     error_body: Envelope
-    #: The bytes that tell the error and end a stream that had begun.
+    #: The bytes of an error that end a running stream.
     error_events: Envelope
     #: The media type of its streams.
     stream_type: str = "text/event-stream"

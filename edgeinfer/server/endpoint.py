@@ -1,4 +1,4 @@
-"""One endpoint: its collaborators, what runs in it, and its limits on new requests."""
+"""One endpoint: its parts, its running requests, and its limits on new ones."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Endpoint:
         #: Whether an undeclared request field is an error; otherwise it is ignored and named.
         self.refuse_unknown = refuse_unknown
         self.normalizer = normalizer or PromptNormalizer()
-        #: Stored responses; None where they are switched off.
+        #: Stored responses; None if they are switched off.
         self.journal = journal
         #: Files and batches; None where none are kept.
         self.batches = batches
-        #: Adds and removes models; None where no client may.
+        #: Adds and removes models; None if no client may do so.
         self.model_admin = model_admin
         self.metrics = Metrics(models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
@@ -138,7 +138,7 @@ class Preparation:
         self._constrained = _Pool("compile", 2)
 
     async def submit(self, engine: Engine, request: GenerateRequest) -> Generation:
-        """Submit in a thread; a generation that comes too late for its client is cancelled.
+        """Submit in a thread; if the client has left meanwhile, the generation is cancelled.
 
         Raises what `Engine.submit` does, and Problem 503 after `timeout_s`.
         """
@@ -167,7 +167,7 @@ class Preparation:
         return ""
 
     def close(self) -> None:
-        """Submit nothing more; running calls are left to end."""
+        """Submit nothing more; running calls finish."""
         self._plain.close()
         self._constrained.close()
 

@@ -158,7 +158,7 @@ class EndpointServer(uvicorn.Server):
 
 
 async def _preload(endpoint: Endpoint) -> None:
-    """Load the default model; on failure other models may still load, and /health says why."""
+    """Load the default model. A failure is in /health; other models may still load."""
     models = endpoint.models
     begun = time.perf_counter()
     try:
@@ -166,7 +166,7 @@ async def _preload(endpoint: Endpoint) -> None:
     except EdgeInferError as error:
         endpoint.log.error("model-failed", model=models.default, message=error.message)
         return
-    except Exception as error:  # noqa: BLE001  the endpoint stays up and says what is wrong
+    except Exception as error:  # noqa: BLE001  the endpoint stays up and reports the error
         endpoint.log.error("model-failed", error, model=models.default)
         return
     lease.release()

@@ -277,7 +277,7 @@ class ModelPool:
         except asyncio.CancelledError:
             entry.ready.cancel()
             raise
-        except Exception as error:  # noqa: BLE001  whatever a loader raises, its waiters must be told
+        except Exception as error:  # noqa: BLE001  waiting requests need every error of a loader
             if isinstance(error, EdgeInferError):
                 self.last_error = error.message
             self.discard(entry)
@@ -455,7 +455,7 @@ class LoadedModel(Reply, frozen=True, kw_only=True):
 
 
 class ModelAdministrator(Protocol):
-    """Changes which models are here. Every call blocks, and raises what its command raises."""
+    """Adds and removes models. Every call blocks, and raises as its command does."""
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
         """Pull a model by name or source."""
@@ -471,7 +471,7 @@ LATEST = ":latest"
 
 
 class Aliases:
-    """A table of names and the models they mean. An exact name goes before a pattern.
+    """Aliases of models. An exact name precedes a pattern.
 
     `says_all`: there is an entry for every name, `"*"`; without a target it only switches off that a
     lone model answers to any name.
@@ -489,7 +489,7 @@ class Aliases:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return what a name may stand for: itself, `x` for `x:latest`, a model of Ollama's store."""
+    """Return the models that a name may mean: itself, `x` for `x:latest`, one of Ollama's store."""
     plain = name.removesuffix(LATEST)
     return (name, plain, PREFIX + plain)
 
