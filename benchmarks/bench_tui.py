@@ -278,10 +278,10 @@ async def _into_app(engine: Any) -> float:
 
 
 def bench_store(runs: int) -> dict[str, Any]:
-    from edgeinfer.chat.history.store import Store
+    from edgeinfer.chat.history.store import ConversationStore
 
     with tempfile.TemporaryDirectory() as folder:
-        store = Store.open(Path(folder) / "c.db")
+        store = ConversationStore.open(Path(folder) / "c.db")
         store.db.execute("BEGIN")
         for number in range(1, 201):
             store.db.execute(

@@ -31,7 +31,7 @@ class Slash(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
 
 
-class CommandLine(msgspec.Struct, frozen=True):
+class TypedCommand(msgspec.Struct, frozen=True):
     """A parsed command line."""
 
     name: str
@@ -104,7 +104,7 @@ def is_command(line: str) -> bool:
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
 
-def parse(line: str) -> CommandLine:
+def parse(line: str) -> TypedCommand:
     """Parse a command line. Raises UsageError with the nearest command, or the argument at fault."""
     word, _, argument = line[1:].strip().partition(" ")
     argument = argument.strip()
@@ -121,7 +121,7 @@ def parse(line: str) -> CommandLine:
         raise UsageError(
             f"/{command.name} needs {command.argument}", hint=f"/{command.name} {command.argument}"
         )
-    return CommandLine(command.name, argument)
+    return TypedCommand(command.name, argument)
 
 
 def complete_name(line: str) -> list[Slash]:
@@ -146,7 +146,7 @@ _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
 LIMIT = 60
 
 
-class Completion(msgspec.Struct, frozen=True):
+class CommandCompletion(msgspec.Struct, frozen=True):
     """Replaces the last `length` characters before the cursor by `text`; `whole` completes the line."""
 
     text: str
@@ -160,7 +160,7 @@ class Completion(msgspec.Struct, frozen=True):
 Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 
-def complete(before: str, names: Names, cwd: Path | None = None) -> list[Completion]:
+def complete(before: str, names: Names, cwd: Path | None = None) -> list[CommandCompletion]:
     """Complete the text before the cursor; return none if it is complete already."""
     if is_command(before) or before == "/":
         word, space, argument = before.partition(" ")
@@ -171,12 +171,12 @@ def complete(before: str, names: Names, cwd: Path | None = None) -> list[Complet
     return [_path(p, len(mention[1])) for p in attachments.complete(mention[1], cwd, LIMIT)]
 
 
-def _name(word: str) -> list[Completion]:
+def _name(word: str) -> list[CommandCompletion]:
     found = complete_name(word)
     if word[1:] in BY_NAME and len(found) == 1:
         return []
     return [
-        Completion(
+        CommandCompletion(
             text=f"/{c.name}" + (" " if c.argument else ""),
             length=len(word),
             label=f"/{c.name} {c.argument}".rstrip(),
@@ -187,7 +187,7 @@ def _name(word: str) -> list[Completion]:
     ]
 
 
-def _argument(word: str, argument: str, names: Names, cwd: Path | None) -> list[Completion]:
+def _argument(word: str, argument: str, names: Names, cwd: Path | None) -> list[CommandCompletion]:
     command = BY_NAME.get(word[1:])
     if command is None:
         return []
@@ -196,14 +196,14 @@ def _argument(word: str, argument: str, names: Names, cwd: Path | None) -> list[
     given = names.get(command.kind) or _BUILT_IN.get(command.kind)
     found = given() if given else ()
     return [
-        Completion(name, len(argument), name, summary, whole=True)
+        CommandCompletion(name, len(argument), name, summary, whole=True)
         for name, summary in found
         if name.lower().startswith(argument.lower()) and name != argument
     ][:LIMIT]
 
 
-def _path(path: str, length: int) -> Completion:
-    return Completion(path, length, path, "folder" if path.endswith("/") else "")
+def _path(path: str, length: int) -> CommandCompletion:
+    return CommandCompletion(path, length, path, "folder" if path.endswith("/") else "")
 
 
 def _adapters() -> Sequence[tuple[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig
@@ -26,7 +26,7 @@ class Launch:
     model: str
     options: LoadOptions
     config: ChatConfig
-    open_store: Callable[[], Store] = Store.open
+    open_store: Callable[[], ConversationStore] = ConversationStore.open
     continue_last: bool = False
     conversation: Conversation = field(default_factory=Conversation)
     attachments: list[Attachment] = field(default_factory=list)

@@ -16,7 +16,7 @@ from edgeinfer.models import fits, gguf, listing
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.fits import FirstRunChoice, first_run_choices, header_plan
-from edgeinfer.models.listing import ListedModel
+from edgeinfer.models.listing import ModelSummary
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.store import list_pulled
 from edgeinfer.platform.machine import Machine, read_machine
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _N_CTX = 4096
 
 
-class ModelChoice(ListedModel, frozen=True, kw_only=True):
+class ModelChoice(ModelSummary, frozen=True, kw_only=True):
     """A model in the picker, and the memory that it needs and that is free (bytes), 0 if unknown."""
 
     needs_bytes: int = 0
@@ -59,7 +59,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
     machine = read_machine()
     available = machine.memory.available_bytes if machine.memory.total_bytes else 0
     catalog = load_catalog()
-    found: list[tuple[ListedModel, int]] = []
+    found: list[tuple[ModelSummary, int]] = []
     pulled = list_pulled()
     for model in pulled:
         found.append((listing.of_pulled(model, catalog.get(model.base)), _needs(model.paths, machine)))

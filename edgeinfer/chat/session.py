@@ -18,7 +18,7 @@ import msgspec
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import with_attachments
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import (
     CUT,
     Attachment,
@@ -45,7 +45,7 @@ class ChatSession:
     """One open conversation. `engine` may be set after the first turn; `answer` is the latest one."""
 
     def __init__(
-        self, open_store: Callable[[], Store], model: str = "", engine: Engine | None = None
+        self, open_store: Callable[[], ConversationStore], model: str = "", engine: Engine | None = None
     ) -> None:
         self._open_store = open_store
         self.engine = engine
@@ -54,7 +54,7 @@ class ChatSession:
         self._turns: dict[int, Turn] = {}
 
     @cached_property
-    def store(self) -> Store:
+    def store(self) -> ConversationStore:
         """Open the store on first use, which delays no first paint. Raises StoreError."""
         return self._open_store()
 
@@ -368,7 +368,7 @@ class Answer:
 
     def __init__(
         self,
-        store: Store,
+        store: ConversationStore,
         turn: Turn,
         generation: Generation,
         n_ctx: int,

@@ -92,7 +92,7 @@ async def _serve(
         endpoint.log.info("replicas", model=name, running=len(info.running), reason=info.reason)
         host.note_replicas(info)
 
-    loader = Loader(options.model, name, host, load_options)
+    loader = ModelLoader(options.model, name, host, load_options)
     bounds = replica_bounds(options, host.config.serve)
     sources = ModelSources(
         load=ReplicaLoader(loader, bounds, replicas_changed) if bounds.most > 1 else loader,
@@ -135,7 +135,9 @@ def offline_endpoint(options: argparse.Namespace, host: Host) -> tuple[Endpoint,
     """Assemble an endpoint without a socket or limits, and its application, for `edgeinfer batch`."""
     load_options = requesting.load_options(options, host.config.load)
     name = host.files(options.model or host.config.default_model).name
-    sources = ModelSources(load=Loader(options.model, name, host, load_options), pulled=pulled_models())
+    sources = ModelSources(
+        load=ModelLoader(options.model, name, host, load_options), pulled=pulled_models()
+    )
     models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     refuse_unknown = host.config.serve.unknown_fields == "refuse"
@@ -149,7 +151,7 @@ async def _purge_daily() -> None:
         await asyncio.sleep(_PURGE_EVERY_S)
 
 
-class Loader:
+class ModelLoader:
     """Loads models: the default model into this process the first time, all others into workers."""
 
     def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
@@ -194,7 +196,7 @@ class ReplicaLoader:
     """Loads the default model as replicas in workers; none of them ends the endpoint."""
 
     def __init__(
-        self, loader: Loader, bounds: Bounds, on_change: Callable[[ReplicasInfo], None]
+        self, loader: ModelLoader, bounds: Bounds, on_change: Callable[[ReplicasInfo], None]
     ) -> None:
         self._loader = loader
         self._bounds = bounds

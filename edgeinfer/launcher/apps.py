@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WARM = "`edgeinfer warm` builds it now"
 
 
-class App:
+class LaunchedApp:
     """A running app: supervisor, link, and the `fds` of its request, kept for a cold start instead."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Apps:
     """
 
     def __init__(self, argv: list[str], poll: select.poll, exec_ns: int, main_ns: int) -> None:
-        self.running: list[App] = []
+        self.running: list[LaunchedApp] = []
         self.choice = selection.launch_choice(argv)
         self.fds = [0, 1, 2]
         self._argv = argv
@@ -61,7 +61,9 @@ class Apps:
         """Count the next app's launch from now."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
-    def start(self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]) -> App:
+    def start(
+        self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]
+    ) -> LaunchedApp:
         """Resume if wanted and possible, else start cold. Raises `selection.find`'s errors."""
         if choice.resume == "never":
             why = EdgeInferError("you asked for a cold start (--resume=never)")
@@ -77,12 +79,12 @@ class Apps:
             why = EdgeInferError(f"the snapshot could not be resumed: {error}")
         return self.cold(request, fds, why, hint_at(why))
 
-    def start_verb(self) -> App:
+    def start_verb(self) -> LaunchedApp:
         """Start the app of the verb. Raises as `start`."""
         request = LaunchRequest(role="verb", argv=tuple(self._argv))
         return self.start(self.choice, request, self.fds)
 
-    def start_worker(self, app: App, wanted: messages.StartWorker) -> None:
+    def start_worker(self, app: LaunchedApp, wanted: messages.StartWorker) -> None:
         """Start a process that serves an engine, and give `app` the other end of its socket."""
         theirs, ours = _socket.socketpair()
         resume = "auto" if self.choice.snapshot else self.choice.resume
@@ -98,13 +100,13 @@ class Apps:
 
     def resume(
         self, folder: str, manifest: format.Manifest, request: LaunchRequest, fds: list[int]
-    ) -> App:
+    ) -> LaunchedApp:
         """Begin to restore an app from this snapshot. Raises OSError."""
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         child = supervise.resume(manifest, folder, theirs.fileno())
         theirs.close()
-        app = self._adopt(App(child, ours, request, fds))
+        app = self._adopt(LaunchedApp(child, ours, request, fds))
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", _WARM
         self._send(app, spawn_ns)
@@ -112,34 +114,36 @@ class Apps:
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 
-    def cold(self, request: LaunchRequest, fds: list[int], why: EdgeInferError, hint: str = "") -> App:
+    def cold(
+        self, request: LaunchRequest, fds: list[int], why: EdgeInferError, hint: str = ""
+    ) -> LaunchedApp:
         """Start an app that loads its model; with a `hint` it prints the reason of the cold start."""
         ours, theirs = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         command = process.child_command("edgeinfer.snapshots.restore.app_process", str(theirs.fileno()))
         child = supervise.start(command, theirs.fileno(), dict(os.environ))
         theirs.close()
-        app = self._adopt(App(child, ours, request, fds))
+        app = self._adopt(LaunchedApp(child, ours, request, fds))
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = why.message, hint
         self._send(app, spawn_ns)
         self.close_carried(app)
         return app
 
-    def close_carried(self, app: App) -> None:
+    def close_carried(self, app: LaunchedApp) -> None:
         """Close the descriptors that a worker has received; a verb's stay for its next app."""
         if app.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
             del app.fds[3:]
 
-    def _adopt(self, app: App) -> App:
+    def _adopt(self, app: LaunchedApp) -> LaunchedApp:
         self.running.append(app)
         self._poll.register(app.child.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
         return app
 
-    def _send(self, app: App, spawn_ns: int) -> None:
+    def _send(self, app: LaunchedApp, spawn_ns: int) -> None:
         request, is_verb = app.request, app.role == "verb"
         process_env.describe(request)
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
@@ -155,7 +159,7 @@ class Apps:
         # the app may have ended already: its supervisor reports that
         quietly(messages.send, app.link, request, fds)
 
-    def forget(self, app: App) -> None:
+    def forget(self, app: LaunchedApp) -> None:
         """Drop an app that has ended, and reap its supervisor."""
         self.running.remove(app)
         self._poll.unregister(app.child.status_fd)

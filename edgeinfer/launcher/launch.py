@@ -17,7 +17,7 @@ import time
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.launcher import builds, exit, messages, process_env, supervise
-from edgeinfer.launcher.apps import App, Apps, hint_at, quietly
+from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_at, quietly
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Launcher:
 
     def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
         self.argv = argv
-        self._main: App | None = None
+        self._main: LaunchedApp | None = None
         self._asked_to_end = False
         self._is_suspending = False
         self._crashes = 0
@@ -90,7 +90,7 @@ class Launcher:
         if self._main is None and number in exit.ASKED_TO_END:
             exit.die_of(number)
 
-    def _read_supervisor(self, app: App) -> None:
+    def _read_supervisor(self, app: LaunchedApp) -> None:
         data = os.read(app.child.status_fd, 4096)
         app.report += data
         *lines, app.report = app.report.split(b"\n")
@@ -99,7 +99,7 @@ class Launcher:
         if not data and app in self._apps.running:
             self._ended(app, "signal 9")
 
-    def _reported(self, app: App, line: str) -> None:
+    def _reported(self, app: LaunchedApp, line: str) -> None:
         what, _, rest = line.partition(" ")
         if what == "restored":
             self._apps.close_carried(app)
@@ -118,7 +118,7 @@ class Launcher:
         elif self.argv[0] == "chat" and self._terminal.is_ours():
             os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
 
-    def _failed(self, app: App, why: str) -> None:
+    def _failed(self, app: LaunchedApp, why: str) -> None:
         """Start cold with the same request after CRIU failed to restore an accepted snapshot."""
         self._apps.forget(app)
         if app.request.how == "cold":
@@ -135,12 +135,12 @@ class Launcher:
         if app is self._main:
             self._main = again
 
-    def _ended(self, app: App, how: str) -> None:
+    def _ended(self, app: LaunchedApp, how: str) -> None:
         self._apps.forget(app)
         if app is self._main:
             self._finish(app, how)
 
-    def _read_app(self, app: App) -> None:
+    def _read_app(self, app: LaunchedApp) -> None:
         received = messages.receive(app.link)
         if received is None:
             self._poll.unregister(app.link.fileno())
@@ -162,7 +162,7 @@ class Launcher:
 
     # --- ending
 
-    def _finish(self, app: App, how: str, why: str = "") -> None:
+    def _finish(self, app: LaunchedApp, how: str, why: str = "") -> None:
         """Restart the app of `serve` after a crash; otherwise end with the app's status or signal."""
         what, _, text = how.partition(" ")
         number = int(text)
@@ -182,7 +182,7 @@ class Launcher:
         self._terminal.dismiss_guard()
         exit.die_of(number)
 
-    def _again(self, app: App, how: str) -> None:
+    def _again(self, app: LaunchedApp, how: str) -> None:
         alive_s = time.monotonic() - app.started_s
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]

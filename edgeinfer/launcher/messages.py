@@ -26,11 +26,11 @@ else:
 MAX_BYTES = 16 << 20
 MAX_FDS = 64
 _FD_BYTES = 4
-_kinds: dict[str, type[Message]] = {}
+_kinds: dict[str, type[LauncherMessage]] = {}
 
 
 @dataclass_transform(kw_only_default=True)
-class Message:
+class LauncherMessage:
     """A message; its fields are the annotations of its class, passed by name."""
 
     def __init_subclass__(cls) -> None:
@@ -45,7 +45,7 @@ class Message:
     __hash__ = None  # type: ignore[assignment]
 
 
-class LaunchRequest(Message):
+class LaunchRequest(LauncherMessage):
     """To an app: what to run, for whom, and how this launch went so far.
 
     `role` is "verb" (of `argv`), "worker" (of `model` with `options`, LoadOptions in JSON), "canary" or
@@ -74,7 +74,7 @@ class LaunchRequest(Message):
     is_named: bool = False
 
 
-class StartWorker(Message):
+class StartWorker(LauncherMessage):
     """To the launcher: start a process that serves an engine; `requested` are its snapshot options."""
 
     model: str
@@ -82,11 +82,11 @@ class StartWorker(Message):
     requested: dict[str, str]
 
 
-class WorkerStarted(Message):
+class WorkerStarted(LauncherMessage):
     """To the app that asked for a worker: its socket is the descriptor."""
 
 
-class WantSnapshot(Message):
+class WantSnapshot(LauncherMessage):
     """To the launcher: the snapshot that would have helped, to be built at the end, or `now`."""
 
     model: str
@@ -94,42 +94,42 @@ class WantSnapshot(Message):
     now: bool = False
 
 
-class WarmNow(Message):
+class WarmNow(LauncherMessage):
     """To the launcher: run `edgeinfer warm` with its output on the descriptor."""
 
     argv: tuple[str, ...]
 
 
-class StopWarming(Message):
+class StopWarming(LauncherMessage):
     """To the launcher: stop what `WarmNow` started."""
 
 
-class TakeSnapshot(Message):
+class TakeSnapshot(LauncherMessage):
     """To the launcher: run `edgeinfer snapshots take` with its JSON on the descriptor."""
 
     argv: tuple[str, ...]
 
 
-class Exit(Message):
+class Exit(LauncherMessage):
     """To the launcher: the verb has ended."""
 
     code: int
 
 
-class Stage(Message):
+class Stage(LauncherMessage):
     """Of a build: `fraction` of a stage is done, 0 to 1 in decimals, "" if unknown."""
 
     name: str
     fraction: str
 
 
-class Failed(Message):
+class Failed(LauncherMessage):
     """An error, as `errors.to_fields` takes it apart."""
 
     error: dict[str, str]
 
 
-class Payload(Message):
+class Payload(LauncherMessage):
     """A request or an answer in JSON (a canary's in msgpack); the link tells of what type."""
 
     content: bytes
@@ -181,7 +181,7 @@ _READERS: dict[str, Callable[[bytes], object]] = {
 }
 
 
-def encode(message: Message) -> bytes:
+def encode(message: LauncherMessage) -> bytes:
     """Return the bytes of a message, without its length."""
     kind = type(message)
     parts = [kind.__name__.encode()]
@@ -190,7 +190,7 @@ def encode(message: Message) -> bytes:
     return _pack(parts)
 
 
-def decode(body: bytes) -> Message:
+def decode(body: bytes) -> LauncherMessage:
     """Return the message of these bytes. Raises ValueError if they are none."""
     kind, *parts = _unpack(body) or [b""]
     cls = _kinds.get(kind.decode())
@@ -205,7 +205,7 @@ def decode(body: bytes) -> Message:
     return cls(**fields)
 
 
-def send(link: _socket.socket, message: Message, fds: Iterable[int] = ()) -> None:
+def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()) -> None:
     """Send one message whole. Raises OSError when the other side is gone."""
     body = encode(message)
     data = memoryview(len(body).to_bytes(4, "little") + body)
@@ -216,7 +216,7 @@ def send(link: _socket.socket, message: Message, fds: Iterable[int] = ()) -> Non
         link.sendall(data[sent:])
 
 
-def receive(link: _socket.socket) -> tuple[Message, list[int]] | None:
+def receive(link: _socket.socket) -> tuple[LauncherMessage, list[int]] | None:
     """Wait for one message and its descriptors; None when the other side is gone."""
     fds: list[int] = []
     try:

@@ -11,7 +11,7 @@ from edgeinfer.models.store import PulledModel
 from edgeinfer.units import format_parameters
 
 
-class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One model. `size_bytes` is 0 if unknown.
 
     `store` is the external store that has the file, "" for our own.
@@ -31,9 +31,9 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     size_is_estimate: bool = False
 
 
-def of_pulled(model: PulledModel, entry: Model | None) -> ListedModel:
+def of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
     """List a pulled model; `entry` is its row of the catalogue, if it has one."""
-    return ListedModel(
+    return ModelSummary(
         name=model.name,
         title=entry.title if entry else model.name,
         purpose=entry.purpose if entry else model.purpose,
@@ -47,11 +47,11 @@ def of_pulled(model: PulledModel, entry: Model | None) -> ListedModel:
     )
 
 
-def of_external(model: ExternalModel) -> ListedModel:
+def of_external(model: ExternalModel) -> ModelSummary:
     """List a model of another program by its header. Raises CatalogError if it cannot be used."""
     parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
     first = parts[0]
-    return ListedModel(
+    return ModelSummary(
         name=model.name,
         title=first.text("general.name") or model.name,
         purpose=first.purpose,
@@ -66,9 +66,9 @@ def of_external(model: ExternalModel) -> ListedModel:
     )
 
 
-def of_catalogue(entry: Model) -> ListedModel:
+def of_catalogue(entry: Model) -> ModelSummary:
     """List a model that can be pulled."""
-    return ListedModel(
+    return ModelSummary(
         name=entry.name,
         title=entry.title,
         purpose=entry.purpose,

@@ -1,10 +1,10 @@
 """A scripted engine for the tests of the fronts: the same protocol, no model, no llama.cpp.
 
-A script is what one generation does: events, errors, `Delay` and `Gate`. The fake checks requests as
-the engine does, ends a cancelled generation where it stands, leaves out the reasoning beyond a
+A script is what one generation does: events, errors, `Delay` and `StepGate`. The fake checks requests
+as the engine does, ends a cancelled generation where it stands, leaves out the reasoning beyond a
 request's budget, and counts.
 
-    engine = FakeEngine([["Hel", "lo"], [TextDelta("a"), Gate(event), DecodeError("broken")]])
+    engine = FakeEngine([["Hel", "lo"], [TextDelta("a"), StepGate(event), DecodeError("broken")]])
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Delay:
 
 
 @dataclass(frozen=True)
-class Gate:
+class StepGate:
     """Wait for the event or a cancellation; `reached` is set on arrival here."""
 
     opened: threading.Event
     reached: threading.Event = field(default_factory=threading.Event)
 
 
-Item = str | Event | EngineError | Delay | Gate
+Item = str | Event | EngineError | Delay | StepGate
 Script = Sequence[Item]
 
 DEFAULT_SCRIPT: Script = ("Hello", " world")
@@ -264,7 +264,7 @@ class _Player(threading.Thread):
     def _play(self, item: Item) -> None:
         if isinstance(item, Delay):
             self.cancelled.wait(item.seconds)
-        elif isinstance(item, Gate):
+        elif isinstance(item, StepGate):
             item.reached.set()
             while not (item.opened.wait(0.005) or self.cancelled.is_set()):
                 pass

@@ -142,9 +142,9 @@ class ModelPool:
         entry = self._entries.get(name)
         return ("", None) if entry is None or entry.loaded else (entry.stage, entry.fraction)
 
-    def loading(self) -> list[LoadingModel]:
+    def loading(self) -> list[LoadingReply]:
         return [
-            LoadingModel(model=s.name, stage=s.stage, progress=s.fraction)
+            LoadingReply(model=s.name, stage=s.stage, progress=s.fraction)
             for s in self._entries.values()
             if s.loaded is None
         ]
@@ -175,7 +175,7 @@ class ModelPool:
         ]
         return sorted(listed, key=lambda pulled: (pulled.name != self.default, pulled.name))
 
-    def report(self) -> list[LoadedModel]:
+    def report(self) -> list[LoadedReply]:
         now = asyncio.get_running_loop().time()
         return [entry.describe(now) for entry in self._entries.values()]
 
@@ -429,7 +429,7 @@ class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     loaded_hook: Callable[[str, LoadedEngine, float], None] = lambda name, loaded, seconds: None
 
 
-class LoadingModel(Reply, frozen=True, kw_only=True):
+class LoadingReply(Reply, frozen=True, kw_only=True):
     """`progress` is 0 to 1, or null while unknown."""
 
     model: str
@@ -437,7 +437,7 @@ class LoadingModel(Reply, frozen=True, kw_only=True):
     progress: float | None
 
 
-class LoadedModel(Reply, frozen=True, kw_only=True):
+class LoadedReply(Reply, frozen=True, kw_only=True):
     """A model in memory. `expires_in_s` is null while it is kept for ever or in use.
 
     `replicas` has its processes if there may be several.
@@ -520,14 +520,14 @@ class ModelEntry:
         """Set stage and progress from the loading thread; two plain assignments need no lock."""
         self.stage, self.fraction = stage, fraction
 
-    def describe(self, now: float) -> LoadedModel:
+    def describe(self, now: float) -> LoadedReply:
         """Return the operator's view without replicas; `now` is the event loop's time."""
         described: dict[str, Any] = {}
         if self.loaded is not None:
             info = self.loaded.engine.info
             described = msgspec.to_builtins(info)
             described["lora"] = [{"name": a.name, "scale": a.scale} for a in info.lora]
-        return LoadedModel(
+        return LoadedReply(
             id=self.name,
             state="loading" if self.loaded is None else "loaded",
             where="" if self.loaded is None else self.loaded.where,

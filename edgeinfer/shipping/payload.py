@@ -41,7 +41,7 @@ HEAD_BYTES = 1 << 20
 MAX_INDEX_BYTES = 8 << 20
 
 
-class Entry(NamedTuple):
+class PayloadEntry(NamedTuple):
     """One file of the payload. `block` numbers the block that holds it, files in order."""
 
     path: str
@@ -63,7 +63,7 @@ class Index(NamedTuple):
     """The payload's content. `relocate` lists executables whose ELF interpreter is ours."""
 
     version: str
-    files: tuple[Entry, ...]
+    files: tuple[PayloadEntry, ...]
     links: tuple[tuple[str, str], ...]
     blocks: tuple[Block, ...]
     relocate: tuple[str, ...]
@@ -152,7 +152,7 @@ def parse_index(raw: bytes) -> Index | None:
             return None
         return Index(
             version=version,
-            files=tuple(Entry(*entry) for entry in document["files"]),
+            files=tuple(PayloadEntry(*entry) for entry in document["files"]),
             links=tuple((path, target) for path, target in document["links"]),
             blocks=tuple(Block(*block) for block in document["blocks"]),
             relocate=tuple(document["relocate"]),
@@ -181,7 +181,9 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
     return raw
 
 
-def split_block(raw: bytes, entries: list[Entry], path: Path) -> Iterator[tuple[Entry, memoryview]]:
+def split_block(
+    raw: bytes, entries: list[PayloadEntry], path: Path
+) -> Iterator[tuple[PayloadEntry, memoryview]]:
     """Yield the files of a block, each checked. Raises ChecksumError naming the file."""
     at, view = 0, memoryview(raw)
     for entry in entries:

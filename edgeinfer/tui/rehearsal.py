@@ -17,7 +17,7 @@ from textual.cache import LRUCache
 from textual.pilot import Pilot
 
 from edgeinfer.cache_report import CacheReport
-from edgeinfer.chat.history.store import Store, migrate
+from edgeinfer.chat.history.store import ConversationStore, migrate
 from edgeinfer.chat.launch import Launch
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
@@ -83,10 +83,10 @@ def _launch(theme: str) -> Launch:
     )
 
 
-def _store() -> Store:
+def _store() -> ConversationStore:
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db, "rehearsal")
-    return Store(db, "rehearsal")
+    return ConversationStore(db, "rehearsal")
 
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:

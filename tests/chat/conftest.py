@@ -2,11 +2,11 @@
 
 import pytest
 
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import ConversationStore
 
 
 @pytest.fixture
 def store(tmp_path):
-    store = Store.open(tmp_path / "c.db")
+    store = ConversationStore.open(tmp_path / "c.db")
     yield store
     store.close()

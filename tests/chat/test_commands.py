@@ -25,7 +25,7 @@ class TestSlash:
         assert not commands.is_command(line)
 
     def test_parse(self):
-        assert commands.parse("/Model  smollm2 ") == commands.CommandLine("model", "smollm2")
+        assert commands.parse("/Model  smollm2 ") == commands.TypedCommand("model", "smollm2")
         assert commands.parse("/regenerate").name == "regen"
         assert commands.parse("/?").name == "help"
 

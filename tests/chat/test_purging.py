@@ -10,7 +10,7 @@ from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Conversation, Turn
 from edgeinfer.chat.repl import Repl
 from edgeinfer.cli.main import main
@@ -25,7 +25,7 @@ class Deleted:
     """A conversation that was deleted long ago, and a block of it."""
 
     def __init__(self):
-        self.store = Store.open()
+        self.store = ConversationStore.open()
         gone = self.store.create(Conversation(title="secret"))
         self.store.add(Turn(conversation_id=gone.id, content="secret words"))
         now, self.store.clock = self.store.clock, lambda: 0
@@ -53,14 +53,14 @@ def deleted():
 
 def test_plain_chat_purges_deleted_conversations(tmp_path, deleted):
     launch = make_launch(tmp_path, FixedHost(FakeEngine([words("Hello")])))
-    launch.open_store = Store.open
+    launch.open_store = ConversationStore.open
     Repl(launch, io.StringIO("/quit\n"), io.StringIO()).run()
     assert deleted.is_gone()
 
 
 async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted):
     app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))
-    app.chat.launch.open_store = Store.open
+    app.chat.launch.open_store = ConversationStore.open
     async with app.run_test() as pilot:
         await wait_shown(pilot, deleted.is_gone)
 

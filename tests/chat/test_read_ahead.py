@@ -8,7 +8,7 @@ from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.read_ahead import ALONG_S, ReadAhead, whole_words
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 NOTES = Attachment(name="notes.txt", text="the word is swordfish")
@@ -129,7 +129,7 @@ def test_edited_question_is_prefilled_in_its_own_branch(composer, engine):
 def test_prefill_waits_for_an_engine_and_the_end_of_an_answer(composer, engine):
     composer.session.engine = None
     assert not composer.stand_still("One two ")
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     composer.session.engine = FakeEngine([[gate, "x"]])
     composer.session.ask("q")
     running = composer.session.begin_answer()

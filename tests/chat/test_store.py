@@ -9,7 +9,15 @@ import textwrap
 import msgspec
 import pytest
 
-from edgeinfer.chat.history.store import MARK, STALE_MS, UNDO_MS, UNMARK, Store, migrate, migrations
+from edgeinfer.chat.history.store import (
+    MARK,
+    STALE_MS,
+    UNDO_MS,
+    UNMARK,
+    ConversationStore,
+    migrate,
+    migrations,
+)
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Turn
 from edgeinfer.errors import StoreError
 
@@ -86,9 +94,9 @@ def test_kill_9_loses_nothing_that_append_returned_for(tmp_path):
     script = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from edgeinfer.chat.history.store import Store
+        from edgeinfer.chat.history.store import ConversationStore
         from edgeinfer.chat.history.values import Conversation, Turn
-        store = Store.open(Path(sys.argv[1]))
+        store = ConversationStore.open(Path(sys.argv[1]))
         c = store.create(Conversation(title="t"))
         q = store.add(Turn(conversation_id=c.id, content="q"))
         a = store.add(Turn(conversation_id=c.id, parent_id=q.id, role="assistant", status="streaming"))
@@ -107,7 +115,7 @@ def test_kill_9_loses_nothing_that_append_returned_for(tmp_path):
     process.stdout.close()
     process.wait()
     shown = max([200, *seen])
-    store = Store.open(tmp_path / "c.db")
+    store = ConversationStore.open(tmp_path / "c.db")
     (turn,) = (t for t in store.turns(1).values() if t.role == "assistant")
     words = turn.content.split()
     assert words == [str(n) for n in range(len(words))]
@@ -214,7 +222,7 @@ def test_typed_is_newest_first_without_repeats(store):
 
 
 def test_two_processes_may_write(store, tmp_path, clock):
-    other = Store.open(tmp_path / "c.db", clock)
+    other = ConversationStore.open(tmp_path / "c.db", clock)
     conversation = talk(store, "from one")
     other.add(Turn(conversation_id=conversation, content="from the other"))
     assert [t.content for t in store.turns(conversation).values()] == ["from one", "from the other"]
@@ -234,13 +242,13 @@ def test_locked_store_says_so(store, tmp_path):
 def test_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "c.db").write_bytes(b"not a database at all, just some text" * 100)
     with pytest.raises(StoreError):
-        Store.open(tmp_path / "c.db")
+        ConversationStore.open(tmp_path / "c.db")
 
 
 def test_newer_schema_is_refused(tmp_path, store):
     store.db.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreError, match="newer edgeinfer"):
-        Store.open(tmp_path / "c.db")
+        ConversationStore.open(tmp_path / "c.db")
 
 
 def test_every_migration_step_leads_to_the_same_schema(tmp_path):

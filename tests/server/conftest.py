@@ -109,7 +109,7 @@ class Served:
         """Open the stream of an answer, to be read piece by piece."""
         return self.client.stream("POST", CHAT, json={"messages": HI, "stream": True} | body)
 
-    def begin(self, gate: fake.Gate, **body: Any) -> Future[httpx2.Response]:
+    def begin(self, gate: fake.StepGate, **body: Any) -> Future[httpx2.Response]:
         """Ask in a thread; return once the scripted answer waits at `gate`."""
         asking = self.pool.submit(self.chat, **body)
         assert gate.reached.wait(20)

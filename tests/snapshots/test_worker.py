@@ -11,7 +11,7 @@ import pytest
 from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadError, QueueFullError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
-from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
@@ -105,7 +105,7 @@ def test_a_load_that_fails_raises_here():
 
 
 def test_cancelling_reaches_the_worker():
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     with remote(FakeEngine([("a", gate, "b")])) as (engine, _):
         generation = engine.submit(ask())
         assert gate.reached.wait(10)
@@ -122,7 +122,7 @@ def test_many_at_once_keep_apart():
 
 
 def test_the_death_of_the_worker_ends_everything_in_flight():
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     with remote(FakeEngine([("a", gate)])) as (engine, there):
         generation = iter(engine.submit(ask()))
         assert gate.reached.wait(10)
@@ -138,7 +138,7 @@ def test_the_death_of_the_worker_ends_everything_in_flight():
 
 def test_closing_waits_until_the_worker_has_closed_its_engine():
     """Which writes what was computed: who loads the model next finds it."""
-    fake = FakeEngine([("a", Gate(threading.Event()))])
+    fake = FakeEngine([("a", StepGate(threading.Event()))])
     with remote(fake) as (engine, _):
         generation = engine.submit(ask())
         closing = threading.Thread(target=engine.close)

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.model_choices import ModelChoice
 from edgeinfer.config.config_file import ChatConfig, Config
@@ -119,7 +119,7 @@ def make_launch(path, host=None, **fields):
         model=MODEL,
         options=LoadOptions(),
         config=fields.pop("config", ChatConfig()),
-        open_store=lambda: Store.open(path / "conversations.db", clock),
+        open_store=lambda: ConversationStore.open(path / "conversations.db", clock),
         **fields,
     )
 

@@ -13,7 +13,7 @@ from fixed_chat import EMPTY_SHELF, MODEL, SHELF, FixedHost, end, wait_until, wo
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError
 from edgeinfer.runtime.events import ReasoningDelta
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 
 ANSWER = """Quicksort picks a *pivot* and sorts what is **smaller** and what is larger:
 
@@ -104,7 +104,9 @@ async def top(pilot):
     await pilot.press("ctrl+t", "ctrl+home")
 
 
-@scene(lambda: ["Quicksort picks a *pivot* and sorts what is **smal", Gate(threading.Event()), "ler**"])
+@scene(
+    lambda: ["Quicksort picks a *pivot* and sorts what is **smal", StepGate(threading.Event()), "ler**"]
+)
 async def writing(pilot):
     chat = await ready(pilot)
     chat.send(QUESTION, None)

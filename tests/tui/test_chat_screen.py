@@ -12,7 +12,7 @@ from textual import events
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
 
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import (
@@ -23,7 +23,7 @@ from edgeinfer.errors import (
     OutOfMemoryError,
 )
 from edgeinfer.runtime.events import ReasoningDelta
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
@@ -31,7 +31,7 @@ from edgeinfer.tui.screens.model_picker import ModelScreen
 
 def gated(*before, after=("done",)):
     """A script that stops at a gate; (engine, gate)."""
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     return FakeEngine([[*before, gate, *after]]), gate
 
 
@@ -43,7 +43,7 @@ async def test_question_is_answered_and_stored(drive, tmp_path):
         assert d.chat.composer.text == ""
         assert d.chat.status._parts[0].text == MODEL
         assert "context 408/4,096" in [p.text for p in d.chat.status._parts]
-    store = Store.open(tmp_path / "conversations.db")
+    store = ConversationStore.open(tmp_path / "conversations.db")
     assert [t.content for t in store.turns(1).values()] == ["Hi there", "Hello **you** "]
     store.close()
 
@@ -446,7 +446,7 @@ async def test_crash_is_recorded_and_everything_is_stored(tmp_path):
     with pytest.raises(ZeroDivisionError):
         await talk_then_break()
     assert isinstance(app.crash, ZeroDivisionError)
-    store = Store.open(tmp_path / "conversations.db")
+    store = ConversationStore.open(tmp_path / "conversations.db")
     assert [t.content for t in store.turns(1).values()] == ["q", "kept"]
     store.close()
 

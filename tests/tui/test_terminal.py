@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from terminal import PROMPT, Terminal, shell_environment
 
-from edgeinfer.chat.history.store import Store
+from edgeinfer.chat.history.store import ConversationStore
 
 EDGEINFER = Path(sys.executable).with_name("edgeinfer")
 MODEL = "smollm2-135m-instruct"
@@ -88,7 +88,7 @@ def until_wide(terminal, columns):
 
 
 def stored(terminal):
-    store = Store.open(terminal.home / "edgeinfer/data/conversations.db")
+    store = ConversationStore.open(terminal.home / "edgeinfer/data/conversations.db")
     turns = [t.content for t in store.turns(1).values()]
     store.close()
     return turns

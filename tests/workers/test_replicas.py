@@ -14,7 +14,7 @@ from edgeinfer.config.config_file import load_config, replica_range
 from edgeinfer.errors import ConfigError, EngineClosedError, ModelLoadError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, Gate
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest
@@ -197,7 +197,7 @@ def test_requests_are_routed_by_prefix_then_by_load():
         _until(lambda: len(engine.usable) == 2, "two replicas")
         assert engine.info.n_parallel == 4
         _until(lambda: [fake.n_threads for fake in shop.engines] == [2, 2], "cores that are shared")
-        gate = Gate(threading.Event())
+        gate = StepGate(threading.Event())
         shop.engines[0]._choose = lambda request: (gate, "a")
         busy = engine.submit(GenerateRequest(prompt="one " * 400))
         assert gate.reached.wait(10)
@@ -217,7 +217,7 @@ def test_requests_are_routed_by_prefix_then_by_load():
 
 
 def test_crashed_replica_ends_its_requests_alone_and_is_replaced():
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     shop = Shop(script=("a", gate, "b"))
     with shop.open() as engine:
         _until(lambda: len(engine.usable) == 2, "two replicas")

@@ -154,8 +154,8 @@ def _store_errors(name: str) -> Iterator[None]:
         raise StoreError(f"the conversations in {name} cannot be used: {error}", hint=hint) from error
 
 
-class Store:
-    """Open with `Store.open()`. `clock` gives milliseconds since 1970."""
+class ConversationStore:
+    """Open with `ConversationStore.open()`. `clock` gives milliseconds since 1970."""
 
     def __init__(self, db: sqlite3.Connection, name: str, clock: Callable[[], int] = now_ms) -> None:
         self.db = db
@@ -163,7 +163,7 @@ class Store:
         self.clock = clock
 
     @classmethod
-    def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> Store:
+    def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> ConversationStore:
         """Open the file (created 0600) and migrate it to the newest schema. Raises StoreError."""
         file = path or store_path()
         try:
@@ -425,7 +425,7 @@ def match_query(words: str) -> str:
     return " ".join(f'"{w}"' for w in found) + "*" if found else ""
 
 
-def purge_deleted(open_store: Callable[[], Store] | None = None) -> None:
+def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> None:
     """Purge deleted conversations that can no longer be undone. A failure is left to the next purge.
 
     Cached blocks go first: a purge that is killed midway finds its conversations again.
@@ -434,7 +434,7 @@ def purge_deleted(open_store: Callable[[], Store] | None = None) -> None:
         return
     with (
         contextlib.suppress(EdgeInferError, OSError),
-        contextlib.closing((open_store or Store.open)()) as store,
+        contextlib.closing((open_store or ConversationStore.open)()) as store,
     ):
         overdue = store.overdue()
         for conversation in overdue:

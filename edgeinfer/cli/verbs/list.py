@@ -21,7 +21,7 @@ from edgeinfer.models.catalog import Catalog, load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.fits import Fit
-from edgeinfer.models.listing import ListedModel
+from edgeinfer.models.listing import ModelSummary
 from edgeinfer.models.store import list_pulled, unfinished
 from edgeinfer.platform.machine import MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
@@ -37,7 +37,7 @@ _GROUPS = {
 }
 
 
-class ModelRow(ListedModel, frozen=True, kw_only=True):
+class ModelRow(ModelSummary, frozen=True, kw_only=True):
     """One line. `snapshots` counts warmed ones."""
 
     snapshots: int = 0
@@ -164,7 +164,7 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     local = [listing.of_pulled(model, catalog.get(model.base)) for model in pulled]
     names = {model.name for model in local}
     external = [_external(model) for model in stores.search() if model.name not in sources]
-    local += [model for model in external if isinstance(model, ListedModel)]
+    local += [model for model in external if isinstance(model, ModelSummary)]
     broken = [model for model in external if isinstance(model, UnusableModel)]
     rest = [model for model in catalog.models.values() if model.name not in names]
     available = [] if options.pulled else map(listing.of_catalogue, rest)
@@ -192,7 +192,7 @@ def _matches(model: ModelRow, wanted: list[str]) -> bool:
     return all(word in text for word in wanted)
 
 
-def _external(model: ExternalModel) -> ListedModel | UnusableModel:
+def _external(model: ExternalModel) -> ModelSummary | UnusableModel:
     try:
         return listing.of_external(model)
     except CatalogError as error:

@@ -23,7 +23,7 @@ from edgeinfer.snapshots.running import processes, shares_folders
 from edgeinfer.units import format_bytes
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class InstalledPart(msgspec.Struct, frozen=True, kw_only=True):
     """A folder or the shipped file to remove. `mine`: user data, which `--keep-data` keeps."""
 
     what: str
@@ -37,8 +37,8 @@ class UninstallResult(Result, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "uninstall"
 
-    removed: tuple[Part, ...]
-    kept: tuple[Part, ...]
+    removed: tuple[InstalledPart, ...]
+    kept: tuple[InstalledPart, ...]
 
     def human(self) -> str:
         freed = sum(part.size_bytes for part in self.removed)
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, _host: Host) -> UninstallResult:
     return UninstallResult(removed=to_remove, kept=kept)
 
 
-def parts() -> list[Part]:
+def parts() -> list[InstalledPart]:
     """List everything that is there, the running program last."""
     wanted = [
         ("snapshots", paths.snapshots_dir(), False),
@@ -89,13 +89,15 @@ def parts() -> list[Part]:
         ("unpacked application", unpack.app_root(), False),
     ]
     present = [
-        Part(what=what, path=str(p), size_bytes=_size(p), mine=mine)
+        InstalledPart(what=what, path=str(p), size_bytes=_size(p), mine=mine)
         for what, p, mine in wanted
         if os.path.lexists(p)
     ]
     program = shipped.program_file()
     if program and os.access(program.parent, os.W_OK):
-        present.append(Part(what="the program", path=str(program), size_bytes=program.stat().st_size))
+        present.append(
+            InstalledPart(what="the program", path=str(program), size_bytes=program.stat().st_size)
+        )
     return present
 
 
@@ -133,7 +135,7 @@ def _refuse_while_running() -> None:
         )
 
 
-def _listing(to_remove: tuple[Part, ...], kept: tuple[Part, ...]) -> str:
+def _listing(to_remove: tuple[InstalledPart, ...], kept: tuple[InstalledPart, ...]) -> str:
     lines = [f"  {format_bytes(part.size_bytes):>9}  {part.what}: {part.path}" for part in to_remove]
     lines += [f"       kept  {part.what}: {part.path}" for part in kept]
     return "\n".join(["This is everything edgeinfer has here, and it would be removed:", *lines])

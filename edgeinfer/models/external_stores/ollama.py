@@ -22,7 +22,7 @@ from edgeinfer.models.external_stores.reader import (
     MAX_TEXT_BYTES,
     ExternalFile,
     ExternalModel,
-    Store,
+    ExternalStore,
     UnusableError,
     entries,
     file_in,
@@ -49,7 +49,7 @@ class _Manifest(msgspec.Struct, frozen=True):
     layers: list[_Layer]
 
 
-class OllamaStore(Store):
+class OllamaStore(ExternalStore):
     """Ollama's store."""
 
     name = "Ollama"

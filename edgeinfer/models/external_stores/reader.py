@@ -103,7 +103,7 @@ class UnusableError(Exception):
         self.hint = hint
 
 
-class Store(ABC):
+class ExternalStore(ABC):
     """A program's models. Their names begin with `prefix`; `fix` is said of an unusable one, "{}"."""
 
     name: ClassVar[str]

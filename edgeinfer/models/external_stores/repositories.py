@@ -22,7 +22,7 @@ from edgeinfer.models import names
 from edgeinfer.models.external_stores.reader import (
     ExternalFile,
     ExternalModel,
-    Store,
+    ExternalStore,
     UnusableError,
     file_in,
     folders,
@@ -35,7 +35,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.ASCII)
 
 
-class _RepositoryStore(Store):
+class _RepositoryStore(ExternalStore):
     """A store of repositories, whose folders are `depth` deep; names end without `suffix`."""
 
     depth: int

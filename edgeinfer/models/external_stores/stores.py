@@ -18,7 +18,7 @@ from edgeinfer.errors import ChecksumError, ModelNotPulledError
 from edgeinfer.models import gguf, names
 from edgeinfer.models.external_stores import ollama
 from edgeinfer.models.external_stores.ollama import OllamaSettings, OllamaStore
-from edgeinfer.models.external_stores.reader import ExternalModel, Store, UnusableError, verify
+from edgeinfer.models.external_stores.reader import ExternalModel, ExternalStore, UnusableError, verify
 from edgeinfer.models.external_stores.repositories import HuggingFaceCache, LmStudioFolder
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
@@ -31,7 +31,7 @@ Progress = Callable[[str, float | None], None]
 
 _OLLAMA, _LM_STUDIO = OllamaStore(), LmStudioFolder()
 _HUGGING_FACE = HuggingFaceCache()
-_STORES: tuple[Store, ...] = (_OLLAMA, _HUGGING_FACE, _LM_STUDIO)
+_STORES: tuple[ExternalStore, ...] = (_OLLAMA, _HUGGING_FACE, _LM_STUDIO)
 
 
 def is_name(text: str) -> bool:
@@ -49,7 +49,7 @@ def search(prefix: str = "") -> list[ExternalModel]:
     return list(models.values())
 
 
-def _in_store(store: Store) -> Iterator[ExternalModel]:
+def _in_store(store: ExternalStore) -> Iterator[ExternalModel]:
     searched: set[str] = set()
     for root in store.roots(os.environ):
         real = os.path.realpath(root)

@@ -118,21 +118,21 @@ Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
 @ROUTES.get("/lora-adapters")
-async def listed(context: RequestContext, query: wire.ModelQuery) -> list[wire.LoadedAdapter]:
+async def listed(context: RequestContext, query: wire.ModelQuery) -> list[wire.AdapterStatus]:
     """Adapters of the default model or of `?model=`, in llama.cpp's shape."""
     context.name_model(query.model)
     info = context.endpoint.models.info(context.model)
     return _described(info.lora if info else ())
 
 
-def _described(adapters: Sequence[Adapter]) -> list[wire.LoadedAdapter]:
-    return [wire.LoadedAdapter(id=i, path=a.name, scale=a.scale) for i, a in enumerate(adapters)]
+def _described(adapters: Sequence[Adapter]) -> list[wire.AdapterStatus]:
+    return [wire.AdapterStatus(id=i, path=a.name, scale=a.scale) for i, a in enumerate(adapters)]
 
 
 @ROUTES.post("/lora-adapters", is_admin=True)
 async def scaled(
     context: RequestContext, body: list[wire.LoraById], query: wire.ModelQuery
-) -> list[wire.LoadedAdapter]:
+) -> list[wire.AdapterStatus]:
     """Scales of adapters for requests that name none, in llama.cpp's shape; one left out gets 0."""
     context.name_model(query.model)
 

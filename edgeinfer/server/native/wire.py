@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.model_pool import LoadedModel, LoadingModel
+from edgeinfer.server.model_pool import LoadedReply, LoadingReply
 from edgeinfer.server.openai.wire import LogitBias, Messages, Prompt, Tools
 from edgeinfer.server.wire_types import (
     GenerationFields,
@@ -218,7 +218,7 @@ class Health(Reply, frozen=True, kw_only=True):
 
     status: Status
     model: str
-    loading: list[LoadingModel] = msgspec.field(default_factory=list)
+    loading: list[LoadingReply] = msgspec.field(default_factory=list)
     error: str | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -254,7 +254,7 @@ class Props(Reply, frozen=True, kw_only=True):
 
     version: str
     default_model: str
-    models: list[LoadedModel]
+    models: list[LoadedReply]
     how_started: str
     start_reason: str
     start_stages_ms: dict[str, float]
@@ -386,7 +386,7 @@ class LlamaAnswer(Reply, frozen=True, kw_only=True):
     timings: WireTimings | msgspec.UnsetType = msgspec.UNSET
 
 
-class LoadedAdapter(Reply, frozen=True, kw_only=True):
+class AdapterStatus(Reply, frozen=True, kw_only=True):
     """An adapter of a model; `path` is its name, and a request names it in `lora`.
 
     `scale` is for requests that name none.

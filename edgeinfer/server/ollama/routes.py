@@ -15,7 +15,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
-from edgeinfer.server.model_pool import AvailableModel, LoadedModel, listed_name
+from edgeinfer.server.model_pool import AvailableModel, LoadedReply, listed_name
 from edgeinfer.server.ollama import model_admin, model_view, translate, wire
 from edgeinfer.server.ollama.render import (
     Clock,
@@ -168,7 +168,7 @@ async def running(context: RequestContext) -> wire.OllamaProcesses:
     return wire.OllamaProcesses(models=found)
 
 
-def _running(loaded: LoadedModel, info: EngineInfo, pulled: AvailableModel) -> wire.RunningModel:
+def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> wire.RunningModel:
     name = listed_name(loaded.id)
     left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
     return wire.RunningModel(

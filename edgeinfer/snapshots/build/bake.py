@@ -24,7 +24,7 @@ from typing import NamedTuple
 from edgeinfer.errors import DumpError
 from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.snapshots.build import criu_images
-from edgeinfer.snapshots.build.criu_images import Message
+from edgeinfer.snapshots.build.criu_images import ImageMessage
 
 PAGE = 4096
 #: Shorter runs are read by CRIU: a mapping costs it as much as reading so many pages.
@@ -134,7 +134,7 @@ def _forget_scheduling(core: Path) -> None:
     image = criu_images.read(core)
     gone = (criu_images.THREAD_NICE, criu_images.THREAD_POLICY, criu_images.THREAD_PRIORITY)
     threads = [
-        Message(field for field in thread if field.number not in gone)
+        ImageMessage(field for field in thread if field.number not in gone)
         for thread in image.messages[0].parts(criu_images.CORE_THREAD)
     ]
     image.messages[0] = image.messages[0].with_parts(criu_images.CORE_THREAD, threads)
@@ -163,8 +163,8 @@ class _Baker:
         path = self._folder / "files.img"
         image = criu_images.read(path)
         self._file_id = 1 + max(file.number(criu_images.FILE_ID) for file in image.messages)
-        owner = Message.of(dict.fromkeys(range(1, 6), 0))
-        regular = Message.of(
+        owner = ImageMessage.of(dict.fromkeys(range(1, 6), 0))
+        regular = ImageMessage.of(
             {
                 criu_images.REG_ID: self._file_id,
                 criu_images.REG_FLAGS: os.O_RDONLY,
@@ -175,7 +175,7 @@ class _Baker:
                 criu_images.REG_MODE: _MODE,
             }
         )
-        entry = Message.of(
+        entry = ImageMessage.of(
             {
                 criu_images.FILE_TYPE: criu_images.REGULAR_FILE,
                 criu_images.FILE_ID: self._file_id,
@@ -194,7 +194,7 @@ class _Baker:
         image.messages[0] = image.messages[0].with_parts(criu_images.MM_AREAS, pieces)
         criu_images.write(path, image)
 
-    def _cut(self, area: Message) -> Iterator[Message]:
+    def _cut(self, area: ImageMessage) -> Iterator[ImageMessage]:
         start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
         status = area.number(criu_images.AREA_STATUS)
         # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
@@ -215,7 +215,7 @@ class _Baker:
         if at < end:
             yield area if at == start else _piece(area, at, end)
 
-    def _mapping(self, area: Message, run: Run) -> Message:
+    def _mapping(self, area: ImageMessage, run: Run) -> ImageMessage:
         status, flags = area.number(criu_images.AREA_STATUS), area.number(criu_images.AREA_FLAGS)
         return area.with_values(
             {
@@ -246,7 +246,7 @@ class _Baker:
         criu_images.write(pagemap, image)
 
 
-def _may_be_mapped(area: Message) -> bool:
+def _may_be_mapped(area: ImageMessage) -> bool:
     status, flags = area.number(criu_images.AREA_STATUS), area.number(criu_images.AREA_FLAGS)
     private = criu_images.STATUS_ANON_PRIVATE | criu_images.STATUS_FILE_PRIVATE
     return bool(
@@ -257,7 +257,7 @@ def _may_be_mapped(area: Message) -> bool:
     )
 
 
-def _piece(area: Message, start: int, end: int) -> Message:
+def _piece(area: ImageMessage, start: int, end: int) -> ImageMessage:
     offset = area.number(criu_images.AREA_OFFSET)
     if area.number(criu_images.AREA_STATUS) & criu_images.STATUS_FILE_PRIVATE:
         offset += start - area.number(criu_images.AREA_START)
@@ -266,8 +266,8 @@ def _piece(area: Message, start: int, end: int) -> Message:
     )
 
 
-def _pagemap_entry(run: Run) -> Message:
-    return Message.of(
+def _pagemap_entry(run: Run) -> ImageMessage:
+    return ImageMessage.of(
         {
             criu_images.RUN_ADDRESS: run.start,
             criu_images.RUN_PAGES32: run.length // PAGE,

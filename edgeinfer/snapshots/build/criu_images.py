@@ -65,16 +65,16 @@ class Field(NamedTuple):
     value: int | bytes
 
 
-class Message(list[Field]):
+class ImageMessage(list[Field]):
     """The fields of a message, in order."""
 
     @classmethod
-    def of(cls, values: Mapping[int, int | bytes]) -> Message:
+    def of(cls, values: Mapping[int, int | bytes]) -> ImageMessage:
         """Make a message of these fields."""
         return cls().with_values(values)
 
     @classmethod
-    def decode(cls, data: int | bytes) -> Message:
+    def decode(cls, data: int | bytes) -> ImageMessage:
         """Decode a message. Raises SnapshotCorruptError if it is none."""
         if isinstance(data, int):
             raise SnapshotCorruptError("an image of CRIU has a number in place of a message")
@@ -111,11 +111,11 @@ class Message(list[Field]):
         """Return the integer in a field, 0 if there is none."""
         return next((value for n, _, value in self if n == field and isinstance(value, int)), 0)
 
-    def parts(self, field: int) -> list[Message]:
+    def parts(self, field: int) -> list[ImageMessage]:
         """Return the messages in a repeated field."""
-        return [Message.decode(value) for n, _, value in self if n == field]
+        return [ImageMessage.decode(value) for n, _, value in self if n == field]
 
-    def with_values(self, values: Mapping[int, int | bytes]) -> Message:
+    def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:
         """Return the message with these fields, in their places or at the end."""
         kept = (
             field._replace(value=values[field.number]) if field.number in values else field
@@ -127,19 +127,19 @@ class Message(list[Field]):
             for number, value in values.items()
             if number not in numbers
         )
-        return Message([*kept, *added])
+        return ImageMessage([*kept, *added])
 
-    def with_parts(self, field: int, parts: Iterable[Message]) -> Message:
+    def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
         """Return the message with these messages in a repeated field, which comes last."""
         others = [one for one in self if one.number != field]
-        return Message([*others, *(Field(field, BYTES, part.encode()) for part in parts)])
+        return ImageMessage([*others, *(Field(field, BYTES, part.encode()) for part in parts)])
 
 
 class Image(NamedTuple):
     """One image file: its magic numbers and its messages."""
 
     magic: bytes
-    messages: list[Message]
+    messages: list[ImageMessage]
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def read(path: Path) -> Image:
         at += 4 + size
         if at > len(data):
             raise SnapshotCorruptError(f"{path} is truncated")
-        messages.append(Message.decode(data[at - size : at]))
+        messages.append(ImageMessage.decode(data[at - size : at]))
     return Image(data[:8], messages)
 
 

@@ -251,11 +251,11 @@ class AppHost(Host):
         builds.log(note)
         return True
 
-    def _tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
+    def _tell(self, message: messages.LauncherMessage, fds: Sequence[int] = ()) -> None:
         with self._asking, contextlib.suppress(OSError):
             messages.send(self._link, message, fds)
 
-    def _tell_with_pipe(self, message: messages.Message) -> int:
+    def _tell_with_pipe(self, message: messages.LauncherMessage) -> int:
         """Send a message with the end of a pipe to write to; return the one to read."""
         read_fd, write_fd = os.pipe()
         self._tell(message, [write_fd])

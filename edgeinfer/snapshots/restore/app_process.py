@@ -34,7 +34,7 @@ TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 
 def run_app(
     link: socket.socket,
-    received: tuple[messages.Message, list[int]] | None,
+    received: tuple[messages.LauncherMessage, list[int]] | None,
     loaded: LoadedModel | None,
     resumed_ns: int,
 ) -> NoReturn:

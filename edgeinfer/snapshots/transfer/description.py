@@ -63,7 +63,7 @@ class ModelFile(Blob, frozen=True, kw_only=True):
     name: str
 
 
-class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
+class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
     """The draft model that was loaded beside the model."""
 
     name: str
@@ -86,7 +86,7 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     requested: dict[str, str]
     system: str
     model_files: tuple[ModelFile, ...]
-    draft: DraftModel | None = None
+    draft: DraftDescription | None = None
     adapters: tuple[AdapterFile, ...] = ()
 
     @property

@@ -23,7 +23,7 @@ from edgeinfer.snapshots.transfer.description import (
     SIGNATURE,
     SIGNER,
     AdapterFile,
-    DraftModel,
+    DraftDescription,
     ModelFile,
     SnapshotDescription,
     config_bytes,
@@ -135,12 +135,12 @@ def _files(model: str, warm: str, paths: dict[str, str]) -> tuple[ModelFile, ...
     return found
 
 
-def _draft(manifest: format.Manifest, paths: dict[str, str]) -> DraftModel | None:
+def _draft(manifest: format.Manifest, paths: dict[str, str]) -> DraftDescription | None:
     name = manifest.requested.get(DRAFT.field, "")
     if name in ("", "none"):
         return None
     warm = f"edgeinfer warm {manifest.model} --draft NAME"
-    return DraftModel(name=name, files=_files(name, warm, paths))
+    return DraftDescription(name=name, files=_files(name, warm, paths))
 
 
 def _adapters(manifest: format.Manifest, paths: dict[str, str]) -> tuple[AdapterFile, ...]:

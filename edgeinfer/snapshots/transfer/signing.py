@@ -89,7 +89,7 @@ def _context() -> Iterator[ctypes.c_void_p]:
         crypto.EVP_MD_CTX_free(context)
 
 
-class Key:
+class SigningKey:
     """A private key of 32 bytes."""
 
     def __init__(self, seed: bytes) -> None:
@@ -130,7 +130,7 @@ def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
         )
 
 
-def own_key(*, make: bool) -> Key | None:
+def own_key(*, make: bool) -> SigningKey | None:
     """Return this user's key; make it if there is none and `make`.
 
     Raises SnapshotUnsafeError when others can read it, SnapshotUntrustedError when it is no key.
@@ -143,7 +143,7 @@ def own_key(*, make: bool) -> Key | None:
         body = base64.b64encode(_PKCS8 + os.urandom(KEY_BYTES)).decode()
         text = f"{_BEGIN}\n{body}\n{_END}\n"
         write_private(path, text)
-    return Key(_seed(text, path))
+    return SigningKey(_seed(text, path))
 
 
 def read_private(path: Path) -> str | None:

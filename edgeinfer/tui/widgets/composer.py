@@ -17,7 +17,7 @@ from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from edgeinfer.chat.attachments import counted, mentioned, read
-from edgeinfer.chat.commands import Completion
+from edgeinfer.chat.commands import CommandCompletion
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError
@@ -231,9 +231,9 @@ class Completions(OptionList, can_focus=False):
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id, compact=True)
-        self.found: list[Completion] = []
+        self.found: list[CommandCompletion] = []
 
-    def offer(self, found: Sequence[Completion]) -> None:
+    def offer(self, found: Sequence[CommandCompletion]) -> None:
         """Show these, the first one chosen; none hides the list."""
         if list(found) == self.found:
             return
@@ -253,7 +253,7 @@ class Completions(OptionList, can_focus=False):
             self.highlighted = ((self.highlighted or 0) + by) % len(self.found)
 
     @property
-    def choice(self) -> Completion | None:
+    def choice(self) -> CommandCompletion | None:
         return self.found[self.highlighted] if self.found and self.highlighted is not None else None
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.errors import ContextLengthError, from_fields, to_fields
 from edgeinfer.runtime.events import Progress
-from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server.anthropic.render import MessageRenderer
 from edgeinfer.server.limits import Limits
 
@@ -41,7 +41,7 @@ def _events(lines, n):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     here = serve(FakeEngine([[Progress(2, 9), gate, "x"]]), limits=Limits(comment_s=0.02))
     with here.client.stream("POST", path, json=ROUTES[path] | {"stream": True}) as answer:
         lines = answer.iter_lines()

@@ -10,11 +10,11 @@ import time
 import openai
 import pytest
 
-from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server import batches
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate as Door
+from edgeinfer.server.guards.security import Gate
 
 URL = "/v1/chat/completions"
 
@@ -73,7 +73,7 @@ def test_batch_goes_from_upload_to_answers(here, until):
 
 
 def test_cancelled_batch_keeps_what_it_has_answered(serve, tmp_path, until):
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content != "first" else ["done"])
     client = _client(serve(engine, batches=tmp_path / "batches"))
     batch = _begin(client, _jsonl(_line("first"), *(_line(str(n)) for n in range(20))))
@@ -114,7 +114,7 @@ def test_form_without_a_file_is_refused(here):
 
 
 def test_key_sees_its_own_files_alone_and_its_batch_asks_with_it(serve, tmp_path, until):
-    door = Door(keys=Keys(["one-key-of-many", "another-key-here"]))
+    door = Gate(keys=Keys(["one-key-of-many", "another-key-here"]))
     here = serve(FakeEngine(lambda request: ["a"]), gate=door, batches=tmp_path / "batches")
     mine, other = _client(here, "one-key-of-many"), _client(here, "another-key-here")
     batch = _begin(mine, _jsonl(_line("q")))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.fake import FakeEngine, Gate
+from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server.payload_log import PayloadLog
 
 
@@ -57,7 +57,7 @@ def test_a_request_that_is_refused_is_written_with_its_error(
 
 def test_a_stream_that_is_cut_leaves_what_was_said(serve, tmp_path, until):
     path = tmp_path / "p"
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     here = serve(FakeEngine([["one ", gate, "two"]]), payloads=PayloadLog(path))
     asking = here.begin(gate, stream=True)
     here.drain()

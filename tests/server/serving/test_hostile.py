@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from edgeinfer.runtime.fake import Delay, FakeEngine, Gate
+from edgeinfer.runtime.fake import Delay, FakeEngine, StepGate
 from edgeinfer.server.limits import Limits
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -118,7 +118,7 @@ def test_a_thousand_hostile_requests_change_nothing(serve, until, chatterer, kin
 
 
 def test_a_disconnect_in_the_middle_of_a_stream_cancels(serve, until):
-    gates = [Gate(threading.Event()) for _ in range(20)]
+    gates = [StepGate(threading.Event()) for _ in range(20)]
     engine = FakeEngine([["a", gate, "b"] for gate in gates])
     here = serve(engine)
     for gate in gates:
@@ -131,7 +131,7 @@ def test_a_disconnect_in_the_middle_of_a_stream_cancels(serve, until):
 
 
 def test_a_disconnect_before_a_whole_answer_cancels(serve, until):
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     engine = FakeEngine([["a", gate, "b"], ["next"]])
     here = serve(engine)
     with socket.create_connection(("127.0.0.1", here.port)) as client:
@@ -171,7 +171,7 @@ def test_doubtful_framing_is_refused(serve, raw_exchange, lines, status):
 
 
 def test_half_closed_client_is_answered(serve, until):
-    gate = Gate(threading.Event())
+    gate = StepGate(threading.Event())
     here = serve(FakeEngine([["late ", gate, "answer"]]))
     with socket.create_connection(("127.0.0.1", here.port)) as client:
         client.settimeout(20)

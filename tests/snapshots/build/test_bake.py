@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.errors import DumpError, SnapshotCorruptError
 from edgeinfer.snapshots.build import bake, criu_images
-from edgeinfer.snapshots.build.criu_images import Field, Message
+from edgeinfer.snapshots.build.criu_images import Field, ImageMessage
 
 PAGE = bake.PAGE
 PID = 30000
@@ -19,34 +19,38 @@ FILE = criu_images.STATUS_REGULAR | criu_images.STATUS_FILE_PRIVATE
 PRESENT = 4
 
 
-def area(start: int, pages: int, status: int = ANON, flags: int = 0x22, offset: int = 0) -> Message:
+def area(
+    start: int, pages: int, status: int = ANON, flags: int = 0x22, offset: int = 0
+) -> ImageMessage:
     protection, fd = 3, 1
     numbers = (start, start + pages * PAGE, offset, 0, protection, flags, status, fd)
-    return Message.of(dict(enumerate(numbers, 1)))
+    return ImageMessage.of(dict(enumerate(numbers, 1)))
 
 
 class Dump:
     """A made dump of one process: areas, and content at addresses."""
 
-    def __init__(self, folder: Path, areas: list[Message], content: dict[int, bytes]) -> None:
+    def __init__(self, folder: Path, areas: list[ImageMessage], content: dict[int, bytes]) -> None:
         self.folder, self.memory = folder / "images", folder / "memory.img"
         self.folder.mkdir()
-        self.write(f"mm-{PID}.img", Message.of({1: 0}).with_parts(criu_images.MM_AREAS, areas))
+        self.write(f"mm-{PID}.img", ImageMessage.of({1: 0}).with_parts(criu_images.MM_AREAS, areas))
         runs = ({1: at, 2: len(data) // PAGE, 4: PRESENT} for at, data in content.items())
-        self.write(f"pagemap-{PID}.img", Message.of({1: 1}), *map(Message.of, runs))
+        self.write(f"pagemap-{PID}.img", ImageMessage.of({1: 1}), *map(ImageMessage.of, runs))
         (self.folder / "pages-1.img").write_bytes(b"".join(content.values()))
-        self.write("files.img", Message.of({1: 1, 2: 7}))
-        thread = Message.of({3: 38, 4: 5, 9: 1})
-        self.write(f"core-{PID}.img", Message.of({1: 1}).with_parts(criu_images.CORE_THREAD, [thread]))
+        self.write("files.img", ImageMessage.of({1: 1, 2: 7}))
+        thread = ImageMessage.of({3: 38, 4: 5, 9: 1})
+        self.write(
+            f"core-{PID}.img", ImageMessage.of({1: 1}).with_parts(criu_images.CORE_THREAD, [thread])
+        )
 
-    def write(self, name: str, *messages: Message) -> None:
+    def write(self, name: str, *messages: ImageMessage) -> None:
         image = criu_images.Image(b"\x19CVTF\x17\x03\x54", list(messages))
         criu_images.write(self.folder / name, image)
 
-    def first(self, name: str) -> Message:
+    def first(self, name: str) -> ImageMessage:
         return criu_images.read(self.folder / name).messages[0]
 
-    def areas(self) -> list[Message]:
+    def areas(self) -> list[ImageMessage]:
         return self.first(f"mm-{PID}.img").parts(criu_images.MM_AREAS)
 
     def bake(self) -> bake.Baked:
@@ -146,10 +150,10 @@ field = st.tuples(
 
 @given(st.lists(field, max_size=10))
 def test_a_message_passes_through_unchanged(message):
-    assert Message.decode(Message(map(Field._make, message)).encode()) == message
+    assert ImageMessage.decode(ImageMessage(map(Field._make, message)).encode()) == message
 
 
 @given(st.binary(max_size=60))
 def test_garbage_is_refused_in_our_words(data):
     with contextlib.suppress(SnapshotCorruptError):
-        Message.decode(data)
+        ImageMessage.decode(data)

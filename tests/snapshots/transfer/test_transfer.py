@@ -80,7 +80,7 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
 def resigned(
     exported: Path,
     folder: Path,
-    key: signing.Key,
+    key: signing.SigningKey,
     change: Callable[[description.SnapshotDescription], description.SnapshotDescription],
 ) -> None:
     """A copy of an export whose description is changed and signed by `key`."""
@@ -178,7 +178,7 @@ def unsign(exported, folder, _key):
 
 
 def other_signer(exported, folder, _key):
-    resigned(exported, folder, signing.Key(os.urandom(32)), lambda d: d)
+    resigned(exported, folder, signing.SigningKey(os.urandom(32)), lambda d: d)
 
 
 TAMPERINGS = {
@@ -206,7 +206,7 @@ def refused(folder: Path) -> EdgeInferError:
 
 def all_refused(tamperings: dict, exported: Path, signer: str) -> None:
     """Import what each of `tamperings` makes of an export; `signer` and a key of the test are trusted."""
-    key = signing.Key(os.urandom(32))
+    key = signing.SigningKey(os.urandom(32))
     signing.trust(signer)
     signing.trust(key.fingerprint)
     for number, (what, (tamper, code, words)) in enumerate(tamperings.items()):
