@@ -20,6 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ class AnswerFile:
         """Erase the answers of a conversation; return the erased bytes. Raises OSError."""
         bounds = np.flatnonzero(self.ring < 0).tolist()
         erased = 0
-        for begin, end in zip(bounds, [*bounds[1:], RING], strict=True):
+        for begin, end in pairwise([*bounds, RING]):
             if self.ring[begin] == -owner:
                 self._write(_RING_AT + begin, np.full(end - begin, _END, np.int32))
                 erased += (end - begin) * _WORD

@@ -108,6 +108,8 @@ def test_forgotten_conversation_is_erased_and_no_other(tmp_path: Path) -> None:
     assert file is not None
     assert not np.isin(ANSWER, file.ring).any()
     assert forget_conversation(tmp_path / "blocks", "chat-1") == 0
+    blocks.answers.of("another salt")  # a file without an answer
+    assert forget_conversation(tmp_path / "blocks", "chat-1") == 0
 
 
 SCHEMA = {
