@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 _by_code: dict[str, type[EdgeInferError]] = {}
 
 
-def _kebab(name: str) -> str:
-    """`ModelNotPulledError` → `model-not-pulled`. Without `re`, which the launcher would pay for."""
-    stem = name.removesuffix("Error")
-    return "".join(f"-{c.lower()}" if c.isupper() else c for c in stem).lstrip("-")
+def kebab(name: str) -> str:
+    """`ModelNotPulled` → `model-not-pulled`. Without `re`, which the launcher would pay for."""
+    return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).lstrip("-")
 
 
 class EdgeInferError(Exception):
@@ -35,7 +34,7 @@ class EdgeInferError(Exception):
     details: tuple[str, ...] = ("hint",)
 
     def __init_subclass__(cls) -> None:
-        cls.code = _kebab(cls.__name__)
+        cls.code = kebab(cls.__name__.removesuffix("Error"))
         _by_code[cls.code] = cls
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 
 from edgeinfer import error_text
-from edgeinfer.errors import EdgeInferError, to_fields
+from edgeinfer.errors import EdgeInferError, kebab, to_fields
 
 #: Version of the JSON envelope. A key may be added without a new version; none is renamed or removed.
 SCHEMA = "edgeinfer/1"
@@ -15,8 +13,6 @@ SCHEMA = "edgeinfer/1"
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A verb's outcome. `exit_code` is 0 unless the outcome itself is a finding."""
-
-    kind: ClassVar[str] = "result"
 
     @property
     def exit_code(self) -> int:
@@ -28,9 +24,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def envelope(result: Result) -> bytes:
-    """Encode `{"schema", "kind", "ok": true, "result"}` as one line of JSON."""
+    """Encode `{"schema", "kind", "ok": true, "result"}` as one line of JSON.
+
+    `kind` is the class's name in kebab case without its end: "pull-adapter" of `PullAdapterResult`.
+    """
+    kind = kebab(type(result).__name__.removesuffix("Result"))
     return msgspec.json.encode(
-        {"schema": SCHEMA, "kind": result.kind, "ok": result.exit_code == 0, "result": result}
+        {"schema": SCHEMA, "kind": kind, "ok": result.exit_code == 0, "result": result}
     )
 
 

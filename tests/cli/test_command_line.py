@@ -15,6 +15,7 @@ import pytest
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import EXAMPLES, VERBS, build_parser, module_of, verbs_of, wants_json
 from edgeinfer.cli.result import Result
+from edgeinfer.errors import kebab
 from edgeinfer.host import Host
 from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
 
@@ -34,6 +35,19 @@ def test_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
     ]
     assert needed == [argparse.Namespace, Host]
     assert issubclass(hints["return"], Result)
+
+
+def test_kinds_of_results_are_those_that_scripts_know():
+    kinds = """
+        agents backends batch chat completion config doctor forget launch licenses list preload ps pull
+        pull-adapter quantize rm run self-check serve show snapshot snapshots snapshots-export
+        snapshots-import snapshots-removed snapshots-take snapshots-trust snapshots-verify stop uninstall
+        version warm
+    """.split()
+    for verb in (*VERBS, "snapshots_transfer"):
+        module_of(verb)
+    ours = [one for one in Result.__subclasses__() if one.__module__.startswith("edgeinfer.")]
+    assert sorted(kebab(one.__name__.removesuffix("Result")) for one in ours) == kinds
 
 
 @pytest.mark.parametrize(

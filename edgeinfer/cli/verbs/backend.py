@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -29,8 +29,6 @@ class ListedBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 class BackendsResult(Result, frozen=True, kw_only=True):
     """Every known backend, preferred ones first. `folder` holds the user's own libraries."""
-
-    kind: ClassVar[str] = "backends"
 
     folder: str
     backends: tuple[ListedBackend, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from edgeinfer.cli.options import add_launch_options, add_load_options, add_quiet, count
 from edgeinfer.cli.result import Result
@@ -15,8 +14,6 @@ class BatchResult(Result, frozen=True, kw_only=True):
 
     `left` lines have no answer yet: their failure, `left_reason`, may be temporary.
     """
-
-    kind: ClassVar[str] = "batch"
 
     done: int
     failed: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from edgeinfer import requesting
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 class ChatResult(Result, frozen=True, kw_only=True):
     """A chat that has ended and is stored. Prints nothing."""
-
-    kind: ClassVar[str] = "chat"
 
     model: str
     conversation: int = 0

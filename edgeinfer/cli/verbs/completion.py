@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 from edgeinfer.cli.parser import VERBS, build_parser, verbs_of
 from edgeinfer.cli.result import Result
@@ -49,8 +48,6 @@ complete -c edgeinfer -f -a '(__edgeinfer_words)'""",
 
 class CompletionResult(Result, frozen=True, kw_only=True):
     """A script for the shell, or a line for each word that may follow: the word, a tab, its summary."""
-
-    kind: ClassVar[str] = "completion"
 
     shell: str
     text: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import Config, config_path, load_config
@@ -12,8 +11,6 @@ from edgeinfer.host import Host
 
 class ConfigResult(Result, frozen=True, kw_only=True):
     """Every key with its effective value."""
-
-    kind: ClassVar[str] = "config"
 
     path: str
     exists: bool

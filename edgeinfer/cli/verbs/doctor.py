@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -60,8 +60,6 @@ class Check(msgspec.Struct, frozen=True):
 
 class DoctorResult(Result, frozen=True, kw_only=True):
     """Every check; exit 0 if none failed."""
-
-    kind: ClassVar[str] = "doctor"
 
     version: str
     checks: tuple[Check, ...]
@@ -253,8 +251,6 @@ CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
 
 class SelfCheckResult(Result, frozen=True, kw_only=True):
     """The files compared. No `findings`: every byte is as built."""
-
-    kind: ClassVar[str] = "self-check"
 
     app: str
     file: str

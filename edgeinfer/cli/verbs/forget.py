@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from edgeinfer.cli.options import add_yes
 from edgeinfer.cli.result import Result
@@ -18,8 +17,6 @@ ALL = "all"
 
 class ForgetResult(Result, frozen=True, kw_only=True):
     """The models and conversations whose cached prefixes were deleted."""
-
-    kind: ClassVar[str] = "forget"
 
     forgotten: tuple[str, ...]
     freed_bytes: int

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -37,8 +36,6 @@ IDLE_EXIT_S = 600
 class LaunchResult(Result, frozen=True, kw_only=True):
     """An agent that has ended, with its exit code."""
 
-    kind: ClassVar[str] = "launch"
-
     agent: str
     model: str
     status: int
@@ -60,8 +57,6 @@ class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
 
 class AgentsResult(Result, frozen=True, kw_only=True):
     """The agents that can be launched."""
-
-    kind: ClassVar[str] = "agents"
 
     agents: tuple[KnownAgent, ...]
 

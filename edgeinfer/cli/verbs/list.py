@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar
 
 import msgspec
 
@@ -58,8 +57,6 @@ class ListResult(Result, frozen=True, kw_only=True):
 
     With `fits`, grouped instead; `busy`: the machine was busy when the rates were measured.
     """
-
-    kind: ClassVar[str] = "list"
 
     models: tuple[ModelRow, ...]
     fits: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.result import Result
@@ -15,8 +14,6 @@ from edgeinfer.units import format_bytes, format_duration
 
 class PsResult(Result, frozen=True, kw_only=True):
     """This user's running launches that keep their data here, or all with `--everywhere`."""
-
-    kind: ClassVar[str] = "ps"
 
     running: tuple[Running, ...]
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from typing import ClassVar
 from urllib.parse import quote
 
 from edgeinfer.cli.options import add_model, add_quiet
@@ -38,8 +37,6 @@ _TRIES = {
 class PullResult(Result, frozen=True, kw_only=True):
     """A stored model. `sha256` of a split model is that of its files' digests."""
 
-    kind: ClassVar[str] = "pull"
-
     name: str
     title: str
     files: tuple[str, ...]
@@ -65,8 +62,6 @@ class PullResult(Result, frozen=True, kw_only=True):
 
 class PullAdapterResult(Result, frozen=True, kw_only=True):
     """A stored adapter."""
-
-    kind: ClassVar[str] = "pull-adapter"
 
     adapter: PulledAdapter
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import ClassVar
 
 from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.result import Result
@@ -21,8 +20,6 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
 
     `divergence` (nats per token) and `same_top` (share of 1) compare the result with the source.
     """
-
-    kind: ClassVar[str] = "quantize"
 
     source: str
     source_type: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import ClassVar
 
 from edgeinfer.cli.options import add_yes
 from edgeinfer.cli.result import Result
@@ -20,8 +19,6 @@ from edgeinfer.units import format_bytes
 
 class RmResult(Result, frozen=True, kw_only=True):
     """The removed models and snapshots."""
-
-    kind: ClassVar[str] = "rm"
 
     removed: tuple[RemovedModel, ...]
     snapshots: tuple[str, ...] = ()

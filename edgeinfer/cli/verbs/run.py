@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import TextIO
 
 import msgspec
 
@@ -44,8 +44,6 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunResult(Result, frozen=True, kw_only=True):
     """The whole answer. `human` is empty: the text was streamed."""
-
-    kind: ClassVar[str] = "run"
 
     model: str
     text: str

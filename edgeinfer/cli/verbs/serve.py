@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar, Literal
+from typing import Literal
 
 from edgeinfer.cli.options import add_launch_options, add_load_options, add_model, count, ranged
 from edgeinfer.cli.parser import ENDPOINT
@@ -14,8 +14,6 @@ from edgeinfer.host import Host
 
 class ServeResult(Result, frozen=True, kw_only=True):
     """How serving ended. `cut_short`: requests were cancelled at the end of the drain."""
-
-    kind: ClassVar[str] = "serve"
 
     reason: Literal["signal", "idle"]
     cut_short: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -78,8 +77,6 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 class ShowResult(Result, frozen=True, kw_only=True):
     """`header`, `files` and `memory` are empty if the model is not pulled. `notes` list problems."""
-
-    kind: ClassVar[str] = "show"
 
     name: str
     title: str

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from edgeinfer.cli.options import add_quiet, add_yes
 from edgeinfer.cli.parser import add_action
@@ -28,8 +28,6 @@ from edgeinfer.units import format_bytes, format_duration
 
 class SnapshotsResult(Result, frozen=True, kw_only=True):
     """Every snapshot, and its state on this machine."""
-
-    kind: ClassVar[str] = "snapshots"
 
     snapshots: tuple[Listed, ...]
     disk_bytes: int
@@ -71,8 +69,6 @@ def _failure_line(failure: Failure) -> str:
 class SnapshotResult(Result, frozen=True, kw_only=True):
     """One snapshot."""
 
-    kind: ClassVar[str] = "snapshot"
-
     snapshot: Details
     state: str
     disk_bytes: int
@@ -105,10 +101,8 @@ def _flag(field: str) -> str:
     return next(named, field.replace("_", " "))
 
 
-class VerifyResult(Result, frozen=True, kw_only=True):
+class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
     """Every byte was read and compared."""
-
-    kind: ClassVar[str] = "snapshots-verify"
 
     name: str
     files: int
@@ -119,10 +113,8 @@ class VerifyResult(Result, frozen=True, kw_only=True):
         return f"{self.name}: {read}, all as they were built; resumed twice"
 
 
-class RemovedResult(Result, frozen=True, kw_only=True):
+class SnapshotsRemovedResult(Result, frozen=True, kw_only=True):
     """The removed snapshots."""
-
-    kind: ClassVar[str] = "snapshots-removed"
 
     removed: tuple[str, ...]
     freed_bytes: int
@@ -235,7 +227,7 @@ def _show(options: argparse.Namespace, _host: Host) -> SnapshotResult:
     )
 
 
-def _verify(options: argparse.Namespace, _host: Host) -> VerifyResult:
+def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     folder = registry.find(options.name)
     wrong = builder.wrong_files(folder)
     if wrong:
@@ -249,25 +241,26 @@ def _verify(options: argparse.Namespace, _host: Host) -> VerifyResult:
             f"{folder.name}: two resumed processes got the same bytes from {', '.join(repeated)}"
         )
     manifest = format.read_manifest(str(folder))
-    return VerifyResult(
+    return SnapshotsVerifyResult(
         name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values())
     )
 
 
-def _rm(options: argparse.Namespace, _host: Host) -> RemovedResult:
+def _rm(options: argparse.Namespace, _host: Host) -> SnapshotsRemovedResult:
     matches = [registry.find(name) for name in options.name]
     confirm(f"remove {', '.join(format.name_of(f.name) for f in matches)}?", yes=options.yes)
     return _remove(matches)
 
 
-def _remove(folders: list[Path]) -> RemovedResult:
+def _remove(folders: list[Path]) -> SnapshotsRemovedResult:
     freed = sum(registry.disk_bytes(folder) for folder in folders)
     for folder in folders:
         registry.remove_snapshot(folder)
-    return RemovedResult(removed=tuple(format.name_of(f.name) for f in folders), freed_bytes=freed)
+    removed = tuple(format.name_of(folder.name) for folder in folders)
+    return SnapshotsRemovedResult(removed=removed, freed_bytes=freed)
 
 
-def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
+def _prune(options: argparse.Namespace, host: Host) -> SnapshotsRemovedResult:
     root = paths.snapshots_dir()
     if not root.is_dir():
         raise SnapshotMissingError("there are no snapshots", hint="")
@@ -277,16 +270,14 @@ def _prune(options: argparse.Namespace, host: Host) -> RemovedResult:
     sizes = {folder: registry.disk_bytes(folder) for folder in registry.by_last_use(root)}
     removed = [*registry.remove_stale(root), *registry.make_room(root, host.config.snapshots)]
     freed = sum(size for folder, size in sizes.items() if not folder.exists())
-    return RemovedResult(removed=tuple(removed), freed_bytes=freed)
+    return SnapshotsRemovedResult(removed=tuple(removed), freed_bytes=freed)
 
 
 _PS = "`edgeinfer ps` shows what runs"
 
 
-class TakeResult(Result, frozen=True, kw_only=True):
+class SnapshotsTakeResult(Result, frozen=True, kw_only=True):
     """The snapshot of process `pid`. `was_built` is False if an identical one existed."""
-
-    kind: ClassVar[str] = "snapshots-take"
 
     pid: int
     snapshot: Details
@@ -305,7 +296,7 @@ class TakeResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def _take(options: argparse.Namespace, host: Host) -> TakeResult:
+def _take(options: argparse.Namespace, host: Host) -> SnapshotsTakeResult:
     format.refuse_bad_name(options.name)
     pid = _resolve_pid(options.which)
     which = options.which if options.which and _has_loaded(pid, options.which) else None
@@ -315,7 +306,7 @@ def _take(options: argparse.Namespace, host: Host) -> TakeResult:
     progress = StageProgress(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
     with stoppable("stopped; nothing of the snapshot is kept"), progress:
         snapshot, was_built = build(loaded, options.name, host.config.snapshots, progress.report)
-    return TakeResult(
+    return SnapshotsTakeResult(
         pid=pid, snapshot=snapshot, was_built=was_built, wall_s=round(time.monotonic() - start_s, 2)
     )
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress
@@ -29,10 +28,8 @@ from edgeinfer.snapshots.transfer.oci import Layout
 from edgeinfer.units import format_bytes
 
 
-class ExportResult(Result, frozen=True, kw_only=True):
+class SnapshotsExportResult(Result, frozen=True, kw_only=True):
     """An exported snapshot. `written_bytes` counts only layers new at the destination."""
-
-    kind: ClassVar[str] = "snapshots-export"
 
     name: str
     tag: str
@@ -56,10 +53,8 @@ class ExportResult(Result, frozen=True, kw_only=True):
         )
 
 
-class ImportResult(Result, frozen=True, kw_only=True):
+class SnapshotsImportResult(Result, frozen=True, kw_only=True):
     """A snapshot that was imported."""
-
-    kind: ClassVar[str] = "snapshots-import"
 
     snapshot: Details
     signer: str
@@ -87,10 +82,8 @@ def _launch(name: str, model: str, requested: dict[str, str]) -> str:
     return " ".join(["edgeinfer chat", model, *lora, *draft])
 
 
-class TrustResult(Result, frozen=True, kw_only=True):
+class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
     """Trusted keys: this user's own, "" before the first export, and others'."""
-
-    kind: ClassVar[str] = "snapshots-trust"
 
     own: str
     trusted: dict[str, str]
@@ -100,7 +93,7 @@ class TrustResult(Result, frozen=True, kw_only=True):
         return "\n".join([own, *(f"{who} since {day}" for who, day in self.trusted.items())])
 
 
-def export(options: argparse.Namespace, _host: Host) -> ExportResult:
+def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
     """Export a snapshot. Raises what `exporting.export` raises, UsageError for a bad destination."""
     start_s = time.monotonic()
     folder = registry.find(options.name)
@@ -110,7 +103,7 @@ def export(options: argparse.Namespace, _host: Host) -> ExportResult:
         done = exporting.export(
             folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), progress.report
         )
-    return ExportResult(
+    return SnapshotsExportResult(
         name=name,
         tag=done.name,
         destination=options.destination,
@@ -150,7 +143,7 @@ def _may_fill(folder: Path) -> bool:
     return (folder / "oci-layout").is_file() or not any(folder.iterdir())
 
 
-def import_(options: argparse.Namespace, host: Host) -> ImportResult:
+def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     """Import a snapshot. Raises what `importing` raises, UsageError for a bad source or fingerprint."""
     start_s = time.monotonic()
     if options.trust:
@@ -162,7 +155,7 @@ def import_(options: argparse.Namespace, host: Host) -> ImportResult:
             details = importing.import_snapshot(source, offer, host, progress.report)
     except KeyboardInterrupt as error:
         raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
-    return ImportResult(
+    return SnapshotsImportResult(
         snapshot=details, signer=offer.signer, wall_s=round(time.monotonic() - start_s, 2)
     )
 
@@ -193,7 +186,7 @@ def _artifact(text: str) -> sources.OciArtifact | None:
     return artifact if isinstance(artifact, sources.OciArtifact) else None
 
 
-def trust(options: argparse.Namespace, _host: Host) -> TrustResult:
+def trust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
     """List, add or remove trusted keys. Raises UsageError for a missing or unknown fingerprint."""
     if options.remove and not options.fingerprint:
         raise UsageError(
@@ -203,4 +196,4 @@ def trust(options: argparse.Namespace, _host: Host) -> TrustResult:
     if options.fingerprint:
         (signing.distrust if options.remove else signing.trust)(options.fingerprint)
     own = signing.own_key(make=False)
-    return TrustResult(own=own.fingerprint if own else "", trusted=signing.trusted())
+    return SnapshotsTrustResult(own=own.fingerprint if own else "", trusted=signing.trusted())

@@ -7,7 +7,6 @@ import contextlib
 import os
 import select
 import signal
-from typing import ClassVar
 
 from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.result import Result
@@ -21,8 +20,6 @@ GRACE_S = 35.0
 
 class StopResult(Result, frozen=True, kw_only=True):
     """The stopped processes; `killed` ones ignored SIGTERM."""
-
-    kind: ClassVar[str] = "stop"
 
     stopped: tuple[int, ...]
     killed: tuple[int, ...]

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -34,8 +33,6 @@ class InstalledPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class UninstallResult(Result, frozen=True, kw_only=True):
     """The removed and the kept parts."""
-
-    kind: ClassVar[str] = "uninstall"
 
     removed: tuple[InstalledPart, ...]
     kept: tuple[InstalledPart, ...]

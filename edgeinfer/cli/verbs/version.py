@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -21,8 +21,6 @@ class VersionResult(Result, frozen=True, kw_only=True):
 
     `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"), or "" for llama.cpp's.
     """
-
-    kind: ClassVar[str] = "version"
 
     edgeinfer: str
     python: str
@@ -45,8 +43,6 @@ class VersionResult(Result, frozen=True, kw_only=True):
 
 class LicensesResult(Result, frozen=True, kw_only=True):
     """The components of the shipped file (`share/licences.json`); `folder` has their licences."""
-
-    kind: ClassVar[str] = "licenses"
 
     folder: str
     components: tuple[dict[str, Any], ...]

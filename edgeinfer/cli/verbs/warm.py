@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import ClassVar
 
 from edgeinfer import requesting
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_model, add_quiet
@@ -30,8 +29,6 @@ from edgeinfer.units import format_bytes
 
 class WarmResult(Result, frozen=True, kw_only=True):
     """A published snapshot."""
-
-    kind: ClassVar[str] = "warm"
 
     snapshot: Details
     wall_s: float
@@ -100,8 +97,6 @@ def _own_name(system: str, options: LoadOptions) -> str:
 
 class PreloadResult(Result, frozen=True, kw_only=True):
     """Files in load order. `was_resident_bytes` were in the page cache before."""
-
-    kind: ClassVar[str] = "preload"
 
     name: str
     files: tuple[str, ...]
