@@ -76,18 +76,11 @@ def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
         f"{folder}/" if folder or typed.startswith("/") else "."
     ).expanduser()
     try:
-        entries = sorted(os.scandir(base), key=lambda e: (not _is_dir(e), e.name))
+        entries = sorted(os.scandir(base), key=lambda e: (not os.path.isdir(e), e.name))
     except OSError:
         return []
     prefix = typed[: len(typed) - len(start)]
-    names = [e.name + ("/" if _is_dir(e) else "") for e in entries if e.name.startswith(start)]
+    names = [e.name + ("/" if os.path.isdir(e) else "") for e in entries if e.name.startswith(start)]
     return [prefix + name for name in names if start.startswith(".") or not name.startswith(".")][
         :limit
     ]
-
-
-def _is_dir(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -219,17 +218,21 @@ def config_path() -> Path:
 
 def load_config(path: Path | None = None) -> Config:
     """Read the configuration. Raises ConfigError naming file, key and the nearest valid key."""
-    import tomllib  # 5 ms, and not needed where the file is absent
-
     source = path or config_path()
     try:
-        text = source.read_text("utf-8")
+        content = source.read_bytes()
     except FileNotFoundError:
-        text = ""
+        content = b""
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}") from error
+    return _parse(content, source)
+
+
+def _parse(content: bytes, source: Path) -> Config:
+    import tomllib  # 5 ms, and not needed where the file is absent
+
     try:
-        document = tomllib.loads(text)
+        document = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
     refuse_unknown_keys(document, Config, str(source))
@@ -274,6 +277,8 @@ def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
     """
     import tomlkit  # 30 ms, and only a changed setting needs it
 
+    from edgeinfer.platform.disk import new_file
+
     file = path or config_path()
     try:
         document = tomlkit.parse(file.read_text("utf-8")) if file.exists() else tomlkit.document()
@@ -284,23 +289,14 @@ def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
             table.pop(keys[-1], None)
         else:
             table[keys[-1]] = value
-        _replace(file, tomlkit.dumps(document))
+        content = tomlkit.dumps(document).encode()
+        _parse(content, file)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with new_file(file.resolve(), 0o600) as out:
+            out.write(content)
     except OSError as error:
         raise ConfigError(
             f"{file}: {error.strerror}", hint="the setting lasts until the chat ends"
         ) from error
     except tomlkit.exceptions.TOMLKitError as error:
         raise ConfigError(f"{file}: {error}") from error
-
-
-def _replace(file: Path, text: str) -> None:
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=file.parent, prefix=".config-", suffix=".toml")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as out:
-            out.write(text)
-        load_config(Path(name))
-        os.replace(name, file.resolve())
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -95,15 +95,16 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         raise UsageError("name an agent", hint="`edgeinfer launch --list` shows them")
     agent = AGENTS[options.agent]
     find_program(agent)  # before a model is loaded for it
-    target = find_target(agent, options, host)
-    print(f"{agent.title} asks {target.model} at {target.url}", file=sys.stderr)  # noqa: T201
-    recalling = threading.Thread(target=_recall, args=(agent, target), daemon=True)
+    remote, model, n_ctx = _find_endpoint(agent, options, host)
+    print(f"{agent.title} asks {model} at {remote.url}", file=sys.stderr)  # noqa: T201
+    recalling = threading.Thread(target=_recall, args=(agent, remote, model), daemon=True)
     recalling.start()
+    target = AgentTarget(url=remote.url, model=model, n_ctx=n_ctx, key=remote.key or "none")
     status = run_agent(agent, target, options.arguments)
-    return LaunchResult(agent=agent.name, model=target.model, status=status)
+    return LaunchResult(agent=agent.name, model=model, status=status)
 
 
-def _recall(agent: Agent, target: AgentTarget) -> None:
+def _recall(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
     """Restore the system preamble from disk while the agent starts, which works without it too."""
     cwd = Path.cwd()
     body = {
@@ -112,7 +113,7 @@ def _recall(agent: Agent, target: AgentTarget) -> None:
         "is_repository": any((folder / ".git").exists() for folder in (cwd, *cwd.parents)),
     }
     with contextlib.suppress(ServeError):
-        asked(target).request("POST", f"/v1/models/{target.model}/recall", body)
+        remote.request("POST", f"/v1/models/{model}/recall", body)
 
 
 def _known(agent: Agent) -> KnownAgent:
@@ -126,41 +127,34 @@ def _known(agent: Agent) -> KnownAgent:
     )
 
 
-def find_target(agent: Agent, options: argparse.Namespace, host: Host) -> AgentTarget:
-    """Return an endpoint with the model and a large enough context, started if necessary."""
+def _find_endpoint(
+    agent: Agent, options: argparse.Namespace, host: Host
+) -> tuple[RemoteEndpoint, str, int]:
+    """Return an endpoint, started if necessary, its model, and that model's large enough context."""
     key = keys.own_key()
     needs = 0 if options.anyway else agent.needs_tokens
-    remote = endpoint.find(_urls(host.config), key)
+    remote, pid = endpoint.find(_urls(host.config), key), 0
     if remote is not None:
         model = host.files(options.model).name if options.model else remote.model
-        n_ctx = remote.n_ctx(model)
-        if n_ctx < needs:
-            raise _too_small(agent, model, n_ctx)
-        return AgentTarget(url=remote.url, model=model, n_ctx=n_ctx, key=remote.key or "none")
-    ref = host.resolve(options.model or host.config.default_model)
-    model = host.files(ref).name
-    if ref.pulled is not None and 0 < ref.pulled.n_ctx_train < needs:
-        raise _too_small(agent, model, ref.pulled.n_ctx_train)
-    remote, pid = endpoint.start(_serve_command(ref.text, options, host.config), key)
+    else:
+        ref = host.resolve(options.model or host.config.default_model)
+        model = host.files(ref).name
+        if ref.pulled is not None and 0 < ref.pulled.n_ctx_train < needs:
+            raise _too_small(agent, model, ref.pulled.n_ctx_train)
+        remote, pid = endpoint.start(_serve_command(ref.text, options, host.config), key)
     n_ctx = remote.n_ctx(model)
     if n_ctx < needs:
-        os.kill(pid, signal.SIGTERM)
-        os.waitpid(pid, 0)
+        if pid:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
         raise _too_small(agent, model, n_ctx)
-    minutes = IDLE_EXIT_S // 60
-    print(  # noqa: T201
-        f"started `serve` for it: it leaves after {minutes} minutes without a request, or with "
-        f"`edgeinfer stop {pid}`",
-        file=sys.stderr,
-    )
-    return AgentTarget(url=remote.url, model=model, n_ctx=n_ctx, key=remote.key or "none")
-
-
-def asked(target: AgentTarget) -> RemoteEndpoint:
-    """Return the endpoint of an agent's target."""
-    return RemoteEndpoint(
-        url=target.url, model=target.model, key="" if target.key == "none" else target.key
-    )
+    if pid:
+        print(  # noqa: T201
+            f"started `serve` for it: it leaves after {IDLE_EXIT_S // 60} minutes without a request, "
+            f"or with `edgeinfer stop {pid}`",
+            file=sys.stderr,
+        )
+    return remote, model, n_ctx
 
 
 def _urls(config: Config) -> Iterator[str]:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.terminal import StageProgress
+from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
-from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.models import sources
 from edgeinfer.models.progress import Job
@@ -149,12 +149,12 @@ def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     if options.trust:
         signing.trust(options.trust)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
-    try:
-        with _source(options.source, progress) as source:
-            offer = importing.offered(source, options.name)
-            details = importing.import_snapshot(source, offer, host, progress.report)
-    except KeyboardInterrupt as error:
-        raise InterruptedByUser("stopped; nothing of the snapshot is kept") from error
+    with (
+        stoppable("stopped; nothing of the snapshot is kept"),
+        _source(options.source, progress) as source,
+    ):
+        offer = importing.offered(source, options.name)
+        details = importing.import_snapshot(source, offer, host, progress.report)
     return SnapshotsImportResult(
         snapshot=details, signer=offer.signer, wall_s=round(time.monotonic() - start_s, 2)
     )
