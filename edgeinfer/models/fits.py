@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.models.catalog import Catalog, Model, load_catalog, parameter_count
+from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.platform.machine import Machine, MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
@@ -92,16 +92,15 @@ def active_share(model: Model | None, name: str, parameters: str) -> float:
     return min(1.0, active / total) if total else 1.0
 
 
-def first_run_choices(catalog: Catalog | None = None) -> list[FirstRunChoice]:
+def first_run_choices() -> list[FirstRunChoice]:
     """Choose up to three chat models for this machine, in the order comfortable, better, tiny.
 
     Measures memory for some 0.2 s; asks nothing of the network. "tiny" is the default model, which
     comes from the package index; it alone is offered where no other is fast enough.
     """
-    catalog = catalog or load_catalog()
     rate, available = read_memory_rate(), read_memory().available_bytes
     fitting: list[tuple[Model, float]] = []
-    for model in (catalog.models[name] for name in (*_OFFERED, DEFAULT_MODEL)):
+    for model in map(load_catalog().models.__getitem__, (*_OFFERED, DEFAULT_MODEL)):
         share = active_share(model, model.name, model.parameters)
         figures = fit(model.stored_bytes, model.purpose, share, rate, available)
         if figures.group == "comfortable" or model.name == DEFAULT_MODEL:

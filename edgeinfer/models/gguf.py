@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -153,10 +154,10 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
 
-    def text(self, key: str, default: str = "") -> str:
-        """Return the string at `key`, or `default` if it is absent or no string."""
+    def text(self, key: str) -> str:
+        """Return the string at `key`, "" if it is absent or no string."""
         value = self.metadata.get(key)
-        return value if isinstance(value, str) else default
+        return value if isinstance(value, str) else ""
 
     def number(self, key: str, default: int = 0) -> int:
         """Return the non-negative integer at `key`, or `default` if it is absent or anything else."""
@@ -214,14 +215,12 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def quantization(self) -> str:
         """The type that `general.file_type` names, otherwise the type of most bytes."""
-        named = FILE_TYPES.get(self.number("general.file_type", -1))
-        return named or self._commonest_type()
-
-    def _commonest_type(self) -> str:
-        bytes_of: dict[str, int] = {}
+        if named := FILE_TYPES.get(self.number("general.file_type", -1)):
+            return named
+        bytes_of: Counter[str] = Counter()
         for tensor in self.tensors:
-            bytes_of[tensor.type] = bytes_of.get(tensor.type, 0) + tensor.size_bytes
-        return max(bytes_of, key=lambda name: bytes_of[name], default="")
+            bytes_of[tensor.type] += tensor.size_bytes
+        return max(bytes_of, key=bytes_of.__getitem__, default="")
 
     @property
     def split(self) -> tuple[int, int]:

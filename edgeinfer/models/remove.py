@@ -58,7 +58,7 @@ def remove(text: str, *, forget: bool = False) -> RemovedModel:
         for place in (folder, partial):
             shutil.rmtree(place, ignore_errors=True)
         if forget:
-            store.forget_pins(ref)
+            store.pins_path(ref).unlink(missing_ok=True)
     return RemovedModel(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
 
 

@@ -154,25 +154,13 @@ def write_record(record: PulledModel) -> None:
     write_whole(record.folder / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))
 
 
-def _folders() -> Iterator[Path]:
-    try:
-        children = sorted(paths.models_dir().iterdir())
-    except FileNotFoundError:
-        return
-    yield from (child for child in children if not child.name.startswith("."))
-
-
 def list_pulled() -> list[PulledModel]:
     """List the pulled models by name, without those whose record cannot be read."""
     found = []
-    for folder in _folders():
-        try:
-            record = read_record(folder)
-        except CatalogError:
-            continue
-        if record is not None:
-            found.append(record)
-    return sorted(found, key=lambda model: model.name)
+    for folder in paths.models_dir().glob("[!.]*"):
+        with suppress(CatalogError):
+            found.append(read_record(folder))
+    return sorted(filter(None, found), key=lambda model: model.name)
 
 
 def publish(
@@ -198,7 +186,9 @@ def publish(
         requantized_from=requantized_from,
     )
     write_record(record)
-    remove_stale_files(folder, record)
+    for child in folder.iterdir():  # what an earlier pull under this name has left
+        if child.is_file() and child.name not in {RECORD, *(file.path for file in files)}:
+            child.unlink()
     return record
 
 
@@ -225,14 +215,6 @@ def unfinished() -> dict[str, int]:
         if size and not is_locked(_lock_path(folder.name)):
             found[folder.name.replace("+", ":")] = size
     return found
-
-
-def remove_stale_files(folder: Path, record: PulledModel) -> None:
-    """Remove files an earlier pull under this name left in the model's own folder."""
-    ours = {RECORD, *(file.path for file in record.files)}
-    for child in folder.iterdir():
-        if child.is_file() and child.name not in ours:
-            child.unlink()
 
 
 _PINS_SUFFIX = ".lock.json"
@@ -298,8 +280,3 @@ def pin_files(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
         write_whole(
             pins_path(ref), msgspec.json.format(msgspec.json.encode(Pins(pins=old + new)), indent=2)
         )
-
-
-def forget_pins(ref: Reference) -> None:
-    """Drop every pin of a model."""
-    pins_path(ref).unlink(missing_ok=True)

@@ -192,7 +192,7 @@ def stamps(files: Sequence[str]) -> str:
 # --- digests
 
 
-def sha256_of(path: Path, progress: Callable[[int], None]) -> str:
+def sha256_of(path: Path, progress: Callable[[int], None] = lambda _done: None) -> str:
     """Return the SHA-256 of a file in hexadecimal; `progress` gets the bytes read so far."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

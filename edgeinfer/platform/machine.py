@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -65,13 +65,7 @@ class MemoryRate:
 
 def read_machine(root: Path = _ROOT) -> Machine:
     """Read what this process may use; `root` is the folder that holds /proc and /sys."""
-    found = read_processors(root)
-    return Machine(
-        physical_cores=found.physical_cores,
-        logical_cpus=found.logical_cpus,
-        quota=found.quota,
-        memory=read_memory(root),
-    )
+    return Machine(**asdict(read_processors(root)), memory=read_memory(root))
 
 
 def read_processors(root: Path = _ROOT) -> Processors:

@@ -181,14 +181,10 @@ def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) ->
     The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as
     CRIU's child it would be killed with CRIU's end, having asked to die with its parent before that.
     """
-    inherited = [
-        f"fd[{link_fd}]:socket:[{manifest.link_inode}]",
-        f"fd[{wake_fd}]:pipe:[{manifest.wake_inode}]",
-    ]
     arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
-    for descriptor in inherited:
-        arguments += ["--inherit-fd", descriptor]
-    for fd in (link_fd, wake_fd):
+    socket, pipe = f"socket:[{manifest.link_inode}]", f"pipe:[{manifest.wake_inode}]"
+    for fd, original in ((link_fd, socket), (wake_fd, pipe)):
+        arguments += ["--inherit-fd", f"fd[{fd}]:{original}"]
         os.set_inheritable(fd, True)
     _exec(manifest.criu, manifest.tier, arguments)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 MAGIC = "edgeinfer-snapshot"
-VERSION = 3
+VERSION = 4
 
 LOCK = "lock"
 MANIFEST = "manifest"
@@ -66,10 +66,8 @@ class Manifest:
     def __init__(
         self, *, name: str, model: str, criu: str, tier: str, pid: int, link_inode: int, wake_inode: int
     ) -> None:
-        self.name = name
-        self.model = model
-        self.criu = criu
-        self.tier = tier
+        self.name, self.model = name, model
+        self.criu, self.tier = criu, tier
         self.pid = pid
         self.link_inode, self.wake_inode = link_inode, wake_inode
         self.requested: dict[str, str] = {}
@@ -84,61 +82,43 @@ def _escaped(word: str) -> str:
 
 
 def _plain(word: str) -> str:
-    if "\\" not in word:
-        return word
     return "\\".join(part.replace("\\t", "\t").replace("\\n", "\n") for part in word.split("\\\\"))
 
 
 def manifest_text(m: Manifest) -> str:
     """Return a manifest's text."""
-    rows: list[tuple[object, ...]] = [
-        (MAGIC, VERSION),
-        ("name", m.name),
-        ("model", m.model),
-        ("criu", m.criu),
-    ]
-    rows += [("tier", m.tier), ("pid", m.pid), ("link", m.link_inode), ("wake", m.wake_inode)]
-    rows += [("requested", *item) for item in m.requested.items()]
-    rows += [("actual", *item) for item in m.actual.items()]
-    rows += [("key", *item) for item in m.keys.items()]
-    rows += [("file", stamp, path) for path, stamp in m.files.items()]
-    rows += [("image", size, name) for name, size in m.images.items()]
+    rows: list[tuple[object, ...]] = [(MAGIC, VERSION)]
+    for field, value in vars(m).items():
+        if isinstance(value, dict):
+            rows += [(field, *item) for item in value.items()]
+        else:
+            rows.append((field, value))
     return "".join("\t".join(_escaped(str(word)) for word in row) + "\n" for row in [*rows, ("end",)])
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
     """Parse a manifest. Raises SnapshotStaleError (version), SnapshotCorruptError (torn)."""
     rows = [line.split("\t") for line in text.split("\n")]
+    if "\\" in text:
+        rows = [[_plain(word) for word in row] for row in rows]
     if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
         raise SnapshotCorruptError(f"{where} is not a whole manifest")
     if rows[0][1:] != [str(VERSION)]:
         raise SnapshotStaleError(f"{where} has another format than this edgeinfer writes", key="schema")
     try:
         return _from_rows(rows[1:-2])
-    except (KeyError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise SnapshotCorruptError(f"{where} cannot be understood: {error!r}") from error
 
 
 def _from_rows(rows: list[list[str]]) -> Manifest:
-    files = {_plain(row[2]): row[1] for row in rows if row[0] == "file"}
-    rows = [row for row in rows if row[0] != "file"]
-    one = {row[0]: _plain(row[1]) for row in rows}
-    manifest = Manifest(
-        name=one["name"],
-        model=one["model"],
-        criu=one["criu"],
-        tier=one["tier"],
-        pid=int(one["pid"]),
-        link_inode=int(one["link"]),
-        wake_inode=int(one["wake"]),
-    )
-    manifest.files = files
-    tables = {"requested": manifest.requested, "actual": manifest.actual, "key": manifest.keys}
-    for row in rows:
-        if row[0] == "image":
-            manifest.images[_plain(row[2])] = int(row[1])
-        elif row[0] in tables:
-            tables[row[0]][row[1]] = _plain(row[2])
+    texts = {row[0]: row[1] for row in rows if len(row) < 3}
+    numbers = {field: int(texts.pop(field)) for field in ("pid", "link_inode", "wake_inode")}
+    manifest = Manifest(**texts, **numbers)  # type: ignore[arg-type]
+    tables = vars(manifest)
+    for field, key, value in (row for row in rows if len(row) > 2):
+        tables[field][key] = value
+    manifest.images = {name: int(size) for name, size in manifest.images.items()}
     return manifest
 
 
@@ -279,7 +259,7 @@ def generation_of(folder: str) -> str:
 
 
 def program_of(folder: str) -> str:
-    """Return the program tag in a folder's name; "" in those of older versions."""
+    """Return the program tag in a folder's name."""
     return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[2]
 
 

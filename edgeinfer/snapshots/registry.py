@@ -94,14 +94,10 @@ def is_named(folder: Path) -> bool:
 def is_orphan(folder: Path) -> bool:
     """Return whether the program that built the snapshot, or its environment, is gone.
 
-    A snapshot whose manifest cannot be read is no orphan, unless no program can own it.
+    A snapshot whose manifest cannot be read is no orphan.
     """
-    if is_own(folder):
-        return False
-    if not format.program_of(folder.name):
-        return True
     try:
-        return not all(map(os.path.exists, _program_places(folder)))
+        return not (is_own(folder) or all(map(os.path.exists, _program_places(folder))))
     except EdgeInferError:
         return False
 

@@ -23,8 +23,6 @@ from edgeinfer.snapshots.inputs import ProcessDescription
 
 T = TypeVar("T")
 
-_APP_NAMES = ("edgeinfer",)
-
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
@@ -87,7 +85,7 @@ def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
 
 
 def _apps(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if _comm(pid) in _APP_NAMES]
+    return [pid for pid in pids if _comm(pid) == "edgeinfer"]
 
 
 def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:

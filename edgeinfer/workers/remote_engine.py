@@ -314,18 +314,10 @@ class RemoteEngine(ForwardingEngine):
 
 
 #: Methods that may be called by name, with plain arguments.
-CALLS = (
-    "tokenize",
-    "detokenize",
-    "apply_template",
-    "tokenize_chat",
-    "embed",
-    "rerank",
-    "begun_with",
-    "use_adapters",
-    "metrics",
-    "use_threads",
-)
+CALLS = """
+    tokenize detokenize apply_template tokenize_chat embed rerank begun_with use_adapters metrics
+    use_threads
+""".split()
 
 
 def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:

@@ -29,20 +29,11 @@ Array = npt.NDArray[Any]
 #: The largest header that the format's own reader takes.
 MAX_HEADER_BYTES = 100_000_000
 #: BF16 has no dtype in numpy: its bits as integers.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-    "F8_E4M3": np.dtype("u1"),
-    "F8_E5M2": np.dtype("u1"),
-}
+_NUMPY = """
+    F64 <f8  F32 <f4  F16 <f2  BF16 <u2  I64 <i8  I32 <i4  I16 <i2  I8 i1  U8 u1  BOOL ?
+    F8_E4M3 u1  F8_E5M2 u1
+""".split()
+DTYPES: dict[str, np.dtype[Any]] = dict(zip(_NUMPY[::2], map(np.dtype, _NUMPY[1::2]), strict=True))
 #: Types of weights that are converted.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 

@@ -77,14 +77,9 @@ def _steps(step: dict[str, Any] | None) -> list[str]:
             return [GPT2]
         case {"type": "Digits", "individual_digits": True}:
             return [_DIGIT]
-        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated"}:
-            return [pattern]
-        case {
-            "type": "Split",
-            "pattern": {"Regex": str(pattern)},
-            "behavior": "Removed",
-            "invert": True,
-        }:
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": str(kind)} if (
+            kind == "Isolated" or (kind == "Removed" and step.get("invert") is True)
+        ):
             return [pattern]
         case _:
             return [str(step.get("type"))]

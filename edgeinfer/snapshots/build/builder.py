@@ -258,7 +258,7 @@ class Builder:
             images_bytes=images_bytes,
             disk_bytes=baked.disk_bytes + images_bytes,
             mappings=baked.mappings,
-            digests={name: _digest(self._folder / name) for name in manifest.images},
+            digests={name: sha256_of(self._folder / name) for name in manifest.images},
             stages_ms=parked.stages_ms | self._stages.ms,
             depends_on=self._request.depends_on,
         )
@@ -341,10 +341,6 @@ def main() -> None:
     messages.send(order, messages.Payload(content=msgspec.json.encode(details)))
 
 
-def _digest(path: Path) -> str:
-    return sha256_of(path, lambda _done: None)
-
-
 def wrong_files(folder: Path) -> list[str]:
     """List the files of a snapshot that differ from what was built.
 
@@ -353,7 +349,7 @@ def wrong_files(folder: Path) -> list[str]:
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
     digests = registry.read_details(folder).digests
-    return [name for name in manifest.images if _digest(folder / name) != digests.get(name)]
+    return [name for name in manifest.images if sha256_of(folder / name) != digests.get(name)]
 
 
 def repeated_randomness(folder: Path) -> list[str]:

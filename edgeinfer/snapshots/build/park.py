@@ -17,7 +17,6 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -206,23 +205,17 @@ def main() -> None:
     received = messages.receive(link)
     if received is None or not isinstance(received[0], messages.Payload):
         os._exit(1)
-    with _reporting_errors(link):
+    try:
         inputs = msgspec.json.decode(received[0].content, type=SnapshotInputs)
         loaded, parked = prepare(link, inputs)
-    loaded.droppable = reinitialize.read_droppable_ranges()  # a restore forgets which they are
-    resumed_ns = _sleep(link, parked, loaded)
-    link = socket.socket(fileno=LINK_FD)
-    app_process.run_app(link, messages.receive(link), loaded, resumed_ns)
-
-
-@contextlib.contextmanager
-def _reporting_errors(link: socket.socket) -> Iterator[None]:
-    try:
-        yield
     except (EdgeInferError, OSError) as error:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
+    loaded.droppable = reinitialize.read_droppable_ranges()  # a restore forgets which they are
+    resumed_ns = _sleep(link, parked, loaded)
+    link = socket.socket(fileno=LINK_FD)
+    app_process.run_app(link, messages.receive(link), loaded, resumed_ns)
 
 
 def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:

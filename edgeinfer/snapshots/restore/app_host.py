@@ -95,12 +95,11 @@ class AppHost(Host):
 
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
+        self._reached("load")
         if self._loaded is None:
-            self._reached("load")
             engine = self._load_and_describe(model, options, progress)
             self._ask_for_warming(engine, model, options)
             return engine
-        self._reached("load")
         if self._loaded.serves(model, options, named=self._named):
             engine = self._loaded.take(options)
             self._describe(self._loaded.engine, self._loaded.description)

@@ -10,6 +10,7 @@ facts for a verification. The supervisor reports their end to the launcher.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -59,10 +60,8 @@ def run_app(
     except BaseException:  # noqa: BLE001  the main of a process
         sys.excepthook(*sys.exc_info())
         _flush()
-    try:  # noqa: SIM105
+    with contextlib.suppress(OSError):
         messages.send(link, messages.Exit(code=code))
-    except OSError:
-        pass
     os._exit(code)
 
 
@@ -151,10 +150,8 @@ def _run_role(
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:  # noqa: SIM105
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
-        except (AttributeError, ValueError, OSError):
-            pass
 
 
 def _trace_imports(before: set[str]) -> None:

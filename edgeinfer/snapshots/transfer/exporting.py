@@ -155,10 +155,7 @@ def _adapters(manifest: format.Manifest, paths: dict[str, str]) -> tuple[Adapter
                 hint=f"{error.hint}: rename the file, and `edgeinfer warm` with it again",
             ) from error
         one = AdapterFile(
-            name=adapter.name,
-            scale=adapter.scale,
-            size=path.stat().st_size,
-            sha256=sha256_of(path, lambda _done: None),
+            name=adapter.name, scale=adapter.scale, size=path.stat().st_size, sha256=sha256_of(path)
         )
         found.append(one)
         paths[one.digest] = adapter.path

@@ -191,7 +191,7 @@ class Placing:
         """Find this file here, by any name. Raises SnapshotStaleError if another has this one."""
         place = adapters.place(wanted.name)
         if place.exists():
-            ours = sha256_of(place, lambda _done: None)
+            ours = sha256_of(place)
             if ours != wanted.sha256:
                 raise _other_here("adapter", wanted.name, wanted.sha256, ours)
             return place
@@ -210,11 +210,7 @@ class Placing:
 
 
 def _is(path: Path, wanted: AdapterFile) -> bool:
-    return (
-        path.is_file()
-        and path.stat().st_size == wanted.size
-        and sha256_of(path, lambda _done: None) == wanted.sha256
-    )
+    return path.is_file() and path.stat().st_size == wanted.size and sha256_of(path) == wanted.sha256
 
 
 def _pull(name: str, first: Path, *, in_place: bool) -> None:
