@@ -1,0 +1,114 @@
+"""Decode one picture under limits: reads the file's bytes from stdin, writes size and pixels to stdout.
+
+The answer is `WIDTH HEIGHT\\n` and 8-bit RGB, row by row; a refusal is `error MESSAGE`. The file may
+come from anyone, and decoders have had errors: before the first byte is decoded, the process gives up
+opening files and sockets, starting programs, and reaching other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy  # noqa: F401  decoders import it late, when nothing can be opened any more
+import resource
+import sys
+import warnings
+from io import BytesIO
+
+from PIL import (
+    GifImagePlugin,
+    Image,
+    ImageOps,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,  # noqa: F401  likewise: it reads the orientation of a photo
+    WebPImagePlugin,
+)
+
+from edgeinfer.platform.process import die_with_parent
+from edgeinfer.platform.system_calls import allow_computing_alone
+
+#: Limits of the process: address space, processor time. A picture of `MAX_PIXELS` takes about 400 MB.
+MEMORY_BYTES = 512 << 20
+CPU_S = 5
+MAX_PIXELS = 32_000_000
+#: What a file begins with, and its format; the first 4 bytes of a WebP file are those of any RIFF.
+_FORMATS = (
+    (b"\xff\xd8\xff", 0, JpegImagePlugin.JpegImageFile),
+    (b"\x89PNG\r\n\x1a\n", 0, PngImagePlugin.PngImageFile),
+    (b"WEBP", 8, WebPImagePlugin.WebPImageFile),
+    (b"GIF8", 0, GifImagePlugin.GifImageFile),
+)
+_ROWS = 256
+
+
+def main() -> int:
+    """Decode the picture of stdin; return 0 if there was an answer."""
+    die_with_parent()
+    data = sys.stdin.buffer.read()
+    warnings.simplefilter("ignore")
+    _limit()
+    try:
+        _write(_decoded(data))
+    except MemoryError:
+        _refuse(f"decoding it takes more than {MEMORY_BYTES >> 20} MB of memory")
+    except Exception as error:  # noqa: BLE001  a decoder raises what it likes for a broken file
+        _refuse(str(error) or type(error).__name__)
+    return 0
+
+
+def _limit() -> None:
+    for limit, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_CPU, CPU_S),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 0),
+    ):
+        resource.setrlimit(limit, (most, most))
+    allow_computing_alone()
+
+
+def _decoded(data: bytes) -> Image.Image:
+    kind = next((kind for magic, at, kind in _FORMATS if data[at:].startswith(magic)), None)
+    if kind is None:
+        raise ValueError("it is no JPEG, PNG, WebP or GIF file")
+    Image.MAX_IMAGE_PIXELS = None  # the next lines are stricter, before any pixel is decoded
+    picture: Image.Image = kind(BytesIO(data))
+    if picture.width * picture.height > MAX_PIXELS:
+        size = f"{picture.width} x {picture.height}"
+        raise ValueError(f"it has {size} pixels, and {MAX_PIXELS:,} are read at most")
+    picture.load()
+    with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken metadata: as it lies
+        picture = ImageOps.exif_transpose(picture)
+    return _on_white(picture)
+
+
+def _on_white(picture: Image.Image) -> Image.Image:
+    """Convert to RGB; what is transparent becomes white."""
+    if picture.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+        picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    picture = picture.convert("RGBA")
+    opacity = picture.getchannel("A")
+    picture = picture.convert("RGB")
+    picture.paste((255, 255, 255), mask=opacity.point(lambda value: 255 - value))
+    return picture
+
+
+def _write(picture: Image.Image) -> None:
+    out = sys.stdout.buffer
+    out.write(b"%d %d\n" % picture.size)
+    for top in range(0, picture.height, _ROWS):  # all at once would take the picture's memory again
+        rows = picture.crop((0, top, picture.width, min(top + _ROWS, picture.height)))
+        out.write(rows.tobytes())
+    out.flush()
+
+
+def _refuse(reason: str) -> None:
+    sys.stdout.buffer.write(b"error " + reason.encode("utf-8", "replace")[:500])
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

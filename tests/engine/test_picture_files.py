@@ -1,0 +1,218 @@
+"""Pictures are decoded in a process with limits; a broken or hostile one costs its request alone."""
+
+import base64
+import io
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime import picture_files
+from edgeinfer.runtime.picture_files import decode, decode_text
+
+Image = pytest.importorskip("PIL.Image")
+
+PIXELS = np.random.default_rng(28).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    picture_files.forget()
+
+
+def encoded(pixels=PIXELS, kind="PNG", mode=None, **options):
+    image = Image.fromarray(pixels)
+    out = io.BytesIO()
+    (image.convert(mode) if mode else image).save(out, kind, **options)
+    return out.getvalue()
+
+
+def pixels_of(picture):
+    return np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True})])
+def test_a_lossless_picture_keeps_its_pixels(kind, options):
+    assert np.array_equal(pixels_of(decode(encoded(kind=kind, **options))), PIXELS)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
+def test_every_format_is_decoded(kind):
+    smooth = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (40, 1, 3))
+    found = pixels_of(decode(encoded(smooth, kind)))
+    assert found.shape == smooth.shape
+    assert np.abs(found.astype(int) - smooth).max() < 16
+
+
+def test_gif_and_webp_give_their_first_frame():
+    frames = {"save_all": True, "append_images": [Image.fromarray(255 - PIXELS)]}
+    first = decode(encoded(kind="WEBP", lossless=True, **frames))
+    assert np.array_equal(pixels_of(first), PIXELS)
+    assert pixels_of(decode(encoded(kind="GIF", **frames))).shape == PIXELS.shape
+
+
+def test_what_is_transparent_becomes_white():
+    clear = np.zeros((4, 6, 4), np.uint8)
+    clear[0] = (10, 20, 30, 255)
+    for data in (encoded(clear), encoded(clear, "WEBP", lossless=True)):
+        found = pixels_of(decode(data))
+        assert (found[0] == (10, 20, 30)).all()
+        assert (found[1:] == 255).all()
+
+
+def test_16_bits_are_scaled_to_8():
+    wide = (np.arange(24, dtype=np.uint16) * 2700).reshape(4, 6)
+    assert (pixels_of(decode(encoded(wide)))[:, :, 0] == wide // 256).all()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_photo_is_turned_upright(kind):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = decode(encoded(kind=kind, exif=exif))
+    assert (picture.width, picture.height) == (40, 60)
+
+
+def test_the_beginning_decides_on_the_format_not_the_name_given():
+    uri = "data:image/png;base64," + base64.b64encode(encoded(kind="JPEG")).decode()
+    assert decode_text(uri).width == 60
+
+
+@pytest.mark.parametrize(
+    "head", ["", "data:image/png;base64,", "data:;base64,", "DATA:image/jpeg;a=b;BASE64,"]
+)
+def test_text_is_base64_alone_or_a_data_uri(head):
+    assert decode_text(head + base64.b64encode(encoded()).decode()).height == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("https://example.org/cat.png", "https: addresses are not fetched"),
+        ("HTTP://example.org/cat.png", "http: addresses are not fetched"),
+        ("file:///etc/passwd", "file: addresses are not fetched"),
+        ("data:image/svg+xml,<svg/>", "data: addresses are not fetched"),
+        ("not base64!", "not valid base64"),
+        ("", "no JPEG, PNG, WebP or GIF"),
+        (base64.b64encode(b"BM" + bytes(60)).decode(), "no JPEG, PNG, WebP or GIF"),
+        (base64.b64encode(encoded()[:200]).decode(), "cannot be read"),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_a_reason(text, reason):
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        decode_text(text, "messages[0].content[1].image_url")
+    assert caught.value.param == "messages[0].content[1].image_url"
+
+
+def test_a_header_that_promises_too_many_pixels_is_refused_before_decoding():
+    with pytest.raises(InvalidRequestError, match=r"8000 x 8000 pixels, and 32,000,000"):
+        decode(encoded(np.zeros((8000, 8000), bool)))
+
+
+def test_the_largest_picture_fits_into_the_memory():
+    picture = decode(encoded(np.zeros((4000, 8000, 4), np.uint8), compress_level=1))
+    assert (picture.width, picture.height) == (8000, 4000)
+
+
+def test_a_file_that_is_too_large_starts_no_process():
+    with pytest.raises(InvalidRequestError, match="33 MB"):
+        decode(bytes(33 << 20))
+
+
+def test_the_same_file_is_decoded_once(monkeypatch):
+    data = encoded()
+    first = decode(data)
+    monkeypatch.setattr(picture_files, "_HELPER", "no.such.module")
+    assert decode(data) is first
+
+
+def test_a_decoder_that_dies_is_a_refusal(monkeypatch):
+    monkeypatch.setattr(picture_files, "_HELPER", "no.such.module")
+    with pytest.raises(InvalidRequestError, match="its decoder ended with status 1"):
+        decode(encoded())
+
+
+_FORKING = """
+import os, resource, sys, time
+from edgeinfer.runtime import picture_decoder_process as decoder
+files = sys.stdin.buffer
+while head := files.readline():
+    data = files.read(int(head))
+    pid = os.fork()
+    if not pid:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        decoder._limit()
+        try:
+            decoder._write(decoder._decoded(data))
+        except Exception as error:
+            os._exit(0 if str(error) or type(error).__name__ else 1)
+        os._exit(0)
+    started = time.monotonic()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), time.monotonic() - started, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_mutated_pictures_end_in_pixels_or_a_reason():
+    n_files = int(os.environ.get("FUZZ_PICTURES", "300"))
+    chance = random.Random(28)
+    originals = [
+        encoded(kind="JPEG"),
+        encoded(kind="JPEG", progressive=True, quality=40),
+        encoded(kind="PNG"),
+        encoded(kind="PNG", mode="P"),
+        encoded(kind="WEBP"),
+        encoded(kind="WEBP", lossless=True),
+        encoded(kind="GIF", save_all=True, append_images=[Image.fromarray(255 - PIXELS)]),
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        for _ in range(n_files):
+            data = bytearray(chance.choice(originals))
+            for _ in range(chance.choice((1, 2, 8, 40))):
+                data[chance.randrange(12, len(data))] = chance.randrange(256)
+            if chance.random() < 0.2:
+                del data[chance.randrange(12, len(data)) :]
+            process.stdin.write(b"%d\n" % len(data) + data)
+            process.stdin.flush()
+            code, seconds = process.stdout.readline().split()
+            assert int(code) == 0, data.hex()
+            assert float(seconds) < 60
+        process.stdin.close()
+
+
+_LIMITED = """
+import os, socket, subprocess, threading
+from edgeinfer.platform.system_calls import allow_computing_alone
+
+reached = []
+attempts = {
+    "open": lambda: open("/etc/passwd"),
+    "socket": lambda: socket.socket(),
+    "fork": os.fork,
+    "exec": lambda: os.execv("/bin/true", ["true"]),
+    "kill": lambda: os.kill(os.getppid(), 0),
+    "unlink": lambda: os.unlink("/tmp/nothing-of-this-name"),
+}
+allow_computing_alone()
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except PermissionError:
+        reached.append(name)
+thread = threading.Thread(target=reached.append, args=["thread"])
+thread.start()
+thread.join()
+print(*reached)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
+def test_a_computation_reaches_no_file_socket_or_process():
+    done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["open", "socket", "fork", "exec", "kill", "unlink", "thread"]
