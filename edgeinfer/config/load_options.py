@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 class LoadOption:
     """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
 
-    `flag` and `key` are "" if it cannot be typed or configured. `of_snapshot`: another value needs
-    another snapshot. `exact`: a launch without the option refuses a snapshot that has it.
+    It is typed as `--name` and configured as `name`; neither if that is "". `of_snapshot`: another
+    value needs another snapshot.
     """
 
     #: Whether values that are typed one after the other are joined with commas.
     many = False
+    #: Of options that name files: config.toml has no key for them, and a launch without one refuses a
+    #: snapshot that has it.
+    exact = False
 
     def __init__(
         self,
@@ -36,24 +39,23 @@ class LoadOption:
         default: Any,
         help: str,
         *,
-        flag: str = "",
-        key: str = "",
+        name: str = "",
         choices: tuple[str, ...] = (),
         low: int = 0,
         high: int = 0,
         metavar: str | None = None,
         of_snapshot: bool = True,
-        exact: bool = False,
     ) -> None:
         self.field = field
         self.default = default
         self.help = help
-        self.flag, self.key = flag, key
+        self.flag = f"--{name}" if name else ""
+        self.key = "" if self.exact else name
         self.choices = choices
         self.low = low
         self.high = high
         self.metavar = metavar
-        self.of_snapshot, self.exact = of_snapshot, exact
+        self.of_snapshot = of_snapshot
 
     def parse(self, text: str) -> Value:
         """Parse a typed or configured text. Raises ValueError naming the allowed values."""
@@ -78,6 +80,7 @@ class AdaptersOption(LoadOption):
     """
 
     many = True
+    exact = True
 
     def parse(self, text: str) -> Value:
         if text == NO_ADAPTERS:
@@ -93,6 +96,8 @@ class AdaptersOption(LoadOption):
 
 class ModelOption(LoadOption):
     """An option whose value is a model's name, the absolute path of its file, or one of `words`."""
+
+    exact = True
 
     def parse(self, text: str) -> Value:
         is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")
@@ -134,20 +139,13 @@ ENGINE_CHOOSES = (0, "auto")
 _SWITCH = ("auto", "on", "off")
 
 N_CTX = LoadOption(
-    "n_ctx",
-    0,
-    "context in tokens; 0 fits it to memory",
-    flag="--ctx",
-    key="ctx",
-    high=1 << 24,
-    metavar="TOKENS",
+    "n_ctx", 0, "context in tokens; 0 fits it to memory", name="ctx", high=1 << 24, metavar="TOKENS"
 )
 N_PARALLEL = LoadOption(
     "n_parallel",
     0,
     "sequences decoded at once; 0 decides from cores and memory",
-    flag="--parallel",
-    key="parallel",
+    name="parallel",
     high=240,  # llama.cpp has 256 sequence ids, of which finished conversations keep some
     metavar="N",
 )
@@ -155,8 +153,7 @@ N_THREADS = LoadOption(
     "n_threads",
     0,
     "decode threads; 0 takes the physical cores we may use",
-    flag="--threads",
-    key="threads",
+    name="threads",
     high=1024,
     metavar="N",
     of_snapshot=False,  # set on resume
@@ -166,24 +163,21 @@ KV_TYPE = LoadOption(
     "kv_type",
     "auto",
     "type of the KV cache; auto is f16, or q8_0 if only that makes a long context fit",
-    flag="--kv-type",
-    key="kv-type",
+    name="kv-type",
     choices=("auto", "f16", "q8_0", "q4_0"),
 )
 FLASH_ATTENTION = LoadOption(
     "flash_attention",
     "auto",
     "llama.cpp's flash attention; a quantized KV cache needs it",
-    flag="--flash-attention",
-    key="flash-attention",
+    name="flash-attention",
     choices=_SWITCH,
 )
 GPU_LAYERS = LoadOption(
     "gpu_layers",
     "auto",
     'layers on GPUs: "auto" takes all if they fit, "none", "all" or a number',
-    flag="--gpu-layers",
-    key="gpu-layers",
+    name="gpu-layers",
     choices=("auto", "none", "all"),
     high=1 << 16,
     metavar="auto|none|all|N",
@@ -193,8 +187,7 @@ CONTENT_TOKENS = LoadOption(
     "special_tokens_in_content",
     "off",
     "read <|im_end|> and its like in messages as control tokens",
-    flag="--special-tokens-in-content",
-    key="special-tokens-in-content",
+    name="special-tokens-in-content",
     choices=("on", "off"),
 )
 
@@ -203,18 +196,16 @@ LORA = AdaptersOption(
     "",
     "LoRA adapters, applied to every request that names none; may be repeated; none loads without the "
     "catalogue's",
-    flag="--lora",
+    name="lora",
     metavar="ADAPTER|FILE[:SCALE]",
-    exact=True,
 )
 
 DRAFT = ModelOption(
     "draft",
     "",
     "a smaller model of the same vocabulary that drafts; none loads without the catalogue's",
-    flag="--draft",
+    name="draft",
     metavar="MODEL|none",
-    exact=True,
 )
 
 LOAD_OPTIONS = (

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from edgeinfer.chat.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.commander import Commander, sessions_text
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import EdgeInferError, UsageError
@@ -187,13 +187,6 @@ def test_other_commands_are_run_by_the_front_end(commander, front, tmp_path):
         assert front.asked[-1] == asked
     commander.run(f'/file "{tmp_path}/a.txt"')
     assert front.asked[-1][1].text == "words"
-
-
-def test_stats_tell_model_start_context_and_speed(commander):
-    ask(commander)
-    text = stats_text(commander.session, "resumed in 84 ms")
-    assert "resumed in 84 ms" in text
-    assert "of 600 tokens" in text
 
 
 def test_adapters_come_and_go(commander, front):

@@ -5,11 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def parts(*contents: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name the files of a model, one or several."""
+    for at, content in enumerate(contents, 1):
+        part = f"-{at:05}-of-{len(contents):05}" if len(contents) > 1 else ""
+        yield f"tiny-F32{part}.gguf", content
 
 
 class OllamaStore:
@@ -72,10 +80,8 @@ class HubCache:
         self.snapshot = self.repo / "snapshots" / self.revision
         (self.repo / "refs").mkdir(parents=True)
         (self.repo / "refs/main").write_text(self.revision)
-        contents = [content, *more]
-        for at, one in enumerate(contents, 1):
-            part = f"-{at:05}-of-{len(contents):05}" if more else ""
-            self.add(f"tiny-F32{part}.gguf", one)
+        for name, one in parts(content, *more):
+            self.add(name, one)
         self.link = next(iter(sorted(self.snapshot.iterdir())))
         self.file = self.link.resolve()
 
@@ -105,10 +111,8 @@ class StudioFolder:
         self.root = home / ".lmstudio/models"
         self.repo = self.root / "someone/Tiny-GGUF"
         self.repo.mkdir(parents=True)
-        contents = [content, *more]
-        for at, one in enumerate(contents, 1):
-            part = f"-{at:05}-of-{len(contents):05}" if more else ""
-            (self.repo / f"tiny-F32{part}.gguf").write_bytes(one)
+        for name, one in parts(content, *more):
+            (self.repo / name).write_bytes(one)
         self.file = self.link = next(iter(sorted(self.repo.iterdir())))
 
     def replace(self, content: bytes) -> None:

@@ -78,7 +78,7 @@ def make_checkpoint(name: str, folder: Path, *, shards: int = 1, bf16: bool = Fa
 
 
 def byte_symbols() -> list[str]:
-    """Return the symbol of each byte in a byte-level tokenizer."""
+    """Return the symbol of each byte in a byte-level tokenizer: GPT-2's, printable characters alone."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]

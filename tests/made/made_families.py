@@ -12,6 +12,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from made_checkpoints import byte_symbols
 
 E = 64
 FF = 128
@@ -26,11 +27,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def add_byte_vocabulary(writer: gguf.GGUFWriter, more: tuple[str, ...] = ()) -> int:
     """A token a byte, an end, a turn and `more` special ones; how many there are."""
-    # GPT-2 spells the bytes that are no printable characters as characters from 256 on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    moved = {byte: chr(256 + place) for place, byte in enumerate(others)}
-    tokens = [*(moved.get(byte, chr(byte)) for byte in range(256)), "<|end|>", "<|turn|>", *more]
+    tokens = [*byte_symbols(), "<|end|>", "<|turn|>", *more]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

@@ -37,8 +37,8 @@ def words(text):
     return [*(w + " " for w in text.split(" ")), end()]
 
 
-SHELF = [
-    ModelChoice(
+def shelved(name, title, parameters, context, size, needs, **state):
+    return ModelChoice(
         name=name,
         title=title,
         parameters=parameters,
@@ -49,25 +49,19 @@ SHELF = [
         available_bytes=8 << 30,
         **state,
     )
-    for name, title, parameters, context, size, needs, state in (
-        (
-            MODEL,
-            "SmolLM2 135M Instruct",
-            "135M",
-            8192,
-            98_362_432,
-            400 << 20,
-            {"pulled": True, "warm": True},
-        ),
-        ("qwen3-0.6b", "Qwen3 0.6B", "0.6B", 32768, 484_000_000, 800 << 20, {"size_is_estimate": True}),
-        ("mistral-7b-instruct", "Mistral 7B", "7B", 32768, 4_370_000_000, 30 << 30, {}),
-    )
+
+
+SHELF = [
+    shelved(
+        MODEL, "SmolLM2 135M Instruct", "135M", 8192, 98_362_432, 400 << 20, pulled=True, warm=True
+    ),
+    shelved("qwen3-0.6b", "Qwen3 0.6B", "0.6B", 32768, 484_000_000, 800 << 20, size_is_estimate=True),
+    shelved("mistral-7b-instruct", "Mistral 7B", "7B", 32768, 4_370_000_000, 30 << 30),
 ]
 
 
-#: What a first run offers.
-OFFERED = [
-    FirstRunChoice(
+def offered(role, name, why, size, rate):
+    return FirstRunChoice(
         role=role,
         name=name,
         title=name,
@@ -76,10 +70,12 @@ OFFERED = [
         licence="Apache-2.0",
         tokens_per_s=rate,
     )
-    for role, name, why, size, rate in (
-        ("comfortable", "qwen3-0.6b", "answers faster than you read", 484_000_000, 31.0),
-        ("tiny", MODEL, "small and quick to fetch, simple answers", 98_362_432, 140.0),
-    )
+
+
+#: What a first run offers.
+OFFERED = [
+    offered("comfortable", "qwen3-0.6b", "answers faster than you read", 484_000_000, 31.0),
+    offered("tiny", MODEL, "small and quick to fetch, simple answers", 98_362_432, 140.0),
 ]
 EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in SHELF]
 

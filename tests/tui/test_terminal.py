@@ -1,5 +1,6 @@
 """The whole program at a real terminal with the real model: cold, and resumed from a real snapshot."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -56,10 +57,16 @@ def how(request):
 def terminal(home, tmp_path):
     for path in (home / "edgeinfer/data").glob("conversations.db*"):
         path.unlink()
-    terminal = Terminal(tmp_path, clean(home))
-    terminal.home = home
-    yield terminal
-    terminal.close()
+    """A terminal, whose modes must be in the end what they were before."""
+    with contextlib.closing(Terminal(tmp_path, clean(home))) as terminal:
+        terminal.home = home
+        terminal.modes_before = terminal.modes()
+        yield terminal
+        until_restored(terminal)
+
+
+def until_restored(terminal):
+    terminal.until(lambda: terminal.modes() == terminal.modes_before)
 
 
 def begin(terminal, how, *words):
@@ -124,32 +131,28 @@ def has_threads(pid):
 
 def test_question_typed_before_the_screen_is_there_is_asked(terminal, how):
     start(terminal, "edgeinfer chat --temp 0", how)
-    terminal.type("Name three colours.")
-    terminal.press("Enter")
+    terminal.run("Name three colours.")
     terminal.until_shown("❯ Name three colours.")
     terminal.until_shown("tok/s")
     leave(terminal)
 
 
 def test_question_is_typed_streamed_and_the_app_quit(terminal, how):
-    before = terminal.modes()
     begin(terminal, how)
-    assert terminal.modes() != before
+    assert terminal.modes() != terminal.modes_before
     terminal.until_shown("resumed in" if how == "resumed" else "cold start")
-    terminal.type("Name three colours.")
-    terminal.press("Enter")
+    terminal.run("Name three colours.")
     terminal.until_shown("❯ Name three colours.")
     terminal.until_shown("tok/s")
     terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
     leave(terminal)
-    terminal.until(lambda: terminal.modes() == before)
+    until_restored(terminal)
     assert "Ask something" not in terminal.screen()
 
 
 def test_stop_keeps_the_partial_answer(terminal, how):
     begin(terminal, how)
-    terminal.type("Tell a long story about a lighthouse keeper, his dog and a ship.")
-    terminal.press("Enter")
+    terminal.run("Tell a long story about a lighthouse keeper, his dog and a ship.")
     terminal.until_shown("writing")
     terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
     terminal.press("Escape")
@@ -167,14 +170,13 @@ def test_resize_is_drawn_at_the_new_size(terminal, how):
 
 
 def test_ctrl_z_and_fg(terminal, how):
-    before = terminal.modes()
     begin(terminal, how)
     terminal.type("half a thought")
     terminal.until_shown("half a thought")
     terminal.press("C-z")
     terminal.until_shown("Stopped")
     terminal.until(lambda: left(terminal))
-    terminal.until(lambda: terminal.modes() == before)
+    until_restored(terminal)
     terminal.run("echo still $((40+2))")
     terminal.until_shown("still 42")
     terminal.resize(100, 30)
@@ -184,7 +186,6 @@ def test_ctrl_z_and_fg(terminal, how):
     terminal.type(", whole")
     terminal.until_shown("half a thought, whole")
     leave(terminal)
-    terminal.until(lambda: terminal.modes() == before)
 
 
 def test_editor_gets_the_terminal(terminal, how):
@@ -197,7 +198,6 @@ def test_editor_gets_the_terminal(terminal, how):
 
 
 def test_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
-    before = terminal.modes()
     start(terminal, "echo 'the word is swordfish' | edgeinfer chat", how)
     terminal.until_shown("+ stdin")
     terminal.type("What is the word?")
@@ -205,30 +205,25 @@ def test_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
     terminal.press("Enter")
     terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
     leave(terminal)
-    terminal.until(lambda: terminal.modes() == before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_it_cleanly(terminal, how, number):
-    before = terminal.modes()
     begin(terminal, how)
     launcher = terminal.children()[0][0]
     os.kill(launcher, number)
     terminal.until(lambda: left(terminal))
-    terminal.until(lambda: terminal.modes() == before)
 
 
 def test_kill_9_of_the_app(terminal, how):
-    before = terminal.modes()
     begin(terminal, how)
-    terminal.type("Tell a long story about a lighthouse keeper, his dog and a ship.")
-    terminal.press("Enter")
+    terminal.run("Tell a long story about a lighthouse keeper, his dog and a ship.")
     terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
     shown = terminal.until(lambda: answer_on(terminal.screen()))
     os.kill(app_of(terminal), signal.SIGKILL)
     terminal.until_shown("killed by signal 9")
     terminal.until(lambda: left(terminal))
-    terminal.until(lambda: terminal.modes() == before)
+    until_restored(terminal)
     assert shown[-1] in words_of(stored(terminal)[1])
     assert " ".join(shown) in words_of(stored(terminal)[1])
     begin(terminal, how, "--continue")
@@ -238,18 +233,16 @@ def test_kill_9_of_the_app(terminal, how):
 
 
 def test_kill_9_of_the_launcher(terminal, how):
-    before = terminal.modes()
     begin(terminal, how)
     everyone = [pid for pid, _, _ in terminal.children()]
     os.kill(everyone[0], signal.SIGKILL)
-    terminal.until(lambda: terminal.modes() == before)
+    until_restored(terminal)
     terminal.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in everyone))
     terminal.run("echo still $((40+2))")
     terminal.until_shown("still 42")
 
 
 def test_plain_chat_answers_and_restores_the_terminal(terminal, how):
-    before = terminal.modes()
     start(terminal, "edgeinfer chat --plain --max-tokens 8", how)
     terminal.until_shown("Model: smollm2")
     terminal.run("Say hello.")
@@ -257,7 +250,6 @@ def test_plain_chat_answers_and_restores_the_terminal(terminal, how):
     terminal.until(lambda: terminal.screen().rstrip().endswith(">"))
     terminal.press("C-d")
     terminal.until(lambda: left(terminal))
-    terminal.until(lambda: terminal.modes() == before)
 
 
 def test_models_that_suit_the_machine_are_offered_if_none_is_here(terminal, tmp_path):

@@ -414,9 +414,7 @@ def _read(kind: type[T], row: Sequence[Any]) -> T:
 
 def _summary(row: Sequence[Any], snippet: str = "") -> Summary:
     number, title, model, turns, updated_ms = row[:5]
-    return Summary(
-        id=number, title=title, model=model, turns=turns, updated_ms=updated_ms, snippet=snippet
-    )
+    return Summary(number, title, model, turns, updated_ms, snippet)
 
 
 def match_query(words: str) -> str:

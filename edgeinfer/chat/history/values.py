@@ -108,7 +108,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         return f"chat-{self.id}" if self.id else ""
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(msgspec.Struct, frozen=True):
     """A conversation as a list shows it. `snippet` is where a search found its words."""
 
     id: int
