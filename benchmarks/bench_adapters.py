@@ -92,15 +92,29 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--type", choices=["float32", "float16"], default="float32")
+    parser.add_argument(
+        "--models",
+        type=lambda text: text.split(","),
+        default=["smollm2", "4b-q4_k_m"],
+        help="smollm2, gemma3, or shapes of random weights",
+    )
     add_out(parser)
     options = parser.parse_args()
-    model = model_path("smollm2")
+    rows = ["| model | streams | tokens/s | of the model alone |", "| --- | --- | --- | --- |"]
+    for name in options.models:
+        rows += _rows(name, measure(model_path(name), options))
+    title = f"Adapters of rank {options.rank}, {options.type}, on every matrix of every layer.\n\n"
+    print(write_figure(options.out, "adapters", title + "\n".join(rows) + "\n"))
+
+
+def measure(model: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Rates of each mixture, tokens a second of all its streams, a round each."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder) / f"{name}.gguf") for name in NAMES]
         for seed, path in enumerate(paths):
             make_adapter(model, Path(path), options.rank, seed, options.type)
         engine = load_engine(
-            ModelFiles(name="smollm2", paths=(str(model),)),
+            ModelFiles(name="base", paths=(str(model),)),
             LoadOptions(n_ctx=2048, n_parallel=8, lora=",".join(paths)),
         )
         found: dict[str, list[float]] = {name: [] for name in MIXTURES}
@@ -112,21 +126,18 @@ def main() -> None:
                     found[name].append(rate(engine, streams, options.tokens))
         finally:
             engine.close()
-    print(write_figure(options.out, "adapters", _table(found, f"{options.rank}, {options.type}")))
+    return found
 
 
-def _table(found: dict[str, list[float]], rank: str) -> str:
-    rows = [
-        f"| SmolLM2 135M Q4_1, adapters of rank {rank} | tokens/s | of the model alone |",
-        "| --- | --- | --- |",
-    ]
+def _rows(model: str, found: dict[str, list[float]]) -> list[str]:
+    rows = []
     for name, rates in found.items():
         middle = statistics.median(rates)
         spread = (max(rates) - min(rates)) / 2 / middle
         alone = "1 stream, the model alone" if name.startswith("1 ") else "8 streams, the model alone"
         share = middle / statistics.median(found[alone])
-        rows.append(f"| {name} | {middle:.0f} ± {spread:.0%} | {share:.0%} |")
-    return "\n".join(rows) + "\n"
+        rows.append(f"| {model} | {name} | {middle:.0f} ± {spread:.0%} | {share:.0%} |")
+    return rows
 
 
 if __name__ == "__main__":
