@@ -1,3 +1,3 @@
 """edgeinfer: local language models that feel already loaded."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
