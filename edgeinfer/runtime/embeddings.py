@@ -139,19 +139,17 @@ class Embedder:
         return [self._context.embedding(i, width) for i in range(len(group))]
 
     def _open(self) -> tuple[ActiveContext, Batch]:
-        loaded, n = self._loaded, self.max_tokens
+        n = self.max_tokens
         context = open_context(
-            loaded.model,
+            self._loaded.model,
             self._options,
             n_cells=n,
             n_batch=n,
             n_seq_max=_MAX_SEQUENCES,
-            n_threads=loaded.n_threads,
+            n_threads=self._loaded.n_threads,
             pooling=self.pooling.value,
         )
-        n_vocab = loaded.vocab.n_vocab
-        batch = Batch(capacity=n, max_outputs=n, n_vocab=n_vocab, n_seq_max=_MAX_SEQUENCES, n_cells=n)
-        return context, batch
+        return context, Batch.of(context, max_outputs=n)
 
     def warm_up(self) -> None:
         """Embed or rank one word, so that the first request finds everything loaded."""

@@ -338,18 +338,11 @@ def _scheduler(loaded: LlamaModel, active: ActiveContext, lora: LoraAdapters) ->
         checkpoints=checkpoints,
         window=loaded.sliding_window,
     )
-    batch = Batch(
-        capacity=loaded.n_batch,
-        max_outputs=loaded.plan.n_outputs,
-        n_vocab=loaded.vocab.n_vocab,
-        n_seq_max=loaded.plan.n_seq_max,
-        n_cells=loaded.n_cells,
-    )
     return Scheduler(
         active=active,
         vocab=loaded.vocab,
         kv=kv,
-        batch=batch,
+        batch=Batch.of(active, max_outputs=loaded.plan.n_outputs),
         adapters=lora,
         n_parallel=loaded.n_parallel,
         n_ctx=loaded.n_ctx,

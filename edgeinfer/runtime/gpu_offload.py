@@ -256,13 +256,7 @@ class DeviceContext:
     def warm_up(self) -> None:
         """Compile the devices' kernels for a prompt and an answer. Raises DecodeError."""
         n_tokens = min(_WARM_UP_TOKENS, self.loaded.n_batch)
-        batch = Batch(
-            capacity=n_tokens,
-            max_outputs=1,
-            n_vocab=self.loaded.vocab.n_vocab,
-            n_seq_max=1,
-            n_cells=self.loaded.n_cells,
-        )
+        batch = Batch.of(self.active, max_outputs=1)
         for at, tokens in ((0, list(range(1, 1 + n_tokens))), (n_tokens, [1])):
             batch.clear()
             batch.add(tokens, at, 0, outputs=1)

@@ -141,6 +141,18 @@ class Batch:
         )
         self.n_outputs = 0
 
+    @classmethod
+    def of(cls, active: ActiveContext, *, max_outputs: int) -> Batch:
+        """Make the largest batch that a context takes."""
+        model = L.llama_get_model(active.context)
+        return cls(
+            capacity=L.llama_n_batch(active.context),
+            max_outputs=max_outputs,
+            n_vocab=L.llama_vocab_n_tokens(L.llama_model_get_vocab(model)),
+            n_seq_max=L.llama_n_seq_max(active.context),
+            n_cells=active.n_cells,
+        )
+
     def clear(self) -> None:
         self._rows.clear()
         self._adapters.clear()

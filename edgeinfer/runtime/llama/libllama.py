@@ -178,17 +178,22 @@ def ggml_library() -> ctypes.CDLL:
     # libllama is linked against the soname; the wheel's libggml.so has a registry of its own
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
-    for name in ("ggml_backend_reg_count", "ggml_backend_dev_count"):
-        getattr(ggml, name).restype = ctypes.c_size_t
-    ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_load_all_from_path.restype = None
-    ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
-    ggml.ggml_backend_load.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_by_type.argtypes = [ctypes.c_int]
-    ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
-    return ggml
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "ggml_backend_reg_count": (ctypes.c_size_t, []),
+        "ggml_backend_dev_count": (ctypes.c_size_t, []),
+        "ggml_backend_load_all_from_path": (None, [ctypes.c_char_p]),
+        "ggml_backend_load": (ctypes.c_void_p, [ctypes.c_char_p]),
+        "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
+        "ggml_backend_dev_by_type": (ctypes.c_void_p, [ctypes.c_int]),
+    }
+    return _declared(ggml, signatures)
+
+
+def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def _load_backends() -> ctypes.CDLL:
@@ -280,10 +285,7 @@ def base_library() -> ctypes.CDLL:
         "ggml_backend_tensor_get": (None, [pointer, pointer, size, size]),
         "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
     }
-    for name, (result, arguments) in signatures.items():
-        getattr(base, name).restype = result
-        getattr(base, name).argtypes = arguments
-    return base
+    return _declared(base, signatures)
 
 
 def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:

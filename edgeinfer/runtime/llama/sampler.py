@@ -39,9 +39,9 @@ class Sampler:
     """
 
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
-        self._greedy = is_plain_greedy(sampling)
-        self._chain = None if self._greedy else _chain(vocab, sampling, seed, n_ctx)
-        self.history = 0 if self._greedy else _history(sampling, n_ctx)
+        is_greedy = is_plain_greedy(sampling)
+        self._chain = None if is_greedy else _chain(vocab, sampling, seed, n_ctx)
+        self.history = 0 if is_greedy else _history(sampling, n_ctx)
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
         """Sample from row `row`, which `logits` views, and accept the token into the history.
@@ -63,7 +63,6 @@ class Sampler:
         if self._chain is not None:
             L.llama_sampler_free(self._chain)
             self._chain = None
-            self._greedy = True
 
     def __del__(self) -> None:
         self.close()

@@ -109,9 +109,7 @@ class _Probe:
         self._supports_truncation = supports_truncation
         self._active = context
         self.states = SequenceStates(self._active, _SCRATCH, supports_truncation=supports_truncation)
-        self._batch = Batch(
-            capacity=_CHUNK, max_outputs=1, n_vocab=n_vocab, n_seq_max=_N_SEQ, n_cells=context.n_cells
-        )
+        self._batch = Batch.of(context, max_outputs=1)
         self._n_vocab = n_vocab
 
     def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:

@@ -348,13 +348,7 @@ class DraftModel:
         except BaseException:
             free_model(self._model)
             raise
-        self._batch = Batch(
-            capacity=main.n_batch,
-            max_outputs=1,
-            n_vocab=self._vocab.n_vocab,
-            n_seq_max=main.n_parallel,
-            n_cells=main.n_cells,
-        )
+        self._batch = Batch.of(self._active, max_outputs=1)
         self._n_vocab = min(main.vocab.n_vocab, self._vocab.n_vocab)
         self._free = list(range(main.n_parallel))
         self._held: dict[int, list[int]] = {}

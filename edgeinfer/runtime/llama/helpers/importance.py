@@ -128,13 +128,7 @@ def weigh(argv: list[str]) -> dict[str, int]:
 
 
 def _read(active: ActiveContext, vocab: Vocab, tokens: list[int], found: Importance) -> None:
-    batch = Batch(
-        capacity=_BATCH_TOKENS,
-        max_outputs=_BATCH_TOKENS,
-        n_vocab=vocab.n_vocab,
-        n_seq_max=1,
-        n_cells=_WINDOW_TOKENS,
-    )
+    batch = Batch.of(active, max_outputs=_BATCH_TOKENS)
     begin = [vocab.bos] if vocab.adds_bos else []
     step = _WINDOW_TOKENS - len(begin)
     for start in range(0, len(tokens), step):

@@ -57,13 +57,7 @@ def measure(argv: list[str]) -> dict[str, float]:
 def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> list[float]:
     """Negative log-likelihoods in nats; of two contexts also their divergence and agreement."""
     sums = [0.0, 0.0, 0.0, 0.0]
-    batch = Batch(
-        capacity=_BATCH_TOKENS,
-        max_outputs=_BATCH_TOKENS,
-        n_vocab=n_vocab,
-        n_seq_max=1,
-        n_cells=len(tokens),
-    )
+    batch = Batch.of(contexts[0], max_outputs=_BATCH_TOKENS)
     for start in range(0, len(tokens) - 1, _BATCH_TOKENS):
         piece = tokens[start : min(start + _BATCH_TOKENS, len(tokens) - 1)]
         following = np.array(tokens[start + 1 : start + 1 + len(piece)])
