@@ -210,7 +210,7 @@ class LlamaEngine:
         s = self._scheduler
         running = len(s.queue.running)
         blocks = self._cache.blocks.traffic if self._cache is not None else Traffic()
-        return s.counters.frozen(
+        return s.counters.published(
             queued=max(0, self._loop.inside - running),
             running=running,
             kv_used_tokens=s.kv.used_cells,

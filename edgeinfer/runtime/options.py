@@ -128,20 +128,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.chat_template)
 
 
-class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and gauges since the engine started; the fronts publish them. Sums only grow."""
+class EngineTotals(msgspec.Struct, kw_only=True):
+    """Sums since the engine started."""
 
-    queued: int = 0
-    running: int = 0
     requests_total: int = 0
     cancelled_total: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     cached_disk_tokens_total: int = 0
-    block_bytes_written_total: int = 0
-    block_bytes_read_total: int = 0
-    blocks_pruned_total: int = 0
-    blocks_damaged_total: int = 0
     completion_tokens_total: int = 0
     prefill_seconds_total: float = 0.0
     decode_seconds_total: float = 0.0
@@ -150,6 +144,17 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     steps_total: int = 0
     draft_tokens_total: int = 0
     draft_accepted_total: int = 0
+
+
+class EngineMetrics(EngineTotals, kw_only=True):
+    """An engine's sums and gauges at one moment; the fronts publish them."""
+
+    queued: int = 0
+    running: int = 0
+    block_bytes_written_total: int = 0
+    block_bytes_read_total: int = 0
+    blocks_pruned_total: int = 0
+    blocks_damaged_total: int = 0
     kv_used_tokens: int = 0
     kv_total_tokens: int = 0
     ttft_ms: tuple[float, ...] = ()

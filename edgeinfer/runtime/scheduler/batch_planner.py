@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from edgeinfer.runtime.kv_cache import recurrent_checkpoints
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache
 from edgeinfer.runtime.llama.context import Batch
+from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.sampling.speculative import DraftBudget, StepCurve
-from edgeinfer.runtime.scheduler.executor import Adapters
 from edgeinfer.runtime.scheduler.prefill_policy import (
     SHORT_TOKENS,
     BatchInvariance,
@@ -31,7 +31,7 @@ class BatchPlanner:
 
     kv: KvCache
     batch: Batch
-    adapters: Adapters
+    adapters: LoraAdapters
     queue: RequestQueue
     prefixes: Prefixes
     chunks: Chunks

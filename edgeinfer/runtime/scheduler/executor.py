@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from edgeinfer.errors import DecodeError
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, KvCache
+from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
+from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.metrics import Counters
@@ -31,23 +32,13 @@ _MEASURED_OUTPUTS = 16
 _NICE = 10
 
 
-class Adapters(Protocol):
-    """The LoRA adapters of the context."""
-
-    def of_context(self, adapters: AdapterKey) -> AdapterKey: ...
-
-    def use(self, adapters: AdapterKey) -> None: ...
-
-    def leave_kernels(self) -> None: ...
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Executor:
     """Run batches on the active context; only if `kv` supports truncation can a step be aborted."""
 
     active: ActiveContext
     batch: Batch
-    adapters: Adapters
+    adapters: LoraAdapters
     kv: KvCache
     chunks: Chunks
     costs: StepCurve

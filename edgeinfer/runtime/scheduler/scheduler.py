@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
-from edgeinfer.runtime.scheduler.executor import Adapters, Executor
+from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.idle_cells import IdleCells
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
@@ -36,7 +37,7 @@ class Scheduler:
         vocab: Vocab,
         kv: KvCache,
         batch: Batch,
-        adapters: Adapters,
+        adapters: LoraAdapters,
         n_parallel: int,
         n_ctx: int,
         batch_invariance: BatchInvariance,
