@@ -13,16 +13,13 @@ from edgeinfer.runtime.chat_format.control_tokens import unmarked
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
-from edgeinfer.runtime.kv_cache.cache import KvCache
-from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends.devices import OffloadRequest
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
-from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT, invariant_rows
+from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT
 from edgeinfer.runtime.options import (
     Adapter,
     Chosen,
@@ -32,24 +29,13 @@ from edgeinfer.runtime.options import (
     ModelFiles,
 )
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
-from edgeinfer.runtime.prefix_cache.opening import make_states, run_check, scratch_id
+from edgeinfer.runtime.prefix_cache.opening import run_check
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import GenerateRequest, check_length, preparing
 from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.sampling.speculative import DraftModel
-from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
-
-#: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
-#: that of a 4B in Q4_0 on two cores.
-_PREFILL_S_PER_BYTE = 1e-11
-#: Bounds for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
-#: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
-#: 256, and 192 cells with 60 rows stay within the first.
-_LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
-#: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
-_LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
 
 
 def load_engine(
@@ -73,7 +59,7 @@ class LlamaEngine:
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
         self._conversations = load_chat_format(template_facts(files, options, loaded))
         self._constraints = Constraints()
-        self._scheduler = _scheduler(loaded, self._active, self._lora)
+        self._scheduler = Scheduler(loaded, self._active, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
         self._info = make_info(files, loaded, self._lora, self._conversations, self._embedder)
@@ -326,40 +312,6 @@ class LlamaEngine:
             self._draft.close()
         self._lora.close()
         self._loaded.free()
-
-
-def _scheduler(loaded: LlamaModel, active: ActiveContext, lora: LoraAdapters) -> Scheduler:
-    states = make_states(loaded, active) if loaded.memory else None
-    checkpoints = None if loaded.supports_truncation or states is None else Checkpoints(states)
-    kv = KvCache(
-        active,
-        n_cells=loaded.n_cells,
-        n_seq_max=scratch_id(loaded),
-        checkpoints=checkpoints,
-        window=loaded.sliding_window,
-    )
-    return Scheduler(
-        active=active,
-        vocab=loaded.vocab,
-        kv=kv,
-        batch=Batch.of(active, max_outputs=loaded.plan.n_outputs),
-        adapters=lora,
-        n_parallel=loaded.n_parallel,
-        n_ctx=loaded.n_ctx,
-        batch_invariance=_batch_invariance(loaded),
-        s_per_token=loaded.shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE,
-        states=states,
-    )
-
-
-def _batch_invariance(loaded: LlamaModel) -> BatchInvariance:
-    kernels = libllama.build_info().kernels
-    rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
-    kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_ours = flash == "on" and kernels
-    if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
-        return BatchInvariance(rows, cells=None)
-    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells)
 
 
 def make_info(

@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection
 
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache
+from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
+from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
-from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.llama.model import LlamaModel
+from edgeinfer.runtime.memory_plan.plan import invariant_rows
+from edgeinfer.runtime.prefix_cache.opening import make_states, scratch_id
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
 from edgeinfer.runtime.scheduler.executor import Executor
@@ -26,33 +29,41 @@ from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, Chunks
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 
+#: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
+#: that of a 4B in Q4_0 on two cores.
+_PREFILL_S_PER_BYTE = 1e-11
+#: Bounds for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
+#: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
+#: 256, and 192 cells with 60 rows stay within the first.
+_LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
+#: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
+_LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
+
 
 class Scheduler:
-    """Owns the active context while it runs. `n_ctx` is the limit of one sequence."""
+    """Owns `active`, the context that decodes, while it runs."""
 
-    def __init__(
-        self,
-        *,
-        active: ActiveContext,
-        vocab: Vocab,
-        kv: KvCache,
-        batch: Batch,
-        adapters: LoraAdapters,
-        n_parallel: int,
-        n_ctx: int,
-        batch_invariance: BatchInvariance,
-        s_per_token: float,
-        states: SequenceStates | None = None,
-    ) -> None:
-        self.kv = kv
+    def __init__(self, loaded: LlamaModel, active: ActiveContext, adapters: LoraAdapters) -> None:
+        vocab, batch = loaded.vocab, Batch.of(active, max_outputs=loaded.plan.n_outputs)
+        states = make_states(loaded, active) if loaded.memory else None
+        checkpoints = None if loaded.supports_truncation or states is None else Checkpoints(states)
+        self.kv = kv = KvCache(
+            active,
+            n_cells=loaded.n_cells,
+            n_seq_max=scratch_id(loaded),
+            checkpoints=checkpoints,
+            window=loaded.sliding_window,
+        )
         self._active = active
-        self._batch_invariance = batch_invariance
+        self._batch_invariance = batch_invariance(loaded)
         #: Called if llama.cpp fails a step; True if another context takes over.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
-        costs, chunks = StepCurve(), Chunks(batch_invariance, s_per_token)
+        costs = StepCurve()
+        s_per_token = loaded.shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
+        chunks = Chunks(self._batch_invariance, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
-        self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=n_parallel)
+        self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=loaded.n_parallel)
         self._planner = BatchPlanner(
             kv=kv,
             batch=batch,
@@ -61,8 +72,8 @@ class Scheduler:
             prefixes=self.prefixes,
             chunks=chunks,
             costs=costs,
-            batch_invariance=batch_invariance,
-            n_ctx=n_ctx,
+            batch_invariance=self._batch_invariance,
+            n_ctx=loaded.n_ctx,
         )
         self.executor = Executor(
             active=active,
@@ -177,3 +188,14 @@ class Scheduler:
         self.kv.release(cached_seq, keep=True)
         cached_seq.pinned = True
         return len(tokens)
+
+
+def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
+    """Return the bounds for the kernels, the attention and the KV cache in use."""
+    kernels = libllama.build_info().kernels
+    rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
+    kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
+    is_ours = flash == "on" and kernels
+    if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
+        return BatchInvariance(rows, cells=None)
+    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells)

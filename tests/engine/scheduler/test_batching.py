@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, QueueFullError
-from edgeinfer.runtime.engine import LlamaEngine, _batch_invariance
+from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.memory_plan import plan
@@ -24,6 +24,7 @@ from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
+from edgeinfer.runtime.scheduler.scheduler import batch_invariance
 from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 from ..conftest import GREEDY, answer, answers, ask, collected, load
@@ -146,7 +147,7 @@ def test_attention_in_use_decides_batch_invariance(
         monkeypatch.setattr(
             libllama, "build_info", lambda a=attention: msgspec.structs.replace(build, kernels=a)
         )
-        assert _batch_invariance(model) == expected
+        assert batch_invariance(model) == expected
 
 
 def test_shared_prefix_is_prefilled_once(plain: LlamaEngine) -> None:
