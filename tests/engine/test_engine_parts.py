@@ -124,7 +124,7 @@ def test_run_warns_of_weights_read_from_the_disk(
 def test_model_without_shift_refuses_overflow(tmp_path: Path, smollm2: Path) -> None:
     """llama.cpp asserts where M-RoPE positions are moved, which ends the process."""
     with closing(load(make_qwen2vl(tmp_path / "m.gguf", smollm2), n_ctx=512)) as engine:
-        with pytest.raises(InvalidRequestError, match="full context") as refused:
+        with pytest.raises(InvalidRequestError, match="shift the context") as refused:
             answer(engine, ask(overflow="shift"))
         assert refused.value.param == "overflow"
         assert answer(engine, ask(max_tokens=1000)).finished.reason == "length"
