@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -12,13 +11,11 @@ import msgspec
 
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import DownloadError, EdgeInferError, OfflineError
-from edgeinfer.models import fits, gguf, listing
+from edgeinfer.models import fits, gguf
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.external_stores import stores
 from edgeinfer.models.fits import FirstRunChoice, first_run_choices, header_plan
-from edgeinfer.models.listing import ModelSummary
+from edgeinfer.models.listing import ModelSummary, every_model
 from edgeinfer.models.progress import PullProgress
-from edgeinfer.models.store import list_pulled
 from edgeinfer.platform.machine import Machine, read_machine
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.options import LoadOptions
@@ -58,35 +55,22 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
     """
     machine = read_machine()
     available = machine.memory.available_bytes if machine.memory.total_bytes else 0
-    catalog = load_catalog()
-    found: list[tuple[ModelSummary, int]] = []
-    pulled = list_pulled()
-    for model in pulled:
-        found.append((listing.of_pulled(model, catalog.get(model.base)), _needs(model.paths, machine)))
-    sources = {model.source for model in pulled}
-    for other in stores.usable():
-        if other.name not in sources:
-            with contextlib.suppress(EdgeInferError):  # `edgeinfer list` says what is wrong with it
-                found.append((listing.of_external(other), _needs(other.paths, machine)))
-    names = {model.name for model in pulled}
-    for entry in catalog.models.values():
-        if entry.name not in names:
-            size = entry.stored_bytes
-            found.append((listing.of_catalogue(entry), fits.needed_bytes(size) if size else 0))
     return [
         ModelChoice(
             **msgspec.structs.asdict(model),
-            needs_bytes=needs,
+            needs_bytes=_needs(model, paths, machine),
             available_bytes=available,
             warm=model.pulled and model.name in warm,
         )
-        for model, needs in found
-        if model.purpose not in ("embedding", "reranker")
+        for model, paths in every_model(load_catalog())
+        if isinstance(model, ModelSummary) and model.purpose not in ("embedding", "reranker")
     ]
 
 
-def _needs(paths: Sequence[str | Path], machine: Machine) -> int:
+def _needs(model: ModelSummary, paths: Sequence[str | Path], machine: Machine) -> int:
     """Return the memory (bytes) by the files' headers; 0 for files that cannot be read."""
+    if not model.pulled:
+        return fits.needed_bytes(model.size_bytes) if model.size_bytes else 0
     try:
         headers = [gguf.read_header(path) for path in paths]
         options = LoadOptions(n_ctx=min(_N_CTX, headers[0].n_ctx_train or _N_CTX), n_parallel=4)

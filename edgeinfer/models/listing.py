@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 import msgspec
 
-from edgeinfer.models.catalog import Model
+from edgeinfer.error_text import hint
+from edgeinfer.errors import CatalogError
+from edgeinfer.models.catalog import Catalog, Model
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
-from edgeinfer.models.store import PulledModel
+from edgeinfer.models.store import PulledModel, list_pulled
 from edgeinfer.units import format_parameters
 
 
@@ -31,8 +36,35 @@ class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     size_is_estimate: bool = False
 
 
-def of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
-    """List a pulled model; `entry` is its row of the catalogue, if it has one."""
+class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of an external store that cannot be used: the problem and its fix."""
+
+    name: str
+    store: str
+    problem: str
+    fix: str
+
+
+#: A model, and its files here.
+Listed = tuple[ModelSummary | UnusableModel, Sequence[str | Path]]
+
+
+def every_model(catalog: Catalog) -> Iterator[Listed]:
+    """List the pulled models, then external stores', then the rest of the catalogue."""
+    pulled = list_pulled()
+    for model in pulled:
+        yield _of_pulled(model, catalog.get(model.base)), model.paths
+    sources = {model.source for model in pulled}
+    for external in stores.search():
+        if external.name not in sources:
+            yield _of_external(external), external.paths
+    names = {model.name for model in pulled}
+    for entry in catalog.models.values():
+        if entry.name not in names:
+            yield _of_catalogue(entry), ()
+
+
+def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
     return ModelSummary(
         name=model.name,
         title=entry.title if entry else model.name,
@@ -47,9 +79,12 @@ def of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
     )
 
 
-def of_external(model: ExternalModel) -> ModelSummary:
-    """List a model of another program by its header. Raises CatalogError if it cannot be used."""
-    parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
+def _of_external(model: ExternalModel) -> ModelSummary | UnusableModel:
+    try:
+        parts = stores.headers(model, vocabulary=False)  # so many files, and none is loaded
+    except CatalogError as error:
+        problem, fix = model.problem or error.message, model.fix or hint(error)
+        return UnusableModel(name=model.name, store=model.store, problem=problem, fix=fix)
     first = parts[0]
     return ModelSummary(
         name=model.name,
@@ -66,8 +101,7 @@ def of_external(model: ExternalModel) -> ModelSummary:
     )
 
 
-def of_catalogue(entry: Model) -> ModelSummary:
-    """List a model that can be pulled."""
+def _of_catalogue(entry: Model) -> ModelSummary:
     return ModelSummary(
         name=entry.name,
         title=entry.title,

@@ -11,17 +11,14 @@ import msgspec
 
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
-from edgeinfer.error_text import hint
-from edgeinfer.errors import CatalogError, ConfigError
+from edgeinfer.errors import ConfigError
 from edgeinfer.host import Host
-from edgeinfer.models import fits, listing
+from edgeinfer.models import fits
 from edgeinfer.models.adapters import PulledAdapter, list_adapters
 from edgeinfer.models.catalog import Catalog, load_catalog
-from edgeinfer.models.external_stores import stores
-from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.fits import Fit
-from edgeinfer.models.listing import ModelSummary
-from edgeinfer.models.store import list_pulled, unfinished
+from edgeinfer.models.listing import ModelSummary, UnusableModel, every_model
+from edgeinfer.models.store import unfinished
 from edgeinfer.platform.machine import MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshots.format import generations, model_part, part_of
@@ -41,15 +38,6 @@ class ModelRow(ModelSummary, frozen=True, kw_only=True):
 
     snapshots: int = 0
     fit: Fit | None = None
-
-
-class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of an external store that cannot be used: the problem and its fix."""
-
-    name: str
-    store: str
-    problem: str
-    fix: str
 
 
 class ListResult(Result, frozen=True, kw_only=True):
@@ -156,19 +144,14 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     except ConfigError as error:
         sys.stderr.write(f"warning: {error.message}\n")
     catalog = load_catalog()
-    pulled = list_pulled()
-    sources = {model.source for model in pulled}
-    local = [listing.of_pulled(model, catalog.get(model.base)) for model in pulled]
-    names = {model.name for model in local}
-    external = [_external(model) for model in stores.search() if model.name not in sources]
-    local += [model for model in external if isinstance(model, ModelSummary)]
-    broken = [model for model in external if isinstance(model, UnusableModel)]
-    rest = [model for model in catalog.models.values() if model.name not in names]
-    available = [] if options.pulled else map(listing.of_catalogue, rest)
+    found = [model for model, _ in every_model(catalog)]
+    summaries = [model for model in found if isinstance(model, ModelSummary)]
+    broken = [model for model in found if isinstance(model, UnusableModel)]
     counts = Counter(model_part(name) for name in generations())
     rows = (
         ModelRow(**msgspec.structs.asdict(model), snapshots=counts.get(part_of(model.name), 0))
-        for model in (*local, *available)
+        for model in summaries
+        if model.pulled or not options.pulled
     )
     wanted = [word.lower() for word in options.words]
     models = tuple(row for row in rows if _matches(row, wanted))
@@ -177,7 +160,7 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
         models=_grouped(models, catalog, rate) if rate else models,
         fits=options.fits,
         busy=bool(rate and rate.busy),
-        nothing_pulled=options.pulled and not local,
+        nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
         unfinished=unfinished(),
         adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
         unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
@@ -187,18 +170,6 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
 def _matches(model: ModelRow, wanted: list[str]) -> bool:
     text = f"{model.name} {model.title} {model.purpose} {model.quantization} {model.store}".lower()
     return all(word in text for word in wanted)
-
-
-def _external(model: ExternalModel) -> ModelSummary | UnusableModel:
-    try:
-        return listing.of_external(model)
-    except CatalogError as error:
-        return UnusableModel(
-            name=model.name,
-            store=model.store,
-            problem=model.problem or error.message,
-            fix=model.fix or hint(error),
-        )
 
 
 def _grouped(models: Sequence[ModelRow], catalog: Catalog, rate: MemoryRate) -> tuple[ModelRow, ...]:
