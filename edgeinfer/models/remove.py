@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import msgspec
 
@@ -12,6 +11,7 @@ from edgeinfer.models import names, sources, store
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
+from edgeinfer.platform.disk import bytes_below
 
 
 class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,14 +53,10 @@ def remove(text: str, *, forget: bool = False) -> RemovedModel:
             raise resolve(text).absence()
         files = pulled.files if pulled is not None else ()
         left = tuple(file.path for file in files if file.path.startswith("/"))
-        freed = _bytes_under(folder) + _bytes_under(partial)
+        freed = bytes_below(folder) + bytes_below(partial)
         (folder / store.RECORD).unlink(missing_ok=True)
         for place in (folder, partial):
             shutil.rmtree(place, ignore_errors=True)
         if forget:
             store.pins_path(ref).unlink(missing_ok=True)
     return RemovedModel(name=str(ref), freed_bytes=freed, left_in_place=left, forgot_pins=pinned)
-
-
-def _bytes_under(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

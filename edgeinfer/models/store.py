@@ -26,7 +26,7 @@ from edgeinfer.models import gguf, names
 from edgeinfer.models.names import Reference
 from edgeinfer.models.pull_plan import Fetched
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import is_locked, locked, room_errors, sync, write_whole
+from edgeinfer.platform.disk import bytes_below, is_locked, locked, room_errors, sync, write_whole
 
 RECORD = "model.json"
 PARTIAL = ".partial"
@@ -211,8 +211,8 @@ def unfinished() -> dict[str, int]:
     """Return the bytes of interrupted pulls by the model's name, without running ones."""
     found = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if size and not is_locked(_lock_path(folder.name)):
+        size = 0 if is_locked(_lock_path(folder.name)) else bytes_below(folder)
+        if size:
             found[folder.name.replace("+", ":")] = size
     return found
 

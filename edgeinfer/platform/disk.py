@@ -217,6 +217,12 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
     return hasher.hexdigest()
 
 
+def bytes_below(folder: Path, ending: str = "") -> int:
+    """Return the size (bytes) of the files below a folder whose names end so; vanished ones are 0."""
+    found = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sum(size_or_zero(path) for path in found if path.name.endswith(ending))
+
+
 def size_or_zero(path: Path) -> int:
     """Return the file's size, or 0 if there is none."""
     try:

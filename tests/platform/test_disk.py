@@ -39,6 +39,15 @@ def test_file_that_does_not_replace_leaves_the_first(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_files_that_vanish_have_no_size(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/one.whl").write_bytes(bytes(5))
+    (tmp_path / "two").write_bytes(bytes(3))
+    (tmp_path / "gone.whl").symlink_to("nowhere")
+    assert (disk.bytes_below(tmp_path), disk.bytes_below(tmp_path, ".whl")) == (8, 5)
+    assert disk.bytes_below(tmp_path / "none") == 0
+
+
 def test_fifo_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo", 0o600)
     with pytest.raises(PermissionError, match="not a regular file"):

@@ -15,13 +15,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.models.sources import WheelFile
-from edgeinfer.platform.disk import need_room, room_errors
+from edgeinfer.platform.disk import bytes_below, need_room, room_errors
 
 _COPY_BYTES = 1 << 20
 _POLL_S = 0.2
@@ -104,20 +104,12 @@ def _watched(command: list[str], work: Path, job: Job) -> str | None:
         try:
             while process.poll() is None:
                 job.wait(_POLL_S)
-                job.at(_growth(work))
+                job.at(bytes_below(work, ".whl"))
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
     return None if process.returncode == 0 else log.read_text("utf-8", "replace")
-
-
-def _growth(work: Path) -> int:
-    total = 0
-    for wheel in work.rglob("*.whl"):
-        with suppress(FileNotFoundError):  # pip moves them
-            total += wheel.stat().st_size
-    return total
 
 
 def _pip(part: WheelFile) -> list[str]:
