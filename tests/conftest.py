@@ -226,6 +226,13 @@ def gemma3() -> Path:
     return _real(GEMMA3)
 
 
+def flip_bit(path: Path, at: int) -> None:
+    """Change the lowest bit of a file's byte."""
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+
+
 @pytest.fixture
 def answer_no(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make stdin a terminal at which "n" was typed."""

@@ -60,19 +60,13 @@ def enter(options):
         mount(f"/{folder}", f"{options.root}/{folder}", None, BIND | REC)
     for path in options.read_only:
         mount(options.root + path, options.root + path, None, BIND)
-        locked = (
-            os.statvfs(options.root + path).f_flag & NOSUID_NODEV_NOEXEC
-        )  # stay in a user namespace
+        # those stay in a user namespace
+        locked = os.statvfs(options.root + path).f_flag & NOSUID_NODEV_NOEXEC
         mount("none", options.root + path, None, BIND | REMOUNT | RDONLY | locked)
     if options.tmpfs:
         path, _, size = options.tmpfs.partition("=")
-        mount(
-            "tmpfs",
-            options.root + path,
-            "tmpfs",
-            0,
-            f"size={size},mode=0700,uid={uid},gid={outside_group or uid}",
-        )
+        data = f"size={size},mode=0700,uid={uid},gid={outside_group or uid}"
+        mount("tmpfs", options.root + path, "tmpfs", 0, data)
     os.chdir(options.root)
     call("syscall", PIVOT_ROOT, b".", b".")
     call("umount2", b".", 2)  # MNT_DETACH: the old root lies under the new one

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pexpect
 import pytest
 
 from ..conftest import BUILD_CACHE
@@ -39,12 +40,8 @@ def binary() -> Path:
     if named:
         return Path(named)
     built = ROOT / "dist/edgeinfer"
-    sources = [
-        p
-        for folder in ("edgeinfer", "build")
-        for p in (ROOT / folder).rglob("*")
-        if p.suffix not in (".pyc", "")
-    ]
+    found = (p for folder in ("edgeinfer", "build") for p in (ROOT / folder).rglob("*"))
+    sources = [p for p in found if p.suffix not in (".pyc", "")]
     if not built.exists() or built.stat().st_mtime < max(p.stat().st_mtime for p in sources):
         subprocess.run([sys.executable, ROOT / "build/release.py"], check=True, cwd=ROOT)
     return built
@@ -100,17 +97,13 @@ class Machine:
     def command(self, *args: str, options: tuple[str, ...] = ()) -> list[str]:
         return [sys.executable, str(BARE), str(self.root), *options, "--", PROGRAM, *args]
 
-    def environment(self, **more: str) -> dict[str, str]:
-        return {
-            "HOME": HOME,
-            "LANG": "C.UTF-8",
-            "TERM": "xterm-256color",
-            "PATH": "/usr/local/bin",
-            **more,
-        }
+    def environment(self, **more: str | None) -> dict[str, str]:
+        """The user's environment; None leaves a variable out."""
+        usual = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "xterm-256color", "PATH": "/usr/local/bin"}
+        return {name: value for name, value in (usual | more).items() if value is not None}
 
     def run(
-        self, *args: str, options: tuple[str, ...] = (), check: bool = True, **more: str
+        self, *args: str, options: tuple[str, ...] = (), check: bool = True, **more: str | None
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             self.command(*args, options=options),
@@ -140,6 +133,12 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+        )
+
+    def on_a_terminal(self, *args: str, **settings) -> pexpect.spawn:
+        program, *arguments = self.command(*args)
+        return pexpect.spawn(
+            program, arguments, env=self.environment(), timeout=120, encoding="utf-8", **settings
         )
 
     @property

@@ -11,7 +11,8 @@ import pytest
 
 from edgeinfer.shipping.payload import open_shipped
 
-from .conftest import MODEL, Machine
+from ..conftest import flip_bit
+from .conftest import MODEL, PROGRAM, Machine
 from .test_bare_machine import ASK
 
 BUILD = Path(__file__).parents[2] / "build"
@@ -51,11 +52,7 @@ def test_answers_on_a_machine_without_a_network(bundled, tmp_path):
 def test_damaged_model_is_refused_and_nothing_is_stored(bundled, tmp_path):
     machine = Machine(tmp_path / "root", bundled)
     shipped = open_shipped(bundled)
-    with (machine.root / "usr/local/bin/edgeinfer").open("r+b") as file:
-        file.seek(shipped.bundle_offset + shipped.bundle_length // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(machine.root / PROGRAM[1:], shipped.bundle_offset + shipped.bundle_length // 2)
     done = machine.run("list", check=False)
     assert done.returncode == 5
     assert "damaged" in done.stderr

@@ -26,17 +26,14 @@ KEY = "a-key-of-the-cluster-0123456789"
 GROUP = 65532
 
 
-def _documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((MANIFESTS / name).read_text("utf-8")))
+def _only(name: str, kind: str) -> dict[str, Any]:
+    documents = yaml.safe_load_all((MANIFESTS / name).read_text("utf-8"))
+    (found,) = [document for document in documents if document["kind"] == kind]
+    return found
 
 
 def _pod() -> dict[str, Any]:
-    (pod,) = [
-        d["spec"]["template"]["spec"]
-        for d in _documents("deployment.yaml")
-        if d["kind"] == "Deployment"
-    ]
-    return pod
+    return _only("deployment.yaml", "Deployment")["spec"]["template"]["spec"]
 
 
 class Podman:
@@ -77,11 +74,10 @@ class Podman:
 
     def run(self, *args: str, detach: bool = False) -> str:
         """Run the image under the securityContext of the manifest; returns its output, or its name."""
-        mounts = [
-            f"--volume={self.volume}:/var/lib/edgeinfer",
-            f"--volume={self.models}:/mnt/models:ro",
-        ]
-        mounts.append(f"--volume={self.secret}:/run/secrets/edgeinfer:ro")
+        mounts = (
+            f"--volume={self.volume}:/var/lib/edgeinfer", f"--volume={self.models}:/mnt/models:ro",
+            f"--volume={self.secret}:/run/secrets/edgeinfer:ro",
+        )  # fmt: skip
         return self(
             "run", "--network=none", f"--user={GROUP}:{GROUP}", "--read-only", "--tmpfs=/tmp",
             "--cap-drop=all", "--security-opt=no-new-privileges", "--ulimit=nofile=1024:4096",
@@ -146,9 +142,7 @@ def test_deployment_states_what_this_test_mounts():
 
 def test_deployment_answers_its_service_and_starts_again_on_its_volume(podman):
     (init,), (serve,) = _pod()["initContainers"], _pod()["containers"]
-    (service,) = [
-        d["metadata"]["name"] for d in _documents("deployment.yaml") if d["kind"] == "Service"
-    ]
+    service = _only("deployment.yaml", "Service")["metadata"]["name"]
     key = ("-H", f"authorization: Bearer {KEY}")
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4})
     for _ in range(2):
@@ -169,8 +163,7 @@ def test_deployment_answers_its_service_and_starts_again_on_its_volume(podman):
 
 
 def test_kserve_runtime_serves_the_file_that_the_storage_initializer_left(podman):
-    (runtime,) = [d for d in _documents("kserve.yaml") if d["kind"] == "ServingRuntime"]
-    (container,) = runtime["spec"]["containers"]
+    (container,) = _only("kserve.yaml", "ServingRuntime")["spec"]["containers"]
     started = podman.run(*container["args"], detach=True)
     podman.wait_until_ready(started)
     status, answer = podman.ask(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from other_processes import run_python
 
 CHILD = """
 import sys
@@ -27,10 +27,5 @@ def test_newer_one_is_loaded_first(tmp_path: Path, theirs: str, taken: bool) -> 
         compile_it = ["gcc", "-x", "c", "-shared", "-fPIC", "-o", library, "-"]
         subprocess.run(compile_it, input=b"int any;", check=True)
         (folder / "libstdc++.so.6").symlink_to(library.name)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, tmp_path / "app", system],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == (f"{system}/libstdc++.so.6" if taken else "")
+    said = run_python(CHILD, tmp_path / "app", system)
+    assert said.strip() == (f"{system}/libstdc++.so.6" if taken else "")

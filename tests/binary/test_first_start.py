@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 
+from ..conftest import flip_bit
 from .conftest import HOME, PROGRAM, ROOT
 
 sys.path.insert(0, str(ROOT / "build"))
@@ -153,12 +154,7 @@ def test_flipped_bit_is_refused(machine, binary, place):
         "block": shipped.payload_offset + shipped.payload_length // 2,
         "archive's trailer": shipped.archive_offset - payload.TRAILER.size + 3,
     }[place]
-    installed = machine.root / PROGRAM[1:]
-    with installed.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
+    flip_bit(machine.root / PROGRAM[1:], at)
     done = machine.run("--version", check=False)
     assert done.returncode in (1, 5)
     assert "damaged" in done.stderr

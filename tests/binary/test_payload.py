@@ -24,7 +24,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.remove import remove
 from edgeinfer.shipping import bundle, payload, unpack
 
-from ..conftest import BUILD_CACHE
+from ..conftest import BUILD_CACHE, flip_bit
 
 PROGRAM, PLACED = "bin/program", "bin/placed"
 
@@ -102,9 +102,7 @@ def test_damage_is_refused_and_leaves_nothing(shipped_file, part):
     with shipped_file.open("rb") as file:
         block = payload.read_index(file, shipped).blocks[0]
     offset = {"magic": 0, "index": 40, "block": block.offset + block.size // 2}[part]
-    raw = bytearray(shipped_file.read_bytes())
-    raw[shipped.payload_offset + offset] ^= 1
-    shipped_file.write_bytes(raw)
+    flip_bit(shipped_file, shipped.payload_offset + offset)
     with pytest.raises(ChecksumError, match="damaged"):
         unpack.ensure_unpacked(shipped_file)
     assert [p.name for p in unpack.app_root().iterdir()] == [".lock"]
@@ -118,13 +116,8 @@ def test_truncated_file_is_no_shipped_file(shipped_file):
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/outside", "a/../../outside"])
 def test_index_cannot_name_a_file_outside(path):
-    document = {
-        "version": "1",
-        "files": [[path, 420, 0, "", 0]],
-        "links": [],
-        "blocks": [],
-        "relocate": [],
-    }
+    document = {"version": "1", "files": [[path, 420, 0, "", 0]]}
+    document |= {"links": [], "blocks": [], "relocate": []}
     assert payload.parse_index(json.dumps(document).encode()) is None
 
 
@@ -154,9 +147,8 @@ def test_bundled_model_is_stored_once(with_model):
 
 def test_damaged_bundle_stores_nothing(with_model, capsys):
     shipped, _ = with_model
-    raw = bytearray(shipped.path.read_bytes())
-    raw[shipped.bundle_offset + bundle.offsets(bundle.read(shipped))[1] + 2500] ^= 1
-    shipped.path.write_bytes(raw)
+    second = bundle.offsets(bundle.read(shipped))[1]
+    flip_bit(shipped.path, shipped.bundle_offset + second + 2500)
     assert bundle.main([str(shipped.path)]) == 5
     assert "x-00002-of-00002.gguf in" in capsys.readouterr().err
     assert store.list_pulled() == []

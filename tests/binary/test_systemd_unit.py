@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from other_processes import wait_until
 
 from ..conftest import BUILD_CACHE, ROOT
 
@@ -58,17 +59,9 @@ class Systemd:
 
     def run(self, *command: str, as_person: bool = True) -> subprocess.CompletedProcess[str]:
         person = (f"--setuid={UID}", f"--setgid={UID}") if as_person else ()
+        entered = ["nsenter", f"--target={self.pid}", "--all", *person, "--", "env", f"--chdir={HOME}"]
         return subprocess.run(
-            [
-                "nsenter",
-                f"--target={self.pid}",
-                "--all",
-                *person,
-                "--",
-                "env",
-                f"--chdir={HOME}",
-                *command,
-            ],
+            [*entered, *command],
             env={"HOME": HOME, "XDG_RUNTIME_DIR": RUNTIME, "PATH": "/usr/bin", "LANG": "C.UTF-8"},
             capture_output=True,
             text=True,
@@ -91,13 +84,12 @@ class Systemd:
         return done.stdout.strip()
 
     def wait_until(self, unit: str, state: str) -> None:
-        for _ in range(600):
+        def reached() -> bool:
             found = self.run("systemctl", "--user", "is-active", unit).stdout.strip()
-            if found == state:
-                return
-            assert found != "failed", self.log()
-            time.sleep(0.1)
-        raise AssertionError(f"{unit} is {found}, not {state}\n{self.log()}")
+            assert found != "failed" or state == found, self.log()
+            return found == state
+
+        wait_until(reached, f"{unit} to be {state}")
 
     def log(self) -> str:
         return self.run("journalctl", "--no-pager", "-o", "cat", as_person=False).stdout
@@ -149,14 +141,12 @@ def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
 
 
 def _wait_for_manager(machine: Systemd) -> None:
-    for _ in range(600):
+    def is_running() -> bool:
         assert machine.process.poll() is None, "systemd ended"
-        if machine.pid:
-            state = machine.run("systemctl", "--user", "is-system-running")
-            if state.stdout.strip() in ("running", "degraded"):
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"the user manager did not start: {state}")
+        state = machine.pid and machine.run("systemctl", "--user", "is-system-running").stdout.strip()
+        return state in ("running", "degraded")
+
+    wait_until(is_running, "the user manager")
 
 
 def _remove_groups(group: Path) -> None:

@@ -28,9 +28,7 @@ print("ready", flush=True)
 ended = threading.Thread(target=sys.stdin.read)
 ended.start()
 while ended.is_alive():
-    for (
-        node
-    ) in cluster.list_all_nodes():  # what is killed must not stay as a zombie: Ray sees it as alive
+    for node in cluster.list_all_nodes():  # Ray sees a killed one as alive while it is a zombie
         for process in (one.process for group in node.all_processes.values() for one in group):
             process.poll()
     ended.join(0.2)

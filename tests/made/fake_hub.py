@@ -96,12 +96,6 @@ class HubHandler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
     def answer(self) -> None:
         path = urlsplit(self.path).path
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -115,6 +109,8 @@ class HubHandler(BaseHTTPRequestHandler):
                 self.file(path, headers)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    do_GET = do_HEAD = answer
 
     def reply(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         self.send_response(status)
@@ -132,32 +128,18 @@ class HubHandler(BaseHTTPRequestHandler):
         if repo not in self.hub.repos:
             self.reply(401, {"X-Error-Message": "Invalid username or password."})
             return
-        siblings = [
-            {
-                "rfilename": name,
-                "size": len(body),
-                "lfs": {
-                    "sha256": self.hub.lies.get(name) or sha(body),
-                    "size": len(body),
-                    "pointerSize": 1,
-                },
-            }
-            for name, body in self.hub.repos[repo].items()
-        ]
-        about = {
-            "_id": "0",
-            "id": repo,
-            "sha": COMMIT,
-            "siblings": siblings,
-            "private": False,
-            "tags": [],
-            "downloads": 0,
-        }
+        siblings = []
+        for name, body in self.hub.repos[repo].items():
+            digest = self.hub.lies.get(name) or sha(body)
+            lfs = {"sha256": digest, "size": len(body), "pointerSize": 1}
+            siblings.append({"rfilename": name, "size": len(body), "lfs": lfs})
+        about = {"_id": "0", "id": repo, "sha": COMMIT, "siblings": siblings}
+        about |= {"private": False, "tags": [], "downloads": 0}
         self.reply(200, {"Content-Type": "application/json"}, json.dumps(about).encode())
 
     def resolve(self, path: str) -> None:
         repo, _, rest = path.strip("/").partition("/resolve/")
-        revision, _, name = rest.partition("/")
+        name = rest.partition("/")[2]
         body = self.hub.repos.get(repo, {}).get(name)
         if body is None:
             self.reply(404, {"X-Error-Code": "EntryNotFound"})
@@ -166,9 +148,7 @@ class HubHandler(BaseHTTPRequestHandler):
         else:
             self.hub.files[f"/cdn/{repo}/{name}"] = body
             place = f"{self.hub.other_url}/cdn/{repo}/{name}?signature=once"
-            headers = {"ETag": '"not-this-one"', "Location": place}
-            assert revision
-            self.reply(302, headers)
+            self.reply(302, {"ETag": '"not-this-one"', "Location": place})
 
     def file(self, path: str, headers: dict[str, str]) -> None:
         asked = self.command == "GET" and self.hub.faults

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-
-def sha(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+from fake_hub import sha
 
 
 def parts(*contents: bytes) -> Iterator[tuple[str, bytes]]:
@@ -46,14 +43,11 @@ class OllamaStore:
         return path
 
     def write_manifest(self, at: Path | None = None, **of_model: object) -> Path:
-        layers = [
-            {
-                "mediaType": f"application/vnd.ollama.image.{kind}",
-                "digest": f"sha256:{sha(content)}",
-                "size": len(content),
-            }
-            for kind, content in self.layers
-        ]
+        layers: list[dict[str, object]] = []
+        for kind, content in self.layers:
+            media_type = f"application/vnd.ollama.image.{kind}"
+            digest = f"sha256:{sha(content)}"
+            layers.append({"mediaType": media_type, "digest": digest, "size": len(content)})
         layers[0] |= of_model
         path = at or self.manifest
         path.parent.mkdir(parents=True, exist_ok=True)

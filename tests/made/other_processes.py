@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _PAUSE_S = 0.01
@@ -18,6 +20,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def run_python(program: str, *arguments: object, **settings: Any) -> str:
+    """Run the text of a program in a process of its own; return what it printed."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-2000:])
+    return done.stdout
 
 
 def wait_until(condition: Callable[[], T], what: str, seconds: float = 120.0) -> T:

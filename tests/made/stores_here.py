@@ -8,13 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from other_processes import free_port
+import httpx2
+from other_processes import free_port, wait_until
 
 _MOTO = """
 import sys
@@ -63,7 +63,7 @@ def docker_registry(program: str, folder: Path) -> Iterator[str]:
         [program, "serve", str(folder / "config.yml")], stderr=subprocess.DEVNULL
     )
     try:
-        _wait(address, process)
+        wait_until(lambda: _answers(address, process), "the registry")
         yield address
     finally:
         process.kill()
@@ -75,15 +75,13 @@ def push(address: str, name: str, tag: str, layers: list[tuple[str, bytes]]) -> 
     base = f"http://{address}/v2/{name}"
 
     def send(method: str, url: str, body: bytes, kind: str) -> dict[str, str]:
-        headers = {"Content-Type": kind}
-        request = urllib.request.Request(url, data=body, method=method, headers=headers)
-        with urllib.request.urlopen(request) as answer:
-            return dict(answer.headers)
+        answer = httpx2.request(method, url, content=body, headers={"Content-Type": kind})
+        return dict(answer.raise_for_status().headers)
 
     described = []
     for kind, content in [("application/vnd.docker.ai.model.config.v0.1+json", b"{}"), *layers]:
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-        place = send("POST", f"{base}/blobs/uploads/", b"", "application/octet-stream")["Location"]
+        place = send("POST", f"{base}/blobs/uploads/", b"", "application/octet-stream")["location"]
         joint = "&" if "?" in place else "?"
         send("PUT", f"{place}{joint}digest={digest}", content, "application/octet-stream")
         described.append({"mediaType": kind, "digest": digest, "size": len(content)})
@@ -95,10 +93,8 @@ def push(address: str, name: str, tag: str, layers: list[tuple[str, bytes]]) -> 
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}"
 
 
-def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
+def _answers(address: str, process: subprocess.Popen[bytes]) -> bool:
+    assert process.poll() is None, "docker-registry ended"
     host, _, port = address.partition(":")
-    while process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex((host, int(port))) == 0:
-                return
-    raise AssertionError("docker-registry ended")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0

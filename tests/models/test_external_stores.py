@@ -306,15 +306,9 @@ def test_bare_ollama_name_is_suggested_in_full(home: Path) -> None:
 
 def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
     params = {"stop": ["<|end|>"], "temperature": 0.5, "num_ctx": 4096, "top_k": -3, "seed": 1}
-    OllamaStore(
-        home,
-        TINY,
-        template="{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>{{ end }}",
-        system="Be brief.",
-        params=params,
-        license="MIT",
-        projector="pixels",
-    )
+    template = "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>{{ end }}"
+    layers = {"system": "Be brief.", "license": "MIT", "projector": "pixels"}
+    OllamaStore(home, TINY, template=template, params=params, **layers)
     files = resolve("ollama/tiny:1b").files()
     assert files.system_prompt == "Be brief."
     assert files.stop == ("<|end|>",)
@@ -393,12 +387,7 @@ def test_lm_studio_says_where_its_models_are(home: Path, tmp_path: Path) -> None
         json.dumps({"downloadsFolder": str(tmp_path / "models")})
     )
     assert resolve(made.name).files().paths[0].startswith(str(tmp_path))
-    for wrong in (
-        "[]",
-        "{",
-        json.dumps({"downloadsFolder": "/\0"}),
-        json.dumps({"downloadsFolder": 3}),
-    ):
+    for wrong in ("[]", "{", *(json.dumps({"downloadsFolder": folder}) for folder in ("/\0", 3))):
         (home / ".lmstudio/settings.json").write_text(wrong)
         assert stores.search() == []
 

@@ -12,12 +12,8 @@ from edgeinfer.models.gguf import FILE_TYPES, TENSOR_TYPES, ArrayInfo, check, re
 
 def test_smollm2_header(smollm2: Path) -> None:
     header = check(smollm2)
-    assert (header.architecture, header.quantization, header.n_layer, header.n_ctx_train) == (
-        "llama",
-        "Q4_1",
-        30,
-        8192,
-    )
+    found = header.architecture, header.quantization, header.n_layer, header.n_ctx_train
+    assert found == ("llama", "Q4_1", 30, 8192)
     assert (header.n_params, header.n_vocab, header.n_embd) == (134_515_008, 49_152, 576)
     assert header.file_bytes == smollm2.stat().st_size
     assert header.split == (0, 1)
@@ -49,9 +45,8 @@ def test_tensor_types_agree_with_the_gguf_package() -> None:
     for kind in GGMLQuantizationType:
         ours = TENSOR_TYPES[kind.value]
         assert ours.name == kind.name
-        if (
-            kind.name != "Q8_1"
-        ):  # the package counts two 32-bit floats a block; ggml's block_q8_1 has two halves
+        # the package counts two 32-bit floats in a block of Q8_1; ggml's block_q8_1 has two halves
+        if kind.name != "Q8_1":
             assert (ours.block, ours.bytes) == GGML_QUANT_SIZES[kind]
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from other_processes import run_python
 
 from edgeinfer.cli.main import main
 from edgeinfer.models.fits import header_plan, header_shape
@@ -59,14 +58,7 @@ SHAPES = [
 
 def llama_buffers(model: Path) -> list:
     shapes = json.dumps([[*shape[:4], _KINDS[shape[4]]] for shape in SHAPES])
-    ran = subprocess.run(
-        [sys.executable, "-c", _BUFFERS, str(model), shapes],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout)
+    return json.loads(run_python(_BUFFERS, model, shapes))
 
 
 @pytest.mark.model
@@ -100,20 +92,13 @@ engine.close()
 @pytest.mark.parametrize("which", ["smollm2", "gemma3"])
 def test_show_agrees_with_the_loaded_engine(which: str, request: pytest.FixtureRequest, capsys) -> None:
     model = str(request.getfixturevalue(which))
-    ran = subprocess.run(
-        [sys.executable, "-c", _ENGINE, model], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    n_ctx, n_parallel, weights, kv, compute = json.loads(ran.stdout)
+    *loaded, kv, compute = json.loads(run_python(_ENGINE, model))
     assert main(["show", model, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["result"]["memory"]
-    assert (memory["n_ctx"], memory["n_parallel"], memory["estimate"]["weights_bytes"]) == (
-        n_ctx,
-        n_parallel,
-        weights,
-    )
-    assert memory["estimate"]["kv_bytes"] == pytest.approx(kv, abs=1 << 15)
-    assert memory["estimate"]["compute_bytes"] == pytest.approx(compute, rel=0.15)
+    estimate = memory["estimate"]
+    assert [memory["n_ctx"], memory["n_parallel"], estimate["weights_bytes"]] == loaded
+    assert estimate["kv_bytes"] == pytest.approx(kv, abs=1 << 15)
+    assert estimate["compute_bytes"] == pytest.approx(compute, rel=0.15)
 
 
 @pytest.mark.model
@@ -130,6 +115,11 @@ def test_show_says_how_fast_a_model_larger_than_memory_is(
     assert "Expect about 5.2 tokens/s: 96.6 MB a token at 500.0 MB/s (assumed)" in out
 
 
+EMPTY = GgufHeader(
+    path="", version=3, file_bytes=0, alignment=32, data_offset=0, tensors=(), metadata={}
+)
+
+
 def header_with(**metadata: object) -> GgufHeader:
     base = {
         "general.architecture": "x",
@@ -137,15 +127,7 @@ def header_with(**metadata: object) -> GgufHeader:
         "x.embedding_length": 64,
         "x.attention.head_count": 8,
     }
-    return GgufHeader(
-        path="",
-        version=3,
-        file_bytes=0,
-        alignment=32,
-        data_offset=0,
-        tensors=(),
-        metadata={**base, **metadata},
-    )
+    return msgspec.structs.replace(EMPTY, metadata={**base, **metadata})
 
 
 def elements(**metadata: object) -> int:
@@ -210,11 +192,8 @@ def test_token_reads_its_experts_and_no_others() -> None:
 
 
 def test_absurd_headers_do_not_break_it() -> None:
-    empty = GgufHeader(
-        path="", version=3, file_bytes=0, alignment=32, data_offset=0, tensors=(), metadata={}
-    )
     for header in (
-        empty,
+        EMPTY,
         header_with(**{"x.attention.head_count": 0}),
         header_with(**{"x.attention.head_count": "eight"}),
         header_with(**{"x.feed_forward_length": (), "x.attention.head_count_kv": ()}),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from made_gguf import entry, gguf_bytes, model_entries, text
+from msgspec.structs import replace
 
 from edgeinfer.cli.main import main
 from edgeinfer.models.names import parse_reference
@@ -43,6 +44,8 @@ def result(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
 
 
 def test_pull_list_show_rm(local: Path, capsys) -> None:
+    _, out, _ = run(capsys, "list", "--pulled")
+    assert out == "nothing is here yet: `edgeinfer pull smollm2-135m-instruct`\n"
     pulled = result(capsys, "pull", str(local), "--name", "mine")
     assert (pulled["name"], pulled["was_here"], pulled["quantization"]) == ("mine", False, "F32")
     assert result(capsys, "pull", str(local), "--name", "mine")["was_here"] is True
@@ -98,11 +101,6 @@ def test_model_verbs_print_text(local: Path, capsys) -> None:
     assert out.startswith("mine is removed:")
     _, out, _ = run(capsys, "list", "no-such-thing")
     assert out == "no model matches\n"
-
-
-def test_empty_home_says_what_to_type(capsys) -> None:
-    _, out, _ = run(capsys, "list", "--pulled")
-    assert out == "nothing is here yet: `edgeinfer pull smollm2-135m-instruct`\n"
 
 
 def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:
@@ -183,15 +181,10 @@ def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
     assert "unfinished" not in run(capsys, "list")[1]
 
 
-def test_quiet_progress_prints_nothing(local: Path, capsys) -> None:
+def test_show_reports_a_changed_file(local: Path, capsys) -> None:
     _, _, err = run(capsys, "pull", str(local), "--name", "mine", "--quiet")
     assert err == ""
-
-
-def test_show_reports_a_changed_file(local: Path, capsys) -> None:
-    main(["pull", str(local), "--name", "mine", "--quiet"])
     list_pulled()[0].paths[0].touch()
-    capsys.readouterr()
     shown = result(capsys, "show", "mine")
     assert "was changed after mine was pulled" in shown["notes"][0]
 
@@ -222,29 +215,23 @@ def test_errors_have_codes_and_no_traceback(argv, code, kind, capsys) -> None:
 
 
 def test_progress_is_one_line_with_what_is_known() -> None:
-    now = PullProgress(
-        stage="downloading", file="x", index=1, n_files=3, done_bytes=12_000_000, total_bytes=98_400_000
-    )
+    start = PullProgress(stage="downloading", file="x")
+    now = replace(start, index=1, n_files=3, done_bytes=12_000_000, total_bytes=98_400_000)
     assert progress_text(now) == "downloading x (2 of 3): 12.0 MB of 98.4 MB"
-    fast = PullProgress(
-        stage="downloading", file="x", done_bytes=5_000, rate_bytes_per_s=3.1e6, left_s=200, note="why"
-    )
+    fast = replace(start, done_bytes=5_000, rate_bytes_per_s=3.1e6, left_s=200, note="why")
     assert progress_text(fast) == "downloading x: 5.0 kB, 3.1 MB/s, 3 min 20 s left: why"
-    assert (
-        progress_text(PullProgress(stage="quantizing", file="x", done_bytes=3, total_bytes=9))
-        == "quantizing x: 3 of 9 tensors"
-    )
+    counted = replace(start, stage="quantizing", done_bytes=3, total_bytes=9)
+    assert progress_text(counted) == "quantizing x: 3 of 9 tensors"
 
 
 def test_plain_lines_are_few() -> None:
     out = io.StringIO()
     lines = ProgressLines(out, interval_s=3600)
+    start = PullProgress(stage="downloading", file="x", total_bytes=100)
     for done in range(100):
-        lines.report(PullProgress(stage="downloading", file="x", done_bytes=done, total_bytes=100))
-    lines.report(
-        PullProgress(stage="downloading", file="x", done_bytes=99, total_bytes=100, note="dropped")
-    )
-    lines.report(PullProgress(stage="verifying", file="x"))
+        lines.report(replace(start, done_bytes=done))
+    lines.report(replace(start, done_bytes=99, note="dropped"))
+    lines.report(replace(start, stage="verifying"))
     assert len(out.getvalue().splitlines()) == 3
 
 

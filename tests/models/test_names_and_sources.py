@@ -8,6 +8,7 @@ import pytest
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models import names, sources
+from edgeinfer.models.reference import is_model
 from edgeinfer.platform import paths
 
 
@@ -20,9 +21,6 @@ def test_reference_has_a_folder_of_its_own() -> None:
     assert names.folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
     assert names.folder(names.parse_reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
     assert str(names.parse_reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
-
-
-def test_digest() -> None:
     assert names.digest("SHA256:" + "Ab" * 32) == "ab" * 32
 
 
@@ -95,3 +93,9 @@ def test_sources_are_recognized() -> None:
     assert not names.is_path("hf:a/b/x.gguf")
     assert sources.looks_like_source("a/b:Q8_0")
     assert not sources.looks_like_source("qwen3-4b:Q8_0")
+
+
+def test_names_are_told_from_prompts(smollm2):
+    assert all(map(is_model, ("smollm2-135m-instruct", "qwen3-0.6b:Q4_K_M", str(smollm2))))
+    prompts = "hello", "Name three colours.", "what is 2:3?", "./absent.gguf", "/etc/passwd", ""
+    assert not any(map(is_model, prompts))

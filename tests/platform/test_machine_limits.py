@@ -31,49 +31,26 @@ def test_without_limits_the_kernels_estimate_counts(tmp_path: Path) -> None:
     assert "MemAvailable" in found.reason
 
 
+def group(limit: object, used: int, stat: str = "", at: str = "") -> dict[str, object]:
+    """The memory files of a control group (version 2)."""
+    return {f"{at}memory.max": limit, f"{at}memory.current": used, f"{at}memory.stat": stat}
+
+
+IN_CACHE = f"anon {GB}\ninactive_file {2 * GB}\nactive_file {4 * GB}\nshmem 5"
+HALF_IN_CACHE = group(4 * GB, 3 * GB, f"inactive_file {GB // 2}", "a/")
+TIGHTER_ABOVE = group(6 * GB, 0, at="a/b/") | group(8 * GB, 7 * GB, at="a/")
+
+
 @pytest.mark.parametrize(
     ("cgroup", "files", "total", "available", "place"),
     [
         # a container, whose root is its own group, with the weights in the page cache
-        (
-            "/",
-            {
-                "memory.max": 8 * GB,
-                "memory.current": 7 * GB,
-                "memory.stat": f"anon {GB}\ninactive_file {2 * GB}\nactive_file {4 * GB}\nshmem 5",
-            },
-            8 * GB,
-            7 * GB,
-            "memory.max",
-        ),
+        ("/", group(8 * GB, 7 * GB, IN_CACHE), 8 * GB, 7 * GB, "memory.max"),
         # limit and usage come from the same group, wherever the limit is
-        (
-            "/a/b",
-            {
-                "a/b/memory.max": "max",
-                "a/b/memory.current": GB,
-                "a/memory.max": 4 * GB,
-                "a/memory.current": 3 * GB,
-                "a/memory.stat": f"inactive_file {GB // 2}",
-            },
-            4 * GB,
-            3 * GB // 2,
-            "a/memory.max",
-        ),
+        ("/a/b", group("max", GB, at="a/b/") | HALF_IN_CACHE, 4 * GB, 3 * GB // 2, "a/memory.max"),
         # the group that leaves least counts, not the first
-        (
-            "/a/b",
-            {
-                "a/b/memory.max": 6 * GB,
-                "a/b/memory.current": 0,
-                "a/memory.max": 8 * GB,
-                "a/memory.current": 7 * GB,
-            },
-            6 * GB,
-            GB,
-            "a/memory.max",
-        ),
-        ("/", {"memory.max": GB, "memory.current": 2 * GB}, GB, 0, "memory.max"),
+        ("/a/b", TIGHTER_ABOVE, 6 * GB, GB, "a/memory.max"),
+        ("/", group(GB, 2 * GB), GB, 0, "memory.max"),
     ],
     ids=["container", "same group", "tightest group", "over its limit"],
 )

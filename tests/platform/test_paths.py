@@ -21,13 +21,8 @@ def test_directories_are_platformdirs_own(monkeypatch, tmp_path, kind, set_varia
 
 def test_one_variable_moves_everything(monkeypatch, tmp_path):
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
-    places = [
-        paths.config_dir(),
-        paths.models_dir(),
-        paths.snapshots_dir(),
-        paths.state_dir(),
-        paths.runtime_dir(),
-    ]
+    kinds = ("config", "models", "snapshots", "state", "runtime")
+    places = [getattr(paths, f"{kind}_dir")() for kind in kinds]
     assert all(place.is_relative_to(tmp_path) for place in places)
     assert len(set(places)) == len(places)
 

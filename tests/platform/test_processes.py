@@ -1,11 +1,13 @@
 """docs/development/processes.md names every program that this project starts as a process of its own."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from other_processes import run_python
+
+from edgeinfer.platform.process import MODULE_SWITCH, child_command
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs/development/processes.md").read_text()
@@ -58,11 +60,13 @@ print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
     not SESSION.exists(), reason="this kernel shares the processor among processes alone"
 )
 def test_background_process_steps_back_with_its_own_session_only():
-    def found(leads):
-        command = [sys.executable, "-c", STEP_BACK]
-        run = subprocess.run(command, start_new_session=leads, capture_output=True, text=True)
-        return run.stdout.split()
-
     own = SESSION.read_text().partition("nice")[2].split()  # none where a session has no such group
-    assert found(leads=True) == ["19", "10"]
-    assert found(leads=False) == ["19", *own]
+    assert run_python(STEP_BACK, start_new_session=True).split() == ["19", "10"]
+    assert run_python(STEP_BACK).split() == ["19", *own]
+
+
+@pytest.mark.parametrize(("frozen", "switch"), [(False, "-m"), (True, MODULE_SWITCH)])
+def test_module_is_run_by_the_same_program(frozen: bool, switch: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    command = child_command("edgeinfer.runtime.llama.helpers.quantizer", "a", "b")
+    assert command == [sys.executable, switch, "edgeinfer.runtime.llama.helpers.quantizer", "a", "b"]

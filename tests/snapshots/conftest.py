@@ -6,16 +6,19 @@ a place that every user can read, and so is the virtual environment where that c
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from other_processes import wait_until
+from other_processes import descendants, engines_below, free_port, has_ended, wait_until
 
 from edgeinfer.snapshots.criu import probe
 
@@ -24,6 +27,7 @@ from ..conftest import one_process_at_a_time
 REPOSITORY = Path(__file__).parents[2]
 USER = "edgeinfer-test"
 MODEL = "small"
+NO_AUTO_WARM = "[snapshots]\nauto-warm = false\n"
 
 
 def _is_world_accessible(path: Path) -> bool:
@@ -177,8 +181,6 @@ class Outcome:
 
     @property
     def result(self) -> dict:
-        import json
-
         return json.loads(self.check().out)["result"]
 
     @property
@@ -188,9 +190,68 @@ class Outcome:
     @property
     def error(self) -> dict:
         """Return the error of a failed run with `--json`."""
-        import json
-
         return json.loads(self.out)["error"]
+
+
+class Endpoint:
+    """A running `serve`, and a client that connects anew for each request."""
+
+    def __init__(self, person: Person, *words: str, **settings) -> None:
+        self.port = free_port()
+        self.log = person.home / "serve.log"
+        with open(self.log, "wb") as log:
+            self.process = person.popen(
+                "serve", *words, "--port", str(self.port), stderr=log, stdout=log, **settings
+            )
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        self.client = httpx2.Client(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=300, limits=limits
+        )
+
+    def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
+        """One completion. The connection may wait, it is never refused once the endpoint was up."""
+        return self.post({"model": model, "prompt": "Hello", "max_tokens": tokens, "temperature": 0})
+
+    def post(self, body: dict, status: int = 200) -> dict:
+        """The answer to a completion."""
+        answer = self.client.post("/v1/completions", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            return self.client.get("/health").is_success
+        except httpx2.TransportError:
+            return False
+
+    @property
+    def props(self) -> dict:
+        """Ask `/props` about the only model."""
+        (model,) = self.client.get("/props").json()["models"]
+        return model
+
+    def apps(self) -> list[int]:
+        """The pids of the apps, the verb's first."""
+        return engines_below(self.process.pid)
+
+    def kill_app(self) -> int:
+        """Kill the verb's app, and return its pid once it has ended."""
+        app = self.apps()[0]
+        os.kill(app, signal.SIGKILL)
+        wait_until(lambda: has_ended(app), "the app to end")
+        return app
+
+    def __enter__(self):
+        wait_until(self._is_ready, "the endpoint")
+        return self
+
+    def __exit__(self, *_):
+        below = descendants(self.process.pid)
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        self.client.close()
+        wait_until(lambda: all(map(has_ended, below)), "every process to end")
 
 
 @pytest.fixture(scope="session")
@@ -242,7 +303,7 @@ def warm(anybody) -> Person:
     """A user whose small model is warm, once: nothing is rebuilt behind a test that damages the
     snapshot (`spoiled`).
     """
-    anybody.settings("[snapshots]\nauto-warm = false\n")
+    anybody.settings(NO_AUTO_WARM)
     anybody.run("warm", MODEL, "--quiet").check()
     return anybody
 
@@ -261,5 +322,5 @@ def abroad(place, smollm2, tmp_path_factory) -> Person:
     shutil.copytree(place.sources, elsewhere)
     person.environment["PYTHONPATH"] = str(elsewhere)
     person.run("rm", MODEL).check()
-    person.settings("[snapshots]\nauto-warm = false\n")
+    person.settings(NO_AUTO_WARM)
     return person

@@ -4,20 +4,19 @@ ordinary user.
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
+import shutil
 import signal
-import socket
 from pathlib import Path
 
+import httpx2
 import pytest
-from other_processes import command_name, engines_below, free_port, has_ended, wait_until
+from other_processes import command_name, free_port, wait_until
+
+from .conftest import MODEL, NO_AUTO_WARM, Endpoint
 
 pytestmark = pytest.mark.criu
-
-MODEL = "small"
 
 
 def test_first_launch_is_cold_and_the_next_resumed(user):
@@ -53,7 +52,8 @@ def test_stopping_the_app_does_not_stop_its_endpoint_for_ever(warm):
         endpoint.ask()
         (app,) = endpoint.apps()
         os.kill(app, signal.SIGSTOP)
-        wait_until(lambda: state_of(app) == "T", "the app to stop")
+        state = Path(f"/proc/{app}/stat")
+        wait_until(lambda: state.read_text().rpartition(") ")[2][0] == "T", "the app to stop")
         os.kill(app, signal.SIGCONT)
         assert endpoint.ask()["usage"]["completion_tokens"] == 3
     assert endpoint.process.returncode == 0
@@ -70,20 +70,14 @@ def test_app_is_shown_by_ps_as_the_verb_and_its_model(warm):
             assert [row["pid"] for row in rows] == [endpoint.process.pid]
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-
-
 def test_named_snapshot_is_resumed_by_name_alone(user):
-    off = "[snapshots]\nauto-warm = false\n"
-    user.settings(off)
+    user.settings(NO_AUTO_WARM)
     user.run("warm", MODEL, "--ctx", "512", "--name", "short", "--quiet").check()
     plain = user.ask()
     assert plain.start["how"] == "cold"
     assert "no snapshot yet" in plain.err
-    user.settings(
-        f"{off}[load]\nctx = 1024\n"
-    )  # what is configured does not matter to one that is named
+    # what is configured does not matter to one that is named
+    user.settings(f"{NO_AUTO_WARM}[load]\nctx = 1024\n")
     assert user.ask("--snapshot", "short").start["snapshot"] == f"{MODEL},short"
     words = ("run", "Name three colours.", *"--max-tokens 2 --json --snapshot".split())
     result = user.run(*words, f"{MODEL},short").result
@@ -109,7 +103,7 @@ def test_a_system_prompt_of_its_own_does_not_replace_the_plain_snapshot(user):
 
 
 def test_auto_warm_off_builds_nothing(user):
-    user.settings("[snapshots]\nauto-warm = false\n")
+    user.settings(NO_AUTO_WARM)
     user.ask()
     assert not user.snapshots.exists()
     assert not (user.data / "state/auto-warm.log").exists()
@@ -121,65 +115,8 @@ def test_background_build_respects_the_disk_margin(user):
     assert "stay free" in user.logged("not built")
 
 
-class Endpoint:
-    """A running `serve` with the port it was given."""
-
-    def __init__(self, person, *words: str, **settings) -> None:
-        self.port = free_port()
-        self.log = person.home / "serve.log"
-        with open(self.log, "wb") as log:
-            self.process = person.popen(
-                "serve", *words, "--port", str(self.port), stderr=log, stdout=log, **settings
-            )
-
-    def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
-        """One completion. The connection may wait, it is never refused once the endpoint was up."""
-        return self.post({"model": model, "prompt": "Hello", "max_tokens": tokens, "temperature": 0})
-
-    def post(self, body: dict, status: int = 200) -> dict:
-        """The answer to a completion."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        with contextlib.closing(link):
-            link.request(
-                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-            )
-            answer = link.getresponse()
-            content = answer.read()
-            assert answer.status == status, content
-            return json.loads(content)
-
-    def listening(self) -> None:
-        wait_until(self._listens, "it to listen")
-
-    def _listens(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5):
-            return True
-        return False
-
-    def apps(self) -> list[int]:
-        """The pids of the apps, the verb's first."""
-        return engines_below(self.process.pid)
-
-    def kill_app(self) -> int:
-        """Kill the verb's app, and return its pid once it has ended."""
-        app = self.apps()[0]
-        os.kill(app, signal.SIGKILL)
-        wait_until(lambda: has_ended(app), "the app to end")
-        return app
-
-    def __enter__(self):
-        self.listening()
-        return self
-
-    def __exit__(self, *_):
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
-
-
 def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
-    model = json.loads((warm.data / f"data/models/{MODEL}/model.json").read_text())["files"][0]["path"]
-    warm.run("pull", model, "--name", "second", "--in-place", "--quiet").check()
+    warm.run("pull", str(warm.model), "--name", "second", "--in-place", "--quiet").check()
     guessed = warm.run("run", "second", MODEL, "--max-tokens", "2", "--json")
     assert guessed.start["how"] == "cold"  # though the launcher resumed the model that the prompt names
     warm.run("warm", "second", "--quiet").check()
@@ -192,8 +129,6 @@ def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
         assert '"how":"resumed"' in endpoint.log.read_text().replace(" ", "")
         os.kill(apps[1], signal.SIGKILL)
         assert endpoint.ask("second")["choices"][0]["text"] == first
-        apps = endpoint.apps()
-    wait_until(lambda: all(map(has_ended, apps)), "both to end")
     warm.run("snapshots", "rm", "second").check()
     warm.run("rm", "second").check()
 
@@ -244,12 +179,9 @@ def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
     place = {"EDGEINFER_OLLAMA_PORT": str(port)}
     with Endpoint(warm, MODEL, "--ollama", "--resume=always", env=place) as endpoint:
         for _ in range(2):
-            link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            with contextlib.closing(link):
-                asked = {"model": MODEL, "prompt": "Hello", "options": {"num_predict": 3}}
-                link.request("POST", "/api/generate", json.dumps(asked))
-                last = link.getresponse().read().splitlines()[-1]
-            assert json.loads(last)["eval_count"] == 3
+            asked = {"model": MODEL, "prompt": "Hello", "options": {"num_predict": 3}}
+            answer = httpx2.post(f"http://127.0.0.1:{port}/api/generate", json=asked, timeout=60)
+            assert json.loads(answer.text.splitlines()[-1])["eval_count"] == 3
             endpoint.kill_app()
 
 
@@ -274,15 +206,30 @@ def test_ps_shows_a_launch_and_where_its_prompt_differed_and_stop_ends_it(warm):
         for last in ("sparrow", "hammer"):
             body = {"model": MODEL, "prompt": f"One two three four, a {last} here", "max_tokens": 1}
             endpoint.post(body)
-        rows = [
-            r
-            for r in warm.run("ps", "--json").result["running"]
-            if str(endpoint.port) in r["arguments"]
-        ]
-        assert [row["verb"] for row in rows] == ["serve"]
-        assert [last["divergence"]["cause"] for last in rows[0]["last_prompts"]] == ["text"]
-        assert "hammer" in rows[0]["last_prompts"][0]["divergence"]["here"]
-        assert f"{rows[0]['pid']} {MODEL}: " in warm.run("ps").out
-        assert warm.run("stop", str(rows[0]["pid"]), "--json").result["stopped"] == [rows[0]["pid"]]
+        rows = warm.run("ps", "--json").result["running"]
+        (row,) = [row for row in rows if str(endpoint.port) in row["arguments"]]
+        ((last,), pid) = row["last_prompts"], row["pid"]
+        assert (row["verb"], last["divergence"]["cause"]) == ("serve", "text")
+        assert "hammer" in last["divergence"]["here"]
+        assert f"{pid} {MODEL}: " in warm.run("ps").out
+        assert warm.run("stop", str(pid), "--json").result["stopped"] == [pid]
         assert endpoint.process.wait(30) == 0
     assert warm.run("stop", "nothing").code == 2
+
+
+def test_two_programs_resume_their_own_and_the_one_that_is_gone_is_pruned(user, place):
+    copy = place.folder / "second"
+    shutil.copytree(place.sources, copy)
+    second = {"env": {"PYTHONPATH": str(copy)}}
+    user.settings(NO_AUTO_WARM)
+    user.run("warm", MODEL, "--quiet").check()
+    user.run("warm", MODEL, "--quiet", **second).check()
+    assert user.ask().start["how"] == "resumed"
+    assert user.ask(**second).start["how"] == "resumed"
+    states = [s["state"] for s in user.run("snapshots", "--json").result["snapshots"]]
+    assert sorted(states) == [f"of another program: {copy}/edgeinfer", "ready"]
+    assert user.run("snapshots", "prune", "--json").result["removed"] == []
+
+    shutil.rmtree(copy)
+    assert user.run("snapshots", "prune", "--json").result["removed"] == [MODEL]
+    assert user.ask().start["how"] == "resumed"

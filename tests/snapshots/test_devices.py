@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ from other_processes import wait_until
 from edgeinfer.runtime.llama.backends import files
 
 from ..conftest import BUILD_CACHE
-from .conftest import MODEL, Person, _is_world_accessible
-from .test_by_itself import Endpoint
+from .conftest import MODEL, Endpoint, Person, _is_world_accessible
 
 pytestmark = pytest.mark.criu
 
@@ -59,11 +56,9 @@ def device(warm: Person) -> dict[str, str]:
 
 def place(endpoint: Endpoint) -> str:
     """Where the layers lie, by the endpoint's own word."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/props", timeout=60) as answer:
-        (model,) = json.load(answer)["models"]
-    if model["state"] != "loaded":
-        return "none"
-    return str(model["info"]["choices"]["gpu_layers"]["value"])
+    model = endpoint.props
+    loaded = model["state"] == "loaded"
+    return str(model["info"]["choices"]["gpu_layers"]["value"]) if loaded else "none"
 
 
 def on_device(endpoint: Endpoint) -> str:

@@ -157,22 +157,21 @@ def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
     assert survives(raised.value)
 
 
-def test_from_a_warm_that_the_chat_watches():
+def follow(output: bytes) -> None:
+    """Follow a build that has printed `output`."""
     read_fd, write_fd = os.pipe()
     with open(write_fd, "wb") as warming:
-        warming.write(b"load ...\n" + error_envelope(raised_here()) + b"\n")
+        warming.write(output)
+    app_host.follow_build("m", read_fd, None, None, lambda: None)
+
+
+def test_from_a_warm_that_the_chat_watches():
     with pytest.raises(OutOfMemoryError) as raised:
-        app_host.follow_build("m", read_fd, None, None, lambda: None)
+        follow(b"load ...\n" + error_envelope(raised_here()) + b"\n")
     assert survives(raised.value)
     assert raised.value.message == f"m was not warmed: {MESSAGE}"
-
-
-def test_a_warm_that_dies_without_an_envelope_is_a_dump_error():
-    read_fd, write_fd = os.pipe()
-    with open(write_fd, "wb") as warming:
-        warming.write(b"Killed\n")
     with pytest.raises(DumpError, match="m was not warmed: Killed"):
-        app_host.follow_build("m", read_fd, None, None, lambda: None)
+        follow(b"Killed\n")  # it died without an envelope
 
 
 @pytest.mark.criu

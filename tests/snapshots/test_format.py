@@ -36,13 +36,8 @@ def manifest(**tables) -> format.Manifest:
 @given(st.dictionaries(st.sampled_from(["cpu", "kernel", "user"]), words), st.lists(words, max_size=4))
 def test_a_manifest_is_read_as_it_was_written(keys, paths):
     files = {f"/{path}": f"{n} {n * 1000} {n}" for n, path in enumerate(paths)}
-    made = manifest(
-        keys=keys,
-        files=files,
-        images={"memory.img": 5},
-        requested={"n_ctx": "8"},
-        actual={"n_ctx": "8"},
-    )
+    options = {"n_ctx": "8"}
+    made = manifest(keys=keys, files=files, images={"memory.img": 5}, requested=options, actual=options)
     assert vars(format.parse_manifest(format.manifest_text(made), "here")) == vars(made)
 
 

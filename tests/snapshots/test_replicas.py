@@ -6,51 +6,44 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
-import httpx2
 import pytest
-from other_processes import descendants, engines_below, free_port, wait_until
+from other_processes import wait_until
 
 from edgeinfer.platform.process_metadata import REPLICAS, left_by
 from edgeinfer.runtime.options import ReplicasInfo
+
+from .conftest import MODEL, NO_AUTO_WARM, Endpoint, Person
 
 #: Tokens of each of at most three conversations: an f16 cache of fewer cells is bit-identical in any batch.
 _FEW = 16
 pytestmark = [pytest.mark.model, pytest.mark.criu]
 
-MODEL = "small"
 _CHAT = "/v1/chat/completions"
 
 
-class Serving:
-    """An endpoint in processes of its own."""
+class Serving(Endpoint):
+    """An endpoint with replicas of the small model."""
 
-    def __init__(self, launcher, port: int) -> None:
-        self.launcher = launcher
-        self.said = ""
-        self.client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+    def __init__(self, person: Person, *words: str) -> None:
+        super().__init__(person, MODEL, "--log", "json", *words)
         #: Prompts whose answer has begun.
         self.begun: set[str] = set()
 
     @property
     def replicas(self) -> dict:
-        (model,) = self.client.get("/props").json()["models"]
-        return model.get("replicas") or {"running": []}
+        return self.props.get("replicas") or {"running": []}
 
     def has(self, n: int) -> bool:
         return len(self.replicas["running"]) == n
 
-    @property
     def apps(self) -> list[int]:
         """The processes with a model, the endpoint's first."""
-        found = engines_below(self.launcher.pid)
-        return sorted(found, key=lambda pid: left_by(pid, REPLICAS, ReplicasInfo) is None)
+        return sorted(super().apps(), key=lambda pid: left_by(pid, REPLICAS, ReplicasInfo) is None)
 
     def cached(self, text: str) -> int:
         """Return how many tokens of a request were cached."""
@@ -76,54 +69,30 @@ class Serving:
 
 
 @contextmanager
-def _serving(person, *words: str) -> Iterator[Serving]:
-    port = free_port()
-    arguments = ("serve", MODEL, "--port", str(port), "--log", "json", *words)
-    with tempfile.TemporaryFile("w+") as log:
-        launcher = person.popen(*arguments, stderr=log)
-        yield from _until_it_ends(launcher, port, log)
-
-
-def _until_it_ends(launcher, port: int, log: IO[str]) -> Iterator[Serving]:
-    here = Serving(launcher, port)
-    below: list[int] = []
-    try:
-        wait_until(lambda: _is_ready(here), "the endpoint")
-        yield here
-        below = descendants(launcher.pid)
-    finally:
-        here.client.close()
-        launcher.send_signal(signal.SIGTERM)
-        launcher.wait(60)
-    log.seek(0)
-    here.said = log.read()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "every process to end")
-
-
-def _is_ready(here: Serving) -> bool:
-    try:
-        return here.client.get("/health").is_success
-    except httpx2.TransportError:
-        return False
+def streaming(ask: Callable[[str], object], texts: Iterable[str]) -> Iterator[None]:
+    """Have a client each ask for `texts` during the block, which ends when all are answered."""
+    clients = [threading.Thread(target=ask, args=(text,)) for text in texts]
+    for client in clients:
+        client.start()
+    yield
+    for client in clients:
+        client.join()
 
 
 def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone(warm):
     questions = [f"Tell me story number {n}." for n in range(20)]
-    with _serving(warm, "--threads", "2") as alone:
+    with Serving(warm, "--threads", "2") as alone:
         expected = [alone.stream(text, _FEW)[0] for text in questions[:3]]
-    with _serving(warm, "--threads", "2", "--replicas", "2") as here:
+    with Serving(warm, "--threads", "2", "--replicas", "2") as here:
         wait_until(lambda: here.has(2), "two replicas")
         assert {replica["how"] for replica in here.replicas["running"]} == {"resumed"}
         answers: dict[str, tuple[str, str]] = {}
 
-        def ask(text: str, n: int) -> None:
+        def ask(text: str, n: int = _FEW) -> None:
             answers[text] = here.stream(text, n)
 
-        clients = [threading.Thread(target=ask, args=(text, _FEW)) for text in questions[:3]]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
+        with streaming(ask, questions[:3]):
+            pass
         assert [answers[text] for text in questions[:3]] == [(text, "") for text in expected]
         busy = [replica["completion_tokens_total"] for replica in here.replicas["running"]]
         assert min(busy) >= _FEW
@@ -134,18 +103,14 @@ def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone
 
         answers.clear()
         here.begun.clear()
-        clients = [threading.Thread(target=ask, args=(text, 64)) for text in questions]
-        for client in clients:
-            client.start()
-        wait_until(
-            lambda: sum(c["requests"] for c in here.replicas["running"]) == 20, "all to be in a replica"
-        )
-        wait_until(lambda: len(here.begun) > 8, "each to have begun: one computes eight at once")
-        endpoint, victim, _ = here.apps
-        assert left_by(endpoint, REPLICAS, ReplicasInfo) is not None
-        os.kill(victim, signal.SIGKILL)
-        for client in clients:
-            client.join()
+        with streaming(lambda text: ask(text, 64), questions):
+            wait_until(
+                lambda: sum(c["requests"] for c in here.replicas["running"]) == 20, "all in a replica"
+            )
+            wait_until(lambda: len(here.begun) > 8, "each to have begun: one computes eight at once")
+            endpoint, victim, _ = here.apps()
+            assert left_by(endpoint, REPLICAS, ReplicasInfo) is not None
+            os.kill(victim, signal.SIGKILL)
         codes = [code for _, code in answers.values()]
         assert len(codes) == 20
         assert 1 <= codes.count("model_unavailable") <= 8  # those it had begun
@@ -157,37 +122,31 @@ def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone
 
 
 def test_replicas_grow_when_requests_wait_and_shrink_when_idle(warm):
-    warm.settings(
-        "[snapshots]\nauto-warm = false\n[serve]\nreplicas-wait-s = 0.05\nreplicas-idle-s = 0.3\n"
-    )
+    warm.settings(f"{NO_AUTO_WARM}[serve]\nreplicas-wait-s = 0.05\nreplicas-idle-s = 0.3\n")
     try:
-        with _serving(warm, "--threads", "2", "--replicas", "1..2") as here:
+        with Serving(warm, "--threads", "2", "--replicas", "1..2") as here:
             stop = threading.Event()
             codes: list[str] = []
 
-            def ask(number: int) -> None:
+            def ask(text: str) -> None:
                 while not stop.is_set():
-                    codes.append(here.stream(f"Tell me story number {number}.", 24)[1])
+                    codes.append(here.stream(text, 24)[1])
 
-            clients = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
-            for client in clients:
-                client.start()
-            wait_until(lambda: here.has(2), "a second replica")
-            stop.set()
-            for client in clients:
-                client.join()
+            with streaming(ask, [f"Tell me story number {number}." for number in range(20)]):
+                wait_until(lambda: here.has(2), "a second replica")
+                stop.set()
             assert set(codes) == {""}
             wait_until(lambda: here.has(1), "one to be left")
             wait_until(lambda: "small: 1 replica of 1 to 2: " in warm.run("ps").out, "ps to tell of it")
     finally:
-        warm.settings("[snapshots]\nauto-warm = false\n")
-    lines = [json.loads(line) for line in here.said.splitlines() if line.startswith("{")]
+        warm.settings(NO_AUTO_WARM)
+    lines = [json.loads(line) for line in here.log.read_text().splitlines() if line.startswith("{")]
     changes = [(line["running"], line["reason"]) for line in lines if line["event"] == "replicas"]
     assert (2, "requests waited longer than 0.05 s") in changes
 
 
 def test_resumed_endpoint_tells_its_clients_users_apart(warm):
-    with _serving(warm, "--replicas", "2") as here:
+    with Serving(warm, "--replicas", "2") as here:
         assert "models" in here.client.get("/props").json()  # of this user, or of root
         if os.getuid() == 0:
             url = f"{here.client.base_url}/props"
@@ -196,7 +155,7 @@ def test_resumed_endpoint_tells_its_clients_users_apart(warm):
 
 
 def test_replicas_of_a_model_without_a_snapshot_are_loaded(warm):
-    with _serving(warm, "--resume", "never", "--replicas", "2", "--ctx", "1024") as here:
+    with Serving(warm, "--resume", "never", "--replicas", "2", "--ctx", "1024") as here:
         wait_until(lambda: here.has(2), "two replicas")
         assert {replica["how"] for replica in here.replicas["running"]} == {"cold"}
         assert here.stream("Hello", 4)[1] == ""

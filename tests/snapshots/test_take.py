@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import itertools
 import json
 import os
 import threading
 
+import httpx2
 import pytest
 from made_models import make_adapter
 from other_processes import descendants, has_ended, wait_until
@@ -16,14 +16,12 @@ from other_processes import descendants, has_ended, wait_until
 from edgeinfer.platform import process_metadata
 from edgeinfer.snapshots.inputs import ProcessDescription
 
-from .conftest import Person
-from .test_by_itself import MODEL, Endpoint
+from .conftest import MODEL, NO_AUTO_WARM, Endpoint, Person
 from .test_faults import folders
 from .test_resume import SECRET
 
 pytestmark = pytest.mark.criu
 
-QUIET = "[snapshots]\nauto-warm = false\n"
 STREAMS = 8
 #: With such a cache, and on one thread, batching changes few bits (decision 022): where two streams
 #: part, the model must have found both tokens as likely, to so much (nats).
@@ -36,7 +34,7 @@ def somebody(anybody) -> Person:
     """The same person with a home of its own, where nothing is built by itself."""
     home = anybody.place.folder / f"take-{anybody.uid}"
     person = Person(anybody.place, anybody.uid, anybody.gid, home, anybody.model)
-    person.settings(QUIET)
+    person.settings(NO_AUTO_WARM)
     return person
 
 
@@ -49,10 +47,9 @@ class Stream(threading.Thread):
 
     def __init__(self, endpoint: Endpoint, number: int, n_tokens: int) -> None:
         super().__init__()
-        self.text = ""
-        self.n_tokens = 0
+        self.text, self.n_tokens = "", 0
         self.began, self.hang_up = threading.Event(), threading.Event()
-        self._port = endpoint.port
+        self._client = endpoint.client
         self.prompt = f"{SECRET}: {_counting(10 * number)}"
         self._body = {
             "model": MODEL, "prompt": self.prompt, "max_tokens": n_tokens,
@@ -61,13 +58,9 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
-        with contextlib.closing(link):
-            link.request(
-                "POST", "/v1/completions", json.dumps(self._body), {"content-type": "application/json"}
-            )
-            for line in link.getresponse():
-                choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
+        with self._client.stream("POST", "/v1/completions", json=self._body) as answer:
+            for line in answer.iter_lines():
+                choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
                 for choice in choices:
                     self.text += choice["text"]
                     self.n_tokens += 1
@@ -90,11 +83,8 @@ def assert_same(endpoint: Endpoint, stream: Stream, undisturbed: Stream) -> None
     if common == stream.text:
         return
     body = {"model": MODEL, "prompt": stream.prompt + common, "max_tokens": 1, "logprobs": 2}
-    link = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=120)
-    with contextlib.closing(link):
-        header = {"content-type": "application/json"}
-        link.request("POST", "/v1/completions", json.dumps({**body, "temperature": 0}), header)
-        (found,) = json.loads(link.getresponse().read())["choices"][0]["logprobs"]["top_logprobs"]
+    answer = endpoint.post({**body, "temperature": 0})
+    (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
     likeliest = [stream.text[len(common) :], undisturbed.text[len(common) :]]
     assert all(any(text.startswith(token) for text in likeliest) for token in found), (found, likeliest)
     assert abs(max(found.values()) - min(found.values())) < TIE
@@ -146,7 +136,7 @@ def test_take_over_http_builds_once_and_a_killed_endpoint_leaves_none(somebody):
     route = f"/v1/models/{MODEL}/snapshot"
     with Endpoint(somebody, MODEL) as endpoint:
         endpoint.ask()
-        states = [json.loads(post(endpoint, route, {})[1])["state"] for _ in range(2)]
+        states = [endpoint.client.post(route, json={}).json()["state"] for _ in range(2)]
         assert states == ["taken", "unchanged"]
         assert endpoint.ask()["usage"]["completion_tokens"] == 3
     assert somebody.ask("--resume=always").start["snapshot"] == MODEL
@@ -170,8 +160,8 @@ def test_take_over_http_builds_once_and_a_killed_endpoint_leaves_none(somebody):
 
 
 def _ask_in_vain(endpoint: Endpoint, route: str) -> None:
-    with contextlib.suppress(OSError, http.client.HTTPException):  # it is killed meanwhile
-        post(endpoint, route, {})
+    with contextlib.suppress(httpx2.TransportError):  # it is killed meanwhile
+        endpoint.client.post(route, json={})
 
 
 def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
@@ -183,7 +173,7 @@ def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
         endpoint.ask()
         assert take(somebody).result["snapshot"]["name"] == MODEL
         load = {"lora_name": "tone", "lora_path": "red", "scale": 1.0}
-        assert post(endpoint, "/v1/load_lora_adapter", load)[0] == 200
+        assert endpoint.client.post("/v1/load_lora_adapter", json=load).is_success
         toned = endpoint.ask()["choices"][0]["text"]
         assert take(somebody).result["was_built"]
         assert names(somebody) - {MODEL}
@@ -195,7 +185,7 @@ def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
     somebody.run("snapshots", "prune", "--all").check()
     with Endpoint(somebody, MODEL) as endpoint:
         endpoint.ask()
-        assert post(endpoint, "/v1/load_lora_adapter", load)[0] == 200
+        assert endpoint.client.post("/v1/load_lora_adapter", json=load).is_success
         take(somebody, str(endpoint.process.pid)).check()
     copy = somebody.ask("--lora", "red", "--resume=always")
     assert copy.result["text"] == somebody.ask("--lora", "red", "--resume=never").result["text"]
@@ -209,14 +199,6 @@ def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
 def names(person) -> set[str]:
     listed = person.run("snapshots", "--json").result["snapshots"]
     return {one["details"]["name"] for one in listed}
-
-
-def post(endpoint: Endpoint, path: str, body: dict) -> tuple[int, bytes]:
-    link = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=300)
-    with contextlib.closing(link):
-        link.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-        answer = link.getresponse()
-        return answer.status, answer.read()
 
 
 def test_impossible_take_reports_a_next_step(somebody):
@@ -237,11 +219,11 @@ def test_impossible_take_reports_a_next_step(somebody):
         without = somebody.run("snapshots", "take", env={"EDGEINFER_CRIU": "/nowhere/criu", "PATH": ""})
         assert (without.code, "snapshots do not work here" in without.err) == (7, True)
         assert "hint:" in without.err
-        somebody.settings(f"{QUIET}disk-margin-gib = 1000000\n")
+        somebody.settings(f"{NO_AUTO_WARM}disk-margin-gib = 1000000\n")
         try:
             full = take(somebody)
         finally:
-            somebody.settings(QUIET)
+            somebody.settings(NO_AUTO_WARM)
         assert (full.code, full.error["code"]) == (6, "disk-full")
         assert MODEL not in names(somebody)
         assert endpoint.ask()["usage"]["completion_tokens"] == 3
@@ -264,7 +246,7 @@ print(json.dumps([details.requested, details.actual]))
 
 
 def test_load_choices_are_reproduced_with_other_free_memory(user):
-    user.settings(QUIET)
+    user.settings(NO_AUTO_WARM)
     requested, actual = json.loads(user.run(program=OTHER_CHOICES).check().out)
     assert requested == {}
     chosen = {"n_ctx": "768", "n_parallel": "3", "kv_type": "q8_0"}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from other_processes import wait_until
 
 from edgeinfer.config.config_file import load_config, replica_range
 from edgeinfer.errors import ConfigError, EngineClosedError, ModelLoadError
@@ -95,12 +96,7 @@ def test_waiting_request_can_be_withdrawn_and_a_begun_one_cannot():
     request.follow(second)
     assert not request.withdraw()
     second.put(END)
-    assert [type(event).__name__ for event in request.stream] == [
-        "Progress",
-        "Progress",
-        "TextDelta",
-        "Finished",
-    ]
+    assert [type(event) for event in request.stream] == [Progress, Progress, TextDelta, Finished]
     assert (ended, cancelled) == (["end"], [1])
 
 
@@ -178,15 +174,6 @@ class Shop:
                 worker.join(20)
 
 
-def _until(condition, what: str) -> None:
-    turns = threading.Event()
-    for _ in range(4000):
-        if condition():
-            return
-        turns.wait(0.005)
-    pytest.fail(f"waited for {what}")
-
-
 def _text(stream) -> str:
     return "".join(event.text for event in stream if isinstance(event, TextDelta))
 
@@ -194,9 +181,9 @@ def _text(stream) -> str:
 def test_requests_are_routed_by_prefix_then_by_load():
     shop = Shop()
     with shop.open() as engine:
-        _until(lambda: len(engine.usable) == 2, "two replicas")
+        wait_until(lambda: len(engine.usable) == 2, "two replicas")
         assert engine.info.n_parallel == 4
-        _until(lambda: [fake.n_threads for fake in shop.engines] == [2, 2], "cores that are shared")
+        wait_until(lambda: [fake.n_threads for fake in shop.engines] == [2, 2], "cores that are shared")
         gate = StepGate(threading.Event())
         shop.engines[0]._choose = lambda request: (gate, "a")
         busy = engine.submit(GenerateRequest(prompt="one " * 400))
@@ -220,15 +207,15 @@ def test_crashed_replica_ends_its_requests_alone_and_is_replaced():
     gate = StepGate(threading.Event())
     shop = Shop(script=("a", gate, "b"))
     with shop.open() as engine:
-        _until(lambda: len(engine.usable) == 2, "two replicas")
+        wait_until(lambda: len(engine.usable) == 2, "two replicas")
         streams = [engine.submit(GenerateRequest(prompt=str(n))) for n in range(2)]
-        _until(lambda: all(fake.requests for fake in shop.engines), "a request in each")
-        _until(lambda: not engine.waiting, "both to have begun")
+        wait_until(lambda: all(fake.requests for fake in shop.engines), "a request in each")
+        wait_until(lambda: not engine.waiting, "both to have begun")
         dead = 0 if shop.engines[0].requests[0].prompt == "0" else 1
         shop.kill(dead)
         with pytest.raises(EngineClosedError):
             list(streams[0])
-        _until(lambda: len(engine.usable) == 2, "another replica")
+        wait_until(lambda: len(engine.usable) == 2, "another replica")
         gate.opened.set()
         assert _text(streams[1]) == "ab"
         assert engine.replicas().crashed_total == 1
@@ -254,11 +241,11 @@ def test_requests_wait_for_the_replacement_of_the_last_replica():
 def test_adapters_are_applied_to_every_replica_and_to_added_ones():
     shop = Shop()
     with shop.open() as engine:
-        _until(lambda: len(engine.usable) == 2, "two replicas")
+        wait_until(lambda: len(engine.usable) == 2, "two replicas")
         red = Adapter("red", "/red.gguf", 0.5)
         assert engine.use_adapters([red]) == engine.info.lora == (red,)
         shop.kill(0)
-        _until(lambda: len(shop.engines) == 3 and len(engine.usable) == 2, "another in its place")
+        wait_until(lambda: len(shop.engines) == 3 and len(engine.usable) == 2, "another in its place")
         assert [fake.info.lora for fake in shop.engines[1:]] == [(red,), (red,)]
         assert engine.use_adapters([]) == engine.info.lora == ()
         assert [fake.info.lora for fake in shop.engines[1:]] == [(), ()]

@@ -179,12 +179,8 @@ def with_pickles(folder) -> None:
 
 def with_other_splits(folder) -> None:
     tokenizer = tiny_byte_level()
-    tokenizer["pre_tokenizer"] = {
-        "type": "Split",
-        "pattern": {"Regex": "x+"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    pattern = {"Regex": "x+"}
+    tokenizer["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 

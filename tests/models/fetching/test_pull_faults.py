@@ -5,7 +5,10 @@ fetched is kept.
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import threading
+from itertools import groupby
 
 import msgspec
 import pytest
@@ -28,6 +31,7 @@ from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
+from edgeinfer.models.remove import remove
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
@@ -59,12 +63,8 @@ def test_good_server(url, body, options) -> None:
     record = pull(url, stages.append, options=options)
     assert is_right(body)
     assert (record.quantization, record.architecture, record.source) == ("F32", "llama", url)
-    assert [s for i, s in enumerate(p.stage for p in stages) if i == 0 or s != stages[i - 1].stage] == [
-        "resolving",
-        "downloading",
-        "verifying",
-        "done",
-    ]
+    seen = [stage for stage, _ in groupby(now.stage for now in stages)]
+    assert seen == ["resolving", "downloading", "verifying", "done"]
     assert not part().parent.exists()
     assert resolve("tiny").files().sha256 == sha(body)
 
@@ -87,6 +87,10 @@ def test_pull_recovers_from_server_faults(server, url, body, options, faults) ->
     assert server.seen == [], "a model that is here needs no request"
 
 
+def redirect(place: str) -> Fault:
+    return Fault(status=302, headers={"Location": place})
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
@@ -94,13 +98,9 @@ def test_pull_recovers_from_server_faults(server, url, body, options, faults) ->
         (Fault(no_length=True, cut_after=50_000), InvalidGgufError, "cut off"),
         (Fault(headers={"Content-Encoding": "gzip"}), DownloadError, "encoding"),
         (Fault(extra_length=1 << 60), DiskFullError, "are free"),
-        (
-            Fault(status=302, headers={"Location": "file:///etc/hostname"}),
-            DownloadError,
-            "a file: addr",
-        ),
-        (Fault(status=302, headers={"Location": "ftp://127.0.0.1/x"}), DownloadError, "an? ftp: addr"),
-        (Fault(status=302, headers={"Location": "/tiny.gguf"}), DownloadError, "redirects for ever"),
+        (redirect("file:///etc/hostname"), DownloadError, "a file: addr"),
+        (redirect("ftp://127.0.0.1/x"), DownloadError, "an? ftp: addr"),
+        (redirect("/tiny.gguf"), DownloadError, "redirects for ever"),
     ],
 )
 def test_pull_publishes_nothing_wrong(server, url, options, fault, error, message) -> None:
@@ -314,9 +314,6 @@ def test_pull_of_a_locked_model_is_refused(url, options) -> None:
     "source", ["https://example.invalid/x.gguf", "a/b:Q8_0", "smollm2-135m-instruct"]
 )
 def test_offline_pull_opens_no_connection(monkeypatch, switch, source) -> None:
-    import socket
-    import subprocess
-
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("the network was touched")
 
@@ -345,8 +342,6 @@ def test_split_files_are_fetched_whole(server, options) -> None:
 
 
 def test_pins_outlive_rm_unless_forgotten(server, url, body, options) -> None:
-    from edgeinfer.models.remove import remove
-
     pull(url, options=options)
     assert store.read_pins(parse_reference("tiny")).pins[0].file_name == "tiny.gguf"
     remove("tiny")
@@ -359,8 +354,6 @@ def test_pins_outlive_rm_unless_forgotten(server, url, body, options) -> None:
 
 
 def test_refused_connection_to_this_machine_is_not_tried_again(options) -> None:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -50,25 +50,20 @@ def cdn(server, name: str) -> list:
     return server.gets(f"/cdn/{REPO}/{name}")
 
 
-def test_quantization_is_found(server, repo, body, options) -> None:
+def test_quantization_or_file_is_found(server, repo, body, options) -> None:
     record = pull(f"{REPO}:q8_0", options=options)
     assert record.name == "someone.tiny-gguf-q8_0"
     assert record.paths[0].read_bytes() == body
     assert record.source == f"hf:{REPO}:Q8_0"
     assert resolve(f"{REPO}:Q8_0").files().sha256 == sha(body)
-
-
-def test_file_is_found(server, repo, body, options) -> None:
-    record = pull(f"hf:{REPO}/Tiny-Q8_0.gguf", options=options)
-    assert record.paths[0].read_bytes() == body
+    file = pull(f"hf:{REPO}/Tiny-Q8_0.gguf", options=options)
+    assert file.paths[0].read_bytes() == body
 
 
 def test_split_model_is_fetched_whole(server, repo, options) -> None:
     record = pull(f"{REPO}:F16", options=options)
-    assert [path.read_bytes() for path in record.paths] == [
-        repo["big/Tiny-F16-00001-of-00002.gguf"],
-        repo["big/Tiny-F16-00002-of-00002.gguf"],
-    ]
+    parts = [repo[f"big/Tiny-F16-0000{n}-of-00002.gguf"] for n in (1, 2)]
+    assert [path.read_bytes() for path in record.paths] == parts
 
 
 def test_commit_is_asked_for_not_the_branch(server, repo, options) -> None:
@@ -82,11 +77,8 @@ def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, option
     server.faults.extend([Fault(cut_after=60_000), Fault(cut_after=60_000)])
     record = pull(f"{REPO}:Q8_0", options=options)
     assert record.paths[0].read_bytes() == body
-    assert [one.headers.get("range") for one in cdn(server, "Tiny-Q8_0.gguf")] == [
-        None,
-        "bytes=60000-",
-        "bytes=120000-",
-    ]
+    ranges = [one.headers.get("range") for one in cdn(server, "Tiny-Q8_0.gguf")]
+    assert ranges == [None, "bytes=60000-", "bytes=120000-"]
 
 
 def test_hubs_sha256_is_checked_on_the_first_pull(server, repo, options) -> None:

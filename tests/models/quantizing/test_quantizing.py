@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -32,29 +34,20 @@ from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, 
 from edgeinfer.models.quantizing.quantize import quantize
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 pytestmark = pytest.mark.model
 
 
 def generated(model: str) -> str:
-    """A few greedy tokens of the stored model, by the engine itself, in a process of its own."""
-    program = (
-        "from edgeinfer.models.reference import resolve\n"
-        "from edgeinfer.runtime.engine import load_engine\n"
-        "from edgeinfer.runtime.options import LoadOptions\n"
-        "from edgeinfer.runtime.requests import GenerateRequest, Sampling\n"
-        "import sys\n"
-        "engine = load_engine(resolve(sys.argv[1]).files(), LoadOptions(n_ctx=256, n_parallel=1), None)\n"
-        "request = GenerateRequest(prompt='The capital of France is', max_tokens=8, "
-        "sampling=Sampling(temperature=0))\n"
-        "print(''.join(getattr(event, 'text', '') for event in engine.submit(request)))\n"
-        "engine.close()\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program, model], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout.strip()
+    """A few greedy tokens of the stored model."""
+    engine = load_engine(resolve(model).files(), LoadOptions(n_ctx=256, n_parallel=1))
+    sampling = Sampling(temperature=0)
+    request = GenerateRequest(prompt="The capital of France is", max_tokens=8, sampling=sampling)
+    with contextlib.closing(engine):
+        return "".join(getattr(event, "text", "") for event in engine.submit(request))
 
 
 def test_smollm2_to_q2_k(smol: str) -> None:
@@ -190,21 +183,21 @@ def test_report_that_raises_ends_the_process_before_the_file(gemma: str) -> None
 
 
 def test_full_disk_stops_quantization(smol: str, monkeypatch) -> None:
-    monkeypatch.setattr(helpers, "child_command", lambda module, *args: _with_a_full_disk(module, args))
+    monkeypatch.setattr(
+        helpers, "child_command", lambda *words: [sys.executable, "-c", _FULL_DISK, *words]
+    )
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
     assert resolve("smol:Q4_0").pulled is None
 
 
-def _with_a_full_disk(module: str, args: tuple[str, ...]) -> list[str]:
-    program = (
-        "import sys, runpy\n"
-        "from edgeinfer.platform import disk\n"
-        "disk.free_bytes = lambda _: 0\n"
-        f"sys.argv = [{module!r}, *{list(args)!r}]\n"
-        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
-    )
-    return [sys.executable, "-c", program]
+_FULL_DISK = """
+import sys, runpy
+from edgeinfer.platform import disk
+disk.free_bytes = lambda _: 0
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 def test_dead_quantizer_is_an_error(smol: str, monkeypatch) -> None:
@@ -215,27 +208,25 @@ def test_dead_quantizer_is_an_error(smol: str, monkeypatch) -> None:
     assert resolve("smol:Q4_0").pulled is None
 
 
+STARTS_A_QUANTIZER = """
+import subprocess, sys
+command = [sys.executable, "-m", "edgeinfer.runtime.llama.helpers.quantizer", sys.argv[1]]
+child = subprocess.Popen(command, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
 def test_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:
     wish = {"source": str(gemma3), "target": str(tmp_path / "x.gguf"), "ftype": 7}
-    program = (
-        "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-m', 'edgeinfer.runtime.llama.helpers.quantizer', "
-        f"{json.dumps(wish)!r}],"
-        " stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\n"
-        "print(child.pid, flush=True)\n"
-        "child.wait()\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
-    )
+    command = [sys.executable, "-c", STARTS_A_QUANTIZER, json.dumps(wish)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     watched = os.pidfd_open(child)
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    import select
-
     assert select.select([watched], [], [], 10)[0], "the child outlived its parent"
     os.close(watched)
 

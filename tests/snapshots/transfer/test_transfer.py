@@ -84,10 +84,7 @@ def resigned(
     change: Callable[[description.SnapshotDescription], description.SnapshotDescription],
 ) -> None:
     """A copy of an export whose description is changed and signed by `key`."""
-    source = Layout(exported)
-    manifest = description.read_manifest(source.manifest())
-    config = source.read(manifest.config.digest, manifest.config.size)
-    changed = description.config_bytes(change(description.read_config(config)))
+    changed = description.config_bytes(change(description_of(exported)))
     shutil.copytree(exported, folder, copy_function=os.link)
     (folder / "index.json").unlink()
     layout = Layout(folder)
@@ -108,8 +105,7 @@ def rewritten(folder: Path, manifest: description.ImageManifest) -> None:
     """Another manifest in a copy of an export, with its own digest right."""
     (folder / "index.json").unlink()
     content = Layout(folder).read(manifest.config.digest, manifest.config.size)
-    annotations = manifest.annotations
-    changed = description.manifest_bytes(content, [], annotations)
+    changed = description.manifest_bytes(content, [], manifest.annotations)
     Layout(folder).put_manifest("small", changed)
 
 

@@ -18,7 +18,7 @@ from edgeinfer.platform import paths
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.transfer import description, exporting
 
-from ..test_by_itself import Endpoint
+from ..conftest import Endpoint
 from .test_transfer import all_refused, description_of, flip_file, resigned
 
 MODEL = "small"
