@@ -125,11 +125,8 @@ class Launcher:
             self._finish(app, f"exit {exit.UNEXPECTED}", why)
             return
         if self._apps.choice.resume == "always" and app.role == "verb":
-            exit.fail(
-                EdgeInferError(
-                    f"the snapshot could not be resumed: {why}", hint="build it again: `edgeinfer warm`"
-                )
-            )
+            hint = "build it again: `edgeinfer warm`"
+            exit.fail(EdgeInferError(f"the snapshot could not be resumed: {why}", hint=hint))
         error = EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}")
         again = self._apps.cold(app.request, app.fds, error, hint_at(error))
         if app is self._main:

@@ -162,12 +162,12 @@ def _raw(value: object) -> bytes:
     return os.fsencode(str(value))
 
 
-def _texts(raw: bytes) -> list[str]:
-    return [os.fsdecode(part) for part in _unpack(raw)]
+def _tuple(raw: bytes) -> tuple[str, ...]:
+    return tuple(os.fsdecode(part) for part in _unpack(raw))
 
 
 def _dict(raw: bytes) -> dict[str, str]:
-    words = _texts(raw)
+    words = _tuple(raw)
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
@@ -176,7 +176,7 @@ _READERS: dict[str, Callable[[bytes], object]] = {
     "str": os.fsdecode,
     "int": int,
     "bool": lambda raw: raw == b"True",
-    "tuple[str, ...]": lambda raw: tuple(_texts(raw)),
+    "tuple[str, ...]": _tuple,
     "dict[str, str]": _dict,
 }
 

@@ -51,12 +51,8 @@ def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
     def work(tell: Callable[[str], None]) -> NoReturn:
         linux.become_init(flags, user, group)
         log = os.memfd_create("criu")
-        _supervise(
-            tell,
-            _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log),
-            manifest.pid,
-            log,
-        )
+        criu_pid = _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log)
+        _supervise(tell, criu_pid, manifest.pid, log)
 
     pid = linux.clone(flags) if flags else os.fork()
     if pid == 0:

@@ -29,16 +29,10 @@ _ANSWER_TOKENS = 200
 _SHARE, _THREAD_BYTES_PER_S = 0.7, 8e9
 _ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
 #: Chat models that are offered on a first run, the best first.
-_OFFERED = (
-    "qwen3-30b-a3b-instruct-2507",
-    "phi-4",
-    "qwen3-4b-instruct-2507",
-    "llama-3.2-3b-instruct",
-    "smollm2-1.7b-instruct",
-    "llama-3.2-1b-instruct",
-    "lfm2-700m",
-    "lfm2-350m",
-)
+_OFFERED = """
+    qwen3-30b-a3b-instruct-2507 phi-4 qwen3-4b-instruct-2507 llama-3.2-3b-instruct
+    smollm2-1.7b-instruct llama-3.2-1b-instruct lfm2-700m lfm2-350m
+""".split()
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):

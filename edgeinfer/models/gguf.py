@@ -302,7 +302,7 @@ class _Walker:
         version, n_tensors, n_metadata = self._preamble()
         metadata = dict(self._metadata(n_metadata))
         alignment = self._alignment(metadata)
-        raw = [self._tensor(index) for index in range(n_tensors)]
+        tensors = [self._tensor(index) for index in range(n_tensors)]
         data_offset = _padded(self.at, alignment)
         return GgufHeader(
             path=self.name,
@@ -311,7 +311,7 @@ class _Walker:
             alignment=alignment,
             data_offset=data_offset,
             metadata=metadata,
-            tensors=self._placed(raw, data_offset, alignment),
+            tensors=tuple(self._placed(tensors, data_offset, alignment)),
         )
 
     def bad(self, what: str) -> NoReturn:
@@ -350,11 +350,8 @@ class _Walker:
         version = self._u32("the version")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            self.bad(
-                "it is big-endian"
-                if swapped in VERSIONS
-                else f"version {version} is not one of 2 and 3"
-            )
+            other = f"version {version} is not one of 2 and 3"
+            self.bad("it is big-endian" if swapped in VERSIONS else other)
         n_tensors, n_metadata = self._u64("the tensor count"), self._u64("the metadata count")
         if n_tensors > min(MAX_TENSORS, self.end // 24):  # a tensor's entry takes at least 24 bytes
             self.bad(f"it claims {n_tensors} tensors")
@@ -437,8 +434,8 @@ class _Walker:
             self.bad(f"general.alignment is {alignment!r}, not a power of two")
         return alignment
 
-    def _tensor(self, index: int) -> tuple[str, str, tuple[int, ...], int, int]:
-        """Return (name, type, shape, size in bytes, offset from the data's start) of the next entry."""
+    def _tensor(self, index: int) -> TensorInfo:
+        """Return the next entry, whose offset is from the data's start."""
         name = self._string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
         n_dims = self._u32(f"the dimensions of {name}")
         if n_dims > MAX_DIMS:
@@ -455,32 +452,27 @@ class _Walker:
                 f"tensor {name} has rows of {shape[:1]} elements, no multiple of {known.name}'s "
                 f"{known.block}"
             )
-        return (
-            name,
-            known.name,
-            shape,
-            elements // known.block * known.bytes,
-            self._u64(f"the offset of {name}"),
-        )
+        size = elements // known.block * known.bytes
+        return TensorInfo(name, known.name, shape, self._u64(f"the offset of {name}"), size)
 
     def _placed(
-        self, raw: list[tuple[str, str, tuple[int, ...], int, int]], data_offset: int, alignment: int
-    ) -> tuple[TensorInfo, ...]:
+        self, tensors: list[TensorInfo], data_offset: int, alignment: int
+    ) -> Iterator[TensorInfo]:
         """Check that tensors follow each other without gaps and end within the file."""
         expected = 0
-        placed, names = [], set()
-        for name, kind, shape, size, offset in raw:
-            if name in names:
-                self.bad(f"there are two tensors {name}")
-            names.add(name)
-            if offset != expected:
-                self.bad(f"tensor {name} is at {offset} of the data, not at {expected}")
-            expected = _padded(offset + size, alignment)
-            if data_offset + offset + size > self.end:
-                missing = data_offset + offset + size - self.end
-                self.bad(f"tensor {name} ends {missing} bytes past the end of the file: it is cut off")
-            placed.append(TensorInfo(name, kind, shape, data_offset + offset, size))
-        return tuple(placed)
+        names = set()
+        for tensor in tensors:
+            if tensor.name in names:
+                self.bad(f"there are two tensors {tensor.name}")
+            names.add(tensor.name)
+            if tensor.offset != expected:
+                self.bad(f"tensor {tensor.name} is at {tensor.offset} of the data, not at {expected}")
+            expected = _padded(tensor.offset + tensor.size_bytes, alignment)
+            missing = data_offset + tensor.offset + tensor.size_bytes - self.end
+            if missing > 0:
+                where = f"{missing} bytes past the end of the file"
+                self.bad(f"tensor {tensor.name} ends {where}: it is cut off")
+            yield msgspec.structs.replace(tensor, offset=data_offset + tensor.offset)
 
 
 def _padded(offset: int, alignment: int) -> int:

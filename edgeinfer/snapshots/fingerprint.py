@@ -16,14 +16,8 @@ from edgeinfer.snapshots.format import IMAGES, MEMORY, Manifest, refuse_unsafe, 
 #: The folder of our own package.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))
 _CPU_LINES = (
-    "vendor_id",
-    "cpu family",
-    "model",
-    "stepping",
-    "flags",
-    "CPU implementer",
-    "CPU part",
-    "Features",
+    *("vendor_id", "cpu family", "model", "stepping", "flags"),  # x86
+    *("CPU implementer", "CPU part", "Features"),  # Arm
 )
 
 

@@ -145,13 +145,7 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _is_byte_level(tokenizer: Values) -> bool:
-    return any('"ByteLevel"' in _text(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))
-
-
-def _text(value: Any) -> str:
-    import json
-
-    return json.dumps(value)
+    return any("'ByteLevel'" in str(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))
 
 
 def _merges(model: Values) -> list[tuple[str, str]]:
@@ -197,10 +191,10 @@ def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _prefixes(tokenizer: Values) -> bool:
-    steps = _text(tokenizer.get("normalizer")) + _text(tokenizer.get("pre_tokenizer"))
-    if '"Prepend"' in steps:
+    steps = f"{tokenizer.get('normalizer')}{tokenizer.get('pre_tokenizer')}"
+    if "'Prepend'" in steps:
         return True
-    return '"Metaspace"' in steps and '"prepend_scheme": "never"' not in steps
+    return "'Metaspace'" in steps and "'prepend_scheme': 'never'" not in steps
 
 
 def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:

@@ -104,19 +104,13 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
     total = sum(remote.size_bytes for remote in remotes)
     have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, total - have, str(source))
-    is_url = isinstance(source, sources.Url)
     fetched = []
     for index, remote in enumerate(remotes):
         name, n = remote.file_name, len(remotes)
         job.begin("downloading", name, index=index, n_files=n, total=remote.size_bytes or None)
-        fetched.append(
-            Fetched(
-                path=_fetch_renewing(source, todo, index, remote, work, job),
-                file_name=name,
-                sha256=remote.sha256,
-                checkpoint=not is_url and not name.lower().endswith(".gguf"),
-            )
-        )
+        path = _fetch_renewing(source, todo, index, remote, work, job)
+        is_part = not (isinstance(source, sources.Url) or name.lower().endswith(".gguf"))
+        fetched.append(Fetched(path=path, file_name=name, sha256=remote.sha256, checkpoint=is_part))
     return fetched
 
 

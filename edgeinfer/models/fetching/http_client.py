@@ -129,9 +129,8 @@ def hang_up(response: httpx2.Response) -> None:
     connection = stream.get_extra_info("socket") if stream else None
     if connection is not None:
         with suppress(OSError):
-            socket.socket.shutdown(
-                connection, socket.SHUT_RDWR
-            )  # the plain one, also under TLS: no farewell to wait for
+            # the plain one, also under TLS: no farewell to wait for
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def is_untrusted(error: BaseException | None) -> bool:

@@ -173,13 +173,8 @@ class Builder:
         if child == 0:
             try:
                 signal.alarm(_DUMP_TIMEOUT_S)
-                criu.exec_dump(
-                    self._request.criu,
-                    self._request.tier,
-                    pid,
-                    str(self._images),
-                    str(self._folder / format.DUMP_LOG),
-                )
+                request, log = self._request, str(self._folder / format.DUMP_LOG)
+                criu.exec_dump(request.criu, request.tier, pid, str(self._images), log)
             finally:
                 os._exit(127)
         while True:
@@ -355,12 +350,10 @@ def wrong_files(folder: Path) -> list[str]:
 def repeated_randomness(folder: Path) -> list[str]:
     """Resume it twice; name the randomness on which both agree. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
-    drawn = [
-        msgspec.json.decode(
-            checks.ask(manifest, str(folder), checks.nobodys_request("facts")), type=checks.Facts
-        ).random
-        for _ in range(2)
-    ]
+    drawn = []
+    for _ in range(2):
+        facts = checks.ask(manifest, str(folder), checks.nobodys_request("facts"))
+        drawn.append(msgspec.json.decode(facts, type=checks.Facts).random)
     return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]
 
 

@@ -47,13 +47,6 @@ _NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.build.builder"
 
 
-def step_back() -> None:
-    """Give this process and its children idle-class scheduling and the lowest niceness."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    process.step_back()
-
-
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
     """Build, publish, and remove the snapshot of that name before; its processes go on.
 
@@ -260,7 +253,9 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
 
 def main() -> None:
     """Run the background process; one at a time."""
-    step_back()
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    process.step_back()
     with locked(paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK):
         outcome = build_if_useful(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))
         builds.log(outcome)

@@ -99,13 +99,10 @@ def _take_processors(numbers: set[int]) -> None:
 
 def _limit(which: int, soft: int) -> None:
     _, hard = resource.getrlimit(which)
-    wanted = (
-        hard
-        if hard != resource.RLIM_INFINITY and (soft == resource.RLIM_INFINITY or soft > hard)
-        else soft
-    )
+    if hard != resource.RLIM_INFINITY and (soft == resource.RLIM_INFINITY or soft > hard):
+        soft = hard
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(which, (wanted, hard))
+        resource.setrlimit(which, (soft, hard))
 
 
 def new_streams() -> None:

@@ -139,7 +139,7 @@ def read_config(config: bytes) -> SnapshotDescription:
     return found
 
 
-class Descriptor(msgspec.Struct, rename="camel"):
+class Descriptor(msgspec.Struct, rename="camel", omit_defaults=True):
     """A blob in a manifest."""
 
     media_type: str
@@ -148,25 +148,21 @@ class Descriptor(msgspec.Struct, rename="camel"):
     annotations: dict[str, str] = {}
 
 
-def manifest_bytes(config: bytes, layers: list[Descriptor], annotations: dict[str, str]) -> bytes:
-    """Encode the image manifest."""
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": MANIFEST_TYPE,
-        "config": {"mediaType": CONFIG_TYPE, "digest": sha256(config), "size": len(config)},
-        "layers": [
-            {"mediaType": blob.media_type, "digest": blob.digest, "size": blob.size} for blob in layers
-        ],
-        "annotations": annotations,
-    }
-    return msgspec.json.encode(manifest)
-
-
-class ImageManifest(msgspec.Struct, rename="camel"):
+class ImageManifest(msgspec.Struct, rename="camel", kw_only=True):
     """An image manifest, as far as it matters here."""
 
+    schema_version: int = 2
+    media_type: str = MANIFEST_TYPE
     config: Descriptor
+    layers: list[Descriptor] = []
     annotations: dict[str, str] = {}
+
+
+def manifest_bytes(config: bytes, layers: list[Descriptor], annotations: dict[str, str]) -> bytes:
+    """Encode the image manifest."""
+    described = Descriptor(CONFIG_TYPE, sha256(config), len(config))
+    manifest = ImageManifest(config=described, layers=layers, annotations=annotations)
+    return msgspec.json.encode(manifest)
 
 
 def read_manifest(content: bytes) -> ImageManifest:
