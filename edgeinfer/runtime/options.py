@@ -16,6 +16,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     `paths` are the GGUF files in order, several of a split model. `chat_template` overrides the file's
     own. `draft` names the draft model of `draft_paths`. `lora` applies if `LoadOptions.lora` is empty.
+    `projector` is the path of the GGUF file that encodes pictures for the model, "" without one.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     draft: str = ""
     draft_paths: tuple[str, ...] = ()
     lora: str = ""
+    projector: str = ""
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -86,8 +88,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model.
 
     Texts of up to `n_ctx_embed` tokens are embedded. Sizes in bytes; `least_kv_bytes` of KV cache are
-    needed for another load to be of use. `lora` are the adapters that are loaded now. `choices` maps an
-    option's name to what was chosen for it; `warnings` are sentences.
+    needed for another load to be of use. `can_see`: messages may have pictures. `lora` are the adapters
+    that are loaded now. `choices` maps an option's name to what was chosen for it; `warnings` are
+    sentences.
     """
 
     model: str
@@ -114,6 +117,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     can_infill: bool = False
     can_think: bool = False
     can_shift: bool = False
+    can_see: bool = False
     tool_format: str = ""
     system_prompt: str = ""
     sampling: Sampling = Sampling()

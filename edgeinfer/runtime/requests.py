@@ -13,6 +13,7 @@ import msgspec
 
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
+from edgeinfer.runtime.pictures import Picture
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +25,10 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `tool_call_id`, `name` are of role "tool"; `tool_calls`, `reasoning` of "assistant"."""
+    """One turn. `tool_call_id`, `name` are of role "tool"; `tool_calls`, `reasoning` of "assistant".
+
+    `content` has a `PICTURE_MARK` for each of `pictures`, in order; `pictures.join_parts` makes both.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
@@ -32,6 +36,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    pictures: tuple[Picture, ...] = ()
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +191,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         texts = (gap.prefix, gap.suffix, *(file.text for file in gap.files), self.prompt or "")
         return sum(map(len, texts)) + sum(len(turn.content) for turn in self.messages)
 
+    @property
+    def has_pictures(self) -> bool:
+        return any(turn.pictures for turn in self.messages)
+
 
 _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0
@@ -246,6 +255,10 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("deadline_s", "a positive number of seconds")
     if request.prompt_logprobs is not None and request.overflow == "shift":
         _refuse("prompt_logprobs", 'a shifted prompt is not whole; leave overflow at "refuse"')
+    if request.has_pictures and request.overflow == "shift":
+        _refuse("overflow", 'a context with pictures cannot be shifted; use "refuse"')
+    if request.has_pictures and request.prompt_logprobs is not None:
+        _refuse("prompt_logprobs", "the rows of a picture have none")
     if len(request.stop) > _MAX_STOPS:
         _refuse("stop", f"more than {_MAX_STOPS} stop strings")
     if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import Sampling, Tool, ToolChoice
+from edgeinfer.runtime.pictures import Picture, join_parts
+from edgeinfer.runtime.requests import GenerateRequest, Sampling, Tool, ToolChoice
 from edgeinfer.server.wire_types import GenerationFields
 from edgeinfer.units import parse_duration
 
@@ -45,6 +46,27 @@ def refuse_infill(info: EngineInfo, param: str) -> None:
         raise InvalidRequestError(
             f"{param}: {info.model} has no tokens for fill-in-the-middle", param=param
         )
+
+
+def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raise InvalidRequestError for pictures that the model cannot read."""
+    if request.has_pictures and not info.can_see:
+        raise InvalidRequestError(
+            f"{info.model} reads no pictures",
+            hint="`edgeinfer list` shows the models that do",
+            param="messages",
+        )
+
+
+def content_of(parts: Iterable[str | Picture], between: str = "") -> dict[str, Any]:
+    """Return a Message's `content` and `pictures`; `between` separates texts."""
+    spaced: list[str | Picture] = []
+    for part in parts:
+        if spaced and isinstance(part, str) and isinstance(spaced[-1], str):
+            spaced.append(between)
+        spaced.append(part)
+    content, pictures = join_parts(spaced)
+    return {"content": content, "pictures": pictures}
 
 
 #: Efforts that no model was trained on → the nearest that some were.

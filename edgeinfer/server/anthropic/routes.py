@@ -11,7 +11,7 @@ from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error
 from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
-from edgeinfer.server.request_fields import stop_strings
+from edgeinfer.server.request_fields import refuse_pictures, stop_strings
 
 ROUTES = RouteTable()
 
@@ -33,10 +33,12 @@ async def messages(context: RequestContext, body: wire.MessagesRequest) -> Respo
 @ROUTES.post("/v1/messages/count_tokens")
 async def count_tokens(context: RequestContext, body: wire.CountRequest) -> wire.TokenCountReply:
     """Count a conversation's tokens."""
-    turns = context.normalize(translate.conversation(body))
-    conversation = GenerateRequest(messages=turns, tools=translate.tools_of(body))
+    tools = translate.tools_of(body)
 
     def work(engine: Engine) -> wire.TokenCountReply:
+        turns = context.normalize(translate.conversation(body))
+        conversation = GenerateRequest(messages=turns, tools=tools)
+        refuse_pictures(conversation, engine.info)
         return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(conversation)))
 
     return await with_engine(context, body, work)

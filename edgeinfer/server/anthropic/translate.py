@@ -9,10 +9,13 @@ from typing import Any
 import msgspec
 
 from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.picture_files import decode_text
+from edgeinfer.runtime.pictures import Picture
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.request_fields import (
     common_fields,
+    content_of,
     named_tool,
     overridden,
     reasoning,
@@ -24,6 +27,7 @@ from edgeinfer.server.request_fields import (
 #: Names of tools by which clients search for deferred tools.
 _SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
 _Texts = wire.TextBlock | wire.DocumentBlock | wire.ToolReferenceBlock
+_Blocks = _Texts | wire.ImageBlock
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
@@ -92,14 +96,17 @@ def _user(turn: wire.UserTurn) -> list[Message]:
     if isinstance(turn.content, str):
         return [Message(role="user", content=turn.content)]
     results = [block for block in turn.content if isinstance(block, wire.ToolResultBlock)]
-    texts = [_text(block) for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
+    parts = [_part(block) for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
     turns = [
-        Message(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
-        for block in results
+        Message(role="tool", tool_call_id=block.tool_use_id, **_result(block)) for block in results
     ]
-    if texts or not results:
-        turns.append(Message(role="user", content="\n".join(texts)))
+    if parts or not results:
+        turns.append(Message(role="user", **content_of(parts, "\n")))
     return turns
+
+
+def _part(block: _Blocks) -> str | Picture:
+    return decode_text(block.source.data) if isinstance(block, wire.ImageBlock) else _text(block)
 
 
 def _text(block: _Texts) -> str:
@@ -115,9 +122,10 @@ def _text(block: _Texts) -> str:
             return "\n".join(filter(None, [block.title, block.context, body]))
 
 
-def _result(block: wire.ToolResultBlock) -> str:
-    text = "" if block.content is None else _joined(block.content, "\n")
-    return f"Error: {text}" if block.is_error else text
+def _result(block: wire.ToolResultBlock) -> dict[str, Any]:
+    given = block.content or ""
+    found = {"content": given} if isinstance(given, str) else content_of(map(_part, given), "\n")
+    return found | {"content": f"Error: {found['content']}"} if block.is_error else found
 
 
 def _assistant(turn: wire.AssistantTurn) -> Message:

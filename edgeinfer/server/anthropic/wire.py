@@ -38,7 +38,7 @@ _SERVER_BLOCKS = tuple(
     "mcp_tool_listing redacted_thinking fallback tool_addition tool_removal".split()
 )
 _OTHER_BLOCKS = {
-    "image": "images cannot be read",
+    "image": "only a user's turn and a tool's result have it",
     "container_upload": "there are no containers",
     "browser_state": "there is no browser",
     "search_result": "send what was found as text",
@@ -90,6 +90,25 @@ class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
     context: Text | None = None
 
 
+class ImageSource(Wire, frozen=True, tag="base64", tag_field="type"):
+    """A picture's file; its beginning says which format it has."""
+
+    hints: ClassVar = frozenset({"media_type"})
+    other_types: ClassVar[Mapping[str, str]] = {
+        "url": "nothing is fetched",
+        "file": "no files are stored",
+    }
+
+    data: Text
+
+
+class ImageBlock(Wire, frozen=True, tag="image", tag_field="type"):
+    hints: ClassVar = _CACHE
+    refused: ClassVar[Mapping[str, str]] = {"transformations": "pictures are read as they are"}
+
+    source: ImageSource
+
+
 class ThinkingBlock(Wire, frozen=True, tag="thinking", tag_field="type"):
     thinking: Text
     signature: Text = ""
@@ -111,7 +130,9 @@ class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="typ
     tool_name: ToolName
 
 
-ResultBlocks = Annotated[list[TextBlock | DocumentBlock | ToolReferenceBlock], Meta(max_length=1024)]
+ResultBlocks = Annotated[
+    list[TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock], Meta(max_length=1024)
+]
 
 
 class ToolResultBlock(Wire, frozen=True, tag="tool_result", tag_field="type"):
@@ -122,7 +143,9 @@ class ToolResultBlock(Wire, frozen=True, tag="tool_result", tag_field="type"):
     is_error: bool | None = None
 
 
-UserBlocks = Annotated[list[TextBlock | DocumentBlock | ToolResultBlock], Meta(max_length=1024)]
+UserBlocks = Annotated[
+    list[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock], Meta(max_length=1024)
+]
 AssistantBlocks = Annotated[list[TextBlock | ThinkingBlock | ToolUseBlock], Meta(max_length=1024)]
 SystemBlocks = Annotated[list[TextBlock], Meta(max_length=1024)]
 

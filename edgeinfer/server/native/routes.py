@@ -27,7 +27,13 @@ from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
 from edgeinfer.server.request_body import decode, decode_query
-from edgeinfer.server.request_fields import common_fields, overridden, seed_of, stop_strings
+from edgeinfer.server.request_fields import (
+    common_fields,
+    overridden,
+    refuse_pictures,
+    seed_of,
+    stop_strings,
+)
 from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
@@ -57,17 +63,21 @@ async def tokenize(context: RequestContext, body: wire.TokenizeRequest) -> wire.
     return await with_engine(context, body, work)
 
 
-def _conversation(body: wire.TokenizeRequest | wire.ApplyTemplateRequest) -> GenerateRequest:
-    return GenerateRequest(
+def _conversation(
+    body: wire.TokenizeRequest | wire.ApplyTemplateRequest, info: EngineInfo
+) -> GenerateRequest:
+    conversation = GenerateRequest(
         messages=openai.messages(body.messages or ()),
         tools=openai.tools_of(body.tools),
         template_options=body.chat_template_kwargs or {},
     )
+    refuse_pictures(conversation, info)
+    return conversation
 
 
 def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
     if body.prompt is None:
-        tokens = engine.tokenize_chat(_conversation(body))
+        tokens = engine.tokenize_chat(_conversation(body, engine.info))
     else:
         tokens = engine.tokenize(body.prompt, add_special=body.add_special_tokens, parse_special=True)
     pieces = [engine.detokenize([t]).decode("utf-8", "replace") for t in tokens]
@@ -115,9 +125,9 @@ async def apply_template(
     context: RequestContext, body: wire.ApplyTemplateRequest
 ) -> wire.ApplyTemplateReply:
     """Render a conversation's prompt by the chat template."""
-    conversation = _conversation(body)
 
     def work(engine: Engine) -> wire.ApplyTemplateReply:
+        conversation = _conversation(body, engine.info)
         return wire.ApplyTemplateReply(prompt=engine.apply_template(conversation))
 
     return await with_engine(context, body, work)
@@ -362,6 +372,7 @@ async def props(context: RequestContext) -> wire.Props:
         model_path=endpoint.models.default,
         chat_template=info.chat_template if info else "",
         build_info=f"edgeinfer-{__version__}",
+        modalities=wire.Modalities(vision=info.can_see if info else False),
     )
 
 

@@ -229,7 +229,7 @@ class Slots(Reply, frozen=True, kw_only=True):
 
 
 class Modalities(Reply, frozen=True, kw_only=True):
-    """What can be read besides text: nothing."""
+    """What the default model reads besides text."""
 
     vision: bool = False
     audio: bool = False

@@ -125,6 +125,7 @@ def _capabilities(template: str, metadata: dict[str, Any], info: EngineInfo | No
         "tools": info.can_generate and bool(info.tool_format),
         "thinking": info.can_think,
         "insert": info.can_infill,
+        "vision": info.can_see,
         "embedding": info.can_embed and not info.can_generate,
     }
     return [name for name, has in found.items() if has]

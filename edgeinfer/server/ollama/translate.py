@@ -10,10 +10,18 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.picture_files import decode_text
 from edgeinfer.runtime.requests import GenerateRequest, Infill, JsonSchema, Message, Sampling, ToolCall
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.translate import tools_of
-from edgeinfer.server.request_fields import common_fields, overridden, reasoning, seed_of, stop_strings
+from edgeinfer.server.request_fields import (
+    common_fields,
+    content_of,
+    overridden,
+    reasoning,
+    seed_of,
+    stop_strings,
+)
 
 #: Options that are whole numbers, with the least: clients write -1 for "all" or "off".
 _WHOLE = {"top_k": 0, "repeat_last_n": -1, "mirostat": 0}
@@ -27,7 +35,7 @@ def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
     if info.system_prompt and turns[0].role not in ("system", "developer"):
         turns = (Message(role="system", content=info.system_prompt), *turns)
     shared = _shared(body, info) | _thinking(body.think, info)
-    return GenerateRequest(messages=turns, tools=tools_of(body.tools), **shared)
+    return _unshifted(messages=turns, tools=tools_of(body.tools), **shared)
 
 
 def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
@@ -40,12 +48,21 @@ def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequ
         if not info.can_infill:
             raise InvalidRequestError(f"{info.model} does not support insert", param="suffix")
         return GenerateRequest(infill=Infill(prefix=prompt, suffix=body.suffix), **shared)
-    if _is_raw(body) or not info.has_chat_template:
+    is_raw = _is_raw(body)
+    if body.images and (is_raw or not info.has_chat_template):
+        raise InvalidRequestError("images: a raw prompt has no place for pictures", param="images")
+    if is_raw or not info.has_chat_template:
         return GenerateRequest(prompt=f"{body.system or ''}{prompt}", **shared)
     system = info.system_prompt if body.system is None else body.system
     turns = (Message(role="system", content=system),) if system else ()
-    user = Message(role="user", content=prompt)
-    return GenerateRequest(messages=(*turns, user), **shared, **_thinking(body.think, info))
+    user = Message(role="user", **_content(prompt, body.images))
+    return _unshifted(messages=(*turns, user), **shared, **_thinking(body.think, info))
+
+
+def _unshifted(**fields: Any) -> GenerateRequest:
+    """Make a request; a context with pictures is not shifted."""
+    has_pictures = any(turn.pictures for turn in fields["messages"])
+    return GenerateRequest(**fields | {"overflow": "refuse"} if has_pictures else fields)
 
 
 def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
@@ -81,22 +98,23 @@ def _call(call: wire.CallParam, place: int, number: int) -> ToolCall:
     )
 
 
+def _content(text: str, images: Sequence[str] | None) -> dict[str, Any]:
+    return content_of([*map(decode_text, images), text]) if images else {"content": text}
+
+
 def _message(turn: wire.MessageParam, open_calls: list[ToolCall]) -> Message:
-    content = turn.content or ""
+    content = _content(turn.content or "", turn.images)
     if turn.role == "assistant":
         return Message(
-            role="assistant",
-            content=content,
-            reasoning=turn.thinking or "",
-            tool_calls=tuple(open_calls),
+            role="assistant", **content, reasoning=turn.thinking or "", tool_calls=tuple(open_calls)
         )
     if turn.role == "tool":
         name = turn.tool_name or turn.name or ""
         call = _answered(open_calls, turn.tool_call_id or "", name)
         name = name or (call.name if call else "")
         found = turn.tool_call_id or (call.id if call else "")
-        return Message(role="tool", content=content, tool_call_id=found, name=name)
-    return Message(role=turn.role, content=content)
+        return Message(role="tool", tool_call_id=found, name=name, **content)
+    return Message(role=turn.role, **content)
 
 
 def _answered(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall | None:

@@ -101,13 +101,16 @@ class CallParam(Wire, frozen=True, kw_only=True):
     type: ShortText | None = None
 
 
+#: Pictures in base64; they stand before the text.
+Images = Annotated[list[Text], Meta(max_length=64)]
+
+
 class MessageParam(Wire, frozen=True, kw_only=True):
     """A turn. `tool_name` says whose answer a tool's turn is."""
 
-    refused: ClassVar[Mapping[str, str]] = {"images": "models here read text alone"}
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
+    images: Images | None = None
     thinking: Text | None = None
     tool_calls: Annotated[list[CallParam], Meta(max_length=128)] | None = None
     tool_name: ShortText | None = None
@@ -126,7 +129,6 @@ class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
     """POST /api/generate. Without a prompt the model is only loaded or unloaded."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "images": "models here read text alone",
         "context": "send the conversation to /api/chat",
         "width": "models here make text alone",
         "height": "models here make text alone",
@@ -134,6 +136,7 @@ class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
     }
 
     prompt: Text | None = None
+    images: Images | None = None
     suffix: Text | None = None
     system: Text | None = None
     template: Text | None = None

@@ -13,6 +13,8 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.picture_files import decode_text
+from edgeinfer.runtime.pictures import Picture
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,
@@ -30,6 +32,7 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.openai import wire
 from edgeinfer.server.request_fields import (
     common_fields,
+    content_of,
     named_tool,
     overridden,
     reasoning,
@@ -139,30 +142,41 @@ def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
 def _message(turn: wire.ChatMessage) -> Message:
     match turn:
         case wire.DeveloperMessage():
-            return Message(role="developer", content=text_of(turn.content))
+            return Message(role="developer", **_content(turn.content))
         case wire.UserMessage():
-            return Message(role="user", content=text_of(turn.content), name=turn.name or "")
+            return Message(role="user", name=turn.name or "", **_content(turn.content))
         case wire.SystemMessage():  # the others are of its type too
-            return Message(role="system", content=text_of(turn.content))
+            return Message(role="system", **_content(turn.content))
         case wire.ToolMessage():
-            return Message(role="tool", content=text_of(turn.content), tool_call_id=turn.tool_call_id)
+            return Message(role="tool", tool_call_id=turn.tool_call_id, **_content(turn.content))
     calls = tuple(
         ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
         for call in turn.tool_calls or ()
     )
     return Message(
         role="assistant",
-        content=text_of(turn.refusal or "" if turn.content is None else turn.content),
+        **_content(turn.refusal or "" if turn.content is None else turn.content),
         reasoning=turn.reasoning_content or turn.reasoning or "",
         tool_calls=calls,
         name=turn.name or "",
     )
 
 
-def text_of(content: str | Sequence[wire.TextPart | wire.RefusalPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.text if isinstance(part, wire.TextPart) else part.refusal for part in content)
+_Part = wire.TextPart | wire.ImagePart | wire.RefusalPart
+
+
+def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
+    return {"content": content} if isinstance(content, str) else content_of(map(_part, content))
+
+
+def _part(part: _Part) -> str | Picture:
+    match part:
+        case wire.TextPart(text=text):
+            return text
+        case wire.ImagePart(image_url=image):
+            return decode_text(image.url)
+        case wire.RefusalPart(refusal=refusal):
+            return refusal
 
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:

@@ -49,7 +49,6 @@ class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
 
     hints: ClassVar = CACHE_HINTS
     other_types: ClassVar[Mapping[str, str]] = {
-        "image_url": "images cannot be read",
         "input_audio": "sound cannot be heard",
         "file": "files cannot be read, send their text",
         "video_url": "videos cannot be seen",
@@ -64,7 +63,23 @@ class RefusalPart(Wire, frozen=True, tag="refusal", tag_field="type"):
     refusal: Text
 
 
-Content = str | Annotated[list[TextPart], Meta(max_length=1024)]
+class ImageUrl(Wire, frozen=True, kw_only=True):
+    """A picture in a `data:` URI; nothing is fetched. The model decides how much detail it sees."""
+
+    hints: ClassVar = frozenset({"detail"})
+
+    url: Text
+
+
+class ImagePart(Wire, frozen=True, tag="image_url", tag_field="type"):
+    """A picture of a message."""
+
+    hints: ClassVar = CACHE_HINTS
+
+    image_url: ImageUrl
+
+
+Content = str | Annotated[list[TextPart | ImagePart], Meta(max_length=1024)]
 
 
 class FunctionCall(Wire, frozen=True, kw_only=True):

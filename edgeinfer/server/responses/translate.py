@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.picture_files import decode_text
+from edgeinfer.runtime.pictures import Picture
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,
@@ -20,6 +23,7 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.openai.wire import JsonObjectFormat, RefusalPart
 from edgeinfer.server.request_fields import (
     common_fields,
+    content_of,
     named_tool,
     overridden,
     reasoning,
@@ -102,13 +106,11 @@ def _append(turns: list[Message], item: wire.Item) -> None:
         case wire.MessageItem():
             turns.append(
                 Message(
-                    role=item.role,
-                    content=_text(item.content),
-                    reasoning=_pending_reasoning(turns, item),
+                    role=item.role, reasoning=_pending_reasoning(turns, item), **_content(item.content)
                 )
             )
         case wire.FunctionOutputItem():
-            turns.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+            turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(item.output)))
         case wire.ReasoningItem():
             text = "".join(part.text for part in item.content or item.summary)
             turns.append(Message(role="assistant", reasoning=text))
@@ -135,12 +137,20 @@ def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
     return ""
 
 
-def _text(
-    content: str | Sequence[wire.InputText | wire.OutputText | RefusalPart] | Sequence[wire.InputText],
-) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+_Part = wire.InputText | wire.InputImage | wire.OutputText | RefusalPart
+
+
+def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
+    return {"content": content} if isinstance(content, str) else content_of(map(_part, content))
+
+
+def _part(part: _Part) -> str | Picture:
+    match part:
+        case wire.InputImage(image_url=url):
+            return decode_text(url)
+        case RefusalPart(refusal=refusal):
+            return refusal
+    return part.text
 
 
 def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolChoice:

@@ -26,7 +26,6 @@ from edgeinfer.server.wire_types import (
 )
 
 _OTHER_PARTS = {
-    "input_image": "images cannot be read",
     "input_file": "files cannot be read, send their text",
     "input_audio": "sound cannot be heard",
 }
@@ -37,6 +36,15 @@ class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
     other_types: ClassVar[Mapping[str, str]] = _OTHER_PARTS
 
     text: Text
+
+
+class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
+    """A picture in a `data:` URI; nothing is fetched."""
+
+    hints: ClassVar = frozenset({"detail", "prompt_cache_breakpoint"})
+    refused: ClassVar[Mapping[str, str]] = {"file_id": "stored files are no pictures, send a data: URI"}
+
+    image_url: Text
 
 
 class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
@@ -55,7 +63,9 @@ class SummaryText(Wire, frozen=True, tag="summary_text", tag_field="type"):
     text: Text
 
 
-MessageContent = str | Annotated[list[InputText | OutputText | RefusalPart], Meta(max_length=1024)]
+MessageContent = (
+    str | Annotated[list[InputText | InputImage | OutputText | RefusalPart], Meta(max_length=1024)]
+)
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -69,7 +79,7 @@ class MessageItem(Wire, frozen=True, tag="message", tag_field="type"):
         "compaction": "only who encrypted it can read it",
         "configuration_update": "a request has one configuration",
         "computer_call": "there is no computer",
-        "image_generation_call": "images cannot be read",
+        "image_generation_call": "pictures are not made",
         "custom_tool_call": "only functions are called",
         "shell_call": "only functions are called",
         "local_shell_call": "only functions are called",
@@ -104,7 +114,7 @@ class FunctionOutputItem(Wire, frozen=True, tag="function_call_output", tag_fiel
     hints: ClassVar = frozenset({"caller", "name", "namespace"})
 
     call_id: ShortText
-    output: str | Annotated[list[InputText], Meta(max_length=1024)]
+    output: str | Annotated[list[InputText | InputImage], Meta(max_length=1024)]
     id: ShortText | None = None
     status: ItemStatus | None = None
 

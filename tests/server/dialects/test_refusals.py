@@ -63,7 +63,7 @@ CHAT = [
         "unknown_parameter",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "messages[0].content[0].type",
         "unsupported_value",
     ),

@@ -1,0 +1,193 @@
+"""Pictures in every dialect: where they stand among the text, and what is refused."""
+
+import base64
+import io
+
+import msgspec
+import numpy as np
+import pytest
+
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.runtime.pictures import PICTURE_MARK as HERE
+
+Image = pytest.importorskip("PIL.Image")
+
+SEES = msgspec.structs.replace(DEFAULT_INFO, can_see=True, can_shift=True)
+
+
+def png(seed: int) -> str:
+    pixels = np.random.default_rng(seed).integers(0, 256, (3, 2, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def rgb(seed: int) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, (3, 2, 3), dtype=np.uint8).tobytes()
+
+
+RED, BLUE = png(1), png(2)
+
+
+def uri(data: str) -> str:
+    return f"data:image/png;base64,{data}"
+
+
+def openai_part(url: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+
+
+def anthropic_block(data: str) -> dict:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeEngine(info=SEES)
+
+
+@pytest.fixture(scope="module")
+def here(serve_module, engine):
+    return serve_module(engine)
+
+
+@pytest.fixture(scope="module")
+def blind(serve_module):
+    return serve_module(FakeEngine())
+
+
+def seen(engine) -> list[tuple]:
+    """Role, text and pixels of the last request's turns."""
+    turns = engine.requests[-1].messages
+    return [(turn.role, turn.content, [one.rgb for one in turn.pictures]) for turn in turns]
+
+
+BODIES = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [text("a"), openai_part(uri(RED)), text("b"), openai_part(uri(BLUE))]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": [openai_part(uri(BLUE)), text("d")]},
+        ]
+    },
+    "/v1/messages": {
+        "max_tokens": 8,
+        "messages": [
+            {"role": "user", "content": [text("a"), anthropic_block(RED), text("b"), anthropic_block(BLUE)]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [anthropic_block(BLUE), text("d")]}]},
+        ],
+    },
+    "/v1/responses": {
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "a"},
+                    {"type": "input_image", "image_url": uri(RED), "detail": "auto"},
+                    {"type": "input_text", "text": "b"},
+                    {"type": "input_image", "image_url": uri(BLUE)},
+                ],
+            },
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_image", "image_url": uri(BLUE)}, {"type": "input_text", "text": "d"}],
+            },
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_pictures_stand_where_the_message_has_them(here, engine, path, stream):
+    answer = here.client.post(path, json=BODIES[path] | {"model": "fake", "stream": stream})
+    assert answer.status_code == 200, answer.text
+    assert seen(engine) == [
+        ("user", f"a{HERE}b{HERE}", [rgb(1), rgb(2)]),
+        ("assistant", "", []),
+        ("tool", f"{HERE}d", [rgb(2)]),
+    ]
+
+
+def test_ollama_has_pictures_before_the_text(here, engine):
+    turns = [{"role": "user", "content": "what?", "images": [RED, BLUE]}]
+    answer = here.client.post("/api/chat", json={"model": "fake", "messages": turns, "stream": False})
+    assert answer.status_code == 200, answer.text
+    assert seen(engine) == [("user", f"{HERE}{HERE}what?", [rgb(1), rgb(2)])]
+    assert engine.requests[-1].overflow == "refuse"  # rows of a picture are not shifted
+    body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
+    assert here.client.post("/api/generate", json=body).status_code == 200
+    assert seen(engine) == [("user", f"{HERE}what?", [rgb(2)])]
+    raw = here.client.post("/api/generate", json=body | {"raw": True})
+    assert raw.status_code == 400
+    assert "no place for pictures" in raw.text
+
+
+def test_a_result_that_is_an_error_keeps_its_picture(here, engine):
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c",
+        "is_error": True,
+        "content": [anthropic_block(RED)],
+    }
+    turns = [{"role": "user", "content": [result]}]
+    body = {"model": "fake", "max_tokens": 8, "messages": turns}
+    assert here.client.post("/v1/messages", json=body).status_code == 200
+    assert seen(engine) == [("tool", f"Error: {HERE}", [rgb(1)])]
+
+
+def test_a_mark_in_the_text_is_no_picture(here, engine):
+    turns = [{"role": "user", "content": [text(f"x{HERE}y"), openai_part(uri(RED))]}]
+    assert here.client.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
+    assert seen(engine) == [("user", f"xy{HERE}", [rgb(1)])]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize", "/apply-template"])
+def test_routes_that_render_a_conversation_take_pictures(here, blind, path):
+    part = anthropic_block(RED) if path.endswith("count_tokens") else openai_part(uri(RED))
+    body = {"model": "fake", "messages": [{"role": "user", "content": [part]}]}
+    assert here.client.post(path, json=body).status_code == 200
+    refused = blind.client.post(path, json=body)
+    assert refused.status_code == 400
+    assert "fake reads no pictures" in refused.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_model_that_sees_nothing_says_so(blind, path):
+    answer = blind.client.post(path, json=BODIES[path] | {"model": "fake"})
+    assert answer.status_code == 400
+    assert "fake reads no pictures" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "reason"),
+    [
+        ("/v1/chat/completions", openai_part("https://example.org/a.png"), "https: addresses are not fetched"),
+        ("/v1/chat/completions", openai_part("file:///etc/passwd"), "file: addresses are not fetched"),
+        ("/v1/chat/completions", openai_part(uri("AAAA")), "no JPEG, PNG, WebP or GIF"),
+        ("/v1/chat/completions", openai_part(uri("%%")), "not valid base64"),
+        ("/v1/messages", {"type": "image", "source": {"type": "url", "url": "https://x.org/a"}}, "nothing is fetched"),
+        ("/v1/messages", {"type": "image", "source": {"type": "file", "file_id": "f"}}, "no files are stored"),
+        ("/v1/responses", {"type": "input_image", "image_url": "http://x.org/a"}, "http: addresses are not fetched"),
+        ("/v1/responses", {"type": "input_image", "image_url": uri(RED), "file_id": "f"}, "stored files are no pictures"),
+    ],
+)  # fmt: skip
+def test_what_is_no_picture_in_base64_is_refused_with_the_reason(here, path, content, reason):
+    turns = [{"role": "user", "content": [content]}]
+    body = {"input": turns} if path.endswith("responses") else {"messages": turns, "max_tokens": 8}
+    answer = here.client.post(path, json=body | {"model": "fake"})
+    assert answer.status_code == 400
+    assert reason in answer.text
+
+
+def test_a_model_tells_whether_it_sees(here, blind):
+    assert here.client.get("/props").json()["modalities"] == {"vision": True, "audio": False}
+    assert blind.client.get("/props").json()["modalities"] == {"vision": False, "audio": False}
+    assert "vision" in here.client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
