@@ -51,7 +51,7 @@ class Delay:
 class StepGate:
     """Wait for the event or a cancellation; `reached` is set on arrival here."""
 
-    opened: threading.Event
+    opened: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
 
 

@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.runtime.events import FinishReason
-from edgeinfer.server.connection import disconnected
+from edgeinfer.server.connection import unless_disconnected
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import shutting_down
 
@@ -141,21 +141,17 @@ class JournaledAnswer:
         self._readers[reader] = 0
         if self._timer is not None:
             self._timer.cancel()
-        gone = asyncio.ensure_future(disconnected(receive))
         try:
-            await self._read(reader, gone, send, transform)
+            await unless_disconnected(receive, self._read(reader, send, transform))
         finally:
-            gone.cancel()
             del self._readers[reader]
             self._wake()
             if not self._readers and not self.is_done:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(self.unread_s, self._abandoned.set)
 
-    async def _read(
-        self, reader: object, gone: asyncio.Future[None], send: Send, transform: BodyFilter
-    ) -> None:
-        while not gone.done():
+    async def _read(self, reader: object, send: Send, transform: BodyFilter) -> None:
+        while True:
             at = self._readers[reader]
             if at < len(self._messages):
                 message = dict(self._messages[at])  # middlewares add headers to their copy
@@ -169,9 +165,7 @@ class JournaledAnswer:
                     raise self._error
                 return
             else:
-                changed: asyncio.Future[Any] = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({changed, gone}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                await self._changed.wait()
 
 
 class AnswerJournal:

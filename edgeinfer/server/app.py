@@ -78,12 +78,8 @@ class App:
             match.dialect,
             headers,
             match.params.get("id", ""),
+            {"x-request-id": request_id, "request-id": request_id, "x-content-type-options": "nosniff"},
         )
-        context.reply_headers = {
-            "x-request-id": request_id,
-            "request-id": request_id,
-            "x-content-type-options": "nosniff",
-        }
         scope["edgeinfer"] = context
         scope["app"] = self
         return context
@@ -160,13 +156,16 @@ class App:
             metrics.e2e.labels(*model).observe(context.seconds)
         if context.route in OPEN_ROUTES or context.route == "/metrics":
             return
+        facts = {
+            "request_id": context.id,
+            "route": context.route,
+            "status": context.status,
+            "model": context.model,
+        }
         endpoint.log.info(
             "request",
-            request_id=context.id,
+            **facts,
             method=method,
-            route=context.route,
-            status=context.status,
-            model=context.model,
             key=context.key,
             ms=round(context.seconds * 1000, 1),
             ttft_ms=None if context.ttft_s is None else round(context.ttft_s * 1000, 1),
@@ -179,15 +178,8 @@ class App:
         )
         if endpoint.payloads is None or context.body is None:
             return
-        facts = {
-            "request_id": context.id,
-            "route": context.route,
-            "status": context.status,
-            "model": context.model,
-            "outcome": context.outcome,
-        }
         try:
-            endpoint.payloads.write(facts, context.body, context.answer)
+            endpoint.payloads.write(facts | {"outcome": context.outcome}, context.body, context.answer)
         except OSError as error:
             endpoint.log.error("payload-log", error)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from edgeinfer.platform.paths import private_dir
 from edgeinfer.server.problems import Problem, too_many
@@ -49,44 +49,15 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 async def post(app: ASGIApp, path: str, body: bytes, asker: Mapping[str, str]) -> BatchReply:
     """POST `body` as JSON. Raises nothing of its own: failures are answers."""
-    identity = {"host": "localhost"} | {n: asker[n] for n in _IDENTITY if n in asker}
-    headers = [
-        *((name.encode(), value.encode("latin-1")) for name, value in identity.items()),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-        "client": None,
-        "server": None,
-    }
-    unread = [body]
-    parts: list[bytes] = []
-    start: Message = {}
+    import httpx2  # 75–120 ms, for batches alone
 
-    async def receive() -> Message:
-        if not unread:  # the caller never leaves
-            await asyncio.get_running_loop().create_future()
-        return {"type": "http.request", "body": unread.pop(), "more_body": False}
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            start.update(message)
-        else:
-            parts.append(message.get("body", b""))
-
-    await app(scope, receive, send)
-    request_id = dict(start["headers"])[b"x-request-id"].decode()
-    return BatchReply(start["status"], request_id, b"".join(parts))
+    identity = {name: asker[name] for name in _IDENTITY if name in asker}
+    sent = {"host": "localhost", "content-type": "application/json"} | identity
+    headers = httpx2.Headers(sent, encoding="latin-1")
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
+        reply = await client.post(f"http://localhost{path}", content=body, headers=headers)
+    return BatchReply(reply.status_code, reply.headers["x-request-id"], reply.content)
 
 
 async def ask_again(app: ASGIApp, headers: Mapping[str, str], line: BatchLine) -> BatchReply:

@@ -8,7 +8,8 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from starlette.types import Receive
 
@@ -20,6 +21,19 @@ async def disconnected(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, or cancel it when the client leaves. Raises what `work` raises."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 class Connection:

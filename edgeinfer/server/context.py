@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -26,54 +27,46 @@ from edgeinfer.server.wire_types import ModelFields, Slot
 R = TypeVar("R", bound=msgspec.Struct)
 
 
+@dataclass(eq=False)
 class RequestContext:
     """The state of one request: its client, its model, its outcome. It lies in the ASGI scope."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        request_id: str,
-        operation: Operation | None,
-        dialect: Dialect,
-        headers: Mapping[str, str],
-        path_id: str = "",
-    ) -> None:
-        self.endpoint = endpoint
-        self.id = request_id
-        #: The value of `{id}` in the path.
-        self.path_id = path_id
-        self.operation = operation
-        self.dialect = dialect
-        self.headers = headers
-        #: Set once the request is admitted.
-        self.request: Request
-        self.key = ""
-        #: Whether it may change other clients' answers.
-        self.is_admin = False
-        #: Only requests with the same salt share cached prefixes; "" shares with all.
-        self.cache_salt = ""
-        self.started = time.perf_counter()
-        self.status = 0
-        self.model = ""
-        #: The adapter that was named in place of a model.
-        self.adapter = ""
-        self.version = ""
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.ttft_s: float | None = None
-        self.outcome = ""
-        #: For the payload log: the request as received, and the answer, a stream's in unstreamed form.
-        self.body: bytes | None = None
-        self.answer: bytes | None = None
-        #: The answer in the journal, if it may be read again.
-        self.journaled: JournaledAnswer | None = None
-        #: Headers of the answer, from every handler and middleware.
-        self.reply_headers: dict[str, str] = {}
-        #: The prompt normalization rules that changed the prompt.
-        self.normalized: tuple[PromptRule, ...] = ()
-        #: Fields and hints of the request that were ignored.
-        self.ignored: list[str] = []
+    endpoint: Endpoint
+    id: str
+    operation: Operation | None
+    dialect: Dialect
+    headers: Mapping[str, str]
+    #: The value of `{id}` in the path.
+    path_id: str
+    #: Headers of the answer, from every handler and middleware.
+    reply_headers: dict[str, str]
+    #: Set once the request is admitted.
+    request: Request = field(init=False)
+    key: str = ""
+    #: Whether it may change other clients' answers.
+    is_admin: bool = False
+    #: Only requests with the same salt share cached prefixes; "" shares with all.
+    cache_salt: str = ""
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    model: str = ""
+    #: The adapter that was named in place of a model.
+    adapter: str = ""
+    version: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    outcome: str = ""
+    #: For the payload log: the request as received, and the answer, a stream's in unstreamed form.
+    body: bytes | None = None
+    answer: bytes | None = None
+    #: The answer in the journal, if it may be read again.
+    journaled: JournaledAnswer | None = None
+    #: The prompt normalization rules that changed the prompt.
+    normalized: tuple[PromptRule, ...] = ()
+    #: Fields and hints of the request that were ignored.
+    ignored: list[str] = field(default_factory=list)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Name parts of the request that are ignored to the client and in the log."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
@@ -28,40 +29,30 @@ from edgeinfer.server.wire_types import Slot
 _SLOTS = 64
 
 
+@dataclass(eq=False)
 class Endpoint:
     """One served endpoint. Lives on one event loop."""
 
-    def __init__(
-        self,
-        models: ModelPool,
-        limits: Limits,
-        log: Log,
-        host: Host,
-        *,
-        payloads: PayloadLog | None = None,
-        refuse_unknown: bool = False,
-        normalizer: PromptNormalizer | None = None,
-        journal: AnswerJournal | None = None,
-        batches: Batches | None = None,
-        model_admin: ModelAdministrator | None = None,
-    ) -> None:
-        self.models = models
-        self.limits = limits
-        self.log = log
-        self.host = host
-        self.payloads = payloads
-        #: Whether an undeclared request field is an error; otherwise it is ignored and named.
-        self.refuse_unknown = refuse_unknown
-        self.normalizer = normalizer or PromptNormalizer()
-        #: Stored responses; None if they are switched off.
-        self.journal = journal
-        #: Files and batches; None where none are kept.
-        self.batches = batches
-        #: Adds and removes models; None if no client may do so.
-        self.model_admin = model_admin
-        self.metrics = Metrics(models.engines)
+    models: ModelPool
+    limits: Limits
+    log: Log
+    host: Host
+    _: KW_ONLY
+    payloads: PayloadLog | None = None
+    #: Whether an undeclared request field is an error; otherwise it is ignored and named.
+    refuse_unknown: bool = False
+    normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
+    #: Stored responses; None if they are switched off.
+    journal: AnswerJournal | None = None
+    #: Files and batches; None where none are kept.
+    batches: Batches | None = None
+    #: Adds and removes models; None if no client may do so.
+    model_admin: ModelAdministrator | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
-        self.preparation = Preparation(limits.prepare_s)
+        self.preparation = Preparation(self.limits.prepare_s)
         self.draining = False
         #: Whether the default model was loaded once.
         self.was_ready = False

@@ -201,14 +201,13 @@ async def answer(
     endpoint = context.endpoint
     context.name_model(body.model)
     spec = GenerationSpec(body.keep_alive, requests, renderer)
-    if not stream:
-        return _WholeResponse(context, spec)
-    starting: asyncio.Future[GenerationTask]
-    if endpoint.models.is_loaded(context.model):
-        starting = asyncio.get_running_loop().create_future()
-        starting.set_result(await start(context, spec))
-        return _StreamResponse(context, spec, starting)
+    if stream and endpoint.models.is_loaded(context.model):
+        started: asyncio.Future[GenerationTask] = asyncio.get_running_loop().create_future()
+        started.set_result(await start(context, spec))
+        return _StreamResponse(context, spec, started)
     starting = asyncio.ensure_future(start(context, spec))
+    if not stream:
+        return _WholeResponse(context, spec, starting)
     try:
         await asyncio.wait({starting}, timeout=endpoint.limits.patience_s)
     except asyncio.CancelledError:
@@ -221,14 +220,23 @@ async def answer(
 
 class _GenerationResponse(Response):
     background = None
+    task: GenerationTask | None = None
+    client_left = False
+    _last_token = 0.0
 
-    def __init__(self, context: RequestContext, spec: GenerationSpec) -> None:
+    def __init__(
+        self, context: RequestContext, spec: GenerationSpec, starting: asyncio.Future[GenerationTask]
+    ) -> None:
         self.context = context
         self.endpoint = context.endpoint
         self._spec = spec
-        self.task: GenerationTask | None = None
-        self.client_left = False
-        self._last_token = 0.0
+        self._starting = starting
+
+    async def _watch(self, receive: Receive) -> None:
+        await disconnected(receive)
+        self.client_left = True
+        self._starting.cancel()
+        self._cancel()
 
     def _attach(self, task: GenerationTask) -> None:
         self.task = task
@@ -255,6 +263,11 @@ class _GenerationResponse(Response):
                 generation.cancel()
 
     def _release(self) -> None:
+        starting = self._starting
+        if not starting.done():
+            starting.cancel()
+        elif not starting.cancelled() and starting.exception() is None:
+            self.task = starting.result()
         if self.task is not None:
             self.endpoint.running.difference_update(self.task.generations)
             self.endpoint.unqueue(self.context.model, len(self.task.generations))
@@ -282,18 +295,10 @@ class _GenerationResponse(Response):
 
 class _WholeResponse(_GenerationResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._work())
-        watcher = asyncio.ensure_future(disconnected(receive))
+        watcher = asyncio.create_task(self._watch(receive))
         try:
-            await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self.client_left = True
-                self._cancel()
-                if self.task is None:
-                    work.cancel()
-            body = await work
+            body = await self._work()
         except asyncio.CancelledError:
-            work.cancel()
             if self.client_left:
                 return
             raise
@@ -303,21 +308,21 @@ class _WholeResponse(_GenerationResponse):
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _work(self) -> bytes:
-        self._attach(await start(self.context, self._spec))
-        assert self.task is not None
-        answers = [Collected() for _ in self.task.generations]
+        task = await self._starting
+        self._attach(task)
+        answers = [Collected() for _ in task.generations]
         if len(answers) == 1:
-            self.task.generations[0].tap(functools.partial(self._collect, answers[0]))
+            task.generations[0].tap(functools.partial(self._collect, answers[0]))
         try:
-            async with contextlib.aclosing(events_of(self.task.generations)) as events:
+            async with contextlib.aclosing(events_of(task.generations)) as events:
                 async for index, event in events:
                     self._count(event)
                     self._check_cancelled(event)
                     answers[index].add(event)
         except EngineClosedError:
-            self.task.lease.failed()
+            task.lease.failed()
             raise
-        body = self.task.renderer.whole(answers)
+        body = task.renderer.whole(answers)
         self.context.answer = body
         return body
 
@@ -329,15 +334,10 @@ class _WholeResponse(_GenerationResponse):
 
 
 class _StreamResponse(_GenerationResponse):
-    def __init__(
-        self, context: RequestContext, spec: GenerationSpec, starting: asyncio.Future[GenerationTask]
-    ) -> None:
-        super().__init__(context, spec)
-        self._starting = starting
-        self._last_write = 0.0
-        self._progress: Progress | None = None
-        self._texts: list[Collected] | None = None
-        self._short_cut: ShortCut | None = None
+    _last_write = 0.0
+    _progress: Progress | None = None
+    _texts: list[Collected] | None = None
+    _short_cut: ShortCut | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection: Connection | None = scope.get("connection")
@@ -354,14 +354,6 @@ class _StreamResponse(_GenerationResponse):
         finally:
             ticker.cancel()
             watcher.cancel()
-            if not self._starting.done():
-                self._starting.cancel()
-            elif (
-                self.task is None
-                and not self._starting.cancelled()
-                and self._starting.exception() is None
-            ):
-                self.task = self._starting.result()
             self._release()
 
     async def _stream(self, send: Send) -> bytes:
@@ -417,12 +409,6 @@ class _StreamResponse(_GenerationResponse):
         self._count(event)
         self._last_write = time.monotonic()
         return self.task.renderer.event(0, event)
-
-    async def _watch(self, receive: Receive) -> None:
-        await disconnected(receive)
-        self.client_left = True
-        self._starting.cancel()
-        self._cancel()
 
     async def _tick(self, send: Send) -> None:
         pause_s = self.endpoint.limits.comment_s

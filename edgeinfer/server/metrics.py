@@ -196,8 +196,13 @@ class _Engines(Collector):
         kv_usage = GaugeMetricFamily(
             "edgeinfer_kv_cache_usage_ratio", "KV cache in use, 0 to 1.", labels=_MODEL
         )
-        engines = self._engines()
-        for name, engine in engines:
+        running = GaugeMetricFamily(
+            "edgeinfer_replicas", "Replicas of a model that run.", labels=_MODEL
+        )
+        crashed = CounterMetricFamily(
+            "edgeinfer_replicas_crashed", "Replicas whose process ended by itself.", labels=_MODEL
+        )
+        for name, engine in self._engines():
             try:
                 now = engine.metrics()
             except EdgeInferError:  # its worker has died; the next request replaces it
@@ -206,27 +211,16 @@ class _Engines(Collector):
             for field, family in families.items():
                 family.add_metric(labels, getattr(now, field))
             kv_usage.add_metric(labels, now.kv_used_tokens / (now.kv_total_tokens or 1))
-        yield from (*families.values(), kv_usage)
-        yield from _of_replicas(engines)
+            if isinstance(engine, HasReplicas):
+                replicas = engine.replicas()
+                running.add_metric(labels, len(replicas.running))
+                crashed.add_metric(labels, replicas.crashed_total)
+        yield from (*families.values(), kv_usage, running, crashed)
         yield GaugeMetricFamily(
             "edgeinfer_process_resident_memory_bytes",
             "Resident memory of the endpoint.",
             resident_bytes(),
         )
-
-
-def _of_replicas(engines: Sequence[tuple[str, Engine]]) -> Iterator[Metric]:
-    running = GaugeMetricFamily("edgeinfer_replicas", "Replicas of a model that run.", labels=_MODEL)
-    crashed = CounterMetricFamily(
-        "edgeinfer_replicas_crashed", "Replicas whose process ended by itself.", labels=_MODEL
-    )
-    for name, engine in engines:
-        if not isinstance(engine, HasReplicas):
-            continue
-        labels, info = (name, version_of(engine.info.sha256)), engine.replicas()
-        running.add_metric(labels, len(info.running))
-        crashed.add_metric(labels, info.crashed_total)
-    yield from (running, crashed)
 
 
 def version_of(sha256: str) -> str:

@@ -67,9 +67,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
-# The ranges of sampling are `sampling_options`'; OpenAI's document says less for two of its numbers.
+# The ranges of sampling are `sampling_options`'; OpenAI's document says less for the temperature.
 OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
-OpenAIPenalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
 TopK = Annotated[int, _range("top_k")]
@@ -141,10 +140,13 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
     """llama.cpp's sampling options, accepted on every generating route under llama.cpp's names."""
 
     top_k: TopK | None = None
+    top_p: Probability | None = None
     min_p: Probability | None = None
     typical_p: Probability | None = None
     repeat_penalty: RepeatPenalty | None = None
     repeat_last_n: Annotated[int, _range("repeat_last_n")] | None = None
+    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
     dry_multiplier: Annotated[float, _range("dry_multiplier")] | None = None
     dry_base: Annotated[float, _range("dry_base")] | None = None
     dry_allowed_length: Annotated[int, _range("dry_allowed_length")] | None = None
@@ -153,6 +155,8 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
     mirostat: Annotated[int, _range("mirostat")] | None = None
     mirostat_tau: Annotated[float, _range("mirostat_tau")] | None = None
     mirostat_eta: Annotated[float, _range("mirostat_eta")] | None = None
+    seed: Seed | None = None
+    stop: StopString | StopList | None = None
     ignore_eos: bool = False
     overflow: Literal["refuse", "shift"] = "refuse"
     speculative: Literal["auto", "off", "ngram", "draft"] = "auto"

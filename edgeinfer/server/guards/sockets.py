@@ -51,21 +51,19 @@ def raise_descriptor_limit() -> int:
     return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
+def _addresses(listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
+    inet = [one.getsockname() for one in listeners if one.family != socket.AF_UNIX]
+    return [(name[0].partition("%")[0], name[1]) for name in inet]
+
+
 def has_port(listeners: Sequence[socket.socket], port: int) -> bool:
     """Return whether one of `listeners` listens at `port`."""
-    inet = [listener for listener in listeners if listener.family != socket.AF_UNIX]
-    return any(listener.getsockname()[1] == port for listener in inet)
+    return any(bound == port for _, bound in _addresses(listeners))
 
 
 def is_loopback(listeners: Sequence[socket.socket]) -> bool:
     """Return whether only this machine can reach `listeners`; a unix socket counts as local."""
-    return all(_local(listener) for listener in listeners)
-
-
-def _local(listener: socket.socket) -> bool:
-    if listener.family == socket.AF_UNIX:
-        return True
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+    return all(ipaddress.ip_address(host).is_loopback for host, _ in _addresses(listeners))
 
 
 def url(listener: socket.socket, *, tls: bool) -> str:
@@ -79,12 +77,7 @@ def url(listener: socket.socket, *, tls: bool) -> str:
 
 def own_names(listeners: Sequence[socket.socket]) -> set[str]:
     """Return the host names of these addresses, beside loopback's."""
-    names: set[str] = set()
-    for listener in listeners:
-        if listener.family != socket.AF_UNIX:
-            host = listener.getsockname()[0].partition("%")[0]
-            names.add(f"[{host}]" if ":" in host else host)
-    return names
+    return {f"[{host}]" if ":" in host else host for host, _ in _addresses(listeners)}
 
 
 def notify(*lines: str) -> bool:

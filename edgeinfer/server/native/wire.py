@@ -15,8 +15,6 @@ from edgeinfer.server.wire_types import (
     JsonObject,
     ModelFields,
     ModelName,
-    OpenAIPenalty,
-    Probability,
     PromptUsage,
     Reply,
     SamplingFields,
@@ -24,7 +22,6 @@ from edgeinfer.server.wire_types import (
     ShortText,
     Slot,
     StopList,
-    StopString,
     Temperature,
     Text,
     TokenCount,
@@ -312,15 +309,10 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     n_predict: TokenLimit = -1
     stream: bool = False
     temperature: Temperature | None = None
-    top_p: Probability | None = None
-    presence_penalty: OpenAIPenalty | None = None
-    frequency_penalty: OpenAIPenalty | None = None
     logit_bias: LogitBias | LogitBiasPairs | None = None
     n_probs: Annotated[int, Meta(ge=0, le=20)] = 0
     response_fields: Annotated[list[ShortText], Meta(max_length=64)] | None = None
     return_tokens: bool = False
-    seed: Seed | None = None
-    stop: StopString | StopList | None = None
 
 
 class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
@@ -403,7 +395,7 @@ class ModelQuery(Wire, frozen=True, kw_only=True):
     model: ModelName | None = None
 
 
-class LoadAdapter(Wire, frozen=True, kw_only=True):
+class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
     """POST /v1/load_lora_adapter, as vLLM's server takes it.
 
     `lora_path` is the name of a pulled adapter, `lora_name` unless it is given. With `scale` requests
@@ -415,16 +407,14 @@ class LoadAdapter(Wire, frozen=True, kw_only=True):
     lora_name: ModelName
     lora_path: Annotated[str, Meta(max_length=4096)] = ""
     scale: Annotated[float, Meta(ge=-10, le=10)] = 0.0
-    model: ModelName | None = None
 
 
-class UnloadAdapter(Wire, frozen=True, kw_only=True):
+class UnloadAdapter(ModelQuery, frozen=True, kw_only=True):
     """POST /v1/unload_lora_adapter, as vLLM's server takes it."""
 
     hints: ClassVar = frozenset({"lora_int_id"})
 
     lora_name: ModelName
-    model: ModelName | None = None
 
 
 class Version(Reply, frozen=True, kw_only=True):

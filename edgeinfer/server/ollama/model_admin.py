@@ -8,14 +8,13 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError, UsageError
 from edgeinfer.models import names, sources
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
-from edgeinfer.server.connection import disconnected
+from edgeinfer.server.connection import unless_disconnected
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.model_pool import LATEST, ModelAdministrator, spellings
@@ -52,27 +51,14 @@ async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Respons
     reports = _reports_of(lambda report, cancel: admin.pull(text, report, cancel))
     first = await anext(reports, None)  # what fails until here has a status of its own
     if body.stream is False:
-        await _ended(context.request, reports)
+        await unless_disconnected(context.request.receive, _drain(reports))
         return json_reply(_DONE)
     return StreamingResponse(_lines(context, first, reports), media_type="application/x-ndjson")
 
 
-async def _ended(request: Request, reports: Reports) -> None:
-    """Wait for the end of the work, or end it when the client leaves. Raises what the work raises."""
-
-    async def drain() -> None:
-        async for _ in reports:
-            pass
-
-    work = asyncio.ensure_future(drain())
-    gone = asyncio.ensure_future(disconnected(request.receive))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-    finally:
-        work.cancel()
-        gone.cancel()
+async def _drain(reports: Reports) -> None:
+    async for _ in reports:
+        pass
 
 
 async def _lines(

@@ -62,20 +62,15 @@ def wire_usage(usage: Usage) -> wire.WireUsage:
 
 
 def wire_logprobs(tokens: Sequence[TokenLogprobs]) -> wire.ChoiceLogprobs:
-    return wire.ChoiceLogprobs(
-        content=[
-            wire.TokenLogprob(
-                token=_piece(t.chosen),
-                logprob=_finite(t.chosen.logprob),
-                bytes=list(t.chosen.piece),
-                top_logprobs=[
-                    wire.TopLogprob(token=_piece(o), logprob=_finite(o.logprob), bytes=list(o.piece))
-                    for o in t.top
-                ],
-            )
-            for t in tokens
-        ]
-    )
+    content = []
+    for token in tokens:
+        top = [wire.TopLogprob(**_logprob(other)) for other in token.top]
+        content.append(wire.TokenLogprob(**_logprob(token.chosen), top_logprobs=top))
+    return wire.ChoiceLogprobs(content=content)
+
+
+def _logprob(token: Logprob) -> dict[str, Any]:
+    return {"token": _piece(token), "logprob": _finite(token.logprob), "bytes": list(token.piece)}
 
 
 def _piece(token: Logprob) -> str:

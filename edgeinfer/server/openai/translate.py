@@ -273,7 +273,7 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     bias = getattr(body, "logit_bias", None)
     if bias:
         given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
-    given["seed"] = seed_of(getattr(body, "seed", None))
+    given["seed"] = seed_of(body.seed)
     return overridden(base, **given)
 
 

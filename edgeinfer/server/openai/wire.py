@@ -16,17 +16,13 @@ from edgeinfer.server.wire_types import (
     Effort,
     JsonObject,
     ModelFields,
-    OpenAIPenalty,
     OpenAITemperature,
-    Probability,
     PromptUsage,
     ReasoningBudget,
     RepeatPenalty,
     Reply,
     SamplingFields,
-    Seed,
     ShortText,
-    StopList,
     StopString,
     Text,
     TokenId,
@@ -269,12 +265,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     temperature: OpenAITemperature | None = None
-    top_p: Probability | None = None
-    presence_penalty: OpenAIPenalty | None = None
-    frequency_penalty: OpenAIPenalty | None = None
     logit_bias: LogitBias | None = None
-    seed: Seed | None = None
-    stop: StopString | StopList | None = None
     n: Annotated[int, Meta(ge=1, le=32)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -392,10 +383,7 @@ class TopLogprob(Reply, frozen=True, kw_only=True):
     bytes: list[int] | None = None
 
 
-class TokenLogprob(Reply, frozen=True, kw_only=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
     top_logprobs: list[TopLogprob] = msgspec.field(default_factory=list)
 
 
