@@ -46,31 +46,10 @@ _KEPT_TEXT = re.compile(
     re.MULTILINE,
 )
 #: Fields whose values are not prose, at any depth.
-_KEPT_FIELDS = {
-    *(
-        "role",
-        "type",
-        "name",
-        "model",
-        "id",
-        "call_id",
-        "tool_call_id",
-        "tool_use_id",
-        "status",
-        "required",
-    ),
-    *(
-        "enum",
-        "const",
-        "format",
-        "$schema",
-        "effort",
-        "tool_choice",
-        "include",
-        "anthropic_beta",
-        "default",
-    ),
-}
+_KEPT_FIELDS = frozenset(
+    "role type name model id call_id tool_call_id tool_use_id status required enum const format $schema effort "
+    "tool_choice include anthropic_beta default".split()
+)
 #: Fields that name the client.
 _DROPPED_FIELDS = {"metadata", "client_metadata", "user", "prompt_cache_key", "session_id"}
 

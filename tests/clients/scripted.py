@@ -24,7 +24,7 @@ from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Event, Finished, TextDelta, ToolCallDelta
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoice
 from edgeinfer.server import request_body
 from edgeinfer.server.context import context_of
@@ -57,13 +57,6 @@ class ScriptedEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._real.info
-
-    def metrics(self) -> EngineMetrics:
-        return self._real.metrics()
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """Read the prompt, then play the script. Raises as the real engine does."""

@@ -12,10 +12,9 @@ import json
 import os
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from edgeinfer.runtime import fake
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import AnswerJournal
-from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
@@ -37,43 +35,10 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import (
-    AvailableModel,
-    LoadedEngine,
-    ModelAdministrator,
-    ModelPool,
-    ModelSources,
-)
-from edgeinfer.server.payload_log import PayloadLog
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-
-
-@dataclass
-class Setup:
-    """How to serve. `load` makes the engine of a name; `engine` is the default model's, unless `load`
-    is given.
-    """
-
-    engine: Engine | None = None
-    load: Callable[[str, LoadProgress], LoadedEngine] | None = None
-    names: Sequence[str] = ("fake",)
-    gate: Gate = field(default_factory=lambda: Gate(keys=Keys([])))
-    limits: Limits = field(default_factory=Limits)
-    keep_alive_s: float = 300.0
-    room_s: float = 60.0
-    available_bytes: Callable[[], int] = lambda: 1 << 50
-    options: RunOptions = field(default_factory=RunOptions)
-    payloads: PayloadLog | None = None
-    host: str = "127.0.0.1"
-    pulled: Callable[[], Sequence[AvailableModel]] | None = None
-    model_admin: ModelAdministrator | None = None
-    wait_ready: bool = True
-    refuse_unknown: bool = False
-    aliases: dict[str, str] = field(default_factory=dict)
-    store_responses: bool = False
-    batches: Path | None = None
 
 
 @dataclass
@@ -86,8 +51,7 @@ class Served:
     server: EndpointServer
     loop: asyncio.AbstractEventLoop
     log: io.StringIO
-    thread: threading.Thread
-    ended: list[ServeOutcome | BaseException]
+    outcome: Future[ServeOutcome]
     client: httpx2.Client
     #: Runs requests beside the test.
     pool: ThreadPoolExecutor
@@ -96,11 +60,7 @@ class Served:
         self.loop.call_soon_threadsafe(self.server.drain, why)
 
     def wait_ended(self) -> ServeOutcome:
-        self.thread.join(30)
-        assert not self.thread.is_alive(), "the endpoint did not end"
-        (ended,) = self.ended
-        assert isinstance(ended, ServeOutcome), ended
-        return ended
+        return self.outcome.result(30)
 
     def chat(self, **body: Any) -> httpx2.Response:
         return self.client.post(CHAT, json={"messages": HI} | body)
@@ -127,92 +87,80 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(setup: Setup) -> Iterator[Served]:
-    """Serve until the block ends."""
-    engine = setup.engine or FakeEngine()
-    names = list(setup.names)
-    load = setup.load or (lambda name, progress: LoadedEngine(engine=engine))
+def served(
+    engine: Engine | None = None,
+    *,
+    load: Callable[[str, LoadProgress], LoadedEngine] | None = None,
+    names: Sequence[str] = (),
+    pulled: Callable[[], Sequence[AvailableModel]] | None = None,
+    available_bytes: Callable[[], int] = lambda: 1 << 50,
+    keep_alive_s: float = 300.0,
+    room_s: float = 60.0,
+    aliases: dict[str, str] | None = None,
+    keys: Sequence[str] = (),
+    gate: Gate | None = None,
+    limits: Limits | None = None,
+    options: RunOptions | None = None,
+    store_responses: bool = False,
+    wait_ready: bool = True,
+    **parts: Any,
+) -> Iterator[Served]:
+    """Serve until the block ends. `load` makes the engine of a name; `engine` is the only model's,
+    unless `load` is given. `parts` are the endpoint's.
+    """
+    engine = engine or FakeEngine()
+    limits, options = limits or Limits(), options or RunOptions()
+    here = names or [engine.info.model]
+    sources = ModelSources(
+        load=load or (lambda name, progress: LoadedEngine(engine=engine)),
+        pulled=pulled or (lambda: [AvailableModel(name=name, size_bytes=1) for name in here]),
+        available_bytes=available_bytes,
+    )
     log = io.StringIO()
-    (listener,) = sockets.bind(setup.host, 0)[:1]
-    started = threading.Event()
-    box: dict[str, Any] = {}
-    ended: list[ServeOutcome | BaseException] = []
+    (listener,) = sockets.bind("127.0.0.1", 0)
+    starting: Future[tuple[Endpoint, EndpointServer, asyncio.AbstractEventLoop]] = Future()
 
     async def main() -> ServeOutcome:
-        sources = ModelSources(
-            load=load,
-            pulled=setup.pulled or (lambda: [AvailableModel(name=n, size_bytes=1) for n in names]),
-            available_bytes=setup.available_bytes,
-        )
         models = ModelPool(
-            sources,
-            default=names[0],
-            keep_alive_s=setup.keep_alive_s,
-            room_s=setup.room_s,
-            aliases=setup.aliases,
+            sources, default=here[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
         )
-        endpoint = Endpoint(
-            models,
-            setup.limits,
-            Log("json", log),
-            Host(),
-            payloads=setup.payloads,
-            refuse_unknown=setup.refuse_unknown,
-            journal=AnswerJournal(setup.limits) if setup.store_responses else None,
-            batches=Batches(setup.batches) if setup.batches else None,
-            model_admin=setup.model_admin,
-        )
-        server = EndpointServer(endpoint, setup.gate, [listener], setup.options)
-        box.update(endpoint=endpoint, loop=asyncio.get_running_loop(), server=server)
-        started.set()
+        journal = AnswerJournal(limits) if store_responses else None
+        endpoint = Endpoint(models, limits, Log("json", log), Host(), journal=journal, **parts)
+        server = EndpointServer(endpoint, gate or Gate(keys=Keys(keys)), [listener], options)
+        starting.set_result((endpoint, server, asyncio.get_running_loop()))
         return await server.run()
 
-    def body() -> None:
-        try:
-            ended.append(asyncio.run(main()))
-        except BaseException as error:  # kept for the test to see
-            ended.append(error)
-            started.set()
-
     port = listener.getsockname()[1]
-    scheme = "https" if setup.options.tls_cert else "http"
-    thread = threading.Thread(target=body, name="served")
-    thread.start()
-    assert started.wait(20)
-    assert not ended, ended
+    scheme = "https" if options.tls_cert else "http"
     url = f"{scheme}://127.0.0.1:{port}"
     with (
         ThreadPoolExecutor(32) as pool,
         httpx2.Client(base_url=url, timeout=30, verify=scheme == "http") as client,
     ):
-        here = Served(
-            url, port, box["endpoint"], box["server"], box["loop"], log, thread, ended, client, pool
-        )
+        outcome = pool.submit(asyncio.run, main())
+        endpoint, server, loop = starting.result(20)
+        served_ = Served(url, port, endpoint, server, loop, log, outcome, client, pool)
         try:
-            if setup.wait_ready and setup.options.preload:
-                wait_until(lambda: '"ready"' in log.getvalue() or ended, "the endpoint to be ready")
-            yield here
+            if wait_ready and options.preload:
+                wait_until(
+                    lambda: '"ready"' in log.getvalue() or outcome.done(), "the endpoint to be ready"
+                )
+            yield served_
         finally:
-            if thread.is_alive():
-                here.drain()
-                here.drain()
-            thread.join(30)
-            assert not thread.is_alive(), "the endpoint did not end"
-            assert all(isinstance(e, ServeOutcome) for e in ended), ended
+            if not outcome.done():
+                served_.drain()
+                served_.drain()
+            outcome.result(30)
 
 
 def _starter() -> Iterator[Callable[..., Served]]:
     with contextlib.ExitStack() as stack:
-
-        def start(engine: Engine | None = None, **fields: Any) -> Served:
-            return stack.enter_context(served(Setup(engine=engine, **fields)))
-
-        yield start
+        yield lambda engine=None, **setup: stack.enter_context(served(engine, **setup))
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """`serve(engine, ...)`: an endpoint for this test, with `Setup`'s fields as keywords."""
+    """`serve(engine, ...)`: an endpoint for this test, with `served`'s keywords."""
     yield from _starter()
 
 
@@ -220,6 +168,18 @@ def serve() -> Iterator[Callable[..., Served]]:
 def serve_module() -> Iterator[Callable[..., Served]]:
     """The same for all tests of a file."""
     yield from _starter()
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    """The scripted engine of `here`."""
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def here(serve_module: Callable[..., Served], engine: FakeEngine) -> Served:
+    """An endpoint for all tests of a file."""
+    return serve_module(engine)
 
 
 def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
@@ -275,23 +235,31 @@ def until() -> Callable[..., None]:
     return wait_until
 
 
-@pytest.fixture(scope="session")
-def real(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The real small model, served once for all tests that only ask it things."""
+def _load_model(path: Path, name: str, *, draft: Path | None = None, **options: Any) -> Engine:
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
-    files = ModelFiles(name="smollm2", paths=(str(smollm2),), sha256="ab" * 32)
-    engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=4, n_threads=1), None)
-    with served(Setup(engine=engine, names=("smollm2",), aliases={"*": ""})) as here:
+    drafts = () if draft is None else (str(draft),)
+    files = ModelFiles(name=name, paths=(str(path),), sha256="ab" * 32, draft_paths=drafts)
+    return load_engine(files, LoadOptions(**{"n_parallel": 2, "n_threads": 1} | options))
+
+
+@pytest.fixture(scope="session")
+def load_model() -> Callable[..., Engine]:
+    """`load_model(path, name, draft=..., n_ctx=...)`: the real engine, with load options as keywords."""
+    return _load_model
+
+
+@pytest.fixture(scope="session")
+def real(smollm2: Path) -> Iterator[Served]:
+    """The real small model, served once for all tests that only ask it things."""
+    engine = _load_model(smollm2, "smollm2", n_ctx=4096, n_parallel=4)
+    with served(engine, aliases={"*": ""}) as here:
         yield here
 
 
 @pytest.fixture
 def chatterer(tmp_path: Path) -> Callable[[], Engine]:
     """Loads the real engine with a model of random numbers that is done in no time."""
-    from edgeinfer.runtime.engine import load_engine
-    from edgeinfer.runtime.options import LoadOptions, ModelFiles
-
-    files = ModelFiles(name="chatterer", paths=(str(make_llama(tmp_path / "chatterer.gguf")),))
-    return lambda: load_engine(files, LoadOptions(n_ctx=256, n_parallel=4, n_threads=1), None)
+    path = make_llama(tmp_path / "chatterer.gguf")
+    return lambda: _load_model(path, "chatterer", n_ctx=256, n_parallel=4)

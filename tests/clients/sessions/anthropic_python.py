@@ -17,23 +17,11 @@ talk = [{"role": "user", "content": "What is the weather in Paris?"}]
 assert client.messages.count_tokens(model=model, messages=talk, tools=tools).input_tokens
 with client.messages.stream(model=model, max_tokens=8, messages=talk) as stream:
     assert stream.get_final_message().usage.output_tokens
-said = client.messages.create(
-    model=model,
-    max_tokens=60,
-    messages=talk,
-    tools=tools,
-    tool_choice={"type": "any"},
-    system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-    metadata={"user_id": "somebody"},
-)
+asked = {"model": model, "max_tokens": 60, "messages": talk, "tools": tools}
+asked["system"] = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+said = client.messages.create(**asked, tool_choice={"type": "any"}, metadata={"user_id": "somebody"})
 (call,) = [block for block in said.content if block.type == "tool_use"]
 result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
 talk += [{"role": "assistant", "content": said.content}, {"role": "user", "content": [result]}]
-client.messages.create(
-    model=model,
-    max_tokens=20,
-    messages=talk,
-    tools=tools,
-    system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-)
+client.messages.create(**asked)
 print(anthropic.__version__)

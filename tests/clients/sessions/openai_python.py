@@ -32,23 +32,11 @@ assert len(client.embeddings.create(model=model, input=["a"] * 3).data) == 3
 
 talk = [{"role": "user", "content": "What is the weather in Paris?"}]
 tools = [{"type": "function", "function": FUNCTION}]
-said = (
-    client.chat.completions.create(
-        model=model,
-        messages=talk,
-        tools=tools,
-        tool_choice="required",
-        max_tokens=60,
-        temperature=0,
-        parallel_tool_calls=False,
-        user="somebody",
-        prompt_cache_key="talk",
-    )
-    .choices[0]
-    .message
-)
+asked = {"model": model, "messages": talk, "tools": tools, "temperature": 0}
+hints = {"user": "somebody", "prompt_cache_key": "talk", "parallel_tool_calls": False}
+first = client.chat.completions.create(**asked, **hints, tool_choice="required", max_tokens=60)
+said = first.choices[0].message
 (call,) = said.tool_calls
 talk += [said, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-said = client.chat.completions.create(model=model, messages=talk, tools=tools, max_tokens=20)
-assert said.choices[0].finish_reason
+assert client.chat.completions.create(**asked, max_tokens=20).choices[0].finish_reason
 print(openai.__version__)

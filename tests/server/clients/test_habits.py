@@ -10,21 +10,9 @@ import pytest
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.app import match_route
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.model_pool import LoadedEngine
 
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return FakeEngine()
-
-
-@pytest.fixture(scope="module")
-def here(serve_module, engine):
-    return serve_module(engine)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +45,7 @@ def test_other_paths_are_nobodys(here):
 
 
 def test_a_spelling_opens_no_route_that_wants_a_key(serve):
-    here = serve(FakeEngine(), gate=Gate(keys=Keys(["k" * 20])))
+    here = serve(FakeEngine(), keys=["k" * 20])
     assert here.client.get("/v1/health").status_code == 200
     for path in ("//v1/models", "/models/", "/v1/metrics", "/health/../metrics"):
         assert here.client.get(path).status_code in (401, 404), path

@@ -20,11 +20,6 @@ EAGER = {"name": "a", "input_schema": SCHEMA, "eager_input_streaming": True}
 SEARCHED = [{"type": "web_search_call", "id": "1"}, {"role": "user", "content": "x"}]
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return FakeEngine()
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
 def here(serve_module, engine, request):
     return serve_module(engine, refuse_unknown=request.param)

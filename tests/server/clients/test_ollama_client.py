@@ -73,19 +73,10 @@ def test_format_is_followed(client):
     assert list(json.loads(said.message.content)) == ["city"]
 
 
-async def test_the_asynchronous_client_streams(real):
-    client = ollama.AsyncClient(real.url)
-    parts = [part async for part in await client.chat(MODEL, HI, options=SHORT, stream=True)]
-    assert parts[-1].done
-    await client.close()
-
-
 def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
     from edgeinfer.runtime.fake import FakeEngine
-    from edgeinfer.server.guards.keys import Keys
-    from edgeinfer.server.guards.security import Gate
 
-    here = serve(FakeEngine(), gate=Gate(keys=Keys(["test-key-0123456789abcdef"])))
+    here = serve(FakeEngine(), keys=["test-key-0123456789abcdef"])
     with ollama.Client(here.url) as client, pytest.raises(ollama.ResponseError) as refused:
         client.list()
     assert refused.value.status_code == 401
@@ -94,7 +85,7 @@ def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
         assert client.list().models
 
 
-#: What the integrations send, field by field, from their source.
+#: What the integration sends, field by field, from its source, with a limit.
 HOME_ASSISTANT = {
     "model": "smollm2:latest",
     "messages": [{"role": "system", "content": "You control a home."}, *HI],
@@ -114,26 +105,16 @@ HOME_ASSISTANT = {
     ],
     "stream": True,
     "keep_alive": "-1s",
-    "options": {"num_ctx": 8192.0},
+    "options": {"num_ctx": 8192.0, "num_predict": 8},
     "think": False,
 }
-OPEN_WEBUI = {
-    "model": "smollm2:latest",
-    "messages": HI,
-    "stream": True,
-    "options": {"temperature": 0.7, "top_k": 40, "num_ctx": 2048, "num_predict": 8, "stop": ["###"]},
-    "keep_alive": "5m",
-}
 
 
-@pytest.mark.parametrize("body", [HOME_ASSISTANT, OPEN_WEBUI], ids=["home-assistant", "open-webui"])
-def test_requests_of_integrations_are_answered(real, body):
-    limited = body | {"options": body["options"] | {"num_predict": 8}}
-    answer = real.client.post("/api/chat", json=limited)
+def test_request_of_home_assistant_is_answered(real):
+    answer = real.client.post("/api/chat", json=HOME_ASSISTANT)
     assert answer.status_code == 200, answer.text
     assert json.loads(answer.text.splitlines()[-1])["done"]
-    ignored = answer.headers.get("x-edgeinfer-ignored", "")
-    assert ("options.num_ctx (4096 here" in ignored) == (body is HOME_ASSISTANT)
+    assert "options.num_ctx (4096 here" in answer.headers["x-edgeinfer-ignored"]
 
 
 def test_copilot_finds_its_models_and_asks_them_by_openais_route(real):

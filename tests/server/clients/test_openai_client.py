@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jsonschema
 import openai
@@ -10,32 +11,19 @@ import pytest
 
 pytestmark = pytest.mark.model
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
 }
+FUNCTION = {"name": "get_weather", "description": "The weather in a city.", "parameters": PLACE}
+WEATHER = {"type": "function", "function": FUNCTION}
 CLOCK = {
     "type": "function",
     "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
 }
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -45,39 +33,78 @@ def client(real):
         yield client
 
 
-def test_chat_answers_with_usage_and_timings(client):
-    answer = client.chat.completions.create(
-        model="smollm2", messages=HELLO, max_completion_tokens=8, temperature=0
-    )
-    (choice,) = answer.choices
-    assert choice.message.role == "assistant"
+def test_a_stream_says_the_same_as_the_whole(client):
+    asked = {"model": "smollm2", "messages": HELLO, "max_completion_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    (choice,) = whole.choices
+    assert (choice.message.role, whole.model) == ("assistant", "smollm2")
     assert choice.message.content
     assert choice.finish_reason in ("stop", "length")
-    assert answer.usage.completion_tokens <= 8
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.timings["predicted_n"] == answer.usage.completion_tokens
-    assert answer.model == "smollm2"
-    assert answer.id.startswith("chatcmpl-")
+    assert whole.usage.completion_tokens == whole.timings["predicted_n"] <= 8
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    assert whole.id.startswith("chatcmpl-")
+    stream = client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert deltas[0].role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.prompt_tokens_details.cached_tokens > 0
+    assert {chunk.id for chunk in chunks} == {last.id}
 
 
-def test_a_stream_says_the_same_as_the_whole(client):
-    asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 8, "temperature": 0}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["red", "green"]}}, "red|green"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"response_format": {"type": "json_object", "schema": PLACE}}, r'\{\s*"city"\s*:\s*".*"\s*\}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": PLACE}}},
+            r'\{\s*"city"\s*:\s*".*"\s*\}',
+        ),
+    ],
+)
+def test_a_constraint_is_followed(client, constraint, pattern):
+    answer = client.chat.completions.create(
+        model="smollm2", messages=HELLO, max_tokens=60, temperature=0, extra_body=constraint
     )
-    assert (
-        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        == whole.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert re.fullmatch(pattern, answer.choices[0].message.content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_tool_is_called_and_its_answer_is_read(client, stream):
+    asked = {
+        "model": "smollm2",
+        "tools": [WEATHER, CLOCK],
+        "max_tokens": 60,
+        "temperature": 0,
+        "parallel_tool_calls": False,
+    }
+    called = {
+        "messages": [QUESTION],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+    }
+    if stream:
+        with client.chat.completions.stream(**asked, **called) as running:
+            choice = running.get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(**asked, **called).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), PLACE)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 C"}
+    last = client.chat.completions.create(
+        **asked, messages=[QUESTION, choice.message, result], tool_choice="none"
     )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[
-        0
-    ].finish_reason
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
-    assert len({c.id for c in chunks}) == 1
+    assert last.choices[0].message.content
+    assert not last.choices[0].message.tool_calls
 
 
 def test_logprobs_are_probabilities_with_alternatives(client):
@@ -94,70 +121,6 @@ def test_logprobs_are_probabilities_with_alternatives(client):
         )
         assert bytes(token.bytes).decode("utf-8", "replace") == token.token
     assert "".join(t.token for t in tokens).startswith(answer.choices[0].message.content[:3])
-
-
-def test_json_schema_output_validates(client):
-    answer = client.chat.completions.create(
-        model="smollm2",
-        messages=[{"role": "user", "content": "Ann is 7 years old. Give her data."}],
-        max_tokens=60,
-        temperature=0,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "person", "schema": PERSON, "strict": True},
-        },
-    )
-    assert answer.choices[0].finish_reason == "stop"
-    jsonschema.validate(json.loads(answer.choices[0].message.content), PERSON)
-
-
-def test_a_grammar_and_a_choice_are_followed(client):
-    asked = {"model": "smollm2", "messages": HELLO, "max_tokens": 8}
-    chosen = client.chat.completions.create(
-        **asked, extra_body={"structured_outputs": {"choice": ["red", "green"]}}
-    )
-    assert chosen.choices[0].message.content in ("red", "green")
-    ruled = client.chat.completions.create(**asked, extra_body={"grammar": 'root ::= "yes" | "no"'})
-    assert ruled.choices[0].message.content in ("yes", "no")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_required_tool_is_called(client, stream):
-    asked = {
-        "model": "smollm2",
-        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
-        "tools": [WEATHER, CLOCK],
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-        "max_tokens": 60,
-        "temperature": 0,
-        "parallel_tool_calls": False,
-    }
-    if stream:
-        with client.chat.completions.stream(**asked) as running:
-            for _ in running:
-                pass
-            choice = running.get_final_completion().choices[0]
-    else:
-        choice = client.chat.completions.create(**asked).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "get_weather"
-    assert call.id
-    jsonschema.validate(json.loads(call.function.arguments), WEATHER["function"]["parameters"])
-
-
-def test_a_tool_loop_goes_round(client):
-    asked = {"model": "smollm2", "tools": [WEATHER], "max_tokens": 60, "temperature": 0}
-    turns = [{"role": "user", "content": "What is the weather in Paris?"}]
-    first = client.chat.completions.create(**asked, messages=turns, tool_choice="required")
-    message = first.choices[0].message
-    turns += [
-        message,
-        *({"role": "tool", "tool_call_id": c.id, "content": "sunny, 21 C"} for c in message.tool_calls),
-    ]
-    last = client.chat.completions.create(**asked, messages=turns, tool_choice="none")
-    assert last.choices[0].message.content
-    assert not last.choices[0].message.tool_calls
 
 
 def test_completions_continue_text_tokens_and_several_prompts(client, real):
@@ -199,15 +162,14 @@ def test_responses_whole_and_streamed(client):
 
 
 def test_responses_call_a_tool_and_take_its_output(client):
-    tool = {"type": "function", **WEATHER["function"], "strict": True}
+    tool = {"type": "function", **FUNCTION, "strict": True}
     asked = {"model": "smollm2", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
-    question = {"role": "user", "content": "What is the weather in Paris?"}
     first = client.responses.create(
-        **asked, input=[question], tool_choice="required", parallel_tool_calls=False
+        **asked, input=[QUESTION], tool_choice="required", parallel_tool_calls=False
     )
     calls = [item for item in first.output if item.type == "function_call"]
     assert json.loads(calls[0].arguments).keys() == {"city"}
-    turns = [question, *(i.model_dump(exclude_none=True) for i in first.output)]
+    turns = [QUESTION, *(i.model_dump(exclude_none=True) for i in first.output)]
     turns += [{"type": "function_call_output", "call_id": c.call_id, "output": "sunny"} for c in calls]
     last = client.responses.create(**asked, input=turns, tool_choice="none")
     assert last.output_text

@@ -39,14 +39,9 @@ def test_sessions_with_other_billing_lines_share_their_prefix(real):
     assert usage["cache_read_input_tokens"] > 150
     assert usage["input_tokens"] < 16
     assert answer.headers["x-edgeinfer-normalized"] == "billing-header"
-    body = _without(_claude("f8c", "bye"))
+    body = {key: value for key, value in _claude("f8c", "bye").items() if key != "max_tokens"}
     count = real.client.post("/v1/messages/count_tokens", json=body, **sent).json()
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
-
-
-def _without(body: dict[str, object]) -> dict[str, object]:
-    """Return the body without limits, as counting takes it."""
-    return {key: value for key, value in body.items() if key != "max_tokens"}
 
 
 def test_folder_and_day_move_before_the_first_user_text():

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 from made_decoders import make_reader
 
-from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
-
 RECORDED = Path(__file__).parents[2] / "clients/recorded"
 AGENTS = ("aider", "claude", "codex", "goose", "opencode", "opencode-plan", "pi", "qwen")
 #: qwen-code lists the folder anew when it goes on with a session, and aider writes its history into one
@@ -29,12 +26,10 @@ pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def here(smollm2, serve_module, tmp_path_factory):
+def here(smollm2, serve_module, load_model, tmp_path_factory):
     """An endpoint that reads thousands of tokens a second, as SmolLM2 tokenizes them."""
     path = make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 65_536)
-    files = ModelFiles(name="reader", paths=(str(path),), sha256="cd" * 32)
-    engine = load_engine(files, LoadOptions(n_ctx=65_536, n_parallel=2), None)
-    return serve_module(engine, names=("reader",))
+    return serve_module(load_model(path, "reader", n_ctx=65_536))
 
 
 def _session(agent: str) -> list[dict[str, Any]]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from made_models import FIM, make_llama
 
-from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 #: What llama.vscode 0.0.3x sends, field by field, from its source.
 VSCODE = {
@@ -28,11 +26,9 @@ VSCODE = {
 
 
 @pytest.fixture(scope="module")
-def here(serve_module, tmp_path_factory):
+def here(serve_module, load_model, tmp_path_factory):
     path = make_llama(tmp_path_factory.mktemp("fim") / "made.gguf", 512, fim=tuple(FIM))
-    files = ModelFiles(name="made", paths=(str(path),))
-    engine = load_engine(files, LoadOptions(n_ctx=512, n_parallel=2, n_threads=1))
-    return serve_module(engine, names=("made",))
+    return serve_module(load_model(path, "made", n_ctx=512))
 
 
 def test_an_editors_request_is_answered_in_llama_cpps_shape(here):

@@ -30,11 +30,6 @@ def engine():
     return FakeEngine(info=INFO)
 
 
-@pytest.fixture(scope="module")
-def here(serve_module, engine):
-    return serve_module(engine)
-
-
 def _lines(answer) -> list[dict]:
     assert answer.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in answer.text.splitlines()]
@@ -362,7 +357,7 @@ def test_a_stream_that_fails_ends_with_an_error_line(serve):
 
 
 def test_a_long_text_loses_its_beginning_unless_that_is_forbidden(serve, chatterer):
-    here = serve(chatterer(), names=("chatterer",))
+    here = serve(chatterer())
     ask = {"model": "chatterer", "messages": [{"role": "user", "content": "x" * 400}], "stream": False}
     ask |= {"options": {"num_predict": 2}}
     assert here.client.post("/api/chat", json=ask).json()["prompt_eval_count"] < 256

@@ -39,7 +39,7 @@ def _load(name, progress):
 @pytest.fixture
 def here(serve):
     admin = ModelAdmin(Host(config=Config()))
-    return serve(load=_load, names=("fake",), pulled=pulled_models(), model_admin=admin)
+    return serve(load=_load, pulled=pulled_models(), model_admin=admin)
 
 
 @pytest.fixture

@@ -7,14 +7,8 @@ import json
 import pytest
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from edgeinfer.runtime.fake import FakeEngine
 
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return FakeEngine()
 
 
 @pytest.fixture(scope="module")
@@ -100,43 +94,24 @@ def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
     assert len(engine.requests) == before
 
 
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        (b"", "not valid JSON"),
-        (b"{", "not valid JSON"),
-        (b"{}", "Missing required parameter: 'messages'."),
-        (b"null", "object"),
-        (b"[]", "object"),
-        (b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', "UTF-8"),
-        (b'{"messages":[{"role":"user","content":"\\ud800"}]}', "not valid JSON"),
-        (b'{"n":0,"messages":[{"role":"user","content":"\xff\xfe"}]}', "UTF-8"),
-        (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
-        (
-            b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":"a","parameters":'
-            + b'{"a":' * 50_000,
-            "",
-        ),
-        (b'{"temperature":1e999}', "range"),
-        (b'{"temperature":NaN}', "not valid JSON"),
-        (b'{"n":' + b"9" * 5000 + b"}", ""),
-    ],
-    ids=[
-        "empty",
-        "torn",
-        "nothing",
-        "null",
-        "array",
-        "bad-utf8",
-        "surrogate",
-        "bad-utf8-behind-a-bad-field",
-        "deep",
-        "deep-schema",
-        "huge-float",
-        "nan",
-        "huge-int",
-    ],
-)
+NO_REQUEST = {
+    "empty": (b"", "not valid JSON"),
+    "torn": (b"{", "not valid JSON"),
+    "nothing": (b"{}", "Missing required parameter: 'messages'."),
+    "null": (b"null", "object"),
+    "array": (b"[]", "object"),
+    "bad-utf8": (b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', "UTF-8"),
+    "surrogate": (b'{"messages":[{"role":"user","content":"\\ud800"}]}', "not valid JSON"),
+    "bad-utf8-behind-a-bad-field": (b'{"n":0,"messages":[{"role":"user","content":"\xff"}]}', "UTF-8"),
+    "deep": (b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+    "deep-schema": (b'{"tools":[{"function":{"name":"a","parameters":' + b'{"a":' * 50_000, ""),
+    "huge-float": (b'{"temperature":1e999}', "range"),
+    "nan": (b'{"temperature":NaN}', "not valid JSON"),
+    "huge-int": (b'{"n":' + b"9" * 5000 + b"}", ""),
+}
+
+
+@pytest.mark.parametrize(("raw", "said"), NO_REQUEST.values(), ids=NO_REQUEST)
 def test_a_body_that_is_no_request_is_a_400(here, raw, said):
     answer = _post(here, "/v1/chat/completions", raw)
     assert answer.status_code == 400

@@ -11,7 +11,6 @@ from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.events import (
     Finished,
     Logprob,
-    Progress,
     ReasoningDelta,
     TextDelta,
     Timings,
@@ -363,24 +362,6 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
     assert s.temperature == engine.info.sampling.temperature
     assert (request.stop, request.overflow, request.deadline_s) == (("x",), "shift", 9)
     assert (request.ignore_eos, request.cache_prompt) == (True, False)
-
-
-def test_effort_and_template_arguments_reach_the_template(serve):
-    engine = FakeEngine()
-    here = serve(engine)
-    here.chat(reasoning_effort="none")
-    here.chat(reasoning_effort="high", chat_template_kwargs={"x": 1})
-    assert engine.requests[0].template_options == {"enable_thinking": False}
-    assert engine.requests[1].template_options == {
-        "enable_thinking": True,
-        "reasoning_effort": "high",
-        "x": 1,
-    }
-
-
-def test_progress_is_not_an_answer(serve):
-    here = serve(FakeEngine([[Progress(1, 4), Progress(4, 4), "x"]]))
-    assert here.chat().json()["choices"][0]["message"]["content"] == "x"
 
 
 def test_infer_answers_in_one_line(serve):

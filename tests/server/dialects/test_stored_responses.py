@@ -9,8 +9,6 @@ import openai
 import pytest
 
 from edgeinfer.runtime.fake import FakeEngine, StepGate
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.limits import Limits
 
 URL = "/v1/responses"
@@ -97,7 +95,7 @@ def test_off_as_it_is_by_default(serve) -> None:
 
 
 def test_deleted_and_anothers(client) -> None:
-    here, _ = client(gate=Gate(keys=Keys(["alpha-key", "beta-key"])))
+    here, _ = client(keys=["alpha-key", "beta-key"])
     alpha, beta = ({"x-api-key": key} for key in ("alpha-key", "beta-key"))
     name = here.client.post(URL, json={"input": "x"}, headers=alpha).json()["id"]
     for method in ("GET", "DELETE"):
@@ -134,7 +132,7 @@ def test_a_lost_stream_is_read_on_from_where_it_was(client, until) -> None:
 
 def test_stored_stream_without_a_reader_is_abandoned(client, until) -> None:
     here, openai_client = client(
-        FakeEngine([["one ", StepGate(threading.Event()), "two"]]), limits=Limits(unread_s=0.01)
+        FakeEngine([["one ", StepGate(), "two"]]), limits=Limits(unread_s=0.01)
     )
     with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
         name = next(iter(stream)).response.id
@@ -144,16 +142,14 @@ def test_stored_stream_without_a_reader_is_abandoned(client, until) -> None:
 
 
 def test_a_stream_that_is_not_stored_ends_with_its_reader(client, until) -> None:
-    here, openai_client = client(FakeEngine([["one ", StepGate(threading.Event()), "two"]]))
+    here, openai_client = client(FakeEngine([["one ", StepGate(), "two"]]))
     with openai_client.responses.create(model="fake", input="x", stream=True, store=False) as stream:
         next(iter(stream))
     until(lambda: not here.endpoint.in_flight, "the answer to end")
 
 
 def test_limits_come_before_the_body_of_a_stored_response(client, raw_exchange, until) -> None:
-    here, openai_client = client(
-        FakeEngine([["one ", StepGate(threading.Event())]]), limits=Limits(max_requests=1)
-    )
+    here, openai_client = client(FakeEngine([["one ", StepGate()]]), limits=Limits(max_requests=1))
     with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
         name = next(iter(stream)).response.id
     assert here.endpoint.in_flight == 1  # the answer holds its place after its reader left

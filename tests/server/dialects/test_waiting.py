@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
@@ -41,7 +40,7 @@ def _events(lines, n):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(FakeEngine([[Progress(2, 9), gate, "x"]]), limits=Limits(comment_s=0.02))
     with here.client.stream("POST", path, json=ROUTES[path] | {"stream": True}) as answer:
         lines = answer.iter_lines()

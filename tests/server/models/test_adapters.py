@@ -6,25 +6,22 @@ import pytest
 from made_models import make_adapter, make_llama
 
 from edgeinfer.platform import paths
-from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.server.model_pool import LoadedEngine
 
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture
-def here(serve, smollm2, tmp_path):
+def here(serve, load_model, smollm2):
     """The real small model, which is loaded again when it was unloaded, and an adapter that was pulled."""
     paths.adapters_dir().mkdir(parents=True)
     make_adapter(paths.adapters_dir() / "red.gguf", 1, strength=0.5)
 
     def load(name, progress):
-        files = ModelFiles(name=name, paths=(str(smollm2),))
-        return LoadedEngine(engine=load_engine(files, LoadOptions(n_ctx=512, n_parallel=2)))
+        return LoadedEngine(engine=load_model(smollm2, name, n_ctx=512))
 
-    return serve(None, load=load, names=("smol",), aliases={"*": ""})
+    return serve(load=load, names=("smol",), aliases={"*": ""})
 
 
 def said(here, **fields) -> str:
@@ -65,7 +62,7 @@ def test_an_adapter_comes_and_goes(here):
 
 @pytest.fixture
 def fake(serve):
-    return serve(FakeEngine(), names=("fake",))
+    return serve(FakeEngine())
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x.gguf", "~/red.gguf", "red:0.5", "a,b"])
@@ -75,7 +72,7 @@ def test_clients_name_adapters_and_no_files(fake, path):
 
 
 def test_a_file_where_clients_may_name_files(serve, tmp_path):
-    here = serve(FakeEngine(), names=("fake",), model_admin=object())
+    here = serve(FakeEngine(), model_admin=object())
     path = make_llama(tmp_path / "any.gguf")
     assert change(here, "load", lora_path=str(path), scale=0.5).status_code == 200
     assert here.client.get("/lora-adapters").json() == [{"id": 0, "path": "red", "scale": 0.5}]

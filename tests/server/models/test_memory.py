@@ -13,18 +13,15 @@ import httpx2
 import pytest
 from made_decoders import make_reader
 from made_models import make_llama
-from other_processes import engines_below, free_port, wait_until
+from other_processes import engines_below, free_port
 
+from edgeinfer.models import pull
 from edgeinfer.platform.paths import config_dir
-from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import FakeEngine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import lookup, writer
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
 
 LAUNCHER = (
     "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
@@ -59,12 +56,17 @@ def reader(smollm2, tmp_path_factory) -> Path:
     return make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 2048)
 
 
-def _load(path: Path, folder: Path, name: str = "reader"):
-    engine = load_engine(
-        ModelFiles(name=name, paths=(str(path),)), LoadOptions(n_ctx=2048, n_parallel=4, n_threads=1)
-    )
-    engine.use_blocks(BlockStore(folder, CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
-    return engine
+@pytest.fixture
+def serve_reader(serve, load_model, reader, tmp_path):
+    """Serves the reader with the blocks that this test has on its disk."""
+
+    def start(**setup):
+        engine = load_model(reader, "reader", n_ctx=2048, n_parallel=4)
+        limits = CacheLimits(max_bytes=1 << 30, margin_bytes=0)
+        engine.use_blocks(BlockStore(tmp_path / "blocks", limits))
+        return serve(engine, **setup)
+
+    return start
 
 
 def _completed(here, prompt=STORY, key="", **fields) -> dict:
@@ -118,8 +120,8 @@ def test_usage_and_timings_tell_memory_from_disk(serve, path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_was_only_read_is_there_for_the_next(serve, reader, tmp_path, stream):
-    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",))
+def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream):
+    here = serve_reader()
     if stream:
         body = {"prompt": STORY, "max_tokens": 0, "stream": True}
         text = here.client.post("/v1/completions", json=body).text
@@ -141,9 +143,9 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve, reader, tmp_pa
     assert asked["timings"]["prompt_n"] <= 8
 
 
-def test_what_a_named_conversation_read_is_forgotten_with_it(serve, reader, tmp_path):
+def test_what_a_named_conversation_read_is_forgotten_with_it(serve_reader, tmp_path):
     folder = tmp_path / "blocks"
-    here = serve(_load(reader, folder), names=("reader",))
+    here = serve_reader()
     _completed(here, max_tokens=0, prompt_cache_key="talk")
     _completed(here, STORY[::-1], prompt_cache_key="another")
     here.drain()
@@ -153,10 +155,9 @@ def test_what_a_named_conversation_read_is_forgotten_with_it(serve, reader, tmp_
     assert 0 < len(list_blocks(folder)) < kept
 
 
-def test_one_keys_blocks_are_not_found_by_another(serve, reader, tmp_path):
+def test_one_keys_blocks_are_not_found_by_another(serve_reader):
     """Neither in memory, nor on the disk after a restart."""
-    gate = Gate(keys=Keys(KEYS))
-    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",), gate=gate)
+    here = serve_reader(keys=KEYS)
     first = _completed(here, key=KEYS[0])
     n = first["usage"]["prompt_tokens"]
     assert _cached(first) == (0, 0)
@@ -165,9 +166,7 @@ def test_one_keys_blocks_are_not_found_by_another(serve, reader, tmp_path):
     assert _cached(_completed(here, key=KEYS[0])) == (n - 1, 0)
     here.drain()
     here.wait_ended()
-    again = serve(
-        _load(reader, tmp_path / "blocks"), names=("reader",), gate=Gate(keys=Keys([*KEYS, "k" * 20]))
-    )
+    again = serve_reader(keys=[*KEYS, "k" * 20])
     assert _cached(_completed(again, key="k" * 20, cache_prompt=False)) == (0, 0)
     assert _cached(_completed(again, key="k" * 20)) == (0, 0)
     assert _cached(_completed(again, key=KEYS[0])) == (n - 1, n - 1)
@@ -176,13 +175,13 @@ def test_one_keys_blocks_are_not_found_by_another(serve, reader, tmp_path):
 def test_one_key_shares_with_every_client_of_this_user(serve):
     engine = FakeEngine()
     for keys, wanted in ((KEYS[:1], True), (KEYS[:1] * 2, True), (KEYS, False)):
-        here = serve(engine, gate=Gate(keys=Keys(keys)))
+        here = serve(engine, keys=keys)
         _completed(here, "hi", key=keys[0])
         assert (engine.requests[-1].cache_salt == "") is wanted
 
 
-def test_metrics_count_what_came_from_where(serve, reader, tmp_path):
-    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",))
+def test_metrics_count_what_came_from_where(serve_reader, tmp_path):
+    here = serve_reader()
     n = _completed(here)["usage"]["prompt_tokens"]
     _completed(here)
     here.drain()
@@ -190,21 +189,20 @@ def test_metrics_count_what_came_from_where(serve, reader, tmp_path):
     for block in list_blocks(tmp_path / "blocks")[:-1]:  # all but the beginning's, which was used last
         whole = block.path.read_bytes()
         block.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    engine = _load(reader, tmp_path / "blocks")
-    again = serve(engine, names=("reader",))
+    again = serve_reader()
     from_disk = _cached(_completed(again))[1]
     assert BLOCK <= from_disk < n - 1
     scrape = again.client.get("/metrics").text
     for name in ("prompt_tokens_cached", "prompt_tokens_cached_disk"):
-        count = f'edgeinfer_{name}_total{{model_name="reader",model_version=""}} {from_disk}.0'
-        assert count in scrape
-    blocks = engine.metrics()
+        labels = 'model_name="reader",model_version="abababababab"'
+        assert f"edgeinfer_{name}_total{{{labels}}} {from_disk}.0" in scrape
+    blocks = dict(again.endpoint.models.engines())["reader"].metrics()
     assert blocks.block_bytes_read_total > 0
     assert (blocks.blocks_pruned_total, blocks.blocks_damaged_total) == (0, 1)
 
 
-def test_slots_tell_where_a_prompt_left_what_is_remembered(serve, reader, tmp_path):
-    here = serve(_load(reader, tmp_path / "blocks"), names=("reader",), gate=Gate(keys=Keys(KEYS)))
+def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
+    here = serve_reader(keys=KEYS)
     middle = STORY.index(" ", len(STORY) // 2)
     edited = STORY[:middle] + " Suddenly" + STORY[middle:]
     replies = [_completed(here, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)]
@@ -231,105 +229,63 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve, reader, tmp_pa
     assert len(slots(KEYS[1])) == 1  # `cache_prompt: false` leaves nothing
 
 
-class Program:
-    """`edgeinfer serve` of the model `small`, with `other` beside it, as a user starts it."""
+@pytest.mark.model
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are started by the launcher, on Linux")
+def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, until):
+    """Unloaded from this process and from a worker, by another model's turn, and by `kill -9`."""
+    for name, path in (("small", smollm2), ("other", make_llama(tmp_path / "other.gguf"))):
+        pull.pull(str(path), options=pull.PullOptions(name=name, in_place=True))
+    settings = config_dir() / "config.toml"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text("[snapshots]\nauto-warm = false\n")  # nothing goes on behind the test
+    port = free_port()
+    words = f"serve small --port {port} --threads 1 --ctx 2048 --log off".split()
+    program = subprocess.Popen([sys.executable, "-c", LAUNCHER, *words])
+    headers = {"connection": "close"}  # one that is kept dies with its application
+    client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300, headers=headers)
+    turns = [{"role": "user", "content": STORY}]
+    known = 0
 
-    def __init__(self, *paths: Path) -> None:
-        settings = config_dir() / "config.toml"
-        settings.parent.mkdir(parents=True)
-        settings.write_text("[snapshots]\nauto-warm = false\n")  # nothing goes on behind the test
-        for name, path in zip(("small", "other"), paths, strict=True):
-            self._run("pull", str(path), "--name", name, "--in-place", "--quiet").wait(120)
-        port = free_port()
-        words = ["--port", str(port), "--threads", "1", "--ctx", "2048", "--log", "off"]
-        self.process = self._run("serve", "small", *words)
-        headers = {"connection": "close"}  # one that is kept dies with its application
-        url = f"http://127.0.0.1:{port}"
-        self._client = httpx2.Client(base_url=url, timeout=300, headers=headers)
-
-    def _run(self, *words: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", LAUNCHER, *words]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def post(self, path: str, body: dict) -> dict:
-        answer = self._client.post(path, json=body)
+    def post(path: str, **body: object) -> dict:
+        answer = client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def unload(self) -> None:
-        assert self.post("/v1/models/small/unload", {})["state"] == "unloaded"
-
-    def where(self) -> list[tuple[str, str]]:
-        report = self._client.get("/props").json()["models"]
-        return [(model["id"], model["where"]) for model in report]
-
-    def apps(self) -> list[int]:
-        """Processes that hold an engine, the endpoint's first."""
-        return engines_below(self.process.pid)
-
-    def __enter__(self) -> Program:
-        wait_until(self._is_ready, "it to be ready")
-        return self
-
-    def _is_ready(self) -> bool:
-        assert self.process.poll() is None
+    def ready() -> bool:
+        assert program.poll() is None
         with contextlib.suppress(httpx2.TransportError):
-            return self._client.get("/health").status_code == 200
+            return client.get("/health").status_code == 200
         return False
 
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-        self.process.terminate()
-        self.process.wait(60)
+    def unload() -> None:
+        assert post("/v1/models/small/unload")["state"] == "unloaded"
 
+    def go_on(where: str, most: int) -> None:
+        """Take a turn; at `where`, at most `most` tokens are computed beyond those that are new."""
+        nonlocal known
+        reply = post(
+            "/v1/chat/completions", model="small", messages=turns, max_tokens=16, temperature=0
+        )
+        assert known - _cached(reply)[0] <= most
+        known = reply["usage"]["prompt_tokens"]
+        answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+        turns.extend((answer, {"role": "user", "content": "Go on, please."}))
+        report = client.get("/props").json()["models"]
+        assert ("small", where) in [(model["id"], model["where"]) for model in report]
 
-class Conversation:
-    """Turns of one conversation. `computed` says of the last how much was computed beyond what is new."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._turns = [{"role": "user", "content": STORY}]
-        self._known = 0
-        self.computed = 0
-
-    def go_on(self) -> None:
-        body = {"model": "small", "messages": self._turns, "max_tokens": 16, "temperature": 0}
-        reply = self._program.post("/v1/chat/completions", body)
-        usage = reply["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self.computed = self._known - cached
-        self._known = usage["prompt_tokens"]
-        said = reply["choices"][0]["message"]["content"]
-        self._turns += [
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": "Go on, please."},
-        ]
-
-
-@pytest.mark.model
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are started by the launcher, on Linux")
-def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path):
-    """Unloaded from this process and from a worker, by another model's turn, and by `kill -9`."""
-    with Program(smollm2, make_llama(tmp_path / "other.gguf")) as program:
-        talk = Conversation(program)
-        talk.go_on()
-        talk.go_on()
-        assert program.where() == [("small", "process")]
-        assert talk.computed <= 1
-        program.unload()
-        talk.go_on()
-        assert program.where() == [("small", "worker")]
-        assert talk.computed <= BLOCK
-        program.unload()
-        talk.go_on()
-        assert talk.computed <= BLOCK
-        body = {"model": "other", "prompt": "hi", "max_tokens": 2}
-        program.post("/v1/completions", body | {"keep_alive": 0})
-        program.unload()
-        program.post("/v1/completions", body)
-        talk.go_on()
-        assert talk.computed <= BLOCK
-        os.kill(program.apps()[0], signal.SIGKILL)
-        talk.go_on()
-        assert program.where()[0] == ("small", "process")
-        assert talk.computed <= BLOCK
+    with program, client:
+        try:
+            until(ready, "it to be ready")
+            go_on("process", 0)
+            go_on("process", 1)
+            for _ in range(2):
+                unload()
+                go_on("worker", BLOCK)
+            post("/v1/completions", model="other", prompt="hi", max_tokens=2, keep_alive=0)
+            unload()
+            post("/v1/completions", model="other", prompt="hi", max_tokens=2)
+            go_on("worker", BLOCK)
+            os.kill(engines_below(program.pid)[0], signal.SIGKILL)
+            go_on("process", BLOCK)
+        finally:
+            program.terminate()

@@ -204,7 +204,7 @@ def test_without_room_the_least_recently_used_goes(serve):
 
 def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
     loader = ScriptedLoader(total_bytes=GIB + (1 << 29))
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     loader.scripts["a"] = [[gate, "held"]]
     here = serve(load=loader.load, names=("a", "b"), available_bytes=loader.available, room_s=0.2)
     here.endpoint.models._sizes["b"] = GIB
@@ -247,7 +247,7 @@ def test_an_engine_that_dies_midway_is_told_and_replaced(serve, loader):
 
 
 def test_a_model_is_unloaded_on_request(serve, loader, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     loader.scripts["b"] = [[gate, "done"], ["again"]]
     here = serve(load=loader.load, names=("a", "b"))
     unload = "/v1/models/b/unload"
@@ -330,7 +330,7 @@ def test_a_dead_worker_does_not_break_a_scrape(serve, loader):
 
 
 def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, loader, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     loader.scripts["b"] = [[gate, "done"]]
     here = serve(load=loader.load, names=("a", "b"))
     running = here.begin(gate, model="b")

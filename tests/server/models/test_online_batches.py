@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 
 import openai
@@ -53,7 +52,7 @@ def _ended(client: openai.OpenAI, batch: openai.types.Batch, until) -> openai.ty
 @pytest.fixture
 def here(serve, tmp_path):
     engine = FakeEngine(lambda request: [f"<{request.messages[-1].content}>"])
-    return serve(engine, batches=tmp_path / "batches")
+    return serve(engine, batches=Batches(tmp_path / "batches"))
 
 
 def test_batch_goes_from_upload_to_answers(here, until):
@@ -73,9 +72,9 @@ def test_batch_goes_from_upload_to_answers(here, until):
 
 
 def test_cancelled_batch_keeps_what_it_has_answered(serve, tmp_path, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content != "first" else ["done"])
-    client = _client(serve(engine, batches=tmp_path / "batches"))
+    client = _client(serve(engine, batches=Batches(tmp_path / "batches")))
     batch = _begin(client, _jsonl(_line("first"), *(_line(str(n)) for n in range(20))))
     until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, "one answer")
     assert client.batches.cancel(batch.id).status == "cancelled"
@@ -115,7 +114,7 @@ def test_form_without_a_file_is_refused(here):
 
 def test_key_sees_its_own_files_alone_and_its_batch_asks_with_it(serve, tmp_path, until):
     door = Gate(keys=Keys(["one-key-of-many", "another-key-here"]))
-    here = serve(FakeEngine(lambda request: ["a"]), gate=door, batches=tmp_path / "batches")
+    here = serve(FakeEngine(lambda request: ["a"]), gate=door, batches=Batches(tmp_path / "batches"))
     mine, other = _client(here, "one-key-of-many"), _client(here, "another-key-here")
     batch = _begin(mine, _jsonl(_line("q")))
     assert _ended(mine, batch, until).request_counts.completed == 1

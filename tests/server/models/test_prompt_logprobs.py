@@ -7,8 +7,6 @@ import pytest
 from made_models import make_llama
 from raw_logits import read
 
-from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest
 
 CONTEXT = [ord(letter) for letter in "Which of these animals says meow, the cat or the dog? It is"]
@@ -23,17 +21,8 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(path):
-    files = ModelFiles(name="scored", paths=(str(path),))
-    options = LoadOptions(n_ctx=256, n_parallel=4, n_threads=1, kv_type="f16")
-    engine = load_engine(files, options, None)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def here(serve_module, engine):
-    return serve_module(engine, names=("scored",))
+def engine(load_model, path):
+    return load_model(path, "scored", n_ctx=256, n_parallel=4, kv_type="f16")
 
 
 def _complete(here, **body):

@@ -10,22 +10,17 @@ import struct
 import pytest
 from made_models import MEAN, N_EMBD, RANK, make_adapter, make_bert
 
-from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
-
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def smol(serve_module, smollm2, tmp_path_factory):
+def smol(serve_module, load_model, smollm2, tmp_path_factory):
     """The real small model with two adapters, and itself for a draft model."""
     folder = tmp_path_factory.mktemp("lora")
     adapters = [
         make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(("red", "blue"))
     ]
-    files = ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),))
-    options = LoadOptions(n_ctx=1024, n_parallel=2, n_threads=1, lora=",".join(adapters))
-    return serve_module(load_engine(files, options), names=("smol",))
+    return serve_module(load_model(smollm2, "smol", draft=smollm2, n_ctx=1024, lora=",".join(adapters)))
 
 
 def _completed(here, **fields) -> dict:
@@ -111,20 +106,19 @@ def test_speculation_changes_nothing_but_the_counts(smol):
 
 
 def test_a_draft_that_is_not_there_is_refused(serve, chatterer):
-    here = serve(chatterer(), names=("chatterer",))
+    here = serve(chatterer())
     refused = here.client.post("/v1/completions", json=ASK | {"speculative": "draft"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative")
 
 
 @pytest.fixture
-def bert(serve, tmp_path):
+def bert(serve, load_model, tmp_path):
     """`bert(pooling)`: the endpoint of a small encoder, or of a small reranker, and its engine."""
 
     def start(pooling: int):
         path = make_bert(tmp_path / "bert.gguf", pooling, head=pooling == RANK)
-        files = ModelFiles(name="bert", paths=(str(path),))
-        engine = load_engine(files, LoadOptions(n_ctx=128, n_parallel=2, n_threads=1))
-        return serve(engine, names=("bert",)), engine
+        engine = load_model(path, "bert", n_ctx=128)
+        return serve(engine), engine
 
     return start
 

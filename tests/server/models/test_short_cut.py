@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 
 import pytest
 
@@ -105,7 +104,7 @@ async def test_a_tap_is_offered_events_only_while_the_task_waits():
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_stream_past_the_event_loop_says_the_same(serve, until, path):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     script = ("One", gate, *(f" {number}" for number in range(200)))
     here = serve(FakeEngine([script, script]))
     asked = {"max_tokens": 300, "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -133,7 +132,7 @@ def said(event: dict) -> str:
 
 def test_a_slow_reader_gets_everything_in_order(serve, until):
     """More than the socket holds: the short cut closes in the middle of a token."""
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     engine = FakeEngine([("One", gate, *(f"{number:05d}" * 4000 for number in range(800)))])
     here = serve(engine)
     with here.stream() as answer:

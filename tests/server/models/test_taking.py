@@ -6,14 +6,12 @@ import pytest
 
 from edgeinfer.errors import DiskFullError, UsageError
 from edgeinfer.host import TakenSnapshot
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
 
 PATH = "/v1/models/fake/snapshot"
 
 
 def test_one_is_taken_for_a_client_with_the_key(serve):
-    here = serve(gate=Gate(keys=Keys(["secret"])))
+    here = serve(keys=["secret"])
     asked = []
 
     def take(model: str, name: str) -> TakenSnapshot:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ def test_a_request_that_is_refused_is_written_with_its_error(
 
 def test_a_stream_that_is_cut_leaves_what_was_said(serve, tmp_path, until):
     path = tmp_path / "p"
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(FakeEngine([["one ", gate, "two"]]), payloads=PayloadLog(path))
     asking = here.begin(gate, stream=True)
     here.drain()

@@ -10,11 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import httpx2
 import pytest
-from other_processes import descendants, free_port
+from other_processes import engines_below, free_port
 
 pytestmark = [
     pytest.mark.model,
@@ -25,14 +24,6 @@ LAUNCHER = (
     "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
 )
 BODY = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 400, "ignore_eos": True}
-
-
-def _app(launcher: int) -> int:
-    """The descendant that holds the model: the one with the most memory."""
-    sizes = {
-        pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in descendants(launcher)
-    }
-    return max(sizes, key=lambda pid: sizes[pid])
 
 
 def _stream(port: int, said: threading.Semaphore, ends: list[str]) -> None:
@@ -69,7 +60,7 @@ def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
             )
             knocking = threading.Thread(target=lambda: _knock(port, stop, refused))
             knocking.start()
-            os.kill(_app(launcher.pid), signal.SIGKILL)
+            os.kill(engines_below(launcher.pid)[0], signal.SIGKILL)
             answer = httpx2.get(f"{url}/infer", params={"prompt": "hi", "max_tokens": 2}, timeout=120)
             assert answer.status_code == 200
             assert answer.json()["result"]

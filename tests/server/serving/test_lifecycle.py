@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 
 import httpx2
@@ -19,7 +18,7 @@ from edgeinfer.server.limits import Limits
 
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes(serve, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(FakeEngine([["one ", gate, "two"]]))
     with here.stream() as answer:
         assert gate.reached.wait(20)
@@ -39,7 +38,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(serve, until):
 
 
 def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(FakeEngine([[gate, "x"]]))
     here.loop.call_soon_threadsafe(lambda: setattr(here.endpoint, "draining", True))
     until(lambda: here.endpoint.draining, "draining")
@@ -53,7 +52,7 @@ def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_drains_limit_cuts_and_says_so(serve, stream):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=0.1))
     asking = here.begin(gate, stream=stream)
     here.drain()
@@ -65,7 +64,7 @@ def test_the_drains_limit_cuts_and_says_so(serve, stream):
 
 
 def test_a_second_signal_ends_at_once(serve):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=600))
     asking = here.begin(gate, stream=True)
     here.drain()
@@ -75,7 +74,7 @@ def test_a_second_signal_ends_at_once(serve):
 
 
 def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(FakeEngine([[gate, "x"]]), options=RunOptions(idle_exit_s=1.5))
     asking = here.begin(gate)
     until(

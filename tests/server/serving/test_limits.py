@@ -20,8 +20,6 @@ from edgeinfer.cli.verbs.serve import add_endpoint_options
 from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.server.guards import protocol
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.native.wire import InferQuery
 from edgeinfer.server.problems import Problem
@@ -87,7 +85,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encodin
 )
 @pytest.mark.parametrize("keys", [[], ["k" * 20]], ids=["keyless", "401"])
 def test_endless_trailer_is_cut_off(serve, endless, keys):
-    here = serve(gate=Gate(keys=Keys(keys)))
+    here = serve(keys=keys)
     with socket.create_connection(("127.0.0.1", here.port)) as client:
         client.settimeout(20)
         client.sendall(CHUNKED + endless)
@@ -105,14 +103,14 @@ def test_endless_trailer_is_cut_off(serve, endless, keys):
 
 
 def test_trailers_are_no_headers(serve, raw_exchange):
-    here = serve(gate=Gate(keys=Keys(["k" * 20])))
+    here = serve(keys=["k" * 20])
     body = b"%x\r\n%b\r\n0\r\nx-api-key: %b\r\n\r\n" % (len(BODY), BODY, b"k" * 20)
     assert _status(raw_exchange(here.port, CHUNKED + body)) == 401
 
 
 def test_unread_body_of_a_refused_request_is_not_waited_for(serve, monkeypatch):
     monkeypatch.setattr(protocol, "_LINGER_S", 0.05)
-    here = serve(gate=Gate(keys=Keys(["k" * 20])))
+    here = serve(keys=["k" * 20])
     with socket.create_connection(("127.0.0.1", here.port)) as client:
         client.settimeout(20)
         client.sendall(_head(1000))
@@ -122,7 +120,7 @@ def test_unread_body_of_a_refused_request_is_not_waited_for(serve, monkeypatch):
 
 
 def test_refused_body_that_is_sent_whole_leaves_the_connection_open(serve, raw_exchange):
-    here = serve(gate=Gate(keys=Keys(["k" * 20])))
+    here = serve(keys=["k" * 20])
     health = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", here.port)) as client:
         client.settimeout(20)
@@ -185,7 +183,7 @@ def _held(gate: StepGate, n: int) -> FakeEngine:
 
 
 def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     here = serve(_held(gate, 2), limits=Limits(max_requests=2))
     asking = [here.pool.submit(here.chat) for _ in range(2)]
     until(lambda: here.endpoint.in_flight == 2, "two requests to run")
@@ -200,9 +198,9 @@ def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
 
 
 def test_one_key_cannot_take_every_place(serve, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     one, two = "first-key-0123456789", "second-key-0123456789"
-    here = serve(_held(gate, 1), limits=Limits(max_per_key=1), gate=Gate(keys=Keys([one, two])))
+    here = serve(_held(gate, 1), limits=Limits(max_per_key=1), keys=[one, two])
 
     def ask(key: str) -> httpx2.Response:
         headers = {"authorization": f"Bearer {key}"}
@@ -219,7 +217,7 @@ def test_one_key_cannot_take_every_place(serve, until):
 
 
 def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     engine = FakeEngine([[gate, "late"]])  # decodes four at once
     here = serve(engine, limits=Limits(max_queue=2))
     asking = [here.pool.submit(here.chat) for _ in range(5)]
@@ -323,7 +321,7 @@ def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, unt
     ],
 )
 def test_text_that_no_context_holds_is_not_tokenized(serve, chatterer, monkeypatch, path, body):
-    here = serve(chatterer(), names=("chatterer",), aliases={"m": "chatterer"})
+    here = serve(chatterer(), aliases={"m": "chatterer"})
     tokenized: list[int] = []
     tokenize = Vocab.tokenize
 

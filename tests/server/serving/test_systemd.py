@@ -23,18 +23,10 @@ from edgeinfer.platform import paths
 UNITS = Path(__file__).parents[3] / "docs/systemd"
 
 
-class _Unit(configparser.ConfigParser):
-    """A unit file: names keep their capitals, `%` is systemd's."""
-
-    def __init__(self) -> None:
-        super().__init__(interpolation=None, strict=True, delimiters=("=",))
-
-    def optionxform(self, optionstr: str) -> str:
-        return optionstr
-
-
-def _unit(name: str) -> _Unit:
-    unit = _Unit()
+def _unit(name: str) -> configparser.ConfigParser:
+    """Read a unit file: names keep their capitals, `%` is systemd's."""
+    unit = configparser.ConfigParser(interpolation=None, delimiters=("=",))
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string((UNITS / name).read_text("utf-8"))
     return unit
 
