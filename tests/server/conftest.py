@@ -254,7 +254,7 @@ def load_model() -> Callable[..., Engine]:
 def real(smollm2: Path) -> Iterator[Served]:
     """The real small model, served once for all tests that only ask it things."""
     engine = _load_model(smollm2, "smollm2", n_ctx=4096, n_parallel=4)
-    with served(engine, aliases={"*": ""}) as here:
+    with served(engine, aliases={"*": ""}, keep_alive_s=-1) as here:  # it cannot be loaded again
         yield here
 
 

@@ -12,8 +12,6 @@ import pytest
 from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server import batches
 from edgeinfer.server.batches import Batches
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
 
 URL = "/v1/chat/completions"
 
@@ -113,9 +111,9 @@ def test_form_without_a_file_is_refused(here):
 
 
 def test_key_sees_its_own_files_alone_and_its_batch_asks_with_it(serve, tmp_path, until):
-    door = Gate(keys=Keys(["one-key-of-many", "another-key-here"]))
-    here = serve(FakeEngine(lambda request: ["a"]), gate=door, batches=Batches(tmp_path / "batches"))
-    mine, other = _client(here, "one-key-of-many"), _client(here, "another-key-here")
+    keys = ["one-key-of-many", "another-key-here"]
+    here = serve(FakeEngine(lambda request: ["a"]), keys=keys, batches=Batches(tmp_path / "batches"))
+    mine, other = (_client(here, key) for key in keys)
     batch = _begin(mine, _jsonl(_line("q")))
     assert _ended(mine, batch, until).request_counts.completed == 1
     for ask in (

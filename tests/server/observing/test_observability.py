@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import MAX_KEYS, Metrics
 
@@ -85,9 +84,8 @@ def test_what_is_described_is_what_a_scrape_shows(serve):
 
 
 def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):
-    gate = Gate(keys=Keys([KEY]))
-    here = serve(FakeEngine(), gate=gate)
-    name = gate.keys.name(KEY)
+    here = serve(FakeEngine(), keys=[KEY])
+    name = Keys([KEY]).name(KEY)
     for _ in range(2):
         here.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
     here.client.get("/v1/models")
