@@ -7,8 +7,9 @@
 #                        C++ (native/build.sh, a minute), and CRIU >= 4.1 in .venv/criu where the system's does not do:
 #                        what a first answer needs
 #   full                 the packages of requirements/dev.txt; llama.cpp with all CPU variants, of which ggml takes this
-#                        machine's at run time (8 to 15 minutes), and ggml's Vulkan backend beside it (6 minutes of one core):
-#                        what tests and the shipped file need (docs/decisions/001-one-build.md)
+#                        machine's at run time (8 to 15 minutes), and ggml's Vulkan backend beside it (6 minutes of one core);
+#                        libmtmd, which encodes pictures (native/mtmd.sh, 80 s of one core): what tests and the shipped file
+#                        need (docs/decisions/001-one-build.md)
 #   gpu                  `run`, and the Vulkan backend. It lies in .venv/lib/edgeinfer/backends, opened when a GPU is asked for
 #   test                 `full`; the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some
 #                        tests drive, through apt where this is root's call (else it says what to type, and those tests are
@@ -117,6 +118,11 @@ install_native() {
   native/build.sh "$@" >&2 || say "our own C++ did not compile: llama.cpp's kernels serve, and a GPU that is lost ends the process"
 }
 
+install_mtmd() {
+  [ "$(uname -s)" = Linux ] || return 0
+  native/mtmd.sh "$cache/mtmd" >&2 || say "libmtmd did not compile: models read no pictures"
+}
+
 # Packages come from the lock files, each checked against its hashes; `make lock` writes those. A full environment is not
 # reduced again by `run` or `lint`. The stamps say what was installed from what.
 install_packages() {  # tools|dev
@@ -219,6 +225,7 @@ esac
 vulkan=
 [ $mode = run ] || { build_vulkan & vulkan=$!; }
 build_llama $variants; install_packages $packages; install; install_native $levels; install_criu
+[ $mode = run ] || install_mtmd
 [ -z "$vulkan" ] || wait $vulkan
 install_vulkan
 case $mode in

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
-from edgeinfer.runtime.chat_format.control_tokens import unmarked
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
@@ -36,6 +36,7 @@ from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.sampling.speculative import DraftModel
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
+from edgeinfer.runtime.vision import open_vision
 
 
 def load_engine(
@@ -72,6 +73,9 @@ class LlamaEngine:
             max_draft=MAX_DRAFT,
             can_shift=self._info.can_shift,
         )
+        self._vision, self._preparer.no_vision = open_vision(files, loaded)
+        self._preparer.vision = self._vision
+        self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
         self._blocks = PrefixCacheSwitch(files, options, self._active, self._scheduler)
@@ -143,12 +147,12 @@ class LlamaEngine:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
     def apply_template(self, request: GenerateRequest) -> str:
-        return unmarked(self._render(request))
+        return self._conversations.shown(self._render(request))
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)
         check_length(len(text), self._loaded.n_ctx, "messages")
-        return self._conversations.tokenize(text)
+        return self._preparer.chat_tokens(request, text, [])
 
     def _render(self, request: GenerateRequest) -> str:
         self._check_open()
@@ -236,7 +240,8 @@ class LlamaEngine:
         """See `Engine.begun_with`."""
         if self._cache is None:
             return []
-        return self._cache.names.begun_with(agent, self._lora.key(None), salt)
+        tokens = self._cache.names.begun_with(agent, self._lora.key(None), salt)
+        return list(takewhile(lambda token: token >= 0, tokens))  # a prompt of tokens has no pictures
 
     def leave_blocks(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
@@ -277,6 +282,8 @@ class LlamaEngine:
         self._blocks.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
+        if self._vision is not None:
+            self._vision.park()
         if self._draft is not None:
             self._draft.park()
 
@@ -308,6 +315,8 @@ class LlamaEngine:
         self._gpu.close()
         self._blocks.close()
         self._embedder.close()
+        if self._vision is not None:
+            self._vision.close()
         if self._draft is not None:
             self._draft.close()
         self._lora.close()

@@ -8,10 +8,9 @@ blocks, common prefixes), and two pictures that differ in one pixel share nothin
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 #: Stands in `Message.content` for each of its pictures, in order. A noncharacter: no text has it.
 PICTURE_MARK = "\ufdd1"
@@ -56,9 +55,8 @@ def row_tokens(key: bytes, n_rows: int) -> list[int]:
     A later row never equals a first one, so a list of tokens tells where its pictures begin.
     """
     hashed = hashlib.shake_128(key).digest(4 * n_rows)
-    tokens = -2 - 2 * (np.frombuffer(hashed, "<u4").astype(np.int64) >> 2)
-    tokens[:1] += 1
-    return list(tokens.tolist())
+    tokens = [-2 - 2 * (word >> 2) for word in struct.unpack(f"<{n_rows}I", hashed)]
+    return [tokens[0] + 1, *tokens[1:]]
 
 
 def picture_start(tokens: Sequence[int], n: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -24,7 +24,8 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format import tool_call_grammar
-from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
+from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, unmarked
+from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
 from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.templates import (
@@ -39,6 +40,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_for
 from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example
 from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
 from edgeinfer.runtime.options import Chosen
+from edgeinfer.runtime.pictures import Picture
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
 from edgeinfer.runtime.sampling.grammar import Lark, check_schema, lark_parts, quoted
 
@@ -116,6 +118,7 @@ class ChatFormat:
         self._grammars: OrderedDict[bytes, tuple[Lark | None, bool]] = OrderedDict()
         self._lock = Lock()
         self._control = ControlTokens(facts.vocab)
+        self._places = PicturePlaces()
         self.reason = reason
 
     @property
@@ -139,7 +142,10 @@ class ChatFormat:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """Render the prompt for `tokenize`, guard marks included. Raises InvalidRequestError."""
+        """Render the prompt for `tokenize`, with its marks and markers. Raises InvalidRequestError."""
+        if any(message.pictures for message in request.messages):
+            messages = self._places.marked(request.messages)
+            request = msgspec.structs.replace(request, messages=messages)
         if self._facts.guard_content:
             request = self._control.guarded(request, (self._span.open, self._span.close))
         tools = self._tools(request)
@@ -154,6 +160,18 @@ class ChatFormat:
     def tokenize(self, prompt: str) -> list[int]:
         """Tokenize a rendered prompt: control tokens come from the template alone."""
         return self._control.tokenize(prompt)
+
+    def split(self, prompt: str, request: GenerateRequest) -> Iterator[str | Picture]:
+        """Yield the texts (for `tokenize`) and pictures of a rendered prompt, in order.
+
+        Raises InvalidRequestError if the template dropped or doubled a picture.
+        """
+        pictures = [picture for message in request.messages for picture in message.pictures]
+        return self._places.split(prompt, pictures)
+
+    def shown(self, prompt: str) -> str:
+        """Return a rendered prompt as a person reads it."""
+        return self._places.shown(unmarked(prompt))
 
     def warm_up(self) -> None:
         """Read the vocabulary's control tokens."""
@@ -329,7 +347,8 @@ def _as_text(form: ToolFormat, message: Message) -> Message:
 def _result_as_text(message: Message) -> Message:
     if message.role != "tool":
         return message
-    return Message(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>")
+    content = f"<tool_response>\n{message.content}\n</tool_response>"
+    return Message(role="user", content=content, pictures=message.pictures)
 
 
 def _with_description(

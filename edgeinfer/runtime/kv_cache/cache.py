@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from edgeinfer.runtime.events import Divergence, TokenLogprobs
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoint, Checkpoints
+from edgeinfer.runtime.pictures import picture_start, without_rows
 
 #: The adapters that a sequence was computed with: the stamp of each file, and its scale.
 AdapterKey = tuple[tuple[str, float], ...]
@@ -156,7 +157,7 @@ class KvCache:
             if n_top is not None:
                 known = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
                 shared = min(known, max(0, shared - 1))
-            n = self._usable(cached_seq, min(shared, limit))
+            n = self._usable(cached_seq, picture_start(tokens, min(shared, limit)))
             if n > length or (
                 n == length and n and best is not None and best.active and not cached_seq.active
             ):
@@ -397,7 +398,7 @@ def describe_divergence(
         cause = "nothing"
 
     def text(tokens: Sequence[int]) -> str:
-        return detokenize(tokens).decode("utf-8", "replace")
+        return detokenize(without_rows(tokens)).decode("utf-8", "replace")
 
     return Divergence(
         n_tokens=at,

@@ -107,6 +107,7 @@ def _floats(pointer: Any, n: int) -> npt.NDArray[np.float32]:
 
 
 _I32 = ctypes.POINTER(ctypes.c_int32)
+_F32 = ctypes.POINTER(ctypes.c_float)
 
 
 class Batch:
@@ -139,6 +140,8 @@ class Batch:
             seq_id=self._seq_pointers,
             logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
+        self._pictures: npt.NDArray[np.float32] | None = None
+        self._is_causal = True
         self.n_outputs = 0
 
     @classmethod
@@ -155,6 +158,7 @@ class Batch:
 
     def clear(self) -> None:
         self._rows.clear()
+        self._pictures, self._is_causal = None, True
         self._adapters.clear()
         self.n_outputs = 0
 
@@ -170,31 +174,55 @@ class Batch:
         self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int, adapters: AdapterKey = ()
     ) -> int:
         """Add `tokens`, the last `outputs` with logits; return the first's row. Raises DecodeError."""
+        if self._pictures is not None:
+            raise DecodeError("rows of a picture and tokens do not share a step")
+        if tokens and (min(tokens) < 0 or max(tokens) >= self._n_vocab):
+            raise DecodeError("a token is outside the vocabulary")
+        return self._add(tokens, pos, seq_id, outputs, adapters)
+
+    def add_picture(
+        self,
+        rows: npt.NDArray[np.float32],
+        pos: int,
+        seq_id: int,
+        *,
+        outputs: int,
+        is_causal: bool,
+        adapters: AdapterKey = (),
+    ) -> int:
+        """Add rows of a picture, alone in its step; as `add`. Raises DecodeError."""
+        if self.n_tokens:
+            raise DecodeError("rows of a picture have a step of their own")
+        self._pictures, self._is_causal = np.ascontiguousarray(rows, np.float32), is_causal
+        return self._add([0] * len(rows), pos, seq_id, outputs, adapters)
+
+    def _add(
+        self, tokens: Sequence[int], pos: int, seq_id: int, outputs: int, adapters: AdapterKey
+    ) -> int:
         start, silent = self.n_tokens, len(tokens) - outputs
-        self._check(tokens, pos, seq_id, outputs)
+        self._check(len(tokens), pos, seq_id, outputs)
         self._rows += [(t, pos + i, seq_id, i >= silent) for i, t in enumerate(tokens)]
         self._adapters.add(adapters, (start, len(tokens), self.n_outputs, outputs))
         self.n_outputs += outputs
         return start
 
-    def _check(self, tokens: Sequence[int], pos: int, seq_id: int, outputs: int) -> None:
-        if not tokens or len(tokens) > self.room:
-            raise DecodeError(f"{len(tokens)} tokens do not fit in a batch with room for {self.room}")
-        if min(tokens) < 0 or max(tokens) >= self._n_vocab:
-            raise DecodeError("a token is outside the vocabulary")
+    def _check(self, n: int, pos: int, seq_id: int, outputs: int) -> None:
+        if not 0 < n <= self.room:
+            raise DecodeError(f"{n} tokens do not fit in a batch with room for {self.room}")
         if not 0 <= seq_id < self._n_seq_max:
             raise DecodeError(f"no such sequence: {seq_id}")
-        if pos < 0 or pos + len(tokens) > self._n_cells:
-            raise DecodeError(
-                f"position {pos + len(tokens)} is beyond the context of {self._n_cells} tokens"
-            )
-        if not 0 <= outputs <= len(tokens) or self.n_outputs + outputs > self.max_outputs:
+        if pos < 0 or pos + n > self._n_cells:
+            raise DecodeError(f"position {pos + n} is beyond the context of {self._n_cells} tokens")
+        if not 0 <= outputs <= n or self.n_outputs + outputs > self.max_outputs:
             raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
 
     def _write(self) -> None:
         """Fill llama.cpp's arrays, all rows at once: one by one they cost 7 µs each."""
         n = self._native.n_tokens = self.n_tokens
         self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
+        rows = self._pictures
+        self._native.token = None if rows is not None else self._token.ctypes.data_as(_I32)
+        self._native.embd = rows.ctypes.data_as(_F32) if rows is not None else None
 
     def decode(self, active: ActiveContext) -> int:
         """Run llama_decode and return its code: 0, 1 without KV cells, 2 if aborted, MISSED_ADAPTER;
@@ -202,11 +230,17 @@ class Batch:
         """
         self._write()
         return self._adapters.run(
-            lambda: libllama.decode(active.context, self._native),
-            active.adapters,
-            self.n_tokens,
-            self.n_outputs,
+            lambda: self._run(active.context), active.adapters, self.n_tokens, self.n_outputs
         )
+
+    def _run(self, context: Any) -> int:
+        if self._is_causal:
+            return libllama.decode(context, self._native)
+        L.llama_set_causal_attn(context, False)
+        try:
+            return libllama.decode(context, self._native)
+        finally:
+            L.llama_set_causal_attn(context, True)
 
 
 class AbortFlag:

@@ -139,6 +139,11 @@ def recent_log(lines: int = 10) -> list[str]:
     return [line for line in list(_log)[-lines:] if line.strip(" .")]
 
 
+def log_callback() -> ctypes.c_void_p:
+    """Return the callback that logs llama.cpp's lines, for a library beside it."""
+    return ctypes.cast(_state["log"], ctypes.c_void_p)
+
+
 def clear_log() -> None:
     """Clear the log before a call whose own messages are wanted."""
     _log.clear()

@@ -211,7 +211,8 @@ class SuffixDrafter:
         if self._length < _LENGTHS[0] or limit <= 0:
             return []
         if not self._is_past:  # a repetition goes on behind the end of the text
-            return [int(t) for t in np.resize(self._text[self._place : self._n], limit)]
+            again = np.resize(self._text[self._place : self._n], limit).tolist()
+            return list(takewhile(lambda token: token >= 0, again))  # rows of a picture are no tokens
         assert self.answers is not None
         found = self.answers.ring[self._place : self._place + limit].tolist()
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, found))

@@ -40,6 +40,7 @@ class BatchPlanner:
     n_ctx: int
     _last_group: AdapterKey = ()
     _is_turn_of_long: bool = False
+    _was_picture: bool = False
     _turn: int = 0
     _decode_budget: DecodeBudget = field(init=False)
 
@@ -62,12 +63,18 @@ class BatchPlanner:
             self.prefixes.preempt(youngest, keep=False)
         self.adapters.use(group)
         self.batch.clear()
+        picture = self._next_picture(members)
+        if picture is not None:
+            return self._add_picture(picture, is_alone=len(members) == 1)
+        members = [s for s in members if s.picture is None]
         prefilling = [s for s in members if not self._is_decoding(s)]
         entries = self._add_decoding(decoding, beside=bool(prefilling))
         self._add_prefill(prefilling, entries)
         return entries
 
     def _is_decoding(self, seq: Sequence) -> bool:
+        if seq.pictures.is_pending(seq.n_past):
+            return False
         if seq.n_pending == 1 or not self.kv.supports_truncation:
             return seq.is_decoding
         return seq.n_generated > 0 and seq.n_past > 0 and seq.n_pending <= _FORCED_TOKENS
@@ -81,7 +88,38 @@ class BatchPlanner:
         return short and all(s.n_generated == 1 for s in decoding)
 
     def _computing(self) -> list[Sequence]:
-        return [s for s in self.queue.running if s.cached_seq is not None and not s.is_fetching]
+        ready = [s for s in self.queue.running if s.cached_seq is not None and not s.is_fetching]
+        return [s for s in ready if s.encoding is None]
+
+    def _next_picture(self, members: list[Sequence]) -> Sequence | None:
+        """Choose a sequence that a picture comes next in: pictures and steps of tokens take turns."""
+        pictures = [s for s in members if s.picture is not None]
+        is_turn = bool(pictures) and not (self._was_picture and len(pictures) < len(members))
+        self._was_picture = is_turn
+        return pictures[0] if is_turn else None
+
+    def _add_picture(self, seq: Sequence, *, is_alone: bool) -> list[BatchEntry]:
+        """Add rows of a picture, all of them if they attend to each other in both directions."""
+        span, past = seq.picture, seq.n_past
+        assert span is not None
+        assert seq.cached_seq is not None
+        n = span.end - past
+        if not span.is_whole:
+            n = min(n, self.chunks.budget(self.batch.room, int(not is_alone), [n]))
+        if not self.kv.make_room(n):
+            self._preempt_for(seq, [])
+            return []
+        has_output = past + n == len(seq.tokens) and seq.max_tokens > 0
+        self.batch.add_picture(
+            seq.pictures.rows(span)[past - span.start :][:n],
+            past,
+            seq.cached_seq.seq_id,
+            outputs=int(has_output),
+            is_causal=not span.is_whole,
+            adapters=seq.adapters,
+        )
+        tokens = seq.tokens[past : past + n]
+        return [BatchEntry(seq, 0, tokens, has_output=has_output, is_prefill=True)]
 
     def _next_group(self) -> AdapterKey:
         """Choose the context's adapters of this step; sequences with others take turns."""
@@ -190,7 +228,8 @@ class BatchPlanner:
         scores = seq.request.prompt_logprobs is not None
         if scores:
             budget = min(budget, self.batch.max_outputs - self.batch.n_outputs)
-        tokens = seq.tokens[past : past + budget]
+        end = seq.pictures.text_end(past, len(seq.tokens))
+        tokens = seq.tokens[past : min(past + budget, end)]
         complete = past + len(tokens) == len(seq.tokens)
         wanted = complete and seq.max_tokens > 0
         n_outputs = len(tokens) if scores else int(wanted)

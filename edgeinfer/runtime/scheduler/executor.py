@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.platform.priority import lower_thread_priority
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
@@ -27,9 +25,6 @@ _ABORTED = 2
 T = TypeVar("T")
 #: Rows with logits of a measured step. Their memory, up to 1 MB each, stays in the parked process.
 _MEASURED_OUTPUTS = 16
-
-#: Niceness of prefill for expected requests: a tenth of another thread's share on a busy processor.
-_NICE = 10
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -173,7 +168,8 @@ class LowPriorityExecutor:
     def run(self, work: Callable[[], T]) -> T:
         """Run `work`, wait for it, and return what it returns."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "edgeinfer-low-priority", initializer=_be_nice)
+            name = "edgeinfer-low-priority"
+            self._thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
         return self._thread.submit(work).result()
 
     def end(self) -> None:
@@ -181,14 +177,6 @@ class LowPriorityExecutor:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-
-
-def _be_nice() -> None:
-    if sys.platform == "linux":  # other systems have niceness per process only
-        thread = threading.get_native_id()
-        nice = max(os.getpriority(os.PRIO_PROCESS, thread), _NICE)
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 #: Share of the prefill work that aborted steps may lose.

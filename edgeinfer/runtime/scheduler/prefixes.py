@@ -7,6 +7,7 @@ import time
 from edgeinfer.runtime.kv_cache import recurrent_checkpoints
 from edgeinfer.runtime.kv_cache.cache import KvCache, closest, common_prefix, describe_divergence
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.pictures import picture_start, without_rows
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, Restore
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
 from edgeinfer.runtime.scheduler.metrics import Counters
@@ -64,7 +65,7 @@ class Prefixes:
             return
         seq.cached_seq = cached_seq
         cached_seq.is_private = not request.cache_prompt
-        kept = common_prefix(cached_seq.tokens, seq.tokens[:-1])
+        kept = picture_start(seq.tokens, common_prefix(cached_seq.tokens, seq.tokens[:-1]))
         if n_top is not None:
             kept = min(kept, len(cached_seq.logprobs))
             seq.prompt_logprobs = cached_seq.logprobs[:kept]
@@ -101,6 +102,7 @@ class Prefixes:
                 seq.divergence = describe_divergence(
                     seq.tokens, seq.closest, cached, self._vocab.detokenize
                 )
+        seq.pictures.encode_behind(cached)
         seq.progress()
 
     def _evict_idle(self, seq: Sequence, n_new: int) -> None:
@@ -142,6 +144,8 @@ class Prefixes:
         restore.cancel()
         if self.blocks is not None and seq.cached_seq is not None and not restore.succeeded:
             self.blocks.drop_unfinished(seq.cached_seq)
+        if seq.cached_seq is not None and seq.pictures.spans:
+            self._kv.truncate(seq.cached_seq, picture_start(seq.tokens, seq.n_past))
         self._begin(seq, restore.cached)
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
@@ -191,6 +195,6 @@ class Prefixes:
             self.blocks.writing.add(cached_seq, self._chunks.s_per_token)
             self.blocks.note_preamble(seq.request, seq.tokens, seq.adapters)
             if seq.n_generated >= _WORTH_DRAFTING_TOKENS:
-                answer = seq.tokens[-seq.n_generated - CONTEXT_TOKENS :]
+                answer = without_rows(seq.tokens[-seq.n_generated - CONTEXT_TOKENS :])
                 request = seq.request
                 self.blocks.blocks.add_answer(request.cache_salt, request.conversation, answer)

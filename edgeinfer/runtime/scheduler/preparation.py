@@ -33,13 +33,15 @@ from edgeinfer.runtime.sampling.speculative import (
     SuffixDrafter,
 )
 from edgeinfer.runtime.scheduler.sequence import Sequence
+from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Preparer:
     """Turn requests into sequences of one loaded model, without their adapters. Any thread.
 
-    `entropy`: that of the last resume, mixed into every seed.
+    `entropy`: that of the last resume, mixed into every seed. `no_vision` says why a model with a
+    projector reads no pictures.
     """
 
     files: ModelFiles
@@ -51,6 +53,8 @@ class Preparer:
     can_shift: bool
     entropy: bytes = b""
     draft_model: DraftModel | None = None
+    vision: Vision | None = None
+    no_vision: str = ""
 
     def sequence(self, request: GenerateRequest) -> Sequence:
         """Make a sequence ready to be queued. Raises InvalidRequestError and its kin."""
@@ -67,7 +71,8 @@ class Preparer:
         param = "messages" if request.messages else "prompt"
         check_length(request.length, self.n_ctx, param)
         prepared = self.conversations.prepare(request) if request.messages else None
-        tokens = self._fit(request, self._tokens(request, prepared))
+        spans: list[Span] = []
+        tokens = self._fit(request, self._tokens(request, prepared, spans))
         matcher = self._matcher(request, prepared)
         output = self._output(request, prepared)
         s = request.sampling
@@ -86,17 +91,38 @@ class Preparer:
             matcher=matcher,
             budget=self._budget(request, prepared, output),
             banned=np.array(self.vocab.eos_tokens, np.int64) if request.ignore_eos else None,
+            pictures=PromptPictures(self.vision, spans),
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
         )
 
-    def _tokens(self, request: GenerateRequest, prepared: Prepared | None) -> list[int]:
+    def _tokens(
+        self, request: GenerateRequest, prepared: Prepared | None, spans: list[Span]
+    ) -> list[int]:
         if prepared is not None:
-            return self.conversations.tokenize(prepared.prompt)
+            return self.chat_tokens(request, prepared.prompt, spans)
         if isinstance(request.prompt, str):
             return self.vocab.tokenize(request.prompt, add_special=True, parse_special=True)
         if request.infill is not None:
             return infill_tokens(request.infill, self.vocab, self._room_before(request))
         return list(request.prompt or ())
+
+    def chat_tokens(self, request: GenerateRequest, prompt: str, spans: list[Span]) -> list[int]:
+        """Tokenize the rendered prompt of `request`, and append its pictures to `spans`."""
+        if not request.has_pictures:
+            return self.conversations.tokenize(prompt)
+        if self.vision is None:
+            raise InvalidRequestError(
+                f"{self.files.name} reads no pictures{self.no_vision}",
+                hint="`edgeinfer list` shows the models that do",
+                param="messages",
+            )
+        tokens: list[int] = []
+        for part in self.conversations.split(prompt, request):
+            if isinstance(part, str):
+                tokens += self.conversations.tokenize(part) if part else []
+            else:
+                self.vision.append(tokens, spans, part)
+        return tokens
 
     def _room_before(self, request: GenerateRequest) -> int:
         """Return how many tokens prefix and suffix of an infill may have beside the answer."""
@@ -169,7 +195,7 @@ class Preparer:
             raise InvalidRequestError("no draft model is loaded", param="speculative")
         if request.speculative == "off":
             return None
-        if self.draft_model is not None and request.speculative != "ngram":
+        if self.draft_model is not None and request.speculative != "ngram" and not request.has_pictures:
             return ModelDrafter(self.draft_model)
         return SuffixDrafter(self.vocab.n_vocab)
 

@@ -28,6 +28,10 @@ from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
 from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, Chunks
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
+from edgeinfer.runtime.scheduler.sequence import Sequence
+
+#: How long (s) a step waits for a picture that is being encoded if there is nothing else to do.
+_ROWS_WAIT_S = 0.02
 
 #: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
 #: that of a 4B in Q4_0 on two cores.
@@ -103,9 +107,11 @@ class Scheduler:
         self.queue.end_cancelled_and_late()
         self.queue.admit()
         self.prefixes.restore(running)
+        self._fail_unencoded(running)
         entries = self._planner.plan()
         if not entries:
             self.prefixes.wait_for_disk(running)
+            self._wait_for_rows(running)
             return
         try:
             decode_s = self.executor.run(entries)
@@ -120,6 +126,22 @@ class Scheduler:
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         if self.prefixes.blocks is not None:
             self.prefixes.blocks.writing.work(is_idle=False)
+
+    def _fail_unencoded(self, running: list[Sequence]) -> None:
+        """End the requests with a picture that could not be encoded."""
+        for seq in [s for s in running if s.cached_seq is not None and not s.is_fetching]:
+            span = seq.picture
+            error = seq.pictures.failure(span) if span is not None else None
+            if error is not None:
+                self.queue.fail(seq, error)
+
+    def _wait_for_rows(self, running: list[Sequence]) -> None:
+        """Wait for a picture that is being encoded, if there is nothing to compute."""
+        for seq in running:
+            span = seq.encoding
+            if span is not None:
+                seq.pictures.wait(span, _ROWS_WAIT_S)
+                return
 
     def chore_due_in_s(self) -> float | None:
         """Return the seconds until idle work is due; None without any."""

@@ -25,11 +25,13 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, Closest
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.pictures import without_rows
 from edgeinfer.runtime.prefix_cache.lookup import Restore
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
 from edgeinfer.runtime.sampling.speculative import Drafting
+from edgeinfer.runtime.vision import PromptPictures, Span
 
 _MINUS_INFINITY = np.float32(-np.inf)
 
@@ -74,6 +76,7 @@ class Sequence:
     closest: Closest = field(default_factory=Closest)
     divergence: Divergence = field(default_factory=Divergence)
     restore: Restore | None = None
+    pictures: PromptPictures = field(default_factory=PromptPictures)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     n_generated: int = 0
     delayed_s: float = 0.0
@@ -85,7 +88,7 @@ class Sequence:
         self.prompt_tokens = len(self.tokens)
         self.stream = EventStream(self.cancel)
         if self.sampler.history:
-            self.sampler.accept(self.tokens[-self.sampler.history :])
+            self.sampler.accept(without_rows(self.tokens[-self.sampler.history :]))
 
     def cancel(self) -> None:
         """Request the end; the loop sees it at its next step. Any thread."""
@@ -104,6 +107,17 @@ class Sequence:
     @property
     def is_fetching(self) -> bool:
         return self.restore is not None
+
+    @property
+    def picture(self) -> Span | None:
+        """The picture that comes next; None if a token of text does."""
+        return self.pictures.at(self.n_past)
+
+    @property
+    def encoding(self) -> Span | None:
+        """The picture that comes next if it is not encoded yet."""
+        span = self.picture if self.cached_seq is not None and not self.is_fetching else None
+        return span if span is not None and self.pictures.is_encoding(span) else None
 
     @property
     def is_prefill_only(self) -> bool:

@@ -1,0 +1,208 @@
+"""libmtmd: a projector that encodes pictures into rows of a model's input embeddings.
+
+The library is the core of llama.cpp's tools/mtmd (native/mtmd.sh): pixels in, rows out, no image
+decoder. Tokens and rows go into the model by our own `Batch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import DecodeError, ModelLoadError
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.pictures import Picture
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_size_t
+_I32 = ctypes.c_int32
+_TEXT_CHUNK = 0  # MTMD_INPUT_CHUNK_TYPE_TEXT
+#: Size (pixels) of the picture that a projector is tried with when it is opened.
+_PROBE = 64
+
+
+class _Params(ctypes.Structure):
+    """mtmd_context_params."""
+
+    _fields_ = (
+        ("use_gpu", ctypes.c_bool),
+        ("device", _POINTER),
+        ("print_timings", ctypes.c_bool),
+        ("n_threads", ctypes.c_int),
+        ("image_marker", ctypes.c_char_p),
+        ("media_marker", ctypes.c_char_p),
+        ("flash_attn_type", ctypes.c_int),
+        ("warmup", ctypes.c_bool),
+        ("image_min_tokens", ctypes.c_int),
+        ("image_max_tokens", ctypes.c_int),
+        ("cb_eval", _POINTER),
+        ("cb_eval_user_data", _POINTER),
+        ("batch_max_tokens", _I32),
+        ("progress_callback", _POINTER),
+        ("progress_callback_user_data", _POINTER),
+    )
+
+
+class _Part(ctypes.Structure):
+    """mtmd_input_part; `text` stays null here."""
+
+    _fields_ = (("text", _POINTER), ("bitmap", _POINTER))
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "mtmd_context_params_default": (_Params, []),
+    "mtmd_init_from_file": (_POINTER, [ctypes.c_char_p, _POINTER, _Params]),
+    "mtmd_free": (None, [_POINTER]),
+    "mtmd_support_vision": (ctypes.c_bool, [_POINTER]),
+    "mtmd_decode_use_mrope": (ctypes.c_bool, [_POINTER]),
+    "mtmd_decode_use_non_causal": (ctypes.c_bool, [_POINTER, _POINTER]),
+    "mtmd_bitmap_init": (_POINTER, [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_char_p]),
+    "mtmd_bitmap_free": (None, [_POINTER]),
+    "mtmd_input_chunks_init": (_POINTER, []),
+    "mtmd_input_chunks_free": (None, [_POINTER]),
+    "mtmd_input_chunks_size": (_SIZE, [_POINTER]),
+    "mtmd_input_chunks_get": (_POINTER, [_POINTER, _SIZE]),
+    "mtmd_tokenize_from_parts": (
+        _I32,
+        [_POINTER, _POINTER, ctypes.POINTER(ctypes.POINTER(_Part)), _SIZE, ctypes.c_bool],
+    ),
+    "mtmd_input_chunk_get_type": (ctypes.c_int, [_POINTER]),
+    "mtmd_input_chunk_get_n_tokens": (_SIZE, [_POINTER]),
+    "mtmd_input_chunk_get_tokens_text": (ctypes.POINTER(_I32), [_POINTER, ctypes.POINTER(_SIZE)]),
+    "mtmd_encode_chunk": (_I32, [_POINTER, _POINTER]),
+    "mtmd_get_output_embd": (ctypes.POINTER(ctypes.c_float), [_POINTER]),
+    "mtmd_log_set": (None, [_POINTER, _POINTER]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a picture in a prompt: `tokens` of text, or `n_rows` rows.
+
+    `is_whole`: the rows attend to each other in both directions, so one step computes them all.
+    """
+
+    tokens: tuple[int, ...] = ()
+    n_rows: int = 0
+    is_whole: bool = False
+
+
+def _open_library() -> ctypes.CDLL:
+    """Open libmtmd with its functions declared. Raises ModelLoadError if it is not there."""
+    try:
+        library = libllama.own_library("mtmd")
+    except OSError as error:
+        raise ModelLoadError(
+            f"pictures need a library that does not open: {error}", hint="build it: tools/setup.sh full"
+        ) from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        getattr(library, name).restype = result
+        getattr(library, name).argtypes = arguments
+    library.mtmd_log_set(libllama.log_callback(), None)
+    return library
+
+
+class Projector:
+    """An opened projector of one model. `chunks` may run in any thread, `encode` in one."""
+
+    def __init__(self, path: str, model: Any, n_threads: int) -> None:
+        """Raises ModelLoadError if it does not open or does not fit the model."""
+        self._library = _open_library()
+        self._context: int | None = None
+        self._width = int(libllama.L.llama_model_n_embd_inp(model))
+        params = self._library.mtmd_context_params_default()
+        params.use_gpu = params.print_timings = params.warmup = False
+        params.n_threads = n_threads
+        libllama.clear_log()
+        pointer = ctypes.cast(model, _POINTER)
+        self._context = self._library.mtmd_init_from_file(os.fsencode(path), pointer, params)
+        if not self._context:
+            words = "; ".join(libllama.recent_log(3)) or "no reason given"
+            raise ModelLoadError(f"llama.cpp could not load the projector {path}: {words}")
+        try:
+            self._check(path)
+        except BaseException:
+            self.free()
+            raise
+
+    def _check(self, path: str) -> None:
+        if not self._library.mtmd_support_vision(self._context):
+            raise ModelLoadError(f"{path} encodes no pictures")
+        tried = self.chunks(_PROBE, _PROBE)
+        # the step that computes a token of -1 would end the process
+        if any(token < 0 for chunk in tried for token in chunk.tokens):
+            raise ModelLoadError(
+                f"{path} is the projector of another model: its tokens are not in the vocabulary"
+            )
+
+    @property
+    def uses_mrope(self) -> bool:
+        """Tell if a row's position has several dimensions."""
+        return bool(self._library.mtmd_decode_use_mrope(self._context))
+
+    def chunks(self, width: int, height: int) -> list[Chunk]:
+        """Return what a picture of that size becomes in a prompt. Raises DecodeError."""
+        with self._tokenized(width, height, None) as natives:
+            return [self._chunk(native) for native in natives]
+
+    def encode(self, picture: Picture) -> list[npt.NDArray[np.float32]]:
+        """Return the rows of each chunk that has some, (n_rows, width of the model's input).
+
+        Raises DecodeError.
+        """
+        rows = []
+        with self._tokenized(picture.width, picture.height, picture.rgb) as natives:
+            for native in natives:
+                n_rows = self._chunk(native).n_rows
+                if n_rows:
+                    rows.append(self._encode(native, n_rows))
+        return rows
+
+    def _encode(self, native: int, n_rows: int) -> npt.NDArray[np.float32]:
+        code = self._library.mtmd_encode_chunk(self._context, native)
+        pointer = self._library.mtmd_get_output_embd(self._context) if code == 0 else None
+        if not pointer:
+            raise DecodeError(f"the projector could not encode a picture (code {code})")
+        return np.ctypeslib.as_array(pointer, (n_rows, self._width)).copy()
+
+    @contextmanager
+    def _tokenized(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[int]]:
+        """Yield the native chunks of a picture; without pixels they can be counted only."""
+        library = self._library
+        bitmap = library.mtmd_bitmap_init(width, height, rgb)
+        chunks = library.mtmd_input_chunks_init()
+        try:
+            part = _Part(None, bitmap)
+            parts = (ctypes.POINTER(_Part) * 1)(ctypes.pointer(part))
+            code = library.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
+            if code:
+                raise DecodeError(f"the projector refuses a picture of {width}x{height} pixels")
+            n_chunks = library.mtmd_input_chunks_size(chunks)
+            yield [library.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
+        finally:
+            library.mtmd_input_chunks_free(chunks)
+            library.mtmd_bitmap_free(bitmap)
+
+    def _chunk(self, native: int) -> Chunk:
+        library = self._library
+        if library.mtmd_input_chunk_get_type(native) == _TEXT_CHUNK:
+            n_tokens = _SIZE()
+            tokens = library.mtmd_input_chunk_get_tokens_text(native, ctypes.byref(n_tokens))
+            return Chunk(tokens=tuple(tokens[: n_tokens.value]))
+        return Chunk(
+            n_rows=library.mtmd_input_chunk_get_n_tokens(native),
+            is_whole=library.mtmd_decode_use_non_causal(self._context, native),
+        )
+
+    def free(self) -> None:
+        """Free the projector. Idempotent."""
+        if self._context:
+            self._library.mtmd_free(self._context)
+            self._context = None

@@ -1,0 +1,176 @@
+"""Pictures of a prompt: their tokens, and the thread that encodes them while others decode."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
+from edgeinfer.platform.disk import stamps
+from edgeinfer.platform.priority import lower_thread_priority
+from edgeinfer.runtime.llama.model import LlamaModel
+from edgeinfer.runtime.llama.mtmd import Projector
+from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.pictures import Picture, row_tokens
+
+Rows = npt.NDArray[np.float32]
+
+#: Rows that are kept for the same picture behind another prompt (bytes). They stay in f32: in f16 they
+#: move logits by 0.7 to 1.2.
+_KEPT_BYTES = 128 << 20
+#: Most pictures of one request.
+_MAX_PICTURES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of a picture among the tokens of a prompt: `n_rows` from token `start` on.
+
+    `chunk` counts the picture's spans. `is_whole`: one step must compute all of them.
+    """
+
+    start: int
+    n_rows: int
+    picture: Picture
+    chunk: int
+    is_whole: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n_rows
+
+
+class Vision:
+    """The projector of a loaded model, with its encoder thread and the rows of recent pictures.
+
+    `key` identifies the projector's file. `max_rows` fit into one step.
+    """
+
+    def __init__(self, projector: Projector, key: str, *, max_rows: int) -> None:
+        self._projector, self._key = projector, key.encode()
+        self._max_rows = max_rows
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._kept: OrderedDict[bytes, Future[list[Rows]]] = OrderedDict()
+
+    def append(self, tokens: list[int], spans: list[Span], picture: Picture) -> None:
+        """Append the picture's tokens and rows to a prompt. Raises InvalidRequestError, DecodeError."""
+        if len({id(span.picture) for span in spans}) >= _MAX_PICTURES:
+            raise InvalidRequestError(f"more than {_MAX_PICTURES} pictures", param="messages")
+        digest, n_spans = picture.digest, 0
+        for chunk in self._projector.chunks(picture.width, picture.height):
+            if not chunk.n_rows:
+                tokens += chunk.tokens
+                continue
+            if chunk.is_whole and chunk.n_rows > self._max_rows:
+                raise InvalidRequestError(
+                    f"a picture has {chunk.n_rows} rows, which one step must compute, and a batch "
+                    f"holds {self._max_rows}",
+                    param="messages",
+                )
+            spans.append(Span(len(tokens), chunk.n_rows, picture, n_spans, chunk.is_whole))
+            key = b"%s %s %d %d" % (self._key, digest, n_spans, chunk.n_rows)
+            tokens += row_tokens(key, chunk.n_rows)
+            n_spans += 1
+
+    def encode(self, picture: Picture) -> Future[list[Rows]]:
+        """Return the rows of the picture's spans, known or to be encoded."""
+        digest = picture.digest
+        with self._lock:
+            found = self._kept.get(digest)
+            if found is None or (found.done() and (found.cancelled() or found.exception())):
+                if self._thread is None:
+                    self._thread = ThreadPoolExecutor(
+                        1, "edgeinfer-encoder", initializer=lower_thread_priority
+                    )
+                found = self._kept[digest] = self._thread.submit(self._projector.encode, picture)
+            self._kept.move_to_end(digest)
+            self._limit()
+        return found
+
+    def _limit(self) -> None:
+        """Forget the rows that were used longest ago, beyond the bytes that are kept."""
+        n_bytes = 0
+        for digest, rows in reversed(list(self._kept.items())):
+            if rows.done() and not rows.cancelled() and rows.exception() is None:
+                n_bytes += sum(row.nbytes for row in rows.result())
+            if n_bytes > _KEPT_BYTES:
+                del self._kept[digest]
+
+    def park(self) -> None:
+        """End the thread and forget all pictures; the next one starts another."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._kept.clear()
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        """Free the projector. Idempotent."""
+        self.park()
+        self._projector.free()
+
+
+def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, str]:
+    """Open the model's projector, if it has one; otherwise the reason. Raises ModelLoadError."""
+    if not files.projector:
+        return None, ""
+    if not loaded.supports_truncation:
+        return None, ": recurrent and hybrid models with pictures are not supported yet"
+    key = stamps((files.projector,))
+    projector = Projector(files.projector, loaded.model, loaded.n_threads)
+    if projector.uses_mrope:
+        projector.free()
+        return None, ": models with M-RoPE are not supported yet"
+    return Vision(projector, key, max_rows=loaded.n_batch), ""
+
+
+@dataclass(slots=True, eq=False)
+class PromptPictures:
+    """The pictures of one prompt: their `spans`, and the rows of those to be computed."""
+
+    vision: Vision | None = None
+    spans: Sequence[Span] = ()
+    _rows: dict[int, Future[list[Rows]]] = field(default_factory=dict)
+
+    def encode_behind(self, n_past: int) -> None:
+        """Begin to encode the pictures that do not lie within the first `n_past` tokens."""
+        for span in self.spans:
+            if span.end > n_past and id(span.picture) not in self._rows:
+                assert self.vision is not None
+                self._rows[id(span.picture)] = self.vision.encode(span.picture)
+
+    def at(self, n_past: int) -> Span | None:
+        """Return the span that token `n_past` belongs to."""
+        return next((span for span in self.spans if span.start <= n_past < span.end), None)
+
+    def text_end(self, n_past: int, n_tokens: int) -> int:
+        """Return where the text from `n_past` on ends: at the next picture, or at `n_tokens`."""
+        return min((span.start for span in self.spans if span.start >= n_past), default=n_tokens)
+
+    def is_pending(self, n_past: int) -> bool:
+        """Tell if a picture lies behind the first `n_past` tokens."""
+        return bool(self.spans) and self.spans[-1].end > n_past
+
+    def is_encoding(self, span: Span) -> bool:
+        return not self._rows[id(span.picture)].done()
+
+    def wait(self, span: Span, timeout_s: float) -> None:
+        """Wait until the rows of `span` are encoded."""
+        wait([self._rows[id(span.picture)]], timeout_s)
+
+    def failure(self, span: Span) -> EngineError | None:
+        """Return the error that `span` could not be encoded for."""
+        rows = self._rows[id(span.picture)]
+        error = rows.exception() if rows.done() else None
+        return error if error is None or isinstance(error, EngineError) else DecodeError(str(error))
+
+    def rows(self, span: Span) -> Rows:
+        """Return the rows of `span`, which are encoded."""
+        return self._rows[id(span.picture)].result()[span.chunk]

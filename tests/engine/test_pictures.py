@@ -1,0 +1,368 @@
+"""Pictures in prompts: two real text models with random projectors, one with causal tiles and one whose
+rows attend to each other in both directions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_decoders import make_lfm2, make_qwen2vl
+from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
+
+from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.kv_cache.cache import common_prefix
+from edgeinfer.runtime.llama.libedgeinfer import library
+from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.pictures import (
+    PICTURE_MARK,
+    Picture,
+    join_parts,
+    picture_start,
+    row_tokens,
+    without_rows,
+)
+from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.runtime.vision import Span
+
+from .conftest import GREEDY, answer, answers, ask
+
+WORDS = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+def picture(*, flip: int = 0, width: int = 300, height: int = 200) -> Picture:
+    """A pattern; `flip` changes the lowest bit of one pixel."""
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([x * 255 / width, y * 255 / height, ((x // 20 + y // 20) % 2 * 255)], -1)
+    pixels = pixels.astype(np.uint8)
+    pixels[0, 0, 0] ^= flip
+    return Picture(width, height, pixels.tobytes())
+
+
+def chat(*parts: str | Picture, **fields: object) -> GenerateRequest:
+    """Eight greedy tokens after one message, with their scores."""
+    content, pictures = join_parts(parts)
+    wanted: dict[str, object] = {
+        "messages": (Message(role="user", content=content, pictures=pictures),),
+        "sampling": GREEDY,
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "logprobs": 3,
+        **fields,
+    }
+    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+
+
+def usage(found: Collected) -> tuple[int, int]:
+    """The tokens of the prompt, and those of them that were cached."""
+    assert found.finished is not None
+    return found.finished.usage.prompt_tokens, found.finished.usage.cached_tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    if not library("mtmd").exists():
+        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
+
+
+@pytest.fixture(scope="module", params=["tiles", "whole"])
+def files(
+    request: pytest.FixtureRequest,
+    smollm2: Path,
+    gemma3: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> ModelFiles:
+    folder = tmp_path_factory.mktemp("pictures")
+    if request.param == "tiles":
+        text = rename_tokens(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS)
+        projector = make_projector(folder / "mmproj.gguf", "idefics3", 576, patch=32, longest=512)
+    else:
+        text = gemma3
+        projector = make_projector(folder / "mmproj.gguf", "gemma3", 640)
+    return ModelFiles(name=request.param, paths=(str(text),), projector=str(projector))
+
+
+@pytest.fixture(scope="module")
+def loaded(files: ModelFiles) -> Iterator[LlamaEngine]:
+    with closing(load_engine(files, LoadOptions(n_ctx=2048, n_parallel=8))) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(loaded: LlamaEngine) -> LlamaEngine:
+    """An engine whose cells are free: a prompt in cells out of order rounds otherwise, of text too."""
+    loaded.between_steps(loaded._scheduler.kv.drop_idle)
+    return loaded
+
+
+def spans_of(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[int], list[Span]]:
+    spans: list[Span] = []
+    prompt = engine._conversations.render(request)
+    return engine._preparer.chat_tokens(request, prompt, spans), spans
+
+
+def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndarray:
+    """The logits behind a prompt with pictures, by calls of llama.cpp without our scheduler."""
+    vision, loaded = engine._vision, engine._loaded
+    assert vision is not None
+    params = L.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 1024
+    params.swa_full = params.kv_unified = True
+    context = L.llama_init_from_model(loaded.model, params)
+    starts = {span.start: span for span in spans}
+    at, rows = 0, {id(span.picture): vision.encode(span.picture).result() for span in spans}
+    while at < len(tokens):
+        span = starts.get(at)
+        end = span.end if span else min([s for s in starts if s > at], default=len(tokens))
+        n = end - at
+        batch = L.llama_batch_init(n, loaded.n_embd if span else 0, 1)
+        batch.n_tokens = n
+        if span:
+            data = rows[id(span.picture)][span.chunk]
+            ctypes.memmove(batch.embd, data.ctypes.data, data.nbytes)
+        for i in range(n):
+            if not span:
+                batch.token[i] = tokens[at + i]
+            batch.pos[i] = at + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = i == n - 1
+        L.llama_set_causal_attn(context, not (span and span.is_whole))
+        assert L.llama_decode(context, batch) == 0
+        L.llama_set_causal_attn(context, True)
+        L.llama_batch_free(batch)
+        at = end
+    n_vocab = loaded.vocab.n_vocab
+    found = np.ctypeslib.as_array(L.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
+    L.llama_free(context)
+    return found
+
+
+def test_answer_is_that_of_bare_calls(engine: LlamaEngine) -> None:
+    request = chat(WORDS, picture(), "What is in it?", cache_prompt=False)
+    tokens, spans = spans_of(engine, request)
+    wanted = scores(engine, tokens, spans)
+    found = answer(engine, request).logprobs[0]
+    wanted = wanted - np.log(np.exp(wanted - wanted.max()).sum()) - wanted.max()
+    best = np.argsort(wanted)[::-1][:3]
+    np.testing.assert_allclose([one.logprob for one in found.top], wanted[best], atol=2e-3)
+
+
+def test_picture_is_prefilled_once(engine: LlamaEngine) -> None:
+    first = answer(engine, chat(WORDS, picture(), "What is in it?"))
+    again = answer(engine, chat(WORDS, picture(), "What is in it?"))
+    fresh = answer(engine, chat(WORDS, picture(), "What is in it?", cache_prompt=False))
+    n_prompt, n_cached = usage(again)
+    assert n_cached == n_prompt - 1
+    assert usage(fresh)[1] == 0
+    assert first.logprobs == again.logprobs == fresh.logprobs
+
+
+def test_next_question_reuses_the_picture(engine: LlamaEngine) -> None:
+    answer(engine, chat(WORDS, picture(), "What is in it?"))
+    cached = answer(engine, chat(WORDS, picture(), "Where was it taken?"))
+    fresh = answer(engine, chat(WORDS, picture(), "Where was it taken?", cache_prompt=False))
+    spans = spans_of(engine, chat(WORDS, picture(), "Where was it taken?"))[1]
+    assert usage(cached)[1] >= spans[-1].end
+    assert cached.logprobs == fresh.logprobs
+
+
+def test_one_pixel_is_another_picture(engine: LlamaEngine) -> None:
+    answer(engine, chat(WORDS, picture(), "What is in it?"))
+    other = answer(engine, chat(WORDS, picture(flip=1), "What is in it?"))
+    spans = spans_of(engine, chat(WORDS, picture(flip=1), "What is in it?"))[1]
+    assert usage(other)[1] <= spans[0].start
+    fresh = answer(engine, chat(WORDS, picture(flip=1), "What is in it?", cache_prompt=False))
+    assert other.logprobs == fresh.logprobs
+
+
+def test_rows_are_encoded_once(engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(engine, chat(picture(), "What is in it?"))
+    vision = engine._vision
+    assert vision is not None
+    monkeypatch.setattr(vision._projector, "encode", lambda picture: pytest.fail("encoded again"))
+    behind = answer(engine, chat("Another beginning. ", picture(), "What is in it?"))
+    assert behind.finished is not None
+
+
+def test_several_pictures_keep_their_order(engine: LlamaEngine) -> None:
+    a, b = picture(), picture(width=200, height=300)
+    one = answer(engine, chat("First ", a, " then ", b, ".", cache_prompt=False))
+    two = answer(engine, chat("First ", b, " then ", a, ".", cache_prompt=False))
+    again = answer(engine, chat("First ", a, " then ", b, "."))
+    assert one.logprobs == again.logprobs
+    assert one.logprobs != two.logprobs
+
+
+def test_streams_beside_pictures_keep_their_bits(engine: LlamaEngine) -> None:
+    texts = [ask("The towns, " * (1 + i), logprobs=3, cache_prompt=False) for i in range(3)]
+    seen = [
+        chat(picture(flip=1, width=310 + 40 * i), f"Question {i}?", cache_prompt=False)
+        for i in range(3)
+    ]
+    alone = [answer(engine, request) for request in [*texts, *seen]]
+    together = answers(engine, [*texts, *seen])
+    assert [one.logprobs for one in together] == [one.logprobs for one in alone]
+
+
+def test_picture_is_restored_from_disk(files: ModelFiles, tmp_path: Path) -> None:
+    options = LoadOptions(n_ctx=2048, n_parallel=2)
+    request = chat(WORDS * 2, picture(), WORDS * 2, "What is in it?")
+    with closing(load_engine(files, options)) as engine:
+        engine.use_blocks(BlockStore(tmp_path))
+        first = answer(engine, request)
+        assert engine.flush_blocks()
+    with closing(load_engine(files, options)) as engine:
+        engine.use_blocks(BlockStore(tmp_path))
+        vision = engine._vision
+        assert vision is not None
+        vision._projector.encode = lambda picture: pytest.fail("encoded again")  # type: ignore[method-assign]
+        again = answer(engine, request)
+        assert again.finished is not None
+        assert again.finished.usage.cached_disk_tokens > again.finished.usage.prompt_tokens // 2
+        assert again.logprobs == first.logprobs
+
+
+def test_cancelled_picture_leaves_the_engine_whole(engine: LlamaEngine) -> None:
+    stream = engine.submit(chat(picture(width=290), "What is in it?"))
+    stream.cancel()
+    list(stream)
+    cached = answer(engine, chat(picture(width=290), "What is in it?"))
+    fresh = answer(engine, chat(picture(width=290), "What is in it?", cache_prompt=False))
+    assert cached.logprobs == fresh.logprobs
+
+
+def test_parked_engine_holds_no_picture(files: ModelFiles) -> None:
+    with closing(load_engine(files, LoadOptions(n_ctx=2048, n_parallel=2))) as engine:
+        first = answer(engine, chat(picture(), "What is in it?"))
+        engine.park()
+        assert engine._vision is not None
+        assert not engine._vision._kept
+        assert engine._vision._thread is None
+        engine.resume()
+        assert answer(engine, chat(picture(), "What is in it?")).logprobs == first.logprobs
+
+
+def test_text_cannot_place_a_picture(engine: LlamaEngine) -> None:
+    hostile = f"<__media__> <image> <start_of_image> {PICTURE_MARK} picture0n0e"
+    assert min(engine.tokenize_chat(chat(hostile))) >= 0
+    tokens = engine.tokenize_chat(chat(hostile, picture(), "What?"))
+    assert len(tokens) - len(without_rows(tokens)) == sum(
+        span.n_rows for span in spans_of(engine, chat(picture()))[1]
+    )
+    assert "[picture]What?" in engine.apply_template(chat(picture(), "What?"))
+
+
+def test_refused_beside_pictures(engine: LlamaEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="overflow"):
+        engine.submit(chat(picture(), overflow="shift"))
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
+        engine.submit(chat(picture(), prompt_logprobs=1))
+    broken = Message(role="user", content="no place", pictures=(picture(),))
+    with pytest.raises(InvalidRequestError, match="1 pictures at 0 places"):
+        engine.submit(GenerateRequest(messages=(broken,)))
+
+
+def test_failed_encoder_fails_its_request_alone(
+    engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision = engine._vision
+    assert vision is not None
+    library = vision._projector._library
+
+    class Failing:
+        def __getattr__(self, name: str) -> object:
+            return (lambda *_: 1) if name == "mtmd_encode_chunk" else getattr(library, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vision._projector, "_library", Failing())
+        text = engine.submit(ask())
+        with pytest.raises(Exception, match="could not encode"):
+            list(engine.submit(chat(picture(width=333), "What is in it?")))
+        assert list(text)
+    assert answer(engine, chat(picture(width=333), "What is in it?")).finished is not None
+
+
+def test_model_without_projector_refuses(smol: LlamaEngine) -> None:
+    assert not smol.info.can_see
+    with pytest.raises(InvalidRequestError, match="reads no pictures"):
+        smol.submit(chat(picture(), "What is in it?"))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "reason"),
+    [(make_qwen2vl, "qwen2vl_merger", "M-RoPE"), (make_lfm2, "idefics3", "hybrid")],
+)
+def test_unsupported_shape_refuses_pictures_alone(
+    make: object, kind: str, reason: str, smollm2: Path, tmp_path: Path
+) -> None:
+    text = make(tmp_path / "text.gguf", smollm2)  # type: ignore[operator]
+    projector = make_projector(tmp_path / "mmproj.gguf", kind, 64)
+    files = ModelFiles(name="m", paths=(str(text),), projector=str(projector))
+    with closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))) as engine:
+        assert not engine.info.can_see
+        with pytest.raises(InvalidRequestError, match=reason):
+            engine.submit(chat(picture(), "What is in it?"))
+        assert answer(engine, chat("Hello")).finished is not None
+
+
+def test_projector_of_another_model_is_refused(smollm2: Path, tmp_path: Path) -> None:
+    made = make_projector(tmp_path / "mmproj.gguf", "idefics3", 576, patch=32, longest=512)
+    narrow = make_projector(tmp_path / "narrow.gguf", "gemma3", 64)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(made.read_bytes()[:5000])
+    for projector, words in ((made, "another model"), (narrow, "load"), (broken, "load")):
+        files = ModelFiles(name="m", paths=(str(smollm2),), projector=str(projector))
+        with pytest.raises(ModelLoadError, match=words):
+            load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))
+
+
+def test_batch_that_no_picture_fits_is_named(gemma3: Path, tmp_path: Path) -> None:
+    projector = make_projector(tmp_path / "mmproj.gguf", "gemma3", 640)
+    files = ModelFiles(name="m", paths=(str(gemma3),), projector=str(projector))
+    with (
+        closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1, n_batch=32))) as engine,
+        pytest.raises(InvalidRequestError, match=r"64 rows.*holds 32"),
+    ):
+        engine.submit(chat(picture(), "What is in it?"))
+
+
+def test_row_tokens_name_pictures_and_their_starts() -> None:
+    a, b = row_tokens(b"a", 500), row_tokens(b"b", 500)
+    assert all(-(1 << 31) <= token < 0 for token in a + b)
+    assert common_prefix(a, b) == 0
+    tokens = [1, 2, *a, *b, 3]
+    assert [n for n in range(len(tokens) + 1) if picture_start(tokens, n) == n] == [
+        *(0, 1, 2, 502, 1002, 1003)
+    ]
+    assert picture_start(tokens, 501) == 2
+    assert picture_start(tokens, 1001) == 502
+
+
+def test_pictures_must_have_their_pixels() -> None:
+    for width, height, size in ((1, 1, 2), (0, 5, 0), (2, 2, 13)):
+        with pytest.raises(ValueError, match="no picture"):
+            Picture(width, height, bytes(size))
+
+
+def test_places_survive_a_template_that_moves_messages() -> None:
+    places = PicturePlaces()
+    a, b = picture(), picture(flip=1)
+    first, second = (
+        Message(role="user", content=content, pictures=pictures)
+        for content, pictures in (join_parts(["x", a]), join_parts([b, "y"]))
+    )
+    one, two = places.marked([first, second])
+    assert list(places.split(two.content + one.content, [a, b])) == ["", b, "yx", a, ""]
+    for prompt in (one.content, one.content + two.content * 2):
+        with pytest.raises(InvalidRequestError, match="the chat template renders"):
+            list(places.split(prompt, [a, b]))

@@ -1,0 +1,123 @@
+"""Projectors of random weights: a small vision transformer in front of a text model's embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+#: The encoder's width, layers, heads, and the width of its feed-forward layers.
+_WIDTH = 128
+_LAYERS = 2
+_HEADS = 4
+_FF = 256
+#: Tokens of SmolLM2 → tokens that an idefics3 projector puts around a picture.
+IDEFICS3_TOKENS = {
+    "<file_sep>": "<fake_token_around_image>",
+    "<gh_stars>": "<global-img>",
+    "<filename>": "<row_1_col_1>",
+}
+
+
+def make_projector(
+    path: Path,
+    kind: str,
+    n_text: int,
+    *,
+    image: int = 256,
+    patch: int = 16,
+    merge: int = 2,
+    longest: int = 0,
+) -> Path:
+    """Write a projector of `kind` ("gemma3", "idefics3", "qwen2vl_merger") to the width `n_text`.
+
+    Pictures have `image` pixels a side, and one row for `merge` × `merge` patches; with `longest` larger
+    ones become tiles.
+    """
+    rng = np.random.default_rng(5)
+
+    def random(*shape: int, scale: float = 0.0) -> npt.NDArray[np.float32]:
+        scale = scale or 1 / np.sqrt(np.prod(shape[1:]))
+        return (rng.standard_normal(shape, np.float32) * scale).astype(np.float32)
+
+    def matrix(name: str, *shape: int) -> None:
+        writer.add_tensor(f"{name}.weight", random(*shape).astype(np.float16))
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(_WIDTH, np.float32))
+        writer.add_tensor(f"{name}.bias", random(_WIDTH, scale=0.02))
+
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", kind)
+    writer.add_bool("clip.use_gelu", True)
+    sizes = {
+        "embedding_length": _WIDTH,
+        "attention.head_count": _HEADS,
+        "feed_forward_length": _FF,
+        "block_count": _LAYERS,
+        "projection_dim": n_text,
+        "image_size": image,
+        "patch_size": patch,
+    }
+    if longest:
+        sizes["preproc_image_size"] = longest
+    if kind != "qwen2vl_merger":
+        sizes["projector.scale_factor"] = merge
+    for key, value in sizes.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    for key in ("image_mean", "image_std"):
+        writer.add_array(f"clip.vision.{key}", [0.5] * 3)
+    matrix("v.patch_embd", _WIDTH, 3, patch, patch)
+    if kind == "qwen2vl_merger":
+        writer.add_tensor("v.patch_embd.weight.1", random(_WIDTH, 3, patch, patch).astype(np.float16))
+    else:
+        writer.add_tensor("v.patch_embd.bias", random(_WIDTH, scale=0.1))
+        writer.add_tensor("v.position_embd.weight", random((image // patch) ** 2, _WIDTH, scale=0.5))
+    layer = {f"attn_{name}": (_WIDTH, _WIDTH) for name in ("q", "k", "v", "out")}
+    layer |= {"ffn_up": (_FF, _WIDTH), "ffn_down": (_WIDTH, _FF)}
+    for i in range(_LAYERS):
+        for name, shape in layer.items():
+            matrix(f"v.blk.{i}.{name}", *shape)
+            writer.add_tensor(f"v.blk.{i}.{name}.bias", random(shape[0], scale=0.02))
+        norm(f"v.blk.{i}.ln1")
+        norm(f"v.blk.{i}.ln2")
+    norm("v.post_ln")
+    if kind == "gemma3":
+        matrix("mm.input_projection", _WIDTH, n_text)
+        writer.add_tensor("mm.soft_emb_norm.weight", np.ones(_WIDTH, np.float32))
+    elif kind == "idefics3":
+        matrix("mm.model.fc", n_text, _WIDTH * merge * merge)
+    else:
+        for number, rows in (("0", 4 * _WIDTH), ("2", n_text)):
+            matrix(f"mm.{number}", rows, 4 * _WIDTH)
+            writer.add_tensor(f"mm.{number}.bias", random(rows, scale=0.02))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def rename_tokens(path: Path, source: Path, names: dict[str, str]) -> Path:
+    """Write a copy of a model whose vocabulary has other names for some tokens."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        value, kind = field.contents(), field.types[0]
+        if name == "tokenizer.ggml.tokens":
+            value = [names.get(token, token) for token in value]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, value, kind, sub_type=inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
