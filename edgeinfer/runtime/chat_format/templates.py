@@ -74,7 +74,9 @@ TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """Features that probing found in a template. `late_system`: a system turn behind other turns."""
+    """Features that probing found in a template. `late_system`: a system turn behind other turns.
+    `typed_content`: it reads a content as a list of parts alone, as some of models with pictures do.
+    """
 
     system: bool = True
     late_system: bool = True
@@ -84,6 +86,7 @@ class TemplateTraits:
     tool_role: bool = False
     string_arguments: bool = False
     null_content: bool = False
+    typed_content: bool = False
     short_ids: bool = False
     reasoning_key: str = ""
 
@@ -185,10 +188,11 @@ class ChatTemplate:
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Render these dictionaries. Raises one of `_TEMPLATE_FAILURES`."""
+        typed = self.traits.typed_content
         names = {
             "tools": None,
             **variables,
-            "messages": messages,
+            "messages": [_typed(message) for message in messages] if typed else messages,
             "bos_token": self.bos,
             "eos_token": self.eos,
         }
@@ -196,6 +200,13 @@ class ChatTemplate:
             del names["tools"]  # templates ask both `tools is defined` and `tools`
         with fuelled():
             return str(self._compiled.render(names))
+
+
+def _typed(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _words(error: BaseException) -> str:
@@ -216,6 +227,11 @@ _RESULT = {
 def probe(template: ChatTemplate) -> TemplateTraits:
     """Detect what `template` supports by rendering small conversations."""
     source = template.source
+    typed_content = _MARKS["user"] not in _rendered(template, _USER) and _MARKS["user"] in _rendered(
+        template, _typed(_USER)
+    )
+    if typed_content:
+        template = replace(template, traits=TemplateTraits(typed_content=True))
     calls = _probe_calls(template)
     call = _probe_message(*calls) if calls else {"role": "assistant", "content": _MARKS["value"]}
     system = {"role": "system", "content": _MARKS["system"]}
@@ -229,6 +245,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
         tool_role=_MARKS["result"] in _rendered(template, _USER, call, _RESULT),
         string_arguments=calls is not None and calls[0],
         null_content=calls is not None and calls[1],
+        typed_content=typed_content,
         short_ids="length != 9" in source or "length == 9" in source,
         reasoning_key=next(
             (key for key in ("reasoning_content", "thinking", "reasoning") if _reads(source, key)), ""

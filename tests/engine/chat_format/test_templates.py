@@ -224,3 +224,15 @@ def test_hugging_face_extensions_render():
         "    {% if true %}\nx\n    {% endif %}\n"
     )
     assert ChatTemplate.load(source).render((USER, USER)) == '1{"a": "<é>"}[\n  1\n]\nx\n'
+
+
+def test_template_that_reads_parts_gets_parts():
+    """A template that walks over a content's parts would leave out the words of a plain text."""
+    template = ChatTemplate.load(
+        "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    assert template.traits.typed_content
+    assert template.traits.system
+    assert template.render((SYSTEM, USER)) == f"system: {SYSTEM.content};user: {USER.content};"
+    assert not any(load(name).traits.typed_content for name in FAMILIES)
