@@ -15,12 +15,14 @@ from made_decoders import make_lfm2, make_qwen2vl
 from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.model import _beside_projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import (
     PICTURE_MARK,
@@ -334,6 +336,15 @@ def test_batch_that_no_picture_fits_is_named(gemma3: Path, tmp_path: Path) -> No
         pytest.raises(InvalidRequestError, match=r"64 rows.*holds 32"),
     ):
         engine.submit(chat(picture(), "What is in it?"))
+
+
+def test_memory_plan_leaves_room_for_the_projector(tmp_path: Path) -> None:
+    projector = tmp_path / "mmproj.gguf"
+    projector.write_bytes(bytes(5000))
+    machine = read_machine()
+    files = ModelFiles(name="m", paths=(), projector=str(projector))
+    left = _beside_projector(machine, files).memory.available_bytes
+    assert machine.memory.available_bytes - left == 5000
 
 
 def test_row_tokens_name_pictures_and_their_starts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import time
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import msgspec
 
 from edgeinfer.config import load_options
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
-from edgeinfer.platform.machine import read_machine, read_rate
+from edgeinfer.platform.machine import Machine, read_machine, read_rate
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory, cell_memory
 from edgeinfer.runtime.llama.context import ActiveContext
@@ -120,7 +121,7 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
     check_options(options)
     model = open_model(files.paths, progress)
     try:
-        machine = read_machine()
+        machine = _beside_projector(read_machine(), files)
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])
         shape = model_shape(model, meta)
@@ -137,6 +138,14 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         raise
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
+
+
+def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:
+    """Take the weights of the projector off the memory, which they are read into."""
+    if not files.projector or not os.path.isfile(files.projector):
+        return machine
+    left = max(0, machine.memory.available_bytes - os.path.getsize(files.projector))
+    return replace(machine, memory=replace(machine.memory, available_bytes=left))
 
 
 def _refuse_encoder_decoder(model: Any, path: str) -> None:

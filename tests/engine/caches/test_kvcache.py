@@ -8,6 +8,7 @@ import pytest
 
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, Closest, KvCache, closest, common_prefix
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
+from edgeinfer.runtime.pictures import picture_start, row_tokens
 
 
 class CountingMemory:
@@ -257,6 +258,35 @@ def test_random_histories_keep_the_accounting_right(seed: int) -> None:
     kv.drop_idle(pinned=True)
     assert kv.used_cells == memory.cells == 0
     assert kv.cached_sequences == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_prompts_reuse_their_pictures_whole(seed: int) -> None:
+    """Against a model that cuts prompts into words and pictures, and compares those."""
+    rng = random.Random(seed)
+    kv, memory = make(n_cells=400, n_seq_max=6)
+    pieces = [[1], [2], *(row_tokens(b"picture %d" % i, n) for i, n in enumerate((1, 5, 9)))]
+    held: dict[int, list[int]] = {}
+    for _ in range(200):
+        prompt = [rng.randrange(len(pieces)) for _ in range(rng.randrange(1, 9))] + [rng.randrange(2)]
+        tokens = [token for piece in prompt for token in pieces[piece]]
+        shared = max((common_prefix(other, prompt[:-1]) for other in held.values()), default=0)
+        wanted = sum(len(pieces[piece]) for piece in prompt[:shared])
+        found, n = kv.match(tokens, ())
+        assert n == wanted
+        assert (found is None) == (n == 0)
+        cached_seq = kv.claim(tokens, ())
+        assert cached_seq is not None
+        kept = picture_start(tokens, common_prefix(cached_seq.tokens, tokens[:-1]))
+        assert kept == wanted
+        kv.truncate(cached_seq, kept)
+        assert kv.make_room(len(tokens) - kept)
+        fill(kv, memory, cached_seq, tokens)
+        kv.release(cached_seq, keep=True)
+        held[cached_seq.seq_id] = prompt
+        live = {c.seq_id: c for c in kv.cached_sequences if not c.pending_free}
+        held = {seq_id: prompt for seq_id, prompt in held.items() if seq_id in live}
+        assert kv.used_cells == memory.cells
 
 
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
