@@ -95,11 +95,9 @@ def look_at(url: str, key: str) -> RemoteEndpoint | None:
         return None
     if not isinstance(health, dict) or not {"status", "model"} <= health.keys():
         return None
-    return (
-        None
-        if health["status"] == "draining"
-        else RemoteEndpoint(url=url, model=health["model"], key=key)
-    )
+    if health["status"] == "draining":
+        return None
+    return RemoteEndpoint(url=url, model=health["model"], key=key)
 
 
 def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:

@@ -186,14 +186,6 @@ def test_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
         assert ("Traceback" in capsys.readouterr().err) == shown
 
 
-@pytest.mark.parametrize(
-    "argv", [["runn"], ["run", "--nope"], ["run", "tiny", "x", "--gpu-layers", "some"]]
-)
-def test_mistyped_command_line_is_exit_2(argv, engine, capsys):
-    assert main(argv, ScriptedHost(engine)) == 2
-    assert capsys.readouterr().err.startswith("error: ")
-
-
 def test_answer_that_repeats_itself_is_ended_and_said(capsys):
     looping = scripted(*["Avaid, "] * 20_000)
     assert run(looping, "x") == 0
@@ -250,6 +242,7 @@ def test_file_stands_before_the_prompt(engine, tmp_path):
         (["--schema", "{}", "--grammar", "x ::= y"], "not allowed with argument"),
         (["--max-tokens", "-5"], "'-5' is not a number between 1 and 1,000,000"),
         (["--temperature", "abc"], "'abc' is not a number between 0 and 10"),
+        (["--gpu-layers", "some"], '\'some\' is not "auto", "none", "all" or between 0 and 65536'),
     ],
 )
 def test_invalid_options_are_refused_before_the_model_is_loaded(engine, capsys, typed, said):

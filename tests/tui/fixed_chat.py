@@ -133,3 +133,54 @@ async def wait_until(pilot, condition, seconds=10.0):
         await asyncio.sleep(0)
     await pilot.pause()
     return found
+
+
+class Driven:
+    """A running app with its pilot."""
+
+    def __init__(self, pilot):
+        self.pilot = pilot
+        self.app = pilot.app
+        self.chat = pilot.app.chat
+        self.host = self.chat.launch.host
+        self.session = self.chat.session
+
+    async def until(self, condition):
+        return await wait_until(self.pilot, condition)
+
+    async def ready(self):
+        await self.until(lambda: self.session.engine is not None)
+
+    async def type(self, text, *keys):
+        self.chat.composer.fill(text)
+        await self.pilot.pause()
+        await self.press(*keys)
+
+    async def press(self, *keys):
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def ask(self, text):
+        before = len(self.session.all_turns())
+        await self.type(text, "enter")
+        await self.until(lambda: self.idle() and len(self.session.all_turns()) >= before + 2)
+
+    async def click(self, mark):
+        """Click on the first line of the transcript that has `mark`, three cells into it."""
+        rows = self.shown().splitlines()
+        y = next(i for i, text in enumerate(rows) if mark in text)
+        await self.pilot.click("#transcript", offset=(rows[y].index(mark) + 3, y))
+        await self.pilot.pause()
+
+    def idle(self):
+        return self.chat.streaming is None and not self.session.busy
+
+    def shown(self):
+        """The transcript as text."""
+        transcript = self.chat.transcript
+        return "\n".join(
+            line.text for e in transcript.entries for line in e.lines(transcript.text_width)
+        )
+
+    def turns(self):
+        return [t.content for t in self.session.path]

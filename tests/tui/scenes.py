@@ -8,7 +8,7 @@ import threading
 from typing import Any, NamedTuple
 
 import msgspec
-from fixed_chat import EMPTY_SHELF, MODEL, SHELF, FixedHost, end, wait_until, words
+from fixed_chat import EMPTY_SHELF, MODEL, SHELF, Driven, FixedHost, end, words
 
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError
@@ -64,7 +64,8 @@ def scene(*scripts, errors=(), shelf=SHELF, **fields):
     def register(prepare):
         def make():
             engine = FakeEngine([script() if callable(script) else script for script in scripts])
-            return Scene(FixedHost(engine, errors=errors), shelf, fields, prepare)
+            host = FixedHost(engine, errors=errors)
+            return Scene(host, shelf, fields, lambda pilot: prepare(Driven(pilot)))
 
         SCENES[prepare.__name__] = make
         return prepare
@@ -72,128 +73,112 @@ def scene(*scripts, errors=(), shelf=SHELF, **fields):
     return register
 
 
-async def ready(pilot):
-    chat = pilot.app.chat
-    await wait_until(pilot, lambda: chat.session.engine is not None)
-    return chat
-
-
-async def ask(pilot, text):
-    chat = await ready(pilot)
-    turns = len(chat.session.all_turns())
-    chat.send(text, None)
-    await wait_until(
-        pilot, lambda: chat.streaming is None and len(chat.session.all_turns()) == turns + 2
-    )
-    return chat
-
-
 @scene()
-async def empty(pilot):
-    await ready(pilot)
+async def empty(d):
+    await d.ready()
 
 
 @scene(quicksort)
-async def answered(pilot):
-    return await ask(pilot, QUESTION)
+async def answered(d):
+    await d.ready()
+    await d.ask(QUESTION)
 
 
 @scene(quicksort)
-async def top(pilot):
-    await answered(pilot)
-    await pilot.press("ctrl+t", "ctrl+home")
+async def top(d):
+    await answered(d)
+    await d.press("ctrl+t", "ctrl+home")
 
 
 @scene(
     lambda: ["Quicksort picks a *pivot* and sorts what is **smal", StepGate(threading.Event()), "ler**"]
 )
-async def writing(pilot):
-    chat = await ready(pilot)
-    chat.send(QUESTION, None)
-    await wait_until(
-        pilot, lambda: chat.streaming is not None and "smal" in chat.streaming.entry.lines(60)[0].text
-    )
-    chat.streaming.tokens, chat.streaming.began = 0, float("inf")
-    chat.refresh_status()
+async def writing(d):
+    await d.ready()
+    await d.type(QUESTION, "enter")
+    await d.until(lambda: d.chat.streaming and "smal" in d.chat.streaming.entry.lines(60)[0].text)
+    d.chat.streaming.tokens, d.chat.streaming.began = 0, float("inf")
+    d.chat.refresh_status()
 
 
 @scene(quicksort)
-async def completing(pilot):
-    await answered(pilot)
-    await pilot.press("slash", "s", "down")
+async def completing(d):
+    await answered(d)
+    await d.press("slash", "s", "down")
 
 
 @scene(words("The first answer."), words("The second answer, a bit longer."))
-async def chosen(pilot):
-    chat = await ask(pilot, "What is a pivot?")
-    await pilot.press("ctrl+r")
-    await wait_until(pilot, lambda: chat.streaming is None and len(chat.session.all_turns()) == 3)
-    await pilot.press("ctrl+up", "ctrl+up")
+async def chosen(d):
+    await d.ready()
+    await d.ask("What is a pivot?")
+    await d.press("ctrl+r")
+    await d.until(lambda: d.idle() and len(d.session.all_turns()) == 3)
+    await d.press("ctrl+up", "ctrl+up")
 
 
 @scene(words("The first answer."), words("The second answer, a bit longer."))
-async def editing(pilot):
-    await chosen(pilot)
-    await pilot.press("e")
+async def editing(d):
+    await chosen(d)
+    await d.press("e")
 
 
 @scene(
     ["Half of it ", DecodeError("llama_decode failed: no KV slot")],
     attachments=[Attachment(name="stdin", text="x" * 1204)],
 )
-async def trouble(pilot):
-    await ask(pilot, QUESTION)
+async def trouble(d):
+    await answered(d)
 
 
 @scene(quicksort)
-async def full(pilot):
-    chat = await answered(pilot)
-    chat.offer_room(
+async def full(d):
+    await answered(d)
+    d.chat.offer_room(
         ContextLengthError("the prompt of 2,311 tokens does not fit the context of 2,048 tokens")
     )
 
 
 @scene(quicksort)
-async def stats(pilot):
-    chat = await answered(pilot)
-    chat.session.engine._info = msgspec.structs.replace(DEFAULT_INFO, load_ms=312.0)
-    chat.run_command("/stats")
+async def stats(d):
+    await answered(d)
+    d.session.engine._info = msgspec.structs.replace(DEFAULT_INFO, load_ms=312.0)
+    d.chat.run_command("/stats")
 
 
 @scene(quicksort)
-async def models(pilot):
-    await answered(pilot)
-    await pilot.press("f2")
-    await wait_until(pilot, lambda: getattr(pilot.app.screen, "rows", None))
-    await pilot.press("down")
+async def models(d):
+    await answered(d)
+    await d.press("f2")
+    await d.until(lambda: getattr(d.app.screen, "rows", None))
+    await d.press("down")
 
 
 @scene(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")], shelf=EMPTY_SHELF)
-async def first(pilot):
-    await wait_until(pilot, lambda: getattr(pilot.app.screen, "rows", None))
-    pilot.app.screen._begin("pulling")
-    pilot.app.screen._progress(
+async def first(d):
+    await d.until(lambda: getattr(d.app.screen, "rows", None))
+    d.app.screen._begin("pulling")
+    d.app.screen._progress(
         "downloading  SmolLM2.gguf  ━━━━━━━━━━──────────  46 of 92 MB  8.2 MB/s  6 s left"
     )
 
 
 @scene(words("Whip the egg whites until stiff, then fold them in."))
-async def sessions(pilot):
+async def sessions(d):
+    await d.ready()
     for question in ("How do I cook a soufflé?", "Why does my soufflé fall?", "What is a monad?"):
-        await ask(pilot, question)
-        await pilot.press("ctrl+n")
-    await pilot.press("f3")
-    await pilot.pause()
+        await d.ask(question)
+        await d.press("ctrl+n")
+    await d.press("f3")
 
 
 @scene(words("Whip the egg whites until stiff, then fold them in."))
-async def searching(pilot):
-    await sessions(pilot)
-    pilot.app.screen.query_one("#words").value = "egg whites"
-    await wait_until(pilot, lambda: pilot.app.screen.found and pilot.app.screen.found[0].snippet)
+async def searching(d):
+    await sessions(d)
+    d.app.screen.query_one("#words").value = "egg whites"
+    await d.until(lambda: d.app.screen.found and d.app.screen.found[0].snippet)
 
 
 @scene(quicksort)
-async def help(pilot):
-    await answered(pilot)
-    await pilot.press("f1")
+async def help(d):
+    await answered(d)
+    await d.press("f1")
