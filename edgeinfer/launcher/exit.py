@@ -26,11 +26,6 @@ ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT
 UNEXPECTED = 70
 
 
-def is_ordinary(number: int) -> bool:
-    """Return whether a signal that ended an app needs no message."""
-    return number in (*ASKED_TO_END, _signal.SIGPIPE)
-
-
 def tell_killed(number: int, why: str) -> None:
     """Say that the app was killed."""
     sys.stderr.write(

@@ -172,7 +172,7 @@ class Launcher:
         if what == "exit":
             self._leave(number)
             return
-        if not exit.is_ordinary(number):
+        if number not in (*exit.ASKED_TO_END, _signal.SIGPIPE):
             exit.tell_killed(number, why)
             self._leave(128 + number)
             return

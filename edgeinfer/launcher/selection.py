@@ -26,8 +26,6 @@ class LaunchChoice:
     `snapshot` is the name given with `--snapshot`, or "".
     """
 
-    __slots__ = ("model", "options", "resume", "snapshot")
-
     def __init__(self, model: str, options: dict[str, str], resume: str, snapshot: str = "") -> None:
         self.model = model
         self.options = options

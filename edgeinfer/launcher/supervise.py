@@ -34,8 +34,6 @@ _LOG_BYTES = 4000
 class Child:
     """The supervisor of a running app: its pid, and the pipe on which it reports."""
 
-    __slots__ = ("pid", "status_fd")
-
     def __init__(self, pid: int, status_fd: int) -> None:
         self.pid, self.status_fd = pid, status_fd
 

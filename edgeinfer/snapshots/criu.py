@@ -43,8 +43,6 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 class Probe:
     """What this machine can do: a tier or None, why, and what to type when there is none."""
 
-    __slots__ = ("criu", "fix", "reason", "tier", "version")
-
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
     ) -> None:

@@ -94,11 +94,6 @@ def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig)
         )
 
 
-def is_building(name: str) -> bool:
-    """Return whether any process builds this snapshot now."""
-    return is_locked(build_lock(paths.snapshots_dir(), name))
-
-
 def being_built() -> list[str]:
     """List the names of this program's builds in any process."""
     end = f"-{fingerprint.program_tag()}.lock"
@@ -221,7 +216,7 @@ def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
     found = criu.probe()
     if found.tier is None:
         return found.reason
-    if is_building(inputs.name):
+    if is_locked(build_lock(paths.snapshots_dir(), inputs.name)):
         return "another process is building it"
     for failed in registry.list_failures():
         if (failed.name, failed.depends_on) == (inputs.name, inputs.depends_on):

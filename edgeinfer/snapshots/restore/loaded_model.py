@@ -46,7 +46,7 @@ class LoadedModel:
     """
 
     def __init__(self, engine: Parkable, description: ProcessDescription) -> None:
-        self._engine = engine
+        self.engine = engine
         self.description = description
         self.model = description.model
         self._entropy = b""
@@ -56,11 +56,7 @@ class LoadedModel:
     @property
     def is_open(self) -> bool:
         """Return whether the engine still takes requests."""
-        return self._engine.is_open
-
-    @property
-    def engine(self) -> Parkable:
-        return self._engine
+        return self.engine.is_open
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
         """Return whether this engine has the requested model and options.
@@ -70,15 +66,15 @@ class LoadedModel:
         if not self.is_open or model != self.model:
             return False
         wanted, requested = snapshot_options(options), snapshot_options(self.description.options)
-        return not (differing if named else unmet)(wanted, requested, actual(self._engine))
+        return not (differing if named else unmet)(wanted, requested, actual(self.engine))
 
     def take(self, options: LoadOptions) -> Engine:
         """Return the engine, decoding with the requested threads."""
         if not self.is_open:
             raise EngineClosedError("the resumed engine was closed")
         if options.n_threads:
-            self._engine.resume(options.n_threads, self._entropy)
-        return self._engine
+            self.engine.resume(options.n_threads, self._entropy)
+        return self.engine
 
     def resume(self, entropy: bytes) -> None:
         """Resume the engine with a thread for each processor of this launch, and its entropy."""
@@ -87,17 +83,17 @@ class LoadedModel:
         from edgeinfer.runtime.memory_plan.plan import choose_threads
 
         self._entropy = entropy
-        self._engine.resume(choose_threads(0, read_processors()).value, entropy)
+        self.engine.resume(choose_threads(0, read_processors()).value, entropy)
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
         """Compute a score, four tokens or an embedding, bit-equal after a restore."""
-        info = self._engine.info
+        info = self.engine.info
         if info.can_rerank:
-            return msgspec.msgpack.encode(self._engine.rerank(_CANARY_PROMPT, [_CANARY_DOCUMENT]))
+            return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPT, [_CANARY_DOCUMENT]))
         if info.can_generate:
             return msgspec.msgpack.encode(self._canary_tokens())
-        return msgspec.msgpack.encode(self._engine.embed([_CANARY_PROMPT]))
+        return msgspec.msgpack.encode(self.engine.embed([_CANARY_PROMPT]))
 
     def _canary_tokens(self) -> list[TokenLogprobs]:
         request = GenerateRequest(
@@ -108,7 +104,7 @@ class LoadedModel:
             cache_prompt=False,
             sampling=Sampling(temperature=0.0, seed=1),
         )
-        deltas = [event for event in self._engine.submit(request) if isinstance(event, TextDelta)]
+        deltas = [event for event in self.engine.submit(request) if isinstance(event, TextDelta)]
         return [token for delta in deltas for token in delta.logprobs]
 
 
