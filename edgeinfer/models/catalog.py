@@ -125,6 +125,9 @@ class Model(_Table, frozen=True, kw_only=True):
     lora: Annotated[
         tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")
     ] = ()
+    projector: Annotated[
+        str, key_doc("A GGUF file that encodes pictures for it; ~ is the home directory.")
+    ] = ""
     sampling: SamplingDefaults = SamplingDefaults()
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:

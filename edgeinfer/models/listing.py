@@ -9,6 +9,7 @@ import msgspec
 
 from edgeinfer.error_text import hint
 from edgeinfer.errors import CatalogError
+from edgeinfer.models import projectors
 from edgeinfer.models.catalog import Catalog, Model
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
@@ -19,7 +20,8 @@ from edgeinfer.units import format_parameters
 class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One model. `size_bytes` is 0 if unknown.
 
-    `store` is the external store that has the file, "" for our own.
+    `store` is the external store that has the file, "" for our own. `can_see`: it has a projector, so
+    messages may have pictures.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     store: str = ""
     size_bytes: int = 0
     size_is_estimate: bool = False
+    can_see: bool = False
 
 
 class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +79,7 @@ def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
         pulled=True,
         in_place=model.in_place,
         size_bytes=model.size_bytes,
+        can_see=bool((entry and entry.projector) or projectors.beside(model.paths[0])),
     )
 
 
@@ -98,6 +102,7 @@ def _of_external(model: ExternalModel) -> ModelSummary | UnusableModel:
         in_place=True,
         store=model.store,
         size_bytes=model.size_bytes,
+        can_see=bool(model.projectors),
     )
 
 

@@ -19,7 +19,7 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
-from edgeinfer.models import gguf, names, sources
+from edgeinfer.models import gguf, names, projectors, sources
 from edgeinfer.models.catalog import Model, load_catalog, nearest
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
@@ -165,7 +165,13 @@ def _with_suggestions(error: _E, text: str) -> _E:
 
 
 def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
-    files = ModelFiles(name=pulled.name, paths=tuple(map(str, pulled.paths)), sha256=pulled.sha256)
+    first = pulled.paths[0]
+    files = ModelFiles(
+        name=pulled.name,
+        paths=tuple(map(str, pulled.paths)),
+        sha256=pulled.sha256,
+        projector=_projector(entry, first),
+    )
     if entry is None:
         return files
     return msgspec.structs.replace(
@@ -177,6 +183,16 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
         draft=entry.draft,
         lora=str(LORA.parse(",".join(one.option for one in entry.lora))),
     )
+
+
+def _projector(entry: Model | None, model: Path) -> str:
+    """Return the catalogue's projector, or the one beside the file. Raises InvalidGgufError."""
+    if entry is None or not entry.projector:
+        candidates = projectors.beside(model)
+        return projectors.fitting(candidates, gguf.read_header(model)) if candidates else ""
+    path = Path(entry.projector).expanduser().absolute()
+    projectors.check(path)
+    return str(path)
 
 
 def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:
@@ -201,6 +217,6 @@ def _files_of_path(path: Path) -> ModelFiles:
             hint=f"`edgeinfer pull {path}`",
         )
     parts = names.split_parts(path)
-    for part in parts:
-        gguf.check(part)
-    return ModelFiles(name=path.stem, paths=tuple(map(str, parts)))
+    first, *_ = [gguf.check(part) for part in parts]
+    projector = projectors.fitting(projectors.beside(parts[0]), first)
+    return ModelFiles(name=path.stem, paths=tuple(map(str, parts)), projector=projector)

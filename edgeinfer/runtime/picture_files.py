@@ -13,9 +13,10 @@ import re
 import signal
 import subprocess
 from collections import OrderedDict
+from pathlib import Path
 from threading import Lock
 
-from edgeinfer.errors import InvalidRequestError
+from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.pictures import Picture
 
@@ -67,6 +68,21 @@ def decode_text(text: str, param: str = "messages") -> Picture:
     except (binascii.Error, ValueError):
         raise _refusal("it is not valid base64", param) from None
     return decode(data, param)
+
+
+def read(path: Path) -> Picture:
+    """Decode a file. Raises UsageError if it cannot be read or is no picture."""
+    try:
+        with open(path.expanduser(), "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
+    try:
+        return decode(data)
+    except InvalidRequestError as error:
+        raise UsageError(
+            f"{path}: {error.message}", hint="give a JPEG, PNG, WebP or GIF file"
+        ) from error
 
 
 def forget() -> None:

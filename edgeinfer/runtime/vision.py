@@ -14,6 +14,7 @@ import numpy.typing as npt
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.platform.disk import stamps
 from edgeinfer.platform.priority import lower_thread_priority
+from edgeinfer.runtime import projector_trials
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.options import ModelFiles
@@ -123,6 +124,9 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
         return None, ""
     if not loaded.supports_truncation:
         return None, ": recurrent and hybrid models with pictures are not supported yet"
+    failure = projector_trials.failure(files.projector, files.paths)
+    if failure:
+        return None, f": its projector {files.projector} was refused: {failure}"
     key = stamps((files.projector,))
     projector = Projector(files.projector, loaded.model, loaded.n_threads)
     if projector.uses_mrope:

@@ -16,6 +16,7 @@ from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, Usage
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
+from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
 
 END = Finished(
@@ -230,10 +231,23 @@ def test_file_stands_before_the_prompt(engine, tmp_path):
     assert content.index("be there at nine") < content.index("When?")
 
 
+def test_pictures_stand_before_the_prompt(engine, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name, color in (("red.png", (255, 0, 0)), ("blue.png", (0, 0, 255))):
+        image.new("RGB", (2, 1), color).save(tmp_path / name)
+    images = [f"--image={tmp_path / name}" for name in ("red.png", "blue.png")]
+    assert run(engine, "Which is red?", *images) == 0
+    turn = engine.requests[0].messages[-1]
+    assert turn.content == f"{PICTURE_MARK * 2}Which is red?"
+    assert [picture.rgb for picture in turn.pictures] == [b"\xff\0\0" * 2, b"\0\0\xff" * 2]
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["--image", "cat.png"], "edgeinfer cannot read images yet"),
+        (["--image", "/nosuch"], "/nosuch: No such file or directory"),
+        (["--image", __file__], "it is no JPEG, PNG, WebP or GIF file"),
+        (["--image", "x", "--raw"], "a raw prompt has no place for pictures"),
         (["--schema", "{not json"], "--schema: "),
         (["--schema", "/nosuch"], "--schema cannot be read"),
         (["--grammar", "/nosuch"], "--grammar cannot be read"),

@@ -14,7 +14,7 @@ import pytest
 from made_decoders import make_lfm2, make_qwen2vl
 from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 
-from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -324,8 +324,10 @@ def test_projector_of_another_model_is_refused(smollm2: Path, tmp_path: Path) ->
     broken.write_bytes(made.read_bytes()[:5000])
     for projector, words in ((made, "another model"), (narrow, "load"), (broken, "load")):
         files = ModelFiles(name="m", paths=(str(smollm2),), projector=str(projector))
-        with pytest.raises(ModelLoadError, match=words):
-            load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))
+        with closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))) as engine:
+            assert not engine.info.can_see
+            with pytest.raises(InvalidRequestError, match=rf"was refused: .*{words}"):
+                engine.submit(chat(picture()))
 
 
 def test_batch_that_no_picture_fits_is_named(gemma3: Path, tmp_path: Path) -> None:

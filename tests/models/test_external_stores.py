@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture, sha
 from made_gguf import entry, gguf_bytes, model_entries, text
+from made_models import make_llama
+from made_projectors import make_projector
 
 from edgeinfer.cli.main import main
 from edgeinfer.cli.serving import pulled_models
@@ -26,7 +28,10 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
+from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import reader, stores
+from edgeinfer.models.gguf import read_header
+from edgeinfer.models.listing import every_model
 from edgeinfer.models.reference import is_model, resolve
 from edgeinfer.platform import disk
 from edgeinfer.snapshots.format import part_of, safe_name
@@ -307,7 +312,7 @@ def test_bare_ollama_name_is_suggested_in_full(home: Path) -> None:
 def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
     params = {"stop": ["<|end|>"], "temperature": 0.5, "num_ctx": 4096, "top_k": -3, "seed": 1}
     template = "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>{{ end }}"
-    layers = {"system": "Be brief.", "license": "MIT", "projector": "pixels"}
+    layers = {"system": "Be brief.", "license": "MIT", "messages": "Hi"}
     OllamaStore(home, TINY, template=template, params=params, **layers)
     files = resolve("ollama/tiny:1b").files()
     assert files.system_prompt == "Be brief."
@@ -318,7 +323,7 @@ def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
     assert "not used: template: Go templates are not read" in out
     assert "not used: num_ctx 4096" in out
     assert "not used: top_k -3" in out
-    assert "not used: projector" in out
+    assert "not used: messages" in out
 
 
 def test_ggufs_own_template_is_used_before_ollamas(home: Path) -> None:
@@ -363,6 +368,35 @@ def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own(h
         f"hf:someone/Tiny-GGUF@{'b' * 40}:F32",
     }
     assert resolve("someone/Tiny-GGUF:F32").files().name == made.name
+
+
+def test_a_stores_projector_is_found_and_verified(home: Path, tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model.gguf")
+    width = read_header(model).n_embd
+    projector = make_projector(tmp_path / "mmproj-tiny-F16.gguf", "gemma3", width).read_bytes()
+    other = make_projector(tmp_path / "mmproj-other.gguf", "gemma3", width + 8).read_bytes()
+    hub, studio = HubCache(home, model.read_bytes()), StudioFolder(home, model.read_bytes())
+    link = hub.add("mmproj-tiny-F16.gguf", projector)
+    hub.add("mmproj-other.gguf", other)
+    (studio.repo / "mmproj-tiny-F16.gguf").write_bytes(projector)
+    assert resolve(hub.name).files().projector == str(link.resolve())
+    assert resolve(studio.name).files().projector == str(studio.repo / "mmproj-tiny-F16.gguf")
+    with open(link.resolve(), "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    with pytest.raises(ChecksumError):
+        resolve(hub.name).files()
+
+
+def test_ollamas_projector_is_found(home: Path, tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model.gguf")
+    projector = make_projector(tmp_path / "mmproj.gguf", "gemma3", read_header(model).n_embd)
+    made = OllamaStore(home, model.read_bytes())
+    made.layers.append(("projector", projector.read_bytes()))
+    blob = made.blob(projector.read_bytes())
+    made.write_manifest()
+    assert resolve(made.name).files().projector == str(blob)
+    assert next(one for one, _ in every_model(load_catalog()) if one.name == made.name).can_see
 
 
 @pytest.mark.parametrize("kind", [HubCache, StudioFolder])

@@ -89,7 +89,7 @@ def _row(model: ModelRow) -> tuple[str, ...]:
         str(model.context_length) if model.context_length else "?",
         str(model.snapshots) if model.snapshots else "-",
         model.licence or "?",
-        model.purpose,
+        f"{model.purpose}, pictures" if model.can_see else model.purpose,
     )
 
 

@@ -24,9 +24,11 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
+from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.pictures import Picture, join_parts
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.safe_text import without_controls
@@ -78,12 +80,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file", action="append", default=[], metavar="FILE", help="a text file, put before the prompt"
     )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a JPEG, PNG, WebP or GIF file, put before the prompt",
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")
     shape.add_argument("--grammar", metavar="FILE|GBNF", help="answer by this grammar in GBNF")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text")
     parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
-    parser.add_argument("--image", help=argparse.SUPPRESS)  # refused: no model here reads images
     parser.add_argument("--timings", action="store_true", help="timings on stderr")
     add_sampling_options(parser)
     add_load_options(parser)
@@ -101,8 +109,9 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
         )
-    if options.image:
-        raise UsageError("edgeinfer cannot read images yet", hint="text goes in with `--file FILE`")
+    if options.image and options.raw:
+        raise UsageError("a raw prompt has no place for pictures", hint="leave out --raw or --image")
+    pictures = [picture_files.read(Path(path)) for path in options.image]
     prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
     answer_fields = requesting.answer_fields(options)
     system = options.system and requesting.system_prompt(options.system, host.config)
@@ -118,7 +127,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     system = engine.info.system_prompt if system is None else system
     request = GenerateRequest(
         prompt=prompt if options.raw else None,
-        messages=() if options.raw else _turns(system, prompt),
+        messages=() if options.raw else _turns(system, prompt, pictures),
         sampling=requesting.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
         **answer_fields,
@@ -133,10 +142,11 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     return result
 
 
-def _turns(system: str, prompt: str) -> tuple[Message, ...]:
+def _turns(system: str, prompt: str, pictures: list[Picture]) -> tuple[Message, ...]:
+    content, pictured = join_parts([*pictures, prompt])
     return (
         *([Message(role="system", content=system)] if system else []),
-        Message(role="user", content=prompt),
+        Message(role="user", content=content, pictures=pictured),
     )
 
 

@@ -80,7 +80,12 @@ class OllamaStore(ExternalStore):
             return self.unusable(name, error)
         others = {kind: file.path for kind, file in files.items() if kind != "model"}
         return ExternalModel(
-            name=name, store=self.name, files=(weights,), layers=others, modified_s=info.st_mtime
+            name=name,
+            store=self.name,
+            files=(weights,),
+            layers=others,
+            projectors=(files["projector"],) if "projector" in files else (),
+            modified_s=info.st_mtime,
         )
 
 
@@ -152,7 +157,7 @@ def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSet
             own = "the GGUF's own is used instead"
             other = "Go templates are not read; `chat-template` in models.toml can say it"
             settings.unused.append(f"template: {own if has_template else other}")
-        elif kind != "license":
+        elif kind not in ("license", "projector"):
             settings.unused.append(f"{kind}: not supported here")
     return settings
 

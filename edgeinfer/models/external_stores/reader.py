@@ -34,7 +34,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model of another program. `name` is its model reference.
 
     `problem` says why it cannot be used and `fix` how to solve that. `layers` are Ollama's further
-    files by kind (`template`, `params`, `system`, …).
+    files by kind (`template`, `params`, `system`, …). `projectors` may encode pictures for it.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     fix: str = ""
     layers: Mapping[str, str] = {}
+    projectors: tuple[ExternalFile, ...] = ()
 
     @property
     def size_bytes(self) -> int:

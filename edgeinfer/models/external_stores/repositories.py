@@ -11,6 +11,7 @@ A model of Hugging Face's cache is named by its source, `hf:OWNER/REPO:QUANT`, o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from edgeinfer.models.external_stores.reader import (
     ggufs,
     small_file,
 )
+from edgeinfer.models.projectors import is_projector
 from edgeinfer.platform import paths
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -45,10 +47,11 @@ class _RepositoryStore(ExternalStore):
         """Yield the models of the repository in `folder`, below the store's `root`.
 
         A model is called `prefix` and its quantization if no other file has that, otherwise `prefix`
-        and its path. Projectors are skipped. Raises UnusableError if `folder` is not readable.
+        and its path. Projectors are every model's. Raises UnusableError if `folder` is not readable.
         """
         found = [str(path.relative_to(folder)) for path in ggufs(folder, self.depth)]
         firsts = sorted({min(_parts(file)) for file in found if "mmproj" not in file.lower()})
+        encoders = tuple(_projectors(folder, found, root))
         quants = [names.quantization_of(first) for first in firsts]
         for first, quant in zip(firsts, quants, strict=True):
             name = f"{prefix}/{first[: len(first) - len(self.suffix)]}"
@@ -60,7 +63,17 @@ class _RepositoryStore(ExternalStore):
                 yield self.unusable(name, error)
                 continue
             stamp = max(os.stat(file.path).st_mtime for file in files)
-            yield ExternalModel(name=name, store=self.name, files=tuple(files), modified_s=stamp)
+            yield ExternalModel(
+                name=name, store=self.name, files=tuple(files), projectors=encoders, modified_s=stamp
+            )
+
+
+def _projectors(folder: Path, found: list[str], root: Path) -> Iterator[ExternalFile]:
+    """Yield the projectors of a repository that can be read."""
+    for file in found:
+        if is_projector(os.path.basename(file)):
+            with contextlib.suppress(UnusableError):
+                yield _found_file(folder / file, root)
 
 
 def _parts(file: str) -> list[str]:

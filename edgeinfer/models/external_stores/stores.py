@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import ChecksumError, ModelNotPulledError
-from edgeinfer.models import gguf, names
+from edgeinfer.models import gguf, names, projectors
 from edgeinfer.models.external_stores import ollama
 from edgeinfer.models.external_stores.ollama import OllamaSettings, OllamaStore
 from edgeinfer.models.external_stores.reader import ExternalModel, ExternalStore, UnusableError, verify
@@ -144,7 +144,8 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
     """
     files = described(model)
     report = progress or (lambda stage, fraction: None)
-    for file in model.files:
+    encoder = [file for file in model.projectors if file.path == files.projector]
+    for file in (*model.files, *encoder):
         stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
         try:
             verify(file, lambda done, whole, at=stage: report(at, done / whole))  # type: ignore[misc]
@@ -163,7 +164,8 @@ def described(model: ExternalModel) -> ModelFiles:
 
     Raises ModelNotPulledError, InvalidGgufError.
     """
-    stored = settings(model, headers(model)[0])
+    header = headers(model)[0]
+    stored = settings(model, header)
     return ModelFiles(
         name=model.name,
         paths=model.paths,
@@ -171,6 +173,7 @@ def described(model: ExternalModel) -> ModelFiles:
         stop=stored.stop,
         sampling=msgspec.structs.replace(Sampling(), **stored.sampling),
         system_prompt=stored.system_prompt,
+        projector=projectors.fitting([file.path for file in model.projectors], header),
     )
 
 

@@ -1,0 +1,67 @@
+"""Projectors: GGUF files that encode pictures for a model; found beside it, checked before use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from edgeinfer.errors import InvalidGgufError
+from edgeinfer.models import gguf
+from edgeinfer.models.gguf import GgufHeader
+
+_ARCHITECTURE = "clip"
+#: Bounds of the numbers in a projector's header that llama.cpp computes sizes from.
+_MOST = {
+    "image_size": 4096,
+    "patch_size": 256,
+    "embedding_length": 1 << 15,
+    "feed_forward_length": 1 << 17,
+    "attention.head_count": 512,
+    "block_count": 512,
+    "projection_dim": 1 << 16,
+}
+
+
+def is_projector(file_name: str) -> bool:
+    """Tell by its name if a file is a projector, as llama.cpp's converter names them."""
+    return "mmproj" in file_name.lower() and file_name.lower().endswith(".gguf")
+
+
+def beside(model: Path) -> list[Path]:
+    """List the projectors in the model's folder, by name."""
+    try:
+        return sorted(path for path in model.parent.iterdir() if is_projector(path.name))
+    except OSError:
+        return []
+
+
+def check(path: str | Path) -> GgufHeader:
+    """Read the header of a projector that llama.cpp can be given. Raises InvalidGgufError."""
+    header = gguf.check(path, vocabulary=False)
+    if header.architecture != _ARCHITECTURE:
+        raise InvalidGgufError(f"{path} is no projector: its architecture is {header.architecture!r}")
+    if header.metadata.get("clip.has_vision_encoder") is not True:
+        raise InvalidGgufError(f"{path} encodes no pictures")
+    for key, most in _MOST.items():
+        value = header.metadata.get(f"clip.vision.{key}", 1)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise InvalidGgufError(
+                f"{path} says clip.vision.{key} is {value!r}; 1 to {most} are possible"
+            )
+    size, patch = (header.number(f"clip.vision.{key}_size", 1) for key in ("image", "patch"))
+    if patch > size:
+        raise InvalidGgufError(f"{path} has patches of {patch} pixels in pictures of {size}")
+    return header
+
+
+def fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:
+    """Return the smallest valid projector whose rows are as wide as the model's embeddings, or ""."""
+    found = []
+    for path in candidates:
+        try:
+            width = check(path).number("clip.vision.projection_dim")
+        except InvalidGgufError:
+            continue
+        if width == model.n_embd:
+            found.append((Path(path).stat().st_size, str(path)))
+    return min(found)[1] if found else ""

@@ -1,0 +1,42 @@
+"""Open a projector with its model and encode one picture: `python -m` this, PROJECTOR MODEL…
+
+Prints "" as JSON if it works, otherwise the reason. A process of its own, because a wrong projector
+ends the one that opens it: of 300 mutated headers 55 by SIGABRT, 7 by SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import msgspec
+
+from edgeinfer.errors import EngineError
+from edgeinfer.platform.process import die_with_parent
+from edgeinfer.runtime.llama.mtmd import Projector
+from edgeinfer.runtime.llama.weights import open_model
+from edgeinfer.runtime.pictures import Picture
+
+_CPU_S = 600
+_SIDE = 64
+
+
+def main(argv: list[str]) -> int:
+    """Try the projector; return 0 if there was an answer."""
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+    try:
+        projector = Projector(argv[0], open_model(tuple(argv[1:])), os.cpu_count() or 1)
+        projector.encode(Picture(_SIDE, _SIDE, bytes(3 * _SIDE * _SIDE)))
+        reason = ""
+    except EngineError as error:
+        reason = error.message
+    sys.stdout.buffer.write(msgspec.json.encode(reason))
+    sys.stdout.buffer.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

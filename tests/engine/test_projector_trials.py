@@ -1,0 +1,71 @@
+"""A projector is opened in a process of its own first: a wrong one costs the pictures, not the engine."""
+
+import random
+from contextlib import closing
+
+import pytest
+from made_projectors import make_projector
+
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime import projector_trials
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.llama.libedgeinfer import library
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.pictures import PICTURE_MARK, Picture
+from edgeinfer.runtime.requests import GenerateRequest, Message
+
+from .conftest import answer, ask
+
+RED = Picture(64, 64, b"\xff\0\0" * 64 * 64)
+QUESTION = Message(role="user", content=f"{PICTURE_MARK}What is it?", pictures=(RED,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    if not library("mtmd").exists():
+        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
+
+
+@pytest.fixture(scope="module")
+def projector(tmp_path_factory):
+    return make_projector(tmp_path_factory.mktemp("projector") / "mmproj.gguf", "gemma3", 640)
+
+
+def loaded(model, projector):
+    files = ModelFiles(name="tiny", paths=(str(model),), projector=str(projector))
+    return closing(load_engine(files, LoadOptions(n_ctx=1024, n_parallel=1)))
+
+
+def test_a_projector_that_works_is_tried_once(gemma3, projector, monkeypatch):
+    assert projector_trials.failure(str(projector), (str(gemma3),)) == ""
+    monkeypatch.setattr(projector_trials, "_HELPER", "no.such.module")
+    assert projector_trials.failure(str(projector), (str(gemma3),)) == ""
+
+
+def test_a_trial_that_dies_is_a_reason(gemma3, projector, tmp_path, monkeypatch):
+    monkeypatch.setattr(projector_trials, "_HELPER", "no.such.module")
+    copy = tmp_path / "mmproj.gguf"
+    copy.write_bytes(projector.read_bytes())
+    assert "ended the process" in projector_trials.failure(str(copy), (str(gemma3),))
+
+
+def test_a_refused_projector_leaves_a_model_of_text(gemma3, tmp_path):
+    narrow = make_projector(tmp_path / "mmproj.gguf", "gemma3", 512)
+    with loaded(gemma3, narrow) as engine:
+        assert not engine.info.can_see
+        assert answer(engine, ask()).finished.usage.completion_tokens == 8
+        with pytest.raises(InvalidRequestError, match=r"was refused: .*mmproj"):
+            engine.submit(GenerateRequest(messages=(QUESTION,)))
+
+
+@pytest.mark.slow
+def test_mutated_projectors_never_end_the_engines_process(gemma3, projector, tmp_path):
+    chance = random.Random(28)
+    original = projector.read_bytes()
+    for number in range(12):
+        data = bytearray(original)
+        for _ in range(chance.choice((1, 4, 16))):
+            data[chance.randrange(24, 1500)] = chance.randrange(256)
+        path = tmp_path / f"mmproj-{number}.gguf"
+        path.write_bytes(data)
+        assert isinstance(projector_trials.failure(str(path), (str(gemma3),)), str)

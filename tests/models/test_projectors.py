@@ -1,0 +1,84 @@
+"""Projectors: which of the files beside a model encode pictures for it, and which headers are refused."""
+
+import gguf
+import numpy as np
+import pytest
+from made_models import make_llama
+from made_projectors import make_projector
+
+from edgeinfer.errors import InvalidGgufError
+from edgeinfer.models import projectors
+from edgeinfer.models.gguf import GgufHeader, read_header
+from edgeinfer.models.reference import resolve
+
+
+def model_header(n_embd: int) -> GgufHeader:
+    return GgufHeader(
+        path="m.gguf",
+        version=3,
+        file_bytes=0,
+        alignment=32,
+        data_offset=0,
+        metadata={"general.architecture": "llama", "llama.embedding_length": n_embd},
+        tensors=(),
+    )
+
+
+def write(path, architecture="clip", **sizes):
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_bool("clip.has_vision_encoder", True)
+    for key, value in {"projection_dim": 64, "image_size": 64, "patch_size": 16, **sizes}.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "qwen2vl_merger"])
+def test_a_projector_of_each_kind_is_read(tmp_path, kind):
+    path = make_projector(tmp_path / "mmproj.gguf", kind, 640)
+    assert projectors.check(path).number("clip.vision.projection_dim") == 640
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"image_size": 0}, "image_size is 0"),
+        ({"image_size": 1 << 30}, "image_size is 1073741824"),
+        ({"patch_size": 65}, "patches of 65 pixels in pictures of 64"),
+        ({"block_count": 1 << 20}, "block_count"),
+        ({"attention.head_count": 0}, "head_count is 0"),
+    ],
+)
+def test_a_size_that_no_projector_has_is_refused(tmp_path, sizes, said):
+    with pytest.raises(InvalidGgufError, match=said):
+        projectors.check(write(tmp_path / "mmproj.gguf", **sizes))
+
+
+def test_a_model_is_no_projector(tmp_path):
+    with pytest.raises(InvalidGgufError, match="its architecture is 'llama'"):
+        projectors.check(write(tmp_path / "mmproj.gguf", "llama"))
+
+
+def test_the_smallest_that_fits_the_models_width_is_chosen(tmp_path):
+    wide = make_projector(tmp_path / "mmproj-wide.gguf", "gemma3", 1152)
+    small = write(tmp_path / "mmproj-small.gguf", projection_dim=640)
+    large = make_projector(tmp_path / "mmproj-large.gguf", "gemma3", 640)
+    (tmp_path / "mmproj-broken.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    candidates = projectors.beside(tmp_path / "model.gguf")
+    assert len(candidates) == 4
+    assert projectors.fitting(candidates, model_header(640)) == str(small)
+    assert projectors.fitting([large, wide], model_header(640)) == str(large)
+    assert projectors.fitting(candidates, model_header(512)) == ""
+
+
+def test_a_file_takes_the_projector_beside_it(tmp_path):
+    model = make_llama(tmp_path / "model.gguf")
+    assert resolve(str(model)).files().projector == ""
+    width = read_header(model).n_embd
+    path = make_projector(tmp_path / "mmproj-model-f16.gguf", "gemma3", width)
+    assert resolve(str(model)).files().projector == str(path)
