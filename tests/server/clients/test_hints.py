@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from least_requests import HI, STREAMING
 
 from edgeinfer.runtime.events import ToolCallDelta
 from edgeinfer.runtime.fake import FakeEngine
 
-HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
-BASE = {CHAT: {"messages": HI}, RESPONSES: {"input": "hi"}, MESSAGES: {"messages": HI, "max_tokens": 8}}
 SCHEMA = {"type": "object", "properties": {}}
 CACHED = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
 EAGER = {"name": "a", "input_schema": SCHEMA, "eager_input_streaming": True}
@@ -61,7 +60,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("path", "sent", "named"), TAKEN, ids=[named for _, _, named in TAKEN])
 def test_a_hint_is_taken_and_named(here, until, path, sent, named):
-    assert _ignored(here.client.post(path, json=BASE[path] | sent)) == [named]
+    assert _ignored(here.client.post(path, json=STREAMING[path] | sent)) == [named]
     until(lambda: f'"ignored":"{named}"' in here.log.getvalue(), "the log to name it")
 
 
@@ -78,11 +77,11 @@ def test_a_hint_is_taken_and_named(here, until, path, sent, named):
     ],
 )
 def test_nulls_and_empty_lists_of_known_fields_are_nothing(here, path, sent):
-    assert _ignored(here.client.post(path, json=BASE[path] | sent)) == [""]
+    assert _ignored(here.client.post(path, json=STREAMING[path] | sent)) == [""]
 
 
 def test_an_unknown_field_follows_the_configuration(serve):
-    sent = BASE[CHAT] | {"mood": 1, "zesty\r\nx: y": 2}
+    sent = STREAMING[CHAT] | {"mood": 1, "zesty\r\nx: y": 2}
     taken = serve(FakeEngine()).client.post(CHAT, json=sent)
     assert _ignored(taken) == ["mood", "zesty??x:?y"]
     refused = serve(FakeEngine(), refuse_unknown=True).client.post(CHAT, json=sent)
@@ -170,13 +169,13 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(here, engine):
 def test_beta_header_is_taken_and_named(here):
     """The bodies that agents send are in tests/clients/recorded; their header says what they may expect."""
     sent = {"headers": {"anthropic-beta": "claude-code-20250219"}}
-    assert _ignored(here.client.post(f"{MESSAGES}?beta=true", json=BASE[MESSAGES], **sent)) == [
+    assert _ignored(here.client.post(f"{MESSAGES}?beta=true", json=STREAMING[MESSAGES], **sent)) == [
         "anthropic-beta"
     ]
 
 
 def test_a_tool_loop_of_threads_is_told_to_go_on_without(here):
-    refused = here.client.post(MESSAGES, json=BASE[MESSAGES] | {"thread": {"type": "create"}})
+    refused = here.client.post(MESSAGES, json=STREAMING[MESSAGES] | {"thread": {"type": "create"}})
     assert refused.json()["error"]["details"] == {
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],

@@ -51,11 +51,6 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def here(serve_module, engine):
-    return serve_module(engine)
-
-
-@pytest.fixture(scope="module")
 def blind(serve_module):
     return serve_module(FakeEngine())
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from least_requests import HI, STREAMING
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.events import (
@@ -22,7 +23,6 @@ from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Sampling
 
 CHAT = "/v1/chat/completions"
-HI = [{"role": "user", "content": "hi"}]
 TOOLS = [
     {"type": "function", "function": {"name": "f"}},
     {"type": "function", "function": {"name": "g"}},
@@ -308,15 +308,16 @@ def test_response_items_join_into_turns(serve):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "sign"),
+    ("path", "sign"),
     [
-        ("/v1/chat/completions", {"messages": HI}, '"error":{"message":"boom"'),
-        ("/v1/completions", {"prompt": "x"}, '"error":{"message":"boom"'),
-        ("/v1/messages", {"messages": HI, "max_tokens": 5}, "event: error"),
-        ("/v1/responses", {"input": "x"}, "event: response.failed"),
+        ("/v1/chat/completions", '"error":{"message":"boom"'),
+        ("/v1/completions", '"error":{"message":"boom"'),
+        ("/v1/messages", "event: error"),
+        ("/v1/responses", "event: response.failed"),
     ],
 )
-def test_a_failure_in_the_middle_is_told_in_the_stream(serve, path, body, sign):
+def test_a_failure_in_the_middle_is_told_in_the_stream(serve, path, sign):
+    body = STREAMING[path]
     here = serve(FakeEngine([["part", DecodeError("boom")], ["fine"]]))
     text = here.client.post(path, json=body | {"stream": True}).text
     assert "part" in text

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from least_requests import STREAMING
 
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.fake import FakeEngine
 
-HI = [{"role": "user", "content": "hi"}]
-CHAT = ("/v1/chat/completions", {"messages": HI})
-RESPONSES = ("/v1/responses", {"input": "hi"})
-MESSAGES = ("/v1/messages", {"messages": HI, "max_tokens": 99})
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 ON = {"enable_thinking": True}
 OFF = {"enable_thinking": False}
 
@@ -27,7 +27,7 @@ def here(serve_module, engine):
 
 
 @pytest.mark.parametrize(
-    ("route", "sent", "options", "budget"),
+    ("path", "sent", "options", "budget"),
     [
         (CHAT, {}, {}, None),
         (CHAT, {"reasoning_effort": "none"}, OFF, 0),
@@ -52,14 +52,13 @@ def here(serve_module, engine):
         ),
     ],
 )
-def test_what_is_asked_reaches_template_and_engine(here, engine, route, sent, options, budget):
-    path, least = route
-    assert here.client.post(path, json=least | sent).status_code == 200
+def test_what_is_asked_reaches_template_and_engine(here, engine, path, sent, options, budget):
+    assert here.client.post(path, json=STREAMING[path] | sent).status_code == 200
     assert engine.requests[-1].template_options == options
     assert engine.requests[-1].reasoning_budget == budget
 
 
 def test_the_budget_closes_the_reasoning(here):
     sent = {"thinking": {"type": "enabled", "budget_tokens": 2}}
-    thought, said = here.client.post(MESSAGES[0], json=MESSAGES[1] | sent).json()["content"]
+    thought, said = here.client.post(MESSAGES, json=STREAMING[MESSAGES] | sent).json()["content"]
     assert (thought["thinking"], said["text"]) == ("0 1 ", "done")

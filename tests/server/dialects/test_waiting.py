@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from least_requests import STREAMING
 
 from edgeinfer.errors import ContextLengthError, from_fields, to_fields
 from edgeinfer.runtime.events import Progress
@@ -12,13 +13,6 @@ from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server.anthropic.render import MessageRenderer
 from edgeinfer.server.limits import Limits
 
-HI = [{"role": "user", "content": "hi"}]
-ROUTES = {
-    "/v1/chat/completions": {"messages": HI},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": HI, "max_tokens": 9},
-}
 TOO_LONG = ContextLengthError(
     "the prompt has 9 tokens and the context 8, which must hold the answer too",
     param="messages",
@@ -38,11 +32,11 @@ def _events(lines, n):
     raise AssertionError(found)
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", STREAMING)
 def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
     gate = StepGate()
     here = serve(FakeEngine([[Progress(2, 9), gate, "x"]]), limits=Limits(comment_s=0.02))
-    with here.client.stream("POST", path, json=ROUTES[path] | {"stream": True}) as answer:
+    with here.client.stream("POST", path, json=STREAMING[path] | {"stream": True}) as answer:
         lines = answer.iter_lines()
         waiting = _events(lines, 5)[-1]
         gate.opened.set()
@@ -70,7 +64,7 @@ def test_a_message_begins_once_its_prompt_is_known():
     assert renderer.event(0, Progress(9, 9)) == b""
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", STREAMING)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_is_too_long_is_told_in_the_words_clients_look_for(
     serve, monkeypatch, path, stream
@@ -81,7 +75,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_clients_look_for(
         raise TOO_LONG
 
     monkeypatch.setattr(engine, "submit", refuse)
-    answer = serve(engine).client.post(path, json=ROUTES[path] | {"stream": stream})
+    answer = serve(engine).client.post(path, json=STREAMING[path] | {"stream": stream})
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert TOO_LONG.message in error["message"]

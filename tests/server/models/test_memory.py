@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from least_requests import GENERATING
 from made_decoders import make_reader
 from made_models import make_llama
 from other_processes import engines_below, free_port
@@ -28,15 +29,6 @@ LAUNCHER = (
 )
 #: Tokens of a KV block: so many may be prefilled again beyond the new ones.
 BLOCK = 256
-HI = [{"role": "user", "content": "hi"}]
-#: Every generating route: a body, and the field that bounds its answer.
-ROUTES = {
-    "/v1/chat/completions": ({"messages": HI}, "max_tokens"),
-    "/v1/completions": ({"prompt": "hi"}, "max_tokens"),
-    "/v1/responses": ({"input": "hi"}, "max_output_tokens"),
-    "/v1/messages": ({"messages": HI, "max_tokens": 1}, "max_tokens"),
-    "/infer": ({"prompt": "hi"}, "max_tokens"),
-}
 KEYS = ["test-key-0123456789abcdef", "another-key-0123456789"]
 WORDS = ("river", "bread", "moon", "clock", "whale", "ink", "bridge", "tea", "salt", "wool", "map")
 #: Some hundred tokens, so that whole blocks are read and written.
@@ -82,9 +74,10 @@ def _cached(reply: dict) -> tuple[int, int]:
     return details["cached_tokens"], details["cached_disk_tokens"]
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", GENERATING)
 def test_every_route_takes_the_fields_of_the_cache(serve, path):
-    body, bound = ROUTES[path]
+    body = GENERATING[path]
+    bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     engine = FakeEngine()
     here = serve(engine)
     named = {"cache_prompt": False, "cache_salt": "mine", "prompt_cache_key": "talk"}
@@ -101,15 +94,15 @@ def test_store_none_keeps_nothing_and_store_false_is_about_the_answer_alone(serv
     engine = FakeEngine()
     here = serve(engine)
     for store in ("none", False):
-        assert here.client.post(path, json=ROUTES[path][0] | {"store": store}).status_code == 200
+        assert here.client.post(path, json=GENERATING[path] | {"store": store}).status_code == 200
     assert [request.cache_prompt for request in engine.requests] == [False, True]
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", GENERATING)
 def test_usage_and_timings_tell_memory_from_disk(serve, path):
     usage = Usage(prompt_tokens=9, cached_tokens=6, cached_disk_tokens=4, completion_tokens=1)
     end = Finished(reason="stop", usage=usage, timings=Timings())
-    reply = serve(FakeEngine([["a", end]])).client.post(path, json=ROUTES[path][0]).json()
+    reply = serve(FakeEngine([["a", end]])).client.post(path, json=GENERATING[path]).json()
     assert (reply["timings"]["cache_n"], reply["timings"]["cache_disk_n"]) == (6, 4)
     told = reply.get("usage", {})
     details = told.get("prompt_tokens_details") or told.get("input_tokens_details") or told

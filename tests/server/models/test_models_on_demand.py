@@ -8,6 +8,7 @@ import threading
 
 import msgspec
 import pytest
+from least_requests import READING
 
 from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
@@ -163,24 +164,11 @@ def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, lo
     assert 40 < b["expires_in_s"] <= 50
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/responses", {"input": "x"}),
-        ("/v1/embeddings", {"input": "x"}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
-        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
-        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
-        ("/tokenize", {"content": "x"}),
-        ("/detokenize", {"tokens": [65]}),
-        ("/apply-template", {"messages": [{"role": "user", "content": "x"}]}),
-        ("/infer", {"prompt": "x"}),
-    ],
-)
-def test_keep_alive_is_honoured_on_every_route(serve, loader, until, path, body):
+@pytest.mark.parametrize("path", READING)
+def test_keep_alive_is_honoured_on_every_route(serve, loader, until, path):
     here = serve(load=loader.load, names=("a", "b"))
-    assert here.client.post(path, json=body | {"model": "b", "keep_alive": 0}).status_code == 200
+    body = READING[path] | {"model": "b", "keep_alive": 0}
+    assert here.client.post(path, json=body).status_code == 200
     until(lambda: loader.closed == ["b"], "b to be unloaded")
 
 

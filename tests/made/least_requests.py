@@ -1,0 +1,23 @@
+"""The least that a route takes: path → body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HI = [{"role": "user", "content": "hi"}]
+STREAMING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+}
+GENERATING = STREAMING | {"/infer": {"prompt": "hi"}}
+#: Every route that has a model read something.
+READING = GENERATING | {
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/rerank": {"query": "hi", "documents": ["hi"]},
+    "/tokenize": {"content": "hi"},
+    "/detokenize": {"tokens": [65]},
+    "/apply-template": {"messages": HI},
+}
