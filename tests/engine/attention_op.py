@@ -21,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "made"))
-from matmul_ops import Floats, InitParams, open_ggml
-
-from edgeinfer.runtime.llama import libedgeinfer, libllama
+from matmul_ops import Floats, InitParams, open_ggml, use_level
 
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
@@ -238,10 +236,7 @@ def outcome(case: Case) -> Outcome:
 
 def main(level: str) -> None:
     """Print the outcome of every case with the attention of that level, "none" for llama.cpp's."""
-    levels = dict.fromkeys(libedgeinfer.LEVELS, level) if level != "none" else {}
-    libedgeinfer.LEVELS.clear()
-    libedgeinfer.LEVELS.update(levels)
-    assert libllama.build_info().kernels == ("" if level == "none" else level)
+    use_level(level)
     print(json.dumps({str(case): asdict(outcome(case)) for case in (*OURS, *LEFT)}))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Event
 from edgeinfer.runtime.generation import Collected
@@ -18,6 +20,12 @@ from ..conftest import BUILD_CACHE
 
 GREEDY = Sampling(temperature=0)
 LAVAPIPE = BUILD_CACHE / "lavapipe"
+
+
+def machine(available_bytes: int, cores: int = 4, quota: float | None = None) -> Machine:
+    """A machine that is only described, with two logical CPUs a core."""
+    memory = Memory(available_bytes, available_bytes, reason="made up")
+    return Machine(physical_cores=cores, logical_cpus=2 * cores, quota=quota, memory=memory)
 
 
 def load(path: Path, **options: object) -> LlamaEngine:
@@ -59,17 +67,15 @@ def answers(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Collect
 @pytest.fixture(scope="session")
 def smol(smollm2: Path) -> Iterator[LlamaEngine]:
     """SmolLM2 in 2,048 tokens of shared cache."""
-    engine = load(smollm2)
-    yield engine
-    engine.close()
+    with closing(load(smollm2)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
 def gemma(gemma3: Path) -> Iterator[LlamaEngine]:
     """Gemma 3 in 2,048 tokens of shared cache."""
-    engine = load(gemma3)
-    yield engine
-    engine.close()
+    with closing(load(gemma3)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

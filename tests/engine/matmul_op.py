@@ -16,9 +16,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "made"))
-from matmul_ops import TYPES, Floats, Products, dequantized, random_weights
-
-from edgeinfer.runtime.llama import libedgeinfer, libllama
+from matmul_ops import TYPES, Floats, Products, dequantized, random_weights, use_level
 
 #: Width and rows: one chunk of a row, and several; a whole number of vectors, and not.
 _SHAPES = ((768, 80), (5376, 49))
@@ -109,11 +107,7 @@ def outcome(kind: str) -> Outcome:
 
 def main(level: str) -> None:
     """Print the outcome of every type with the kernels of that level, "none" for llama.cpp's."""
-    levels = dict.fromkeys(libedgeinfer.LEVELS, level) if level != "none" else {}
-    libedgeinfer.LEVELS.clear()
-    libedgeinfer.LEVELS.update(levels)
-    libllama.lib()
-    assert libllama.build_info().kernels == ("" if level == "none" else level)
+    use_level(level)
     print(json.dumps({kind: asdict(outcome(kind)) for kind in TYPES}))
 
 

@@ -16,15 +16,17 @@ from made_models import make_adapter
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import Event, Finished, TextDelta
+from edgeinfer.runtime.events import Finished, TextDelta, TokenLogprobs, Usage
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import lookup
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
-from .conftest import load
+from . import conftest as engines
+from .conftest import answer, answers, load
 
+Lora = tuple[tuple[str, float], ...]
 PROMPT = "A short note about rivers, their springs, their mouths, and the towns that lie between them:"
 OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
 
@@ -39,54 +41,43 @@ def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     adapters = [
         make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])
     ]
-    opened = load_engine(ModelFiles(name="smol", paths=(str(smollm2),)), with_lora(*adapters))
-    yield opened
-    opened.close()
+    with closing(
+        load_engine(ModelFiles(name="smol", paths=(str(smollm2),)), with_lora(*adapters))
+    ) as opened:
+        yield opened
 
 
-def ask(lora: tuple[tuple[str, float], ...] | None = (), **fields: object) -> GenerateRequest:
-    wanted: dict[str, object] = {
-        "prompt": "A short note about rivers:",
-        "sampling": Sampling(temperature=0),
-        "max_tokens": 16,
-        "ignore_eos": True,
-        "lora": lora,
-        **fields,
-    }
-    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+def ask(lora: Lora | None = (), **fields: object) -> GenerateRequest:
+    usual = {"prompt": "A short note about rivers:", "max_tokens": 16}
+    return engines.ask(**{**usual, "lora": lora, **fields})  # type: ignore[arg-type]
 
 
-def text_of(events: list[Event]) -> str:
-    return "".join(e.text for e in events if isinstance(e, TextDelta))
+def text_of(engine: LlamaEngine, lora: Lora | None) -> str:
+    return answer(engine, ask(lora, cache_prompt=False)).text
 
 
-def answer(
-    engine: LlamaEngine,
-    lora: tuple[tuple[str, float], ...] | None = None,
-    prompt: str = PROMPT,
-    *,
-    cached: bool = True,
-) -> tuple[list[Event], Finished]:
-    """A greedy answer with the log-probabilities of its tokens, and how it ended."""
-    *said, end = engine.submit(ask(lora, prompt=prompt, logprobs=0, cache_prompt=cached))
-    assert isinstance(end, Finished)
-    return [event for event in said if isinstance(event, TextDelta)], end
+def scored(
+    engine: LlamaEngine, lora: Lora | None = None, prompt: str = PROMPT, *, cached: bool = True
+) -> tuple[list[TokenLogprobs], Usage]:
+    """The tokens of a greedy answer with their log-probabilities, and its usage."""
+    found = answer(engine, ask(lora, prompt=prompt, logprobs=0, cache_prompt=cached))
+    return found.logprobs, found.finished.usage
 
 
 def test_adapters_are_never_mixed_up_between_sequences(engine: LlamaEngine) -> None:
     wanted = [(), (("red", 1.0),), (("blue", 1.0),), (("red", 1.0), ("blue", 0.5)), (("red", 0.0),)] * 2
-    alone = [text_of(list(engine.submit(ask(lora, cache_prompt=False)))) for lora in wanted]
-    together = [text_of(list(g)) for g in [engine.submit(ask(lora)) for lora in wanted]]
-    again = [text_of(list(g)) for g in [engine.submit(ask(lora)) for lora in wanted]]
+    alone = [text_of(engine, lora) for lora in wanted]
+    together, again = (
+        [one.text for one in answers(engine, [ask(lora) for lora in wanted])] for _ in range(2)
+    )
     assert together == alone == again
     assert len(set(alone)) == 4  # scale 0 says what no adapter says
     assert alone[4] == alone[0]
 
 
 def test_request_without_adapters_gets_all_at_scale_1(engine: LlamaEngine) -> None:
-    by_default = text_of(list(engine.submit(ask(None, cache_prompt=False))))
-    both = text_of(list(engine.submit(ask((("red", 1.0), ("blue", 1.0)), cache_prompt=False))))
-    assert by_default == both != text_of(list(engine.submit(ask((), cache_prompt=False))))
+    both = text_of(engine, (("red", 1.0), ("blue", 1.0)))
+    assert text_of(engine, None) == both != text_of(engine, ())
 
 
 def test_an_adapter_is_loaded_with_a_scale_of_its_own(
@@ -95,18 +86,15 @@ def test_an_adapter_is_loaded_with_a_scale_of_its_own(
     """As a model's own adapter is by default."""
     red = make_adapter(tmp_path / "red.gguf", 0)
     files = ModelFiles(name="smol", paths=(str(smollm2),), lora=f"{red}:0.5")
-    half = text_of(list(engine.submit(ask((("red", 0.5),), cache_prompt=False))))
     with closing(load_engine(files, OPTIONS)) as opened:
-        assert text_of(list(opened.submit(ask(None, cache_prompt=False)))) == half
+        assert text_of(opened, None) == text_of(engine, (("red", 0.5),))
 
 
 def test_cached_prefix_is_separate_per_adapter(engine: LlamaEngine) -> None:
     long = {"prompt": "one two three four five six seven eight nine ten eleven twelve", "max_tokens": 1}
 
-    def cached(lora: tuple[tuple[str, float], ...]) -> int:
-        last = list(engine.submit(ask(lora, **long)))[-1]
-        assert isinstance(last, Finished)
-        return last.usage.cached_tokens
+    def cached(lora: Lora) -> int:
+        return answer(engine, ask(lora, **long)).finished.usage.cached_tokens
 
     assert cached((("red", 0.7),)) == 0
     assert cached((("red", 0.7),)) > 8
@@ -117,7 +105,7 @@ def test_cached_prefix_is_separate_per_adapter(engine: LlamaEngine) -> None:
     "lora",
     [(("green", 1.0),), (("red", 1.0), ("red", 1.0)), (("red", float("nan")),), (("red", 1000.0),)],
 )
-def test_invalid_adapters_are_refused(engine: LlamaEngine, lora: tuple[tuple[str, float], ...]) -> None:
+def test_invalid_adapters_are_refused(engine: LlamaEngine, lora: Lora) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         engine.submit(ask(lora))
     assert refused.value.param == "lora"
@@ -146,15 +134,11 @@ def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
             ask(prompt=f"Note {i}:", sampling=Sampling(temperature=t, seed=i), max_tokens=24)
             for i, t in enumerate((0.0, 0.0, 0.9))
         ]
-        plain = [text_of(list(engine.submit(_with(r, "off")))) for r in requests]
-        drafted = [list(g) for g in [engine.submit(_with(r, "draft")) for r in requests]]
-        assert [text_of(e) for e in drafted] == plain
-        last = drafted[0][-1]
-        assert isinstance(last, Finished)
-        assert last.timings.draft_tokens > 0
-        assert (
-            last.timings.draft_accepted_tokens == last.timings.draft_tokens
-        )  # a model agrees with itself
+        plain = [answer(engine, _with(r, "off")).text for r in requests]
+        drafted = answers(engine, [_with(r, "draft") for r in requests])
+        assert [one.text for one in drafted] == plain
+        timings = drafted[0].finished.timings
+        assert timings.draft_accepted_tokens == timings.draft_tokens > 0  # a model agrees with itself
         engine.park()
         assert engine.metrics().kv_used_tokens == 0
 
@@ -177,9 +161,8 @@ def test_drafting_without_a_draft_model_is_refused(engine: LlamaEngine) -> None:
 
 @pytest.fixture
 def bare(smollm2: Path) -> Iterator[LlamaEngine]:
-    opened = load(smollm2, n_ctx=1024, n_parallel=2, kv_type="f16")
-    yield opened
-    opened.close()
+    with closing(load(smollm2, n_ctx=1024, n_parallel=2, kv_type="f16")) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -189,34 +172,34 @@ def red(tmp_path: Path) -> Adapter:
 
 def test_unloaded_adapter_leaves_no_cache(bare: LlamaEngine, red: Adapter) -> None:
     """Neither in what is said, nor in the cache, nor in memory; also where another has its name."""
-    plain, _ = answer(bare)
+    plain, _ = scored(bare)
     used = bare.metrics().kv_used_tokens
     assert bare.use_adapters([red]) == bare.info.lora == (red,)
-    coloured, first = answer(bare)
+    coloured, usage = scored(bare)
     assert coloured != plain
-    assert first.usage.cached_tokens == 0
+    assert usage.cached_tokens == 0
     assert bare.use_adapters([]) == bare.info.lora == ()
     assert bare.metrics().kv_used_tokens == used
     with pytest.raises(InvalidRequestError, match="loaded: none"):
-        answer(bare, (("red", 1.0),))
-    after, last = answer(bare)
+        scored(bare, (("red", 1.0),))
+    after, usage = scored(bare)
     assert after == plain
-    assert last.usage.cached_tokens > 0  # of the model's own
+    assert usage.cached_tokens > 0  # of the model's own
 
     blue = make_adapter(Path(red.path).with_name("blue.gguf"), 2, strength=0.5)
     bare.use_adapters([Adapter("red", blue)])
-    other, found = answer(bare)
+    other, usage = scored(bare)
     assert other not in (plain, coloured)
-    assert found.usage.cached_tokens == 0
+    assert usage.cached_tokens == 0
     make_adapter(Path(blue), 1, strength=0.5)  # the file is another one now
     bare.use_adapters([Adapter("red", blue)])
-    assert answer(bare)[0] == coloured
+    assert scored(bare)[0] == coloured
     for _ in range(3):
         bare.use_adapters([])
         bare.use_adapters([red])
-    assert answer(bare)[0] == coloured
+    assert scored(bare)[0] == coloured
     bare.use_adapters([])
-    assert answer(bare)[0] == plain
+    assert scored(bare)[0] == plain
 
 
 def test_memory_comes_back(bare: LlamaEngine, tmp_path: Path) -> None:
@@ -227,7 +210,7 @@ def test_memory_comes_back(bare: LlamaEngine, tmp_path: Path) -> None:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
     bare.use_adapters([large])
-    answer(bare)
+    scored(bare)
     bare.use_adapters([])
     before, half = private(), os.path.getsize(large.path) // 2
     for _ in range(3):
@@ -244,23 +227,19 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
     monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
     bare.use_blocks(BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
     bare.use_adapters([red])
-    coloured, first = answer(bare, prompt=PROMPT * 20)
+    coloured, first = scored(bare, prompt=PROMPT * 20)
     bare.use_adapters([])  # what was computed is written before it is forgotten
     assert bare.flush_blocks()
-    assert answer(bare, prompt=PROMPT * 20)[1].usage.cached_tokens == 0
+    assert scored(bare, prompt=PROMPT * 20)[1].cached_tokens == 0
     bare.use_adapters([red])
-    again, end = answer(bare, prompt=PROMPT * 20)
-    assert text_of(again) == text_of(coloured)
-    assert end.usage.cached_disk_tokens == first.usage.prompt_tokens - 1
+    again, usage = scored(bare, prompt=PROMPT * 20)
+    assert [one.chosen.piece for one in again] == [one.chosen.piece for one in coloured]
+    assert usage.cached_disk_tokens == first.prompt_tokens - 1
 
 
 def test_adapter_is_unloaded_after_its_last_request(bare: LlamaEngine, red: Adapter) -> None:
     bare.use_adapters([red])
-    request = GenerateRequest(
-        prompt=PROMPT, sampling=Sampling(temperature=0), max_tokens=200, ignore_eos=True
-    )
-    running = bare.submit(request)
-    events = iter(running)
+    events = iter(bare.submit(ask(None, prompt=PROMPT, max_tokens=200)))
     while not isinstance(next(events), TextDelta):
         continue
     going = threading.Thread(target=lambda: bare.use_adapters([]))
@@ -268,7 +247,7 @@ def test_adapter_is_unloaded_after_its_last_request(bare: LlamaEngine, red: Adap
     while bare.info.lora:
         continue
     with pytest.raises(InvalidRequestError):
-        answer(bare, (("red", 1.0),))
+        scored(bare, (("red", 1.0),))
     assert isinstance(list(events)[-1], Finished)
     going.join(60)
     assert not going.is_alive()
@@ -276,7 +255,7 @@ def test_adapter_is_unloaded_after_its_last_request(bare: LlamaEngine, red: Adap
 
 def test_refused_adapter_change_has_no_effect(bare: LlamaEngine, red: Adapter, gemma3: Path) -> None:
     bare.use_adapters([red])
-    coloured, _ = answer(bare, cached=False)
+    coloured, _ = scored(bare, cached=False)
     missing = Adapter("none", red.path + ".none")
     for wanted, error in (
         ([red, missing], ModelLoadError),
@@ -287,4 +266,4 @@ def test_refused_adapter_change_has_no_effect(bare: LlamaEngine, red: Adapter, g
         with pytest.raises(error):
             bare.use_adapters(wanted)
     assert bare.info.lora == (red,)
-    assert answer(bare, cached=False)[0] == coloured
+    assert scored(bare, cached=False)[0] == coloured

@@ -22,9 +22,8 @@ def load(path: Path) -> LlamaEngine:
 
 @pytest.fixture(params=[MEAN, CLS])
 def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LlamaEngine]:
-    engine = load(make_bert(tmp_path / "bert.gguf", request.param))
-    yield engine
-    engine.close()
+    with closing(load(make_bert(tmp_path / "bert.gguf", request.param))) as engine:
+        yield engine
 
 
 def test_encoder_embeds_batched_as_unbatched(encoder: LlamaEngine) -> None:

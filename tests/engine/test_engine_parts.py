@@ -8,10 +8,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from made_decoders import make_qwen2vl
+from made_models import make_llama
 
 from edgeinfer.cli.main import main
 from edgeinfer.errors import (
@@ -22,7 +22,6 @@ from edgeinfer.errors import (
     OutOfMemoryError,
     UsageError,
 )
-from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import Batch
@@ -30,7 +29,7 @@ from edgeinfer.runtime.memory_plan import plan
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
-from .conftest import answer, ask, load
+from .conftest import answer, ask, load, machine
 
 SMALL = LoadOptions(n_ctx=512, n_parallel=2)
 
@@ -93,9 +92,7 @@ def test_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.M
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 80 MiB for weights of 92 MiB, its disk at 48.3 MB/s."""
-    memory = Memory(total_bytes=1 << 30, available_bytes=80 << 20, reason="made up")
-    machine = Machine(physical_cores=2, logical_cpus=2, quota=None, memory=memory)
-    monkeypatch.setattr("edgeinfer.runtime.llama.model.read_machine", lambda: machine)
+    monkeypatch.setattr("edgeinfer.runtime.llama.model.read_machine", lambda: machine(80 << 20, 2))
     monkeypatch.setattr("edgeinfer.runtime.llama.model.read_rate", lambda path: 48.3e6)
 
 
@@ -232,32 +229,14 @@ def test_embedding_refuses_invalid_input(smol: LlamaEngine) -> None:
         smol.rerank("query", ["document"])
 
 
-def with_pooling(source: Path, target: Path, pooling: int) -> Path:
-    """A copy of SmolLM2 whose file names a pooling type."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "llama")
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(key, field.contents(), kind, sub_type=sub)
-    writer.add_uint32("llama.pooling_type", pooling)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
-def test_pooling_is_the_models_own(smollm2: Path, tmp_path: Path, smol: LlamaEngine) -> None:
+def test_pooling_is_the_models_own(tmp_path: Path) -> None:
     vectors = {}
-    for name, number in (("mean", 1), ("cls", 2), ("last", 3)):
-        with closing(load(with_pooling(smollm2, tmp_path / f"{name}.gguf", number))) as engine:
-            assert engine.info.choices["pooling"].value == number
+    for name, number in (("unnamed", 0), ("mean", 1), ("cls", 2), ("last", 3)):
+        path = make_llama(tmp_path / f"{name}.gguf", pooling=number)
+        with closing(load(path, n_ctx=256, n_parallel=1)) as engine:
+            assert engine.info.choices["pooling"].value == (number or 1)
             vectors[name] = engine.embed(["one two three"])[0]
-    assert vectors["mean"] == pytest.approx(smol.embed(["one two three"])[0], abs=1e-4)
+    assert vectors["mean"] == pytest.approx(vectors["unnamed"], abs=1e-4)
     assert vectors["cls"] != pytest.approx(vectors["last"], abs=1e-3)
     assert vectors["mean"] != pytest.approx(vectors["last"], abs=1e-3)
 

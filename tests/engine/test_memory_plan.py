@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.memory_plan.plan import (
     choose_cells,
     choose_context,
@@ -14,20 +13,17 @@ from edgeinfer.runtime.memory_plan.plan import (
     invariant_rows,
 )
 
+from .conftest import machine
+
 GIB = 1 << 30
 
 
-def machine(cores: int = 8, quota: float | None = None, available: int = 16 * GIB) -> Machine:
-    memory = Memory(total_bytes=16 * GIB, available_bytes=available, reason="made up")
-    return Machine(physical_cores=cores, logical_cpus=2 * cores, quota=quota, memory=memory)
-
-
 def test_threads_follow_cores_quota_and_what_is_asked() -> None:
-    assert choose_threads(0, machine(8)).value == 8
-    assert choose_threads(0, machine(8, quota=2.5)).value == 2
-    assert choose_threads(0, machine(8, quota=0.5)).value == 1
-    assert "control group" in choose_threads(0, machine(8, quota=2.5)).reason
-    assert choose_threads(3, machine(8)).value == 3
+    assert choose_threads(0, machine(GIB, 8)).value == 8
+    assert choose_threads(0, machine(GIB, 8, quota=2.5)).value == 2
+    assert choose_threads(0, machine(GIB, 8, quota=0.5)).value == 1
+    assert "control group" in choose_threads(0, machine(GIB, 8, quota=2.5)).reason
+    assert choose_threads(3, machine(GIB, 8)).value == 3
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 4), (2, 8), (4, 16), (32, 16)])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.memory_plan.offload import Offload, Room, make_offload
 from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape
 from edgeinfer.runtime.options import LoadOptions
+
+from .conftest import machine
 
 GIB = 1 << 30
 #: An 8B of 32 layers in four bits: 4.6 GiB of weights, 128 KiB of cache a token.
@@ -45,10 +46,7 @@ TINY = msgspec.structs.replace(
 
 
 def plan_of(shape: Shape) -> Plan:
-    memory = Memory(total_bytes=64 * GIB, available_bytes=64 * GIB, reason="made up")
-    machine = Machine(physical_cores=4, logical_cpus=4, quota=None, memory=memory)
-    options = LoadOptions(n_ctx=4096, n_parallel=4)
-    return make_plan(shape, options, machine)
+    return make_plan(shape, LoadOptions(n_ctx=4096, n_parallel=4), machine(64 * GIB))
 
 
 def devices_with(*free_gib: float) -> tuple[Room, ...]:

@@ -15,10 +15,13 @@ from gguf import GGMLQuantizationType as Kind
 from made_models import make_adapter
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import Event, PromptLogprobs, TextDelta, TokenLogprobs
+from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.llama import libllama, row_adapters
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
-from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.runtime.requests import GenerateRequest
+
+from . import conftest as engines
+from .conftest import collected
 
 Lora = tuple[tuple[str, float], ...]
 ALL = ("attn_output", "attn_k", "ffn_up", "ffn_down")
@@ -65,27 +68,14 @@ def engine(
 
 
 def ask(i: int, lora: Lora, **fields: Any) -> GenerateRequest:
-    values: dict[str, Any] = {
-        "prompt": "The towns, " * (1 + 7 * i) + "and the rivers: the towns,",
-        "sampling": Sampling(temperature=0),
-        "max_tokens": N_TOKENS,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        "logprobs": 3,
-        "speculative": "off",
-        "lora": lora,
-    }
-    return GenerateRequest(**values | fields)
-
-
-def scores(events: list[Event]) -> list[TokenLogprobs]:
-    """The tokens of an answer, with the log-probabilities of the likeliest."""
-    return [one for event in events if isinstance(event, TextDelta) for one in event.logprobs]
+    usual = {"max_tokens": N_TOKENS, "cache_prompt": False, "logprobs": 3, "speculative": "off"}
+    prompt = "The towns, " * (1 + 7 * i) + "and the rivers: the towns,"
+    return engines.ask(prompt, **{**usual, "lora": lora, **fields})
 
 
 def answers(engine: LlamaEngine, requests: list[GenerateRequest]) -> list[list[TokenLogprobs]]:
-    """The tokens of all answers, computed at once."""
-    return [scores(list(generation)) for generation in [engine.submit(one) for one in requests]]
+    """The tokens of all answers, computed at once, with the log-probabilities of the likeliest."""
+    return [found.logprobs for found in engines.answers(engine, requests)]
 
 
 def alone(engine: LlamaEngine, requests: list[GenerateRequest]) -> list[list[TokenLogprobs]]:
@@ -119,15 +109,15 @@ def test_adapters_that_come_and_go_leave_other_rows_as_they_are(
     running = [engine.submit(request) for request in requests]
     engine.use_adapters(adapters[:2])
     engine.use_adapters(adapters)
-    assert [scores(list(generation)) for generation in running] == wanted
+    assert [collected(generation).logprobs for generation in running] == wanted
     assert engine.info.lora == adapters
 
 
 def prompt_scores(engine: LlamaEngine, lora: Lora) -> np.ndarray:
     """Log-probabilities of the tokens of one prompt."""
-    events = list(engine.submit(ask(3, lora, max_tokens=1, prompt_logprobs=0)))
-    (found,) = [event for event in events if isinstance(event, PromptLogprobs)]
-    return np.array([one.chosen.logprob for one in found.tokens if one is not None])
+    found = engines.answer(engine, ask(3, lora, max_tokens=1, prompt_logprobs=0)).prompt
+    assert found is not None
+    return np.array([one.chosen.logprob for one in found.tokens])
 
 
 def test_kernels_add_what_llama_cpp_computes(

@@ -53,33 +53,23 @@ def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
     if head:
         writer.add_classifier_output_labels(["relevance"])
 
-    def add(name: str, *shape: int, scale: float = 0.3, offset: float = 0.0) -> None:
+    layer = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (N_EMBD, N_EMBD))
+    layer |= {"ffn_up": (N_FF, N_EMBD), "ffn_down": (N_EMBD, N_FF)}
+    layer |= dict.fromkeys(("attn_output_norm", "layer_output_norm"), (N_EMBD,))
+    shapes = {"token_embd": (len(tokens), N_EMBD), "token_types": (2, N_EMBD)}
+    shapes |= {"position_embd": (N_CTX, N_EMBD), "token_embd_norm": (N_EMBD,)}
+    shapes |= {f"blk.{n}.{name}": shape for n in range(N_LAYER) for name, shape in layer.items()}
+    if head:
+        shapes |= {"cls": (N_EMBD, N_EMBD), "cls.output": (1, N_EMBD)}
+
+    def add(name: str, shape: tuple[int, ...], scale: float = 0.3, offset: float = 0.0) -> None:
         writer.add_tensor(name, (offset + rng.normal(0, scale, shape)).astype(np.float32))
 
-    def norm(name: str) -> None:
-        add(f"{name}.weight", N_EMBD, scale=0.01, offset=1.0)
-        add(f"{name}.bias", N_EMBD, scale=0.01)
-
-    add("token_embd.weight", len(tokens), N_EMBD)
-    add("token_types.weight", 2, N_EMBD)
-    add("position_embd.weight", N_CTX, N_EMBD)
-    norm("token_embd_norm")
-    for layer in range(N_LAYER):
-        block = f"blk.{layer}"
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"{block}.{name}.weight", N_EMBD, N_EMBD)
-            add(f"{block}.{name}.bias", N_EMBD, scale=0.01)
-        norm(f"{block}.attn_output_norm")
-        add(f"{block}.ffn_up.weight", N_FF, N_EMBD)
-        add(f"{block}.ffn_up.bias", N_FF, scale=0.01)
-        add(f"{block}.ffn_down.weight", N_EMBD, N_FF)
-        add(f"{block}.ffn_down.bias", N_EMBD, scale=0.01)
-        norm(f"{block}.layer_output_norm")
-    if head:
-        add("cls.weight", N_EMBD, N_EMBD)
-        add("cls.bias", N_EMBD, scale=0.01)
-        add("cls.output.weight", 1, N_EMBD)
-        add("cls.output.bias", 1, scale=0.01)
+    for name, shape in shapes.items():
+        is_norm = name.endswith("_norm")
+        add(f"{name}.weight", shape, *((0.01, 1.0) if is_norm else ()))
+        if name not in ("token_embd", "token_types", "position_embd"):
+            add(f"{name}.bias", shape[:1], 0.01)
     return finish(writer, path)
 
 
@@ -118,10 +108,10 @@ FIM = {
 }
 
 
-def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = ()) -> Path:
+def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = (), pooling: int = 0) -> Path:
     """A Llama of random numbers with a token a byte: it chatters at thousands of tokens a second.
 
-    `fim` are keys of `FIM`: the tokens for filling gaps that it has.
+    `fim` are keys of `FIM`: the tokens for filling gaps that it has. `pooling` 0 is not named.
     """
     rng = np.random.default_rng(11)
     writer = gguf.GGUFWriter(path, "llama")
@@ -136,6 +126,8 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = ()) -> Pa
     n_vocab = add_byte_vocabulary(writer, tuple(FIM[key] for key in fim))
     for place, key in enumerate(fim):
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", 258 + place)
+    if pooling:
+        writer.add_pooling_type(gguf.PoolingType(pooling))
     writer.add_chat_template(
         "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"

@@ -93,7 +93,7 @@ class Products:
         used: int = 1,
         is_repacked: bool = False,
     ) -> None:
-        self._base, self._cpu = self.libraries()
+        self._base, self._cpu = open_ggml()
         quantization = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[quantization]
         rows = weights[0].shape[0] // max(experts, 1)
@@ -113,11 +113,6 @@ class Products:
         for out in self._outs:
             self._base.ggml_build_forward_expand(self._graph, out)
         self._shape = (n, used, rows)
-
-    @classmethod
-    def libraries(cls) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-        """Open libggml-base and the CPU variant's library, their functions declared."""
-        return open_ggml()
 
     def _placed(
         self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool
@@ -175,6 +170,14 @@ class Products:
         """Free the tensors."""
         for context in (self._graph_context, self._weights):
             self._base.ggml_free(context)
+
+
+def use_level(level: str) -> None:
+    """Load the kernels of that level, "none" for llama.cpp's. Once a process."""
+    levels = dict.fromkeys(libedgeinfer.LEVELS, level) if level != "none" else {}
+    libedgeinfer.LEVELS.clear()
+    libedgeinfer.LEVELS.update(levels)
+    assert libllama.build_info().kernels == ("" if level == "none" else level)
 
 
 def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Usage
-from edgeinfer.runtime.prefix_cache import lookup
+from edgeinfer.runtime.prefix_cache import lookup, writer
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest
@@ -42,10 +43,22 @@ def heard(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[object], 
     return list(found.logprobs), found.finished.usage
 
 
+def store_and_drop(engine: LlamaEngine) -> None:
+    """Write what the engine has in memory to the disk, and forget it."""
+    assert engine.flush_blocks()
+    engine.between_steps(engine._scheduler.kv.drop_idle)
+
+
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may read slower than it computes: what is tested here is what comes back."""
     monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
+
+
+@pytest.fixture
+def writes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write to the disk however fast a small model computes."""
+    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
 
 
 @pytest.fixture
@@ -55,6 +68,5 @@ def store(tmp_path: Path) -> BlockStore:
 
 @pytest.fixture
 def engine(store: BlockStore, smollm2: Path) -> Iterator[LlamaEngine]:
-    opened = load(smollm2, store)
-    yield opened
-    opened.close()
+    with closing(load(smollm2, store)) as opened:
+        yield opened

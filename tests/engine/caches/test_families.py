@@ -15,7 +15,6 @@ from edgeinfer.errors import EdgeInferError, ModelLoadError
 from edgeinfer.models import gguf
 from edgeinfer.models.fits import header_shape
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 from .conftest import ROOMY, ask, heard, load
@@ -29,12 +28,7 @@ HEAD = (
 )
 PROMPT = "The river carries bread and salt to the sea. " * 6
 EDIT = PROMPT[:200] + "A clock stops. "
-
-
-@pytest.fixture(autouse=True)
-def _writes_and_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast these small models compute."""
-    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
+pytestmark = pytest.mark.usefixtures("writes_all")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -32,9 +32,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def engine(smollm2: Path, tmp_path: Path) -> Iterator[LlamaEngine]:
     """With a cache large enough for its pages to be worth giving back: 90 MiB."""
-    opened = load(smollm2, None, kv_type="q8_0", n_ctx=7680)
-    yield opened
-    opened.close()
+    with closing(load(smollm2, None, kv_type="q8_0", n_ctx=7680)) as opened:
+        yield opened
 
 
 def touched(engine: LlamaEngine, size: int) -> int:

@@ -14,7 +14,6 @@ from made_decoders import make_deepseek2, make_lfm2, make_mamba, make_qwen2vl
 from made_models import make_llama
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 from .conftest import ROOMY, ask, heard, load, text
@@ -29,12 +28,7 @@ MADE: dict[str, Callable[[Path, Path], Path]] = {
     "latent": make_deepseek2,
 }
 REAL = {"attention": "smollm2", "window": "gemma3"}
-
-
-@pytest.fixture(autouse=True)
-def _writes_and_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast these small models compute."""
-    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
+pytestmark = pytest.mark.usefixtures("writes_all")
 
 
 @pytest.fixture(scope="module", params=[*REAL, *MADE])
@@ -67,8 +61,7 @@ class Talk:
 
 
 def said(engine: LlamaEngine, tokens: tuple[int, ...], **fields: object) -> tuple[int, ...]:
-    found, _ = heard(engine, ask(tokens, **fields))
-    return tuple(token.chosen.token_id for token in found)  # type: ignore[attr-defined]
+    return tokens_of(heard(engine, ask(tokens, **fields))[0])
 
 
 def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path) -> None:

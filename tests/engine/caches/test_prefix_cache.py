@@ -23,7 +23,7 @@ from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.runtime.scheduler.prefixes import restoring
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-from .conftest import ask, heard, load, text
+from .conftest import ask, heard, load, store_and_drop, text
 
 
 @pytest.fixture(params=["smollm2", "gemma3"])
@@ -61,8 +61,7 @@ def test_prefix_comes_from_memory_then_from_disk(engine: LlamaEngine, store: Blo
     heard(engine, ask(tokens))
     _, usage = heard(engine, ask(tokens))
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (len(tokens) - 1, 0)
-    assert engine.flush_blocks()
-    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    store_and_drop(engine)
     _, usage = heard(engine, ask(tokens))
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (len(tokens) - 1,) * 2
     metrics = engine.metrics()
@@ -75,11 +74,10 @@ def test_tokens_behind_the_last_whole_block_are_stored(engine: LlamaEngine, stor
     tokens = tuple(engine.tokenize(text(700)))
     for n in (2 * BLOCK_TOKENS + 2, 2 * BLOCK_TOKENS + 5, 2 * BLOCK_TOKENS + 80):
         heard(engine, ask(tokens[:n], max_tokens=0, logprobs=None))
-        assert engine.flush_blocks()
-        engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+        store_and_drop(engine)
         _, usage = heard(engine, ask(tokens[:n], max_tokens=1, cache_on_disk=False))
         assert usage.cached_disk_tokens == n - 1
-        engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+        engine.between_steps(engine._scheduler.kv.drop_idle)
         whole, tails = divmod(len(list_blocks(store.root)), 2)
         assert (whole, tails) == (1, 1)  # the longer one has taken the shorter one's place
 
@@ -110,7 +108,7 @@ def test_new_session_finds_the_shared_prefix(engine: LlamaEngine, store: BlockSt
         heard(engine, ask(tokens, preamble="codex", max_tokens=0, logprobs=None))
     assert engine.flush_blocks()
     assert len(retained_names(store.root)) == len(shared) // BLOCK_TOKENS
-    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    engine.between_steps(engine._scheduler.kv.drop_idle)
     _, usage = heard(engine, ask(sessions[2], preamble="codex"))
     together = max(common_prefix(sessions[2], session) for session in sessions[:2])
     assert together % BLOCK_TOKENS > 32
@@ -190,8 +188,7 @@ def test_prefetched_prompt_is_stored_once_sent(engine: LlamaEngine, store: Block
     assert list_blocks(store.root) == []
     _, usage = heard(engine, ask(tokens))
     assert usage.cached_tokens == len(tokens) - 1
-    assert engine.flush_blocks()
-    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    store_and_drop(engine)
     _, usage = heard(engine, ask(tokens))
     assert usage.cached_disk_tokens == len(tokens) - 1
 
@@ -215,7 +212,7 @@ def test_other_salt_finds_nothing_in_memory_or_on_disk(engine: LlamaEngine) -> N
     for salt in ("theirs", ""):
         _, usage = heard(engine, ask(tokens, cache_salt=salt))
         assert usage.cached_tokens == 0
-    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    engine.between_steps(engine._scheduler.kv.drop_idle)
     _, usage = heard(engine, ask(tokens, cache_salt="mine"))
     assert usage.cached_disk_tokens == len(tokens) - 1
 
@@ -236,8 +233,7 @@ def test_parked_engine_has_no_store_and_no_text(engine: LlamaEngine) -> None:
 def test_damaged_blocks_are_prefilled_again(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(900)))
     wanted, _ = heard(engine, ask(tokens))
-    assert engine.flush_blocks()
-    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    store_and_drop(engine)
     second = engine._scheduler.prefixes.blocks.names.chain(list(tokens), (), "")[2]  # type: ignore[union-attr]
     path = engine._scheduler.prefixes.blocks.blocks.path(second)  # type: ignore[union-attr]
     data = bytearray(path.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
 
 @pytest.fixture
 def engine(hybrid: Path) -> Iterator[LlamaEngine]:
-    opened = load(hybrid, None, kv_type="q8_0", n_ctx=4096)
-    yield opened
-    opened.close()
+    with closing(load(hybrid, None, kv_type="q8_0", n_ctx=4096)) as opened:
+        yield opened
 
 
 def test_repeated_prompt_computes_one_token(engine: LlamaEngine) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.runtime.kv_cache.cache import KvCache
+from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.kv_cache.sequence_state import State, whole
 from edgeinfer.runtime.prefix_cache.format import unpack_tokens
 from edgeinfer.runtime.prefix_cache.keys import Names, PrefixKeys
@@ -52,6 +52,11 @@ class Side:
             verdict=RoundtripVerdict(self.blocks, _Check()),  # type: ignore[arg-type]
         )
 
+    def end(self, cached_seq: CachedSequence) -> None:
+        """End a request, whose sequence is to be stored."""
+        self.kv.release(cached_seq, keep=True)
+        self.writing.add(cached_seq, LONG_S)
+
     def write_all(self) -> None:
         while self.writing.has_work:
             self.writing.work(is_idle=True)
@@ -85,8 +90,7 @@ def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pyte
     monkeypatch.setattr(ModelBlocks, "has", counted_has)
     n_blocks = 100
     cached_seq = claim(side.kv, side.memory, list(range(n_blocks * SIZE + 40)))
-    side.kv.release(cached_seq, keep=True)
-    side.writing.add(cached_seq, LONG_S)
+    side.end(cached_seq)
     side.write_all()
     assert counts == {"full": n_blocks, "has": n_blocks}
     assert len(list_blocks(side.store.root)) == n_blocks + 1
@@ -95,16 +99,14 @@ def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pyte
 def test_writer_notices_a_truncation(side: Side) -> None:
     first = list(range(10 * SIZE))
     cached_seq = claim(side.kv, side.memory, first)
-    side.kv.release(cached_seq, keep=True)
-    side.writing.add(cached_seq, LONG_S)
+    side.end(cached_seq)
     for _ in range(8):  # the check's step, and seven blocks
         side.writing.work(is_idle=True)
     cached_seq.active = True
     assert side.kv.truncate(cached_seq, 3 * SIZE + 10)
     other = first[: 3 * SIZE + 10] + list(range(50_000, 50_000 + 5 * SIZE))
     fill(side.kv, side.memory, cached_seq, other)
-    side.kv.release(cached_seq, keep=True)
-    side.writing.add(cached_seq, LONG_S)
+    side.end(cached_seq)
     side.write_all()
     assert side.there(first) == 7 * SIZE
     assert side.there(other) == 8 * SIZE
@@ -114,8 +116,7 @@ def test_writer_notices_a_truncation(side: Side) -> None:
 def test_writer_stops_at_a_context_shift(side: Side) -> None:
     """Keys that were turned are not what was computed."""
     cached_seq = claim(side.kv, side.memory, list(range(10 * SIZE)))
-    side.kv.release(cached_seq, keep=True)
-    side.writing.add(cached_seq, LONG_S)
+    side.end(cached_seq)
     side.writing.work(is_idle=True)
     cached_seq.active = True
     assert side.kv.shift(cached_seq, SIZE, 4 * SIZE)
@@ -128,8 +129,7 @@ def test_conversations_sharing_a_sequence_both_own_it(side: Side) -> None:
     for conversation in ("one", "two"):
         cached_seq.conversation = conversation
         cached_seq.active = True
-        side.kv.release(cached_seq, keep=True)
-        side.writing.add(cached_seq, LONG_S)
+        side.end(cached_seq)
     side.write_all()
     assert len(list((side.store.root / "owners").iterdir())) == 2
 
@@ -139,8 +139,7 @@ def test_prefetched_tokens_are_stored_once_sent(side: Side) -> None:
     said = list(range(3 * SIZE + 100))
     typed = said + list(range(50_000, 50_000 + 2 * SIZE))
     cached_seq = claim(side.kv, side.memory, said)
-    side.kv.release(cached_seq, keep=True)
-    side.writing.add(cached_seq, LONG_S)
+    side.end(cached_seq)
     cached_seq.active = True
     side.kv.keep_in_memory(cached_seq)
     fill(side.kv, side.memory, cached_seq, typed)
@@ -178,8 +177,7 @@ def test_killed_process_leaves_no_block_without_owner(side: Side) -> None:
     said = list(range(4 * SIZE))
     cached_seq = claim(side.kv, side.memory, said)
     cached_seq.conversation = "talk"
-    side.kv.release(cached_seq, keep=True)
-    side.writing.add(cached_seq, LONG_S)
+    side.end(cached_seq)
     while not list_blocks(side.store.root):
         side.writing.work(is_idle=True)
         assert side.blocks.writer.flush(60)
@@ -194,8 +192,7 @@ def test_continued_conversation_can_be_forgotten_again(side: Side) -> None:
         said = list(range(n * SIZE))
         cached_seq.active, cached_seq.conversation = True, "talk"
         fill(side.kv, side.memory, cached_seq, said)
-        side.kv.release(cached_seq, keep=True)
-        side.writing.add(cached_seq, LONG_S)
+        side.end(cached_seq)
         side.write_all()
         assert side.there(said) == n * SIZE
         assert forget_conversation(side.store.root, "talk") > 0

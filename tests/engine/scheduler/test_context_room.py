@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Logprob
 from edgeinfer.runtime.llama import libllama
@@ -21,7 +20,7 @@ from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
 from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
-from ..conftest import answer, ask, load
+from ..conftest import answer, ask, load, machine
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -48,10 +47,7 @@ FOUR = llama_shape(36, 2560, 2_500_000_000, 40_960)
 
 
 def plan_for(shape: Shape, memory_gib: float, **options: object) -> Plan:
-    available = int(memory_gib * GIB)
-    memory = Memory(total_bytes=available, available_bytes=available, reason="faked")
-    machine = Machine(physical_cores=4, logical_cpus=8, quota=None, memory=memory)
-    return make_plan(shape, LoadOptions(**options), machine)  # type: ignore[arg-type]
+    return make_plan(shape, LoadOptions(**options), machine(int(memory_gib * GIB)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,8 @@ REQUEST = GenerateRequest(prompt="Roses", max_tokens=4)
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[LlamaEngine]:
     path = make_llama(tmp_path / "tiny.gguf", 512)
-    opened = load(path, n_ctx=256, n_parallel=2)
-    yield opened
-    opened.close()
+    with closing(load(path, n_ctx=256, n_parallel=2)) as opened:
+        yield opened
 
 
 def fail(*_: object) -> None:

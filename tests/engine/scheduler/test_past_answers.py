@@ -10,15 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 from edgeinfer.runtime.sampling import past_answers
 from edgeinfer.runtime.sampling.past_answers import AnswerFile, PastAnswers
 
+from .. import conftest as engines
+from ..conftest import ask
+
 ANSWER = [*range(100, 140)]
+WORDS = ("bread", "moons", "rivers", "maps")
 
 
 def found(file: AnswerFile | None, text: list[int]) -> list[int]:
@@ -127,8 +130,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
-    files = ModelFiles(name="smol", paths=(str(smollm2),))
-    opened = load_engine(files, LoadOptions(n_ctx=1024, n_parallel=4))
+    opened = engines.load(smollm2, n_ctx=1024, n_parallel=4)
     opened.warm_up()
     opened.use_blocks(BlockStore(tmp_path_factory.mktemp("store") / "blocks"))
     yield opened
@@ -136,9 +138,8 @@ def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def answer(engine: LlamaEngine, request: GenerateRequest, **fields: object) -> tuple[str, Finished]:
-    *events, end = engine.submit(msgspec.structs.replace(request, **fields))
-    assert isinstance(end, Finished)
-    return "".join(event.text for event in events if isinstance(event, TextDelta)), end
+    found = engines.answer(engine, msgspec.structs.replace(request, **fields))
+    return found.text, found.finished
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.8, seed=5)])
@@ -169,28 +170,14 @@ def test_batched_answers_with_drafts_equal_those_without(engine: LlamaEngine) ->
     texts: dict[str, list[str]] = {}
     for how in ("off", "auto"):
         engine.between_steps(engine._scheduler.kv.drop_idle)
-        running = [
-            engine.submit(
-                GenerateRequest(
-                    prompt=f"{word} and tea, {word} and salt, {word} and",
-                    sampling=Sampling(temperature=0),
-                    max_tokens=60,
-                    ignore_eos=True,
-                    speculative=how,
-                    cache_on_disk=False,
-                )
-            )
-            for word in ("bread", "moons", "rivers", "maps")
-        ]
-        events = [list(stream) for stream in running]
-        texts[how] = ["".join(e.text for e in one if isinstance(e, TextDelta)) for one in events]
+        prompts = [f"{word} and tea, {word} and salt, {word} and" for word in WORDS]
+        requests = [ask(p, max_tokens=60, speculative=how, cache_on_disk=False) for p in prompts]
+        texts[how] = [found.text for found in engines.answers(engine, requests)]
     assert texts["auto"] == texts["off"]
 
 
 def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
-    request = GenerateRequest(
-        prompt="Rivers and bridges:", sampling=Sampling(temperature=0), max_tokens=24, cache_salt="own"
-    )
+    request = ask("Rivers and bridges:", max_tokens=24, cache_salt="own", ignore_eos=False)
     answer(engine, request, cache_prompt=False)
     answer(engine, request, cache_on_disk=False)
     engine.flush_blocks()
@@ -203,8 +190,7 @@ def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
 
 
 def test_parked_engine_maps_no_answers_and_keeps_its_curve(engine: LlamaEngine) -> None:
-    request = GenerateRequest(prompt="Tea and salt:", sampling=Sampling(temperature=0), max_tokens=16)
-    answer(engine, request)
+    answer(engine, ask("Tea and salt:", max_tokens=16, ignore_eos=False))
     engine.flush_blocks()
     costs = engine._scheduler.executor.costs
     mapped = Path("/proc/self/maps").read_text().count("/answers/")  # other tests' engines map theirs

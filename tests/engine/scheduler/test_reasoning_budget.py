@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -34,9 +35,8 @@ def think(**fields: object) -> GenerateRequest:
 def engine(smollm2: Path) -> Iterator[LlamaEngine]:
     """SmolLM2, made to reason: its template opens a span."""
     files = ModelFiles(name="thinker", paths=(str(smollm2),), chat_template=OPENS_A_SPAN)
-    opened = load_engine(files, LoadOptions(n_ctx=1024, n_parallel=2, kv_type="q8_0"))
-    yield opened
-    opened.close()
+    with closing(load_engine(files, LoadOptions(n_ctx=1024, n_parallel=2, kv_type="q8_0"))) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("speculative", ["off", "ngram"])

@@ -23,9 +23,8 @@ from ..caches.conftest import ask, heard, load, text
 
 @pytest.fixture(scope="module")
 def engine(smollm2: Path) -> Iterator[LlamaEngine]:
-    opened = load(smollm2, None, kv_type="q8_0", n_ctx=4096)
-    yield opened
-    opened.close()
+    with closing(load(smollm2, None, kv_type="q8_0", n_ctx=4096)) as opened:
+        yield opened
 
 
 def begun(stream: EventStream, tokens: int) -> Iterator[Event]:
