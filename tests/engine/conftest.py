@@ -24,7 +24,7 @@ LAVAPIPE = BUILD_CACHE / "lavapipe"
 
 def machine(available_bytes: int, cores: int = 4, quota: float | None = None) -> Machine:
     """A machine that is only described, with two logical CPUs a core."""
-    memory = Memory(available_bytes, available_bytes, reason="made up")
+    memory = Memory(total_bytes=available_bytes, available_bytes=available_bytes, reason="made up")
     return Machine(physical_cores=cores, logical_cpus=2 * cores, quota=quota, memory=memory)
 
 
