@@ -60,7 +60,8 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     raises.
     """
     name = _name(options, host)
-    listeners = list(host.listeners) or _bind(options, host)
+    address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
+    listeners = list(host.listeners) or sockets.bind(*address)
     if _speaks_ollama(options, host):
         listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)
@@ -281,12 +282,6 @@ def _unix(stamp: str) -> int:
         return int(datetime.fromisoformat(stamp).timestamp())
     except ValueError:
         return 0
-
-
-def _bind(options: argparse.Namespace, host: Host) -> list[socket.socket]:
-    return sockets.bind(
-        pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
-    )
 
 
 def _speaks_ollama(options: argparse.Namespace, host: Host) -> bool:

@@ -191,20 +191,11 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: Host) -> Result:
     """Run one action on snapshots. Raises SnapshotError and its subclasses, UsageError."""
     action = options.action or "list"
-    if action in ("export", "import", "trust"):
-        return _transfer(action, options, host)
+    if action not in _ACTIONS:
+        from edgeinfer.cli.verbs import snapshots_transfer  # archives and signatures: 20 ms
+
+        return snapshots_transfer.ACTIONS[action](options, host)
     return _ACTIONS[action](options, host)
-
-
-def _transfer(action: str, options: argparse.Namespace, host: Host) -> Result:
-    from edgeinfer.cli.verbs import snapshots_transfer  # archives and signatures: 20 ms
-
-    verbs = {
-        "export": snapshots_transfer.export,
-        "import": snapshots_transfer.import_,
-        "trust": snapshots_transfer.trust,
-    }
-    return verbs[action](options, host)
 
 
 def _list(_options: argparse.Namespace, host: Host) -> SnapshotsResult:

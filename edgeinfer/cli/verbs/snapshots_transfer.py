@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -197,3 +197,10 @@ def trust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
         (signing.distrust if options.remove else signing.trust)(options.fingerprint)
     own = signing.own_key(make=False)
     return SnapshotsTrustResult(own=own.fingerprint if own else "", trusted=signing.trusted())
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {
+    "export": export,
+    "import": import_,
+    "trust": trust,
+}
