@@ -33,18 +33,27 @@ _MAX_PICTURES = 64
 class Span:
     """Rows of a picture among the tokens of a prompt: `n_rows` from token `start` on.
 
-    `chunk` counts the picture's spans. `is_whole`: one step must compute all of them.
+    `digest` is the picture's, and `chunk` counts its spans. `is_whole`: one step must compute all rows.
     """
 
     start: int
     n_rows: int
     picture: Picture
+    digest: bytes
     chunk: int
     is_whole: bool
 
     @property
     def end(self) -> int:
         return self.start + self.n_rows
+
+
+@dataclass(slots=True)
+class Encoding:
+    """The rows of a picture's spans, and how many requests wait for them."""
+
+    rows: Future[list[Rows]]
+    n_requests: int = 0
 
 
 class Vision:
@@ -58,11 +67,11 @@ class Vision:
         self._max_rows = max_rows
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
-        self._kept: OrderedDict[bytes, Future[list[Rows]]] = OrderedDict()
+        self._kept: OrderedDict[bytes, Encoding] = OrderedDict()
 
     def append(self, tokens: list[int], spans: list[Span], picture: Picture) -> None:
         """Append the picture's tokens and rows to a prompt. Raises InvalidRequestError, DecodeError."""
-        if len({id(span.picture) for span in spans}) >= _MAX_PICTURES:
+        if sum(not span.chunk for span in spans) >= _MAX_PICTURES:
             raise InvalidRequestError(f"more than {_MAX_PICTURES} pictures", param="messages")
         digest, n_spans = picture.digest, 0
         for chunk in self._projector.chunks(picture.width, picture.height):
@@ -75,34 +84,47 @@ class Vision:
                     f"holds {self._max_rows}",
                     param="messages",
                 )
-            spans.append(Span(len(tokens), chunk.n_rows, picture, n_spans, chunk.is_whole))
+            start = len(tokens)
+            spans.append(Span(start, chunk.n_rows, picture, digest, n_spans, chunk.is_whole))
             key = b"%s %s %d %d" % (self._key, digest, n_spans, chunk.n_rows)
             tokens += row_tokens(key, chunk.n_rows)
             n_spans += 1
 
-    def encode(self, picture: Picture) -> Future[list[Rows]]:
-        """Return the rows of the picture's spans, known or to be encoded."""
-        digest = picture.digest
+    def encode(self, span: Span) -> Future[list[Rows]]:
+        """Return the rows of the spans of this one's picture, known or to be encoded.
+
+        Each call needs a `leave`.
+        """
+        with self._lock:
+            found = self._kept.get(span.digest)
+            if found is None or (found.rows.done() and found.rows.exception()):
+                if self._thread is None:
+                    name = "edgeinfer-encoder"
+                    self._thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
+                found = Encoding(self._thread.submit(self._projector.encode, span.picture))
+                self._kept[span.digest] = found
+            found.n_requests += 1
+            self._kept.move_to_end(span.digest)
+            self._limit()
+        return found.rows
+
+    def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
+        """A request ends: do not encode what none waits for any more."""
         with self._lock:
             found = self._kept.get(digest)
-            if found is None or (found.done() and (found.cancelled() or found.exception())):
-                if self._thread is None:
-                    self._thread = ThreadPoolExecutor(
-                        1, "edgeinfer-encoder", initializer=lower_thread_priority
-                    )
-                found = self._kept[digest] = self._thread.submit(self._projector.encode, picture)
-            self._kept.move_to_end(digest)
-            self._limit()
-        return found
+            if found is not None and found.rows is rows:
+                found.n_requests -= 1
+                if not found.n_requests and rows.cancel():
+                    del self._kept[digest]
 
     def _limit(self) -> None:
         """Forget the rows that were used longest ago, beyond the bytes that are kept."""
         n_bytes = 0
-        for digest, rows in reversed(list(self._kept.items())):
-            if rows.done() and not rows.cancelled() and rows.exception() is None:
-                n_bytes += sum(row.nbytes for row in rows.result())
-            if n_bytes > _KEPT_BYTES:
-                del self._kept[digest]
+        for digest, known in reversed(list(self._kept.items())):
+            if known.rows.done() and known.rows.exception() is None:
+                n_bytes += sum(row.nbytes for row in known.rows.result())
+                if n_bytes > _KEPT_BYTES:
+                    del self._kept[digest]
 
     def park(self) -> None:
         """End the thread and forget all pictures; the next one starts another."""
@@ -141,14 +163,20 @@ class PromptPictures:
 
     vision: Vision | None = None
     spans: Sequence[Span] = ()
-    _rows: dict[int, Future[list[Rows]]] = field(default_factory=dict)
+    _rows: dict[bytes, Future[list[Rows]]] = field(default_factory=dict)
 
     def encode_behind(self, n_past: int) -> None:
         """Begin to encode the pictures that do not lie within the first `n_past` tokens."""
         for span in self.spans:
-            if span.end > n_past and id(span.picture) not in self._rows:
+            if span.end > n_past and span.digest not in self._rows:
                 assert self.vision is not None
-                self._rows[id(span.picture)] = self.vision.encode(span.picture)
+                self._rows[span.digest] = self.vision.encode(span)
+
+    def close(self) -> None:
+        """Wait for no picture any more. Idempotent."""
+        while self._rows:
+            assert self.vision is not None
+            self.vision.leave(*self._rows.popitem())
 
     def at(self, n_past: int) -> Span | None:
         """Return the span that token `n_past` belongs to."""
@@ -163,18 +191,18 @@ class PromptPictures:
         return bool(self.spans) and self.spans[-1].end > n_past
 
     def is_encoding(self, span: Span) -> bool:
-        return not self._rows[id(span.picture)].done()
+        return not self._rows[span.digest].done()
 
     def wait(self, span: Span, timeout_s: float) -> None:
         """Wait until the rows of `span` are encoded."""
-        wait([self._rows[id(span.picture)]], timeout_s)
+        wait([self._rows[span.digest]], timeout_s)
 
     def failure(self, span: Span) -> EngineError | None:
         """Return the error that `span` could not be encoded for."""
-        rows = self._rows[id(span.picture)]
+        rows = self._rows[span.digest]
         error = rows.exception() if rows.done() else None
         return error if error is None or isinstance(error, EngineError) else DecodeError(str(error))
 
     def rows(self, span: Span) -> Rows:
         """Return the rows of `span`, which are encoded."""
-        return self._rows[id(span.picture)].result()[span.chunk]
+        return self._rows[span.digest].result()[span.chunk]

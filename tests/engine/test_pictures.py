@@ -5,6 +5,7 @@ rows attend to each other in both directions.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -34,7 +35,7 @@ from edgeinfer.runtime.pictures import (
 )
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.runtime.vision import Span
+from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 from .conftest import GREEDY, answer, answers, ask
 
@@ -121,7 +122,7 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
     params.swa_full = params.kv_unified = True
     context = L.llama_init_from_model(loaded.model, params)
     starts = {span.start: span for span in spans}
-    at, rows = 0, {id(span.picture): vision.encode(span.picture).result() for span in spans}
+    at, rows = 0, {span.digest: vision.encode(span).result() for span in spans}
     while at < len(tokens):
         span = starts.get(at)
         end = span.end if span else min([s for s in starts if s > at], default=len(tokens))
@@ -129,7 +130,7 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
         batch = L.llama_batch_init(n, loaded.n_embd if span else 0, 1)
         batch.n_tokens = n
         if span:
-            data = rows[id(span.picture)][span.chunk]
+            data = rows[span.digest][span.chunk]
             ctypes.memmove(batch.embd, data.ctypes.data, data.nbytes)
         for i in range(n):
             if not span:
@@ -347,6 +348,33 @@ def test_memory_plan_leaves_room_for_the_projector(tmp_path: Path) -> None:
     files = ModelFiles(name="m", paths=(), projector=str(projector))
     left = _beside_projector(machine, files).memory.available_bytes
     assert machine.memory.available_bytes - left == 5000
+
+
+def test_picture_that_none_waits_for_is_not_encoded() -> None:
+    """A client that sends large pictures and leaves takes no time of others' encoding."""
+    begun, go_on = threading.Event(), threading.Event()
+    encoded: list[Picture] = []
+
+    class Slow:
+        def encode(self, picture: Picture) -> list[np.ndarray]:
+            begun.set()
+            go_on.wait()
+            encoded.append(picture)
+            return [np.zeros((1, 4), np.float32)]
+
+    vision = Vision(Slow(), "key", max_rows=1)  # type: ignore[arg-type]
+    a, b, c = (picture(width=100 + i) for i in range(3))
+    requests = [PromptPictures(vision, [Span(0, 1, one, one.digest, 0, False)]) for one in (a, b, c, c)]
+    for request in requests:
+        request.encode_behind(0)
+    assert begun.wait(60)
+    for request in requests[:3]:  # the first is encoding, and another request waits for the third
+        request.close()
+    go_on.set()
+    requests[3].wait(requests[3].spans[0], 60)
+    assert requests[3].rows(requests[3].spans[0]).shape == (1, 4)
+    assert encoded == [a, c]
+    vision.park()
 
 
 def test_row_tokens_name_pictures_and_their_starts() -> None:

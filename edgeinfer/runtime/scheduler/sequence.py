@@ -231,6 +231,7 @@ class Sequence:
     def _free(self) -> None:
         self.sampler.close()
         self.drafting.close()
+        self.pictures.close()
 
     def usage(self) -> Usage:
         return Usage(
