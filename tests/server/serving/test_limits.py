@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import json
@@ -15,8 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.serving import limits as typed_limits
-from edgeinfer.cli.verbs.serve import add_endpoint_options
 from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.server.guards import protocol
@@ -28,15 +27,11 @@ from edgeinfer.server.request_body import decode_query
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 
 
-def _head(length: int, *extra: bytes) -> bytes:
-    lines = [
-        b"POST /v1/chat/completions HTTP/1.1",
-        b"host: localhost",
-        b"content-type: application/json",
-        b"content-length: %d" % length,
-        *extra,
-    ]
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+def _head(length: int) -> bytes:
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    )
+    return head + b"content-length: %d\r\n\r\n" % length
 
 
 def _status(reply: bytes) -> int:
@@ -382,11 +377,6 @@ def test_connections_stay_below_the_descriptors(monkeypatch, before, after, most
     limit = list(before)
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limit))
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: limit.__setitem__(slice(2), new))
-    assert typed_limits(_options()).max_connections == most
+    options = build_parser("serve").parse_args(["serve"])
+    assert typed_limits(options).max_connections == most
     assert limit[0] == after
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_endpoint_options(parser)
-    return parser.parse_args([])

@@ -12,8 +12,8 @@ import subprocess
 import httpx2
 import pytest
 
+from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.serving import limits, make_gate
-from edgeinfer.cli.verbs.serve import add_endpoint_options
 from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
@@ -29,9 +29,7 @@ PAGE = "https://page.example"
 
 
 def _options(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_endpoint_options(parser)
-    return parser.parse_args(typed)
+    return build_parser("serve").parse_args(["serve", *typed])
 
 
 @pytest.fixture(scope="module")
