@@ -100,7 +100,7 @@ class ReasoningParser:
         held, self._held = self._held, ""
         if self._step == self._inside:
             return self._reason(held)
-        events = list(self._pass(held)) if self._step == self._start else []
+        events = list(self._after_all(held)) if self._step == self._start else []
         return [*events, *(self._inner.finish() if self._inner else ())]
 
     def _start(self, text: str) -> Sequence[Parsed]:
@@ -114,7 +114,7 @@ class ReasoningParser:
         self._step = self._after_all
         if self._span.plain and begun.startswith(self._span.plain):
             text = begun[len(self._span.plain) :]
-        return self._pass(text)
+        return self._after_all(text)
 
     def _inside(self, text: str) -> Sequence[Parsed]:
         head, closed, rest = text.partition(self._span.close)
@@ -130,12 +130,9 @@ class ReasoningParser:
         if not begun:
             return ()
         self._step = self._after_all
-        return self._pass(begun)
+        return self._after_all(begun)
 
     def _after_all(self, text: str) -> Sequence[Parsed]:
-        return self._pass(text)
-
-    def _pass(self, text: str) -> Sequence[Parsed]:
         if self._inner is not None:
             return self._inner.feed(text)
         return [TextDelta(text)] if text else ()

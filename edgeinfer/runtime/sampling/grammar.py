@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -119,15 +120,13 @@ class TokenMatcher:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
 
+@dataclass(slots=True, eq=False)
 class Compiled:
     """A constraint compiled for one vocabulary. Any thread."""
 
-    __slots__ = ("_lock", "_matcher", "_n_vocab")
-
-    def __init__(self, matcher: Any, n_vocab: int) -> None:
-        self._matcher = matcher
-        self._n_vocab = n_vocab
-        self._lock = threading.Lock()
+    _matcher: Any
+    _n_vocab: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> TokenMatcher:
         """Return a matcher at the beginning; 3 µs."""

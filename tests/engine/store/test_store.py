@@ -26,6 +26,12 @@ from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks
 
 TOKENS = list(range(256))
 ROOMY = CacheLimits(max_bytes=1 << 30, margin_bytes=0)
+#: What a process of its own begins with.
+_IMPORTS = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_store import *
+"""
 
 
 def make_block(
@@ -239,10 +245,8 @@ def test_no_room_stops_writing_and_says_so_once(tmp_path: Path) -> None:
 
 def test_a_file_size_limit_in_the_middle_of_a_block_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
-import resource, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from pathlib import Path
-from test_store import *
+import resource, signal
+{_IMPORTS}
 said = []
 store = BlockStore(Path({str(tmp_path / "blocks")!r}), ROOMY, said.append)
 blocks = store.model("sha", {{}})
@@ -257,23 +261,16 @@ assert len(said) == 1, said
     assert left == ["secret"]
 
 
-_ENDLESS = """
-import sys
-sys.path.insert(0, {here!r})
-from pathlib import Path
-from test_store import *
-store = BlockStore(Path({root!r}), ROOMY)
-blocks = store.model("sha", {{}})
+def writing(root: Path, rounds: int) -> subprocess.Popen[bytes]:
+    code = f"""
+{_IMPORTS}
+blocks = BlockStore(Path({str(root)!r}), ROOMY).model("sha", {{}})
 for round in range({rounds}):
     for n in range(40):
         put(blocks, make_block(blocks, [n] * 256, n_bytes=200_000))
         if not round and n == 10:
             print("going", flush=True)
 """
-
-
-def writing(root: Path, rounds: int) -> subprocess.Popen[bytes]:
-    code = _ENDLESS.format(here=str(Path(__file__).parent), root=str(root), rounds=rounds)
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
 
 
