@@ -1,9 +1,10 @@
-"""Text files that ride with a turn: found as `@path`, read, and shown to the model."""
+"""Text files and pictures that ride with a turn: found as `@path`, read, and shown to the model."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import msgspec
 from edgeinfer.chat.formats import fenced
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.interface import Engine
 
 #: Larger than any context we run; a file beyond it is a mistake.
@@ -31,18 +33,36 @@ def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
     return list(found)
 
 
+def dropped_picture(text: str) -> str:
+    """Return a mention of the picture whose path a terminal pastes when it is dropped there, or ""."""
+    try:
+        words = shlex.split(text.strip().removeprefix("file://"))
+        path = Path(words[0]) if len(words) == 1 else None
+        if path is None or not path.is_absolute():
+            return ""
+        with open(path, "rb") as file:
+            is_picture = picture_files.is_picture(file.read(16))
+    except (OSError, ValueError):
+        return ""
+    return f'@"{path}" ' if is_picture and '"' not in str(path) else ""
+
+
 def read(path: Path) -> Attachment:
     """Read a file as an attachment, uncounted. Raises UsageError: too large, not text, unreadable."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
-        return from_bytes(path.name, path.read_bytes())
+        with open(path, "rb") as file:
+            return from_bytes(path.name, file.read(picture_files.MAX_FILE_BYTES + 1))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
 
 
 def from_bytes(name: str, data: bytes) -> Attachment:
-    """Make an attachment of bytes. Raises UsageError unless they are UTF-8 text."""
+    """Make an attachment of bytes. Raises UsageError unless they are UTF-8 text or a picture."""
+    if picture_files.is_picture(data):
+        if len(data) > picture_files.MAX_FILE_BYTES:
+            limit = f"{picture_files.MAX_FILE_BYTES >> 20} MiB"
+            raise UsageError(f"{name} is larger than {limit}", hint="attach a smaller picture")
+        return Attachment(name=name, data=data)
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
     try:
@@ -52,20 +72,26 @@ def from_bytes(name: str, data: bytes) -> Attachment:
             f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`"
         ) from error
     if "\0" in text:
-        raise UsageError(f"{name} is a binary file", hint="only text can be attached")
+        raise UsageError(f"{name} is a binary file", hint="only text and pictures can be attached")
     return Attachment(name=name, text=text)
 
 
 def counted(attachment: Attachment, engine: Engine | None) -> Attachment:
     """Return the attachment with its tokens counted, if there is an engine."""
-    if attachment.tokens or engine is None:
+    if attachment.tokens or attachment.is_picture or engine is None:
         return attachment
     return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
 
 
+def described(attachment: Attachment) -> str:
+    """Return an attachment's name and size for people."""
+    size = "a picture" if attachment.is_picture else f"{attachment.tokens} tokens"
+    return f"{attachment.name}, {size}"
+
+
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
-    """Return the prompt text: the files first, each named and fenced, then the typed text."""
-    parts = [f"File `{a.name}`:\n{fenced(a.text)}" for a in attachments]
+    """Return the prompt text: the text files first, each named and fenced, then the typed text."""
+    parts = [f"File `{a.name}`:\n{fenced(a.text)}" for a in attachments if not a.is_picture]
     return "\n\n".join([*parts, text] if text else parts)
 
 

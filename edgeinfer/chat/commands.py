@@ -67,7 +67,7 @@ COMMANDS: tuple[Slash, ...] = (
         "adapter",
         ("adapters",),
     ),
-    Slash("file", "PATH", "attach a text file to the next question", "path", ("attach",)),
+    Slash("file", "PATH", "attach a text file or a picture to the next question", "path", ("attach",)),
     Slash("new", "", "begin a new conversation", aliases=("clear",)),
     Slash(
         "sessions", "[WORDS]", "list or search conversations, open one", "text", ("search", "history")

@@ -68,7 +68,10 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
                 f"<details><summary>Reasoning</summary>\n\n{turn.reasoning.strip()}\n\n</details>"
             )
         parts.append(turn.content.strip())
-        parts += [fenced(a.text, _info(a.name)) for a in turn.attachments]
+        parts += [
+            f"*(picture: {a.name})*" if a.is_picture else fenced(a.text, _info(a.name))
+            for a in turn.attachments
+        ]
         if turn.role == "assistant" and turn.status != "complete":
             parts.append(f"*({turn.error or turn.status})*")
     return "\n\n".join(p for p in parts if p) + "\n"

@@ -79,7 +79,10 @@ class ReadAhead:
         self._state, self._prefilled = state, words
         if session.engine is None or session.busy:
             return False
-        request = session.request_if_sent(words, attachments, editing)
+        try:
+            request = session.request_if_sent(words, attachments, editing)
+        except EdgeInferError:  # shown when it is sent
+            return False
         if request is None:
             return False
         self._began_at = self._clock()

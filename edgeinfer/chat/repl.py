@@ -144,7 +144,7 @@ class Repl:
             self.session.edit(editing, text)
         self._attachments = []
         for attachment in found:
-            self.show_text(f"With {attachment.name}, {attachment.tokens} tokens.")
+            self.show_text(f"With {attachments.described(attachment)}.")
         self._answer()
 
     def _answer(self) -> None:
@@ -229,7 +229,7 @@ class Repl:
     def attach(self, attachment: Attachment) -> None:
         counted = self._counted(attachment)
         self._attachments.append(counted)
-        self.show_text(f"Attached {counted.name}, {counted.tokens} tokens.")
+        self.show_text(f"Attached {attachments.described(counted)}.")
 
     def copy(self, text: str, what: str) -> None:
         self.show_text(text)

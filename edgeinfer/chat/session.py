@@ -32,9 +32,11 @@ from edgeinfer.chat.history.values import (
     siblings,
 )
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
+from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
@@ -299,7 +301,10 @@ class ChatSession:
     # requests
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """Return the messages of a branch: system prompt with the summary of what was cut, turns."""
+        """Return the messages of a branch: system prompt with the summary of what was cut, turns.
+
+        Raises InvalidRequestError for a picture that cannot be decoded.
+        """
         summary, kept = sent_part(list(turns))
         system = self.conversation.system_prompt or (
             self.engine.info.system_prompt if self.engine else ""
@@ -311,9 +316,7 @@ class ChatSession:
         found = [Message(role="system", content=system)] if system else []
         for turn in kept:
             if turn.role == "user":
-                found.append(
-                    Message(role="user", content=with_attachments(turn.content, turn.attachments))
-                )
+                found.append(_question(turn))
             elif turn.content:
                 found.append(Message(role="assistant", content=turn.content))
         return tuple(found)
@@ -349,6 +352,14 @@ class ChatSession:
             max_tokens=int(limit) if limit else None,
             conversation=self.conversation.owner,
         )
+
+
+def _question(turn: Turn) -> Message:
+    """Return a question as the model gets it: pictures, text files, the typed text."""
+    pictures = [picture_files.decode(a.data) for a in turn.attachments if a.is_picture]
+    text = with_attachments(turn.content, turn.attachments)
+    content, pictured = join_parts([*pictures, text])
+    return Message(role="user", content=content, pictures=pictured)
 
 
 def title_of(text: str) -> str:

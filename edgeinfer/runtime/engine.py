@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
+from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
@@ -284,6 +285,7 @@ class LlamaEngine:
         self._embedder.close()
         if self._vision is not None:
             self._vision.park()
+        picture_files.forget()
         if self._draft is not None:
             self._draft.park()
 

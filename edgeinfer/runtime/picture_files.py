@@ -26,6 +26,7 @@ MAX_FILE_BYTES = 32 << 20
 #: The decoder's own limit is on its processor time; a busy machine takes longer.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:(image/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
+_BEGINNING = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|RIFF....WEBP", re.DOTALL)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Pixels of the last pictures by the SHA-256 of their file: a conversation sends them again each turn,
@@ -33,6 +34,11 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _KEPT_BYTES = 64 << 20
 _kept: OrderedDict[bytes, Picture] = OrderedDict()
 _lock = Lock()
+
+
+def is_picture(data: bytes) -> bool:
+    """Tell by its beginning if a file is a picture."""
+    return _BEGINNING.match(data) is not None
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:

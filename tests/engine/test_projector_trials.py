@@ -7,7 +7,7 @@ import pytest
 from made_projectors import make_projector
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime import projector_trials
+from edgeinfer.runtime import picture_files, projector_trials
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -56,6 +56,13 @@ def test_a_refused_projector_leaves_a_model_of_text(gemma3, tmp_path):
         assert answer(engine, ask()).finished.usage.completion_tokens == 8
         with pytest.raises(InvalidRequestError, match=r"was refused: .*mmproj"):
             engine.submit(GenerateRequest(messages=(QUESTION,)))
+
+
+def test_parked_engine_keeps_no_pixels(gemma3, projector):
+    with loaded(gemma3, projector) as engine:
+        picture_files._kept[b"key"] = RED
+        engine.park()
+        assert not picture_files._kept
 
 
 @pytest.mark.slow

@@ -222,6 +222,15 @@ async def test_paste_keeps_its_lines(drive):
         assert d.session.path == []
 
 
+async def test_picture_that_is_dropped_is_attached(drive, tmp_path):
+    (tmp_path / "cat.gif").write_bytes(b"GIF89a")
+    async with drive() as d:
+        d.app.post_message(events.Paste(f"'{tmp_path}/cat.gif'"))
+        await d.until(lambda: d.chat.composer.text == f'@"{tmp_path}/cat.gif" ')
+        line = d.chat.query_one("#attachments")
+        await d.until(lambda: "+ cat.gif · picture" in str(line.render()))
+
+
 async def test_commands_are_completed(drive):
     async with drive() as d:
         await d.press("slash", "t", "e")

@@ -22,11 +22,19 @@ CUT: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A text file attached to a question. `tokens` is 0 until an engine has counted them."""
+    """A file attached to a question: `text`, or a picture's `data`.
+
+    `tokens` of a text is 0 until an engine has counted them.
+    """
 
     name: str
-    text: str
+    text: str = ""
     tokens: int = 0
+    data: bytes = b""
+
+    @property
+    def is_picture(self) -> bool:
+        return bool(self.data)
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from textual.reactive import reactive
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat.attachments import counted, mentioned, read
+from edgeinfer.chat.attachments import counted, dropped_picture, mentioned, read
 from edgeinfer.chat.commands import CommandCompletion
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
@@ -187,6 +187,9 @@ class Composer(TextArea):
         if len(event.text) > _LONG_PASTE or event.text.count("\n") >= _LONG_PASTE_LINES:
             event.prevent_default()  # Textual goes on with TextArea's handler otherwise
             self.post_message(self.Pasted(event.text))
+        elif mention := dropped_picture(event.text):
+            event.prevent_default()
+            self.insert(mention)
 
 
 class Queue:
@@ -328,6 +331,8 @@ class AttachmentList:
 
 
 def _label(attachment: Attachment, n_ctx: int) -> str:
+    if attachment.is_picture:
+        return f"+ {attachment.name} · picture"
     exact = attachment.tokens
     tokens = f"{exact:,}" if exact else f"~{len(attachment.text.encode()) // _BYTES_PER_TOKEN:,}"
     limit = f" of {n_ctx:,}" if exact > n_ctx // 2 > 0 else ""

@@ -1,0 +1,80 @@
+"""Pictures attached to a question: read, stored, sent before the text, and named where text is shown."""
+
+import io
+import json
+
+import pytest
+
+from edgeinfer.chat import formats
+from edgeinfer.chat.attachments import described, dropped_picture, mentioned, read
+from edgeinfer.chat.history.values import Attachment
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.errors import InvalidRequestError, UsageError
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.pictures import PICTURE_MARK
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture
+def red(tmp_path):
+    out = io.BytesIO()
+    Image.new("RGB", (2, 1), (255, 0, 0)).save(out, "PNG")
+    path = tmp_path / "a red one.png"
+    path.write_bytes(out.getvalue())
+    return path
+
+
+def test_file_that_begins_as_a_picture_is_attached_as_one(red, tmp_path):
+    attached = read(red)
+    assert (attached.is_picture, attached.data) == (True, red.read_bytes())
+    assert described(attached) == "a red one.png, a picture"
+    (tmp_path / "b.png").write_text("text")
+    assert read(tmp_path / "b.png").text == "text"
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(33 << 20))
+    with pytest.raises(UsageError, match="larger than 32 MiB"):
+        read(tmp_path / "c.png")
+
+
+def test_question_sends_pictures_first_and_stores_them(store, red):
+    engine = FakeEngine()
+    session = ChatSession(lambda: store, "fake", engine)
+    session.ask("What is it?", [Attachment(name="n.txt", text="notes"), read(red)])
+    for event in session.begin_answer().generation:
+        session.answer.add(event)
+    session.answer.flush()
+    turn = engine.requests[0].messages[0]
+    assert turn.content == f"{PICTURE_MARK}File `n.txt`:\n```\nnotes\n```\n\nWhat is it?"
+    assert [picture.rgb for picture in turn.pictures] == [b"\xff\0\0" * 2]
+    other = ChatSession(lambda: store)
+    other.open(session.conversation.id)
+    assert other.path[0].attachments[1].data == red.read_bytes()
+    assert "*(picture: a red one.png)*" in formats.to_markdown(other.conversation, other.path)
+    assert json.loads(formats.to_json(other.conversation, other.path))
+
+
+def test_picture_that_cannot_be_decoded_fails_its_answer(store):
+    session = ChatSession(lambda: store, "fake", FakeEngine())
+    session.ask("What is it?", [Attachment(name="x.png", data=b"GIF8")])
+    with pytest.raises(InvalidRequestError, match="the picture cannot be read"):
+        session.begin_answer()
+    assert session.path[-1].status == "failed"
+
+
+@pytest.mark.parametrize("form", ["{}", "'{}'", '"{}"', "escaped", "file://'{}'"])
+def test_dropped_path_becomes_a_mention(red, form):
+    pasted = str(red).replace(" ", "\\ ") if form == "escaped" else form.format(red)
+    if form == "{}":
+        assert dropped_picture(pasted) == ""  # two words: a terminal quotes it
+        return
+    assert mentioned(f"look {dropped_picture(pasted)}") == [red]
+
+
+@pytest.mark.parametrize("pasted", ["a red one.png", "/nosuch.png", "two words", "'open", "", "/"])
+def test_other_pastes_stay_text(pasted):
+    assert dropped_picture(pasted) == ""
+
+
+def test_text_file_that_is_dropped_stays_a_path(tmp_path):
+    (tmp_path / "n.txt").write_text("x")
+    assert dropped_picture(str(tmp_path / "n.txt")) == ""
