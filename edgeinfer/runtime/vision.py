@@ -144,8 +144,6 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
     """Open the model's projector, if it has one; otherwise the reason. Raises ModelLoadError."""
     if not files.projector:
         return None, ""
-    if not loaded.supports_truncation:
-        return None, ": recurrent and hybrid models with pictures are not supported yet"
     failure = projector_trials.failure(files.projector, files.paths)
     if failure:
         return None, f": its projector {files.projector} was refused: {failure}"
@@ -185,6 +183,13 @@ class PromptPictures:
     def text_end(self, n_past: int, n_tokens: int) -> int:
         """Return where the text from `n_past` on ends: at the next picture, or at `n_tokens`."""
         return min((span.start for span in self.spans if span.start >= n_past), default=n_tokens)
+
+    def is_edge(self, n_past: int) -> bool:
+        """Tell if a picture begins or ends there, with all its spans."""
+        begins = [span.start for span in self.spans if not span.chunk]
+        goes_on = [*(bool(span.chunk) for span in self.spans[1:]), False]
+        ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
+        return n_past in begins or n_past in ends
 
     def is_pending(self, n_past: int) -> bool:
         """Tell if a picture lies behind the first `n_past` tokens."""

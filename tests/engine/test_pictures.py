@@ -33,6 +33,7 @@ from edgeinfer.runtime.pictures import (
     row_tokens,
     without_rows,
 )
+from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.runtime.vision import PromptPictures, Span, Vision
@@ -217,7 +218,10 @@ def test_streams_beside_pictures_keep_their_bits(engine: LlamaEngine) -> None:
     assert [one.logprobs for one in together] == [one.logprobs for one in alone]
 
 
-def test_picture_is_restored_from_disk(files: ModelFiles, tmp_path: Path) -> None:
+def test_picture_is_restored_from_disk(
+    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
     options = LoadOptions(n_ctx=2048, n_parallel=2)
     request = chat(WORDS * 2, picture(), WORDS * 2, "What is in it?")
     with closing(load_engine(files, options)) as engine:
@@ -301,19 +305,45 @@ def test_model_without_projector_refuses(smol: LlamaEngine) -> None:
         smol.submit(chat(picture(), "What is in it?"))
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "reason"),
-    [(make_qwen2vl, "qwen2vl_merger", "M-RoPE"), (make_lfm2, "idefics3", "hybrid")],
-)
-def test_unsupported_shape_refuses_pictures_alone(
-    make: object, kind: str, reason: str, smollm2: Path, tmp_path: Path
+def test_hybrid_model_continues_at_a_pictures_edge(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = make(tmp_path / "text.gguf", smollm2)  # type: ignore[operator]
-    projector = make_projector(tmp_path / "mmproj.gguf", kind, 64)
+    """Its state cannot be cut, so there are checkpoints where a picture begins and ends."""
+    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)  # the model is small and fast
+    text = make_lfm2(tmp_path / "text.gguf", smollm2)
+    projector = make_projector(tmp_path / "mmproj.gguf", "lfm2", 64)
+    files = ModelFiles(name="m", paths=(str(text),), projector=str(projector))
+    options = LoadOptions(n_ctx=2048, n_parallel=2)
+    asked, other = ((WORDS, picture(), f"{question} " * 40) for question in ("What?", "Where is it?"))
+    with closing(load_engine(files, options)) as engine:
+        engine.use_blocks(BlockStore(tmp_path / "blocks"))
+        fresh = [answer(engine, chat(*parts, cache_prompt=False)) for parts in (asked, other)]
+        first = answer(engine, chat(*asked))
+        again = answer(engine, chat(*asked))
+        spans = spans_of(engine, chat(*other))[1]
+        next_question = answer(engine, chat(*other))
+        beginning = answer(engine, chat(WORDS, picture(flip=1), "What?"))
+        assert usage(again)[1] == usage(again)[0] - 1
+        assert usage(next_question)[1] == spans[-1].end
+        assert usage(beginning)[1] == spans[0].start
+        assert first.logprobs == again.logprobs == fresh[0].logprobs
+        assert next_question.logprobs == fresh[1].logprobs
+        assert engine.flush_blocks()
+    with closing(load_engine(files, options)) as engine:
+        engine.use_blocks(BlockStore(tmp_path / "blocks"))
+        restored = answer(engine, chat(*other))
+        assert restored.finished is not None
+        assert restored.finished.usage.cached_disk_tokens >= spans[-1].end
+        assert restored.logprobs == next_question.logprobs
+
+
+def test_model_with_mrope_refuses_pictures_alone(smollm2: Path, tmp_path: Path) -> None:
+    text = make_qwen2vl(tmp_path / "text.gguf", smollm2)
+    projector = make_projector(tmp_path / "mmproj.gguf", "qwen2vl_merger", 64)
     files = ModelFiles(name="m", paths=(str(text),), projector=str(projector))
     with closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))) as engine:
         assert not engine.info.can_see
-        with pytest.raises(InvalidRequestError, match=reason):
+        with pytest.raises(InvalidRequestError, match="M-RoPE"):
             engine.submit(chat(picture(), "What is in it?"))
         assert answer(engine, chat("Hello")).finished is not None
 

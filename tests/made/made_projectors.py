@@ -31,7 +31,7 @@ def make_projector(
     merge: int = 2,
     longest: int = 0,
 ) -> Path:
-    """Write a projector of `kind` ("gemma3", "idefics3", "qwen2vl_merger") to the width `n_text`.
+    """Write a projector of `kind` ("gemma3", "idefics3", "lfm2", "qwen2vl_merger") to width `n_text`.
 
     Pictures have `image` pixels a side, and one row for `merge` × `merge` patches; with `longest` larger
     ones become tiles.
@@ -92,8 +92,9 @@ def make_projector(
     elif kind == "idefics3":
         matrix("mm.model.fc", n_text, _WIDTH * merge * merge)
     else:
-        for number, rows in (("0", 4 * _WIDTH), ("2", n_text)):
-            matrix(f"mm.{number}", rows, 4 * _WIDTH)
+        wide = _WIDTH * merge * merge
+        for number, rows in (("1" if kind == "lfm2" else "0", wide), ("2", n_text)):
+            matrix(f"mm.{number}", rows, wide)
             writer.add_tensor(f"mm.{number}.bias", random(rows, scale=0.02))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -164,10 +164,12 @@ class Prefixes:
 
     def save_checkpoint(self, seq: Sequence) -> None:
         """Save a recurrent checkpoint if later requests may need one here."""
-        worth = seq.request.cache_prompt and recurrent_checkpoints.is_checkpoint_position(
-            seq.n_past, len(seq.tokens)
+        n_past = seq.n_past
+        is_place = seq.pictures.is_edge(n_past) or recurrent_checkpoints.is_checkpoint_position(
+            n_past, len(seq.tokens)
         )
-        if worth and seq.cached_seq is not None:
+        is_inside = picture_start(seq.tokens, n_past) < n_past
+        if is_place and not is_inside and seq.request.cache_prompt and seq.cached_seq is not None:
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
@@ -182,10 +184,11 @@ class Prefixes:
         self._end_restore(seq)
         if seq.cached_seq is None:
             return
+        is_inside = picture_start(seq.tokens, seq.n_past) < seq.n_past
         cached_seq, seq.cached_seq = seq.cached_seq, None
         cached_seq.conversation = seq.request.conversation
         cached_seq.is_prefetched = seq.is_prefill_only
-        if keep:
+        if keep and not is_inside:
             self._kv.save_checkpoint(cached_seq)
         self._kv.release(cached_seq, keep=keep)
         if not seq.request.cache_on_disk:
