@@ -108,7 +108,7 @@ def test_errors_are_the_clients_own(client):
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model="smollm2", max_tokens=-1, messages=HELLO)
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
-    with pytest.raises(anthropic.BadRequestError, match="image"):
+    with pytest.raises(anthropic.BadRequestError, match="nothing is fetched"):
         client.messages.create(
             model="smollm2", max_tokens=1, messages=[{"role": "user", "content": [image]}]
         )
