@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from edgeinfer.errors import InvalidGgufError
@@ -54,14 +55,20 @@ def check(path: str | Path) -> GgufHeader:
     return header
 
 
+def check_fits(path: str | Path, model: GgufHeader) -> None:
+    """Raise InvalidGgufError for a projector whose rows are not as wide as the model's embeddings."""
+    width = check(path).number("clip.vision.projection_dim")
+    if width != model.n_embd:
+        raise InvalidGgufError(
+            f"{Path(path).name} makes rows of {width} numbers, and the model reads {model.n_embd}"
+        )
+
+
 def fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:
-    """Return the smallest valid projector whose rows are as wide as the model's embeddings, or ""."""
+    """Return the smallest valid projector that fits the model, or ""."""
     found = []
     for path in candidates:
-        try:
-            width = check(path).number("clip.vision.projection_dim")
-        except InvalidGgufError:
-            continue
-        if width == model.n_embd:
+        with suppress(InvalidGgufError):
+            check_fits(path, model)
             found.append((Path(path).stat().st_size, str(path)))
     return min(found)[1] if found else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
-from edgeinfer.models import gguf, names, sources, store
+from edgeinfer.models import gguf, names, projectors, sources, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import DIRECT, convert_fetched
 from edgeinfer.models.fetching.fetch import fetch
@@ -95,7 +95,8 @@ def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
     if record is None:
         return None
     fresh = []
-    for path, file in zip(record.paths, record.files, strict=True):
+    for file in record.all_files:
+        path = record.folder / file.path
         try:
             info = path.stat()
         except OSError:
@@ -107,8 +108,9 @@ def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
             if sha256_of(path, job.at) != file.sha256:
                 return None
         fresh.append(msgspec.structs.replace(file, mtime_ns=info.st_mtime_ns))
-    if tuple(fresh) != record.files:
-        record = msgspec.structs.replace(record, files=tuple(fresh))
+    if tuple(fresh) != record.all_files:
+        encoder = fresh.pop() if record.projector is not None else None
+        record = msgspec.structs.replace(record, files=tuple(fresh), projector=encoder)
         store.write_record(record)
     return record
 
@@ -142,14 +144,18 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
 def _verify(
     fetched: list[Fetched], todo: PullPlan, source: str, work: Path, job: Job, wanted: str
 ) -> None:
-    """Compare with every known digest, check the headers; set a wrong file aside as `.bad`."""
-    n_files = len(fetched)
+    """Compare with every known digest, check the headers; set a wrong file aside as `.bad`.
+
+    A projector that is none, or does not fit the model, is left out of `fetched` with a note.
+    """
+    n_files = sum(not one.is_projector for one in fetched)
     if wanted and (fetched[0].checkpoint or n_files > 1):
         raise UsageError(f"--sha256 is of one file, and {source} has several")
-    whole = todo if n_files == 1 else None  # the catalogue's figures are of a single file
-    for index, one in enumerate(fetched):
+    for index, one in enumerate(list(fetched)):
         if one.path.is_dir():
             continue
+        # the catalogue's figures are of a single file
+        whole = todo if n_files == 1 and not one.is_projector else None
         size = one.size_bytes
         job.begin("verifying", one.file_name, total=size, index=index, n_files=n_files)
         if whole and whole.size_bytes and size != whole.size_bytes:
@@ -173,9 +179,16 @@ def _verify(
                     f"{origin} says; {_set_aside(one, work)}"
                 )
         try:
-            if not one.checkpoint:
+            if one.is_projector:
+                projectors.check_fits(one.path, gguf.read_header(fetched[0].path))
+            elif not one.checkpoint:
                 gguf.check_part(gguf.check(one.path), one.file_name, index, n_files)
         except InvalidGgufError as error:
+            if one.is_projector:
+                job.note(f"{source}: without a projector, so no pictures are read: {error.message}")
+                one.path.unlink()
+                fetched.remove(one)
+                continue
             kept = _set_aside(one, work)
             raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
 
@@ -193,6 +206,8 @@ def _set_aside(one: Fetched, work: Path) -> str:
 
 def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
     store.pin_files(todo.ref, source, fetched)
+    projector = next((one for one in fetched if one.is_projector), None)
+    fetched = [one for one in fetched if one is not projector]
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""
         fetched = [convert_fetched(fetched, direct, work, job)]
@@ -204,7 +219,12 @@ def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, jo
         fetched = quantize_fetched(fetched, todo.quantize, work, job)
         requantized_from = original
     record = store.publish(
-        todo.ref, fetched, base=todo.ref.name, source=source, requantized_from=requantized_from
+        todo.ref,
+        fetched,
+        base=todo.ref.name,
+        source=source,
+        requantized_from=requantized_from,
+        projector=projector,
     )
     shutil.rmtree(work, ignore_errors=True)
     job.begin("done", fetched[0].file_name, done=record.size_bytes, total=record.size_bytes)

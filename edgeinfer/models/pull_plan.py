@@ -31,7 +31,7 @@ class Fetched(msgspec.Struct, kw_only=True):
 
     `sha256` is the source's digest ("": none), `found_sha256` the computed one.
     `pinned` is false for files of this machine, which may change between two imports.
-    `checkpoint` marks files, or a folder, to convert.
+    `checkpoint` marks files, or a folder, to convert; `is_projector` the file that encodes pictures.
     """
 
     path: Path
@@ -41,6 +41,7 @@ class Fetched(msgspec.Struct, kw_only=True):
     pinned: bool = True
     found_sha256: str = ""
     checkpoint: bool = False
+    is_projector: bool = False
 
     @property
     def size_bytes(self) -> int:

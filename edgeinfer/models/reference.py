@@ -75,8 +75,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
             return stores.verified_files(self.external, progress)
         if self.pulled is None:
             raise self.absence()
-        for path, file in zip(self.pulled.paths, self.pulled.files, strict=True):
-            _refuse_changed(path, file, self.name)
+        for file in self.pulled.all_files:
+            _refuse_changed(self.pulled.folder / file.path, file, self.name)
         return _files_of_pulled(self.pulled, self.entry)
 
     def absence(self) -> CatalogError:
@@ -165,12 +165,11 @@ def _with_suggestions(error: _E, text: str) -> _E:
 
 
 def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
-    first = pulled.paths[0]
     files = ModelFiles(
         name=pulled.name,
         paths=tuple(map(str, pulled.paths)),
         sha256=pulled.sha256,
-        projector=_projector(entry, first),
+        projector=_projector(pulled, entry),
     )
     if entry is None:
         return files
@@ -185,14 +184,19 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
     )
 
 
-def _projector(entry: Model | None, model: Path) -> str:
-    """Return the catalogue's projector, or the one beside the file. Raises InvalidGgufError."""
-    if entry is None or not entry.projector:
-        candidates = projectors.beside(model)
-        return projectors.fitting(candidates, gguf.read_header(model)) if candidates else ""
-    path = Path(entry.projector).expanduser().absolute()
-    projectors.check(path)
-    return str(path)
+def _projector(pulled: PulledModel, entry: Model | None) -> str:
+    """Return the projector by the catalogue, else the pulled one, else one beside the file, or "".
+
+    Raises InvalidGgufError for the catalogue's if it is none.
+    """
+    if entry is not None and entry.projector:
+        path = Path(entry.projector).expanduser().absolute()
+        projectors.check(path)
+        return str(path)
+    if pulled.projector is not None:
+        return str(pulled.folder / pulled.projector.path)
+    candidates = projectors.beside(pulled.paths[0])
+    return projectors.fitting(candidates, gguf.read_header(pulled.paths[0])) if candidates else ""
 
 
 def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:

@@ -87,7 +87,10 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model. `name` is its reference, `base` its catalogue name or the same."""
+    """A pulled model. `name` is its reference, `base` its catalogue name or the same.
+
+    `projector` encodes pictures for it.
+    """
 
     name: str
     base: str
@@ -99,6 +102,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx_train: int
     pulled_at: str
     requantized_from: str = ""
+    projector: PulledFile | None = None
     version: Literal[1] = 1
 
     @property
@@ -115,8 +119,13 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.folder / file.path for file in self.files)
 
     @property
+    def all_files(self) -> tuple[PulledFile, ...]:
+        """The files, and the projector if there is one."""
+        return self.files if self.projector is None else (*self.files, self.projector)
+
+    @property
     def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
+        return sum(file.size_bytes for file in self.all_files)
 
     @property
     def purpose(self) -> str:
@@ -164,13 +173,20 @@ def list_pulled() -> list[PulledModel]:
 
 
 def publish(
-    ref: Reference, fetched: list[Fetched], *, base: str, source: str, requantized_from: str
+    ref: Reference,
+    fetched: list[Fetched],
+    *,
+    base: str,
+    source: str,
+    requantized_from: str,
+    projector: Fetched | None = None,
 ) -> PulledModel:
     """Store verified files as the model `ref`, and return its record."""
     folder = names.folder(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     files = tuple(_placed(one, folder) for one in fetched)
+    encoder = None if projector is None else _placed(projector, folder)
     sync(folder)
     headers = [gguf.read_header(folder / file.path) for file in files]
     record = PulledModel(
@@ -184,10 +200,12 @@ def publish(
         n_ctx_train=headers[0].n_ctx_train,
         pulled_at=datetime.now(UTC).isoformat(timespec="seconds"),
         requantized_from=requantized_from,
+        projector=encoder,
     )
     write_record(record)
+    kept = {RECORD, *(file.path for file in record.all_files)}
     for child in folder.iterdir():  # what an earlier pull under this name has left
-        if child.is_file() and child.name not in {RECORD, *(file.path for file in files)}:
+        if child.is_file() and child.name not in kept:
             child.unlink()
     return record
 

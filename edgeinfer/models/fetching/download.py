@@ -25,7 +25,7 @@ PART = ".part"
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
     """A file on a server; 0 and "" mean unknown. The first host alone gets `headers`.
 
-    `login` is the hint of a refusal.
+    `login` is the hint of a refusal. `is_projector`: it encodes pictures for the model before it.
     """
 
     url: str
@@ -35,6 +35,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     headers: dict[str, str] = {}
     login: str | None = None
+    is_projector: bool = False
 
 
 class _PartialState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -97,7 +97,8 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
     from edgeinfer.models.fetching import download  # as in `_url_files`
 
     remotes = _resolve(source, todo)
-    if len(remotes) == 1 and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
+    is_single = sum(not remote.is_projector for remote in remotes) == 1
+    if is_single and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
         raise ChecksumError(
             f"{source} has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
         )
@@ -110,7 +111,15 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
         job.begin("downloading", name, index=index, n_files=n, total=remote.size_bytes or None)
         path = _fetch_renewing(source, todo, index, remote, work, job)
         is_part = not (isinstance(source, sources.Url) or name.lower().endswith(".gguf"))
-        fetched.append(Fetched(path=path, file_name=name, sha256=remote.sha256, checkpoint=is_part))
+        fetched.append(
+            Fetched(
+                path=path,
+                file_name=name,
+                sha256=remote.sha256,
+                checkpoint=is_part,
+                is_projector=remote.is_projector,
+            )
+        )
     return fetched
 
 

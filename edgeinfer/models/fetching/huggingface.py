@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from edgeinfer.errors import AuthenticationError, DownloadError, OfflineError, SourceNotFoundError
 from edgeinfer.models import names
 from edgeinfer.models.converting.checkpoint_files import checkpoint_files
 from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.fetching.http_client import status_error
+from edgeinfer.models.projectors import is_projector
 from edgeinfer.models.sources import HubFile, HubQuant
 
 _TIMEOUT_S = 15.0
@@ -33,7 +36,8 @@ def _api() -> Any:
 def resolve(source: HubFile | HubQuant) -> list[Remote]:
     """Return the files that `source` names, all of a split model, at the repository's current commit.
 
-    Raises AuthenticationError, SourceNotFoundError, DownloadError.
+    The smallest projector of the repository follows them. Raises AuthenticationError,
+    SourceNotFoundError, DownloadError.
     """
     api = _api()
     with _hub_errors(source):
@@ -43,7 +47,17 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
     listed = {file.rfilename: file for file in info.siblings or []}
     chosen = _chosen(source, list(listed))
     commit = info.sha or source.revision
-    return [_remote(source, listed[path], commit, api) for path in chosen]
+    remotes = [_remote(source, listed[path], commit, api) for path in chosen]
+    encoders = [_remote(source, file, commit, api) for file in _projectors(chosen, listed)]
+    return remotes + [msgspec.structs.replace(one, is_projector=True) for one in encoders]
+
+
+def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
+    """Return the smallest projector beside chosen GGUF files, if there is one."""
+    if not _ggufs(chosen) or is_projector(chosen[0]):
+        return []
+    found = [file for path, file in listed.items() if is_projector(path)]
+    return sorted(found, key=lambda file: (file.size or 0, file.rfilename))[:1]
 
 
 def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
+import msgspec
 
 from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.models import names
@@ -29,6 +30,8 @@ _WEIGHTS = (
     "application/vnd.cncf.model.weight.v1.gguf",
     "application/vnd.cncf.model.weight.v1.raw",
 )
+#: A layer that encodes pictures for the model.
+_PROJECTORS = ("application/vnd.ollama.image.projector", "application/vnd.docker.ai.mmproj")
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
@@ -46,7 +49,7 @@ _TIMEOUT_S = 30.0
 
 
 def resolve(source: OciArtifact) -> list[Remote]:
-    """Return the artifact's GGUF files, in order, with their sizes and digests.
+    """Return the artifact's GGUF files, in order, with their sizes and digests; a projector is last.
 
     Raises AuthenticationError, SourceNotFoundError, ChecksumError for a manifest of another digest,
     DownloadError.
@@ -59,7 +62,12 @@ def resolve(source: OciArtifact) -> list[Remote]:
                 manifest = registry.manifest(manifest["manifests"][0]["digest"])
             layers = _weights(source, manifest)
             file_names = _file_names(source, layers)
-            return [registry.blob(*pair) for pair in zip(layers, file_names, strict=True)]
+            remotes = [registry.blob(*pair) for pair in zip(layers, file_names, strict=True)]
+            encoders = [one for one in manifest["layers"] if one["mediaType"] in _PROJECTORS]
+            for layer in encoders[:1]:
+                remote = registry.blob(layer, f"mmproj-{names.sanitize_file_name(source.stem)}.gguf")
+                remotes.append(msgspec.structs.replace(remote, is_projector=True))
+            return remotes
     except httpx2.TransportError as error:
         raise DownloadError(f"{source}: {http_client.describe_transport_error(error)}") from error
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -9,9 +9,17 @@ from collections.abc import Callable
 import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
+from made_projectors import make_projector
 
-from edgeinfer.errors import AuthenticationError, ChecksumError, DownloadError, SourceNotFoundError
+from edgeinfer.errors import (
+    AuthenticationError,
+    ChecksumError,
+    DownloadError,
+    ModelNotPulledError,
+    SourceNotFoundError,
+)
 from edgeinfer.models import names, store
+from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 
@@ -32,7 +40,6 @@ def repo(server, body, monkeypatch) -> dict[str, bytes]:
     files = {
         "README.md": b"# Tiny",
         "Tiny-Q8_0.gguf": body,
-        "mmproj-Tiny-Q8_0.gguf": b"a vision projector",
         "tiny.Q4_K_M.gguf": gguf_bytes(seed=4),
         "big/Tiny-F16-00001-of-00002.gguf": gguf_bytes(tensors=[("a", 800)], seed=1),
         "big/Tiny-F16-00002-of-00002.gguf": gguf_bytes(tensors=[("b", 800)], seed=2),
@@ -48,6 +55,36 @@ def options() -> PullOptions:
 
 def cdn(server, name: str) -> list:
     return server.gets(f"/cdn/{REPO}/{name}")
+
+
+def test_projector_of_the_repository_is_pulled_too(repo, body, options, tmp_path) -> None:
+    projector = make_projector(tmp_path / "mmproj.gguf", "gemma3", 64).read_bytes()
+    repo["mmproj-Tiny-Q8_0.gguf"] = projector
+    repo["mmproj-Tiny-F32.gguf"] = projector + bytes(64)
+    record = pull(f"{REPO}:q8_0", options=options)
+    assert record.projector is not None
+    assert record.size_bytes == len(body) + len(projector)
+    path = record.folder / "mmproj-Tiny-Q8_0.gguf"
+    assert path.read_bytes() == projector
+    assert resolve(record.name).files().projector == str(path)
+    assert pull(f"{REPO}:q8_0", options=options) == record
+    path.unlink()
+    with pytest.raises(ModelNotPulledError, match="a file of someone"):
+        resolve(record.name).files()
+    assert pull(f"{REPO}:q8_0", options=options).projector is not None
+    assert path.read_bytes() == projector
+
+
+@pytest.mark.parametrize("wrong", ["none", "wide"])
+def test_projector_that_does_not_fit_is_left_out(repo, options, tmp_path, wrong) -> None:
+    wide = make_projector(tmp_path / "mmproj.gguf", "gemma3", 128).read_bytes()
+    repo["mmproj-Tiny-Q8_0.gguf"] = wide if wrong == "wide" else b"no projector"
+    notes: list[PullProgress] = []
+    record = pull(f"{REPO}:q8_0", notes.append, options=options)
+    assert record.projector is None
+    assert any("no pictures are read" in one.note for one in notes)
+    assert [path.name for path in sorted(record.folder.iterdir())] == ["Tiny-Q8_0.gguf", "model.json"]
+    assert resolve(record.name).files().projector == ""
 
 
 def test_quantization_or_file_is_found(server, repo, body, options) -> None:

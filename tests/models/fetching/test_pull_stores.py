@@ -12,6 +12,7 @@ import pytest
 from fake_hub import Fault
 from made_checkpoints import make_checkpoint
 from made_gguf import entry, gguf_bytes, model_entries
+from made_projectors import make_projector
 from stores_here import docker_registry, moto, push, registry_program
 
 from edgeinfer.errors import (
@@ -171,6 +172,15 @@ def test_artifact_of_a_registry(registry, body, options, kind) -> None:
     assert is_right(body, by_digest)
     with pytest.raises(SourceNotFoundError, match="no such file"):
         pull(f"oci://{registry}/library/tiny:7b", options=msgspec.structs.replace(options, name="x"))
+
+
+def test_projector_of_an_artifact_is_pulled_too(registry, body, options, tmp_path) -> None:
+    projector = make_projector(tmp_path / "mmproj.gguf", "gemma3", 64).read_bytes()
+    kind = "application/vnd.ollama.image.projector"
+    push(registry, "library/tiny-vl", "1b", [(OLLAMA, body), (kind, projector)])
+    record = pull(f"oci://{registry}/library/tiny-vl:1b", options=options)
+    assert record.paths[0].read_bytes() == body
+    assert (record.folder / "mmproj-tiny-vl-1b.gguf").read_bytes() == projector
 
 
 def test_artifact_of_several_files_and_one_without(registry, options) -> None:
