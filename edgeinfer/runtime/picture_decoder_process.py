@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy  # noqa: F401  decoders import it late, when nothing can be opened any more
+import math
 import resource
 import sys
 import warnings
@@ -31,6 +32,11 @@ from edgeinfer.platform.system_calls import allow_computing_alone
 MEMORY_BYTES = 512 << 20
 CPU_S = 5
 MAX_PIXELS = 32_000_000
+#: The longer side by the shorter: Qwen's own limit, and nothing else was trained on longer strips.
+MAX_RATIO = 200
+#: Larger pictures are reduced to so many pixels: no projector takes more into its rows, and a request
+#: may have many.
+KEPT_PIXELS = 4_000_000
 #: What a file begins with, and its format; the first 4 bytes of a WebP file are those of any RIFF.
 _FORMATS = (
     (b"\xff\xd8\xff", 0, JpegImagePlugin.JpegImageFile),
@@ -74,13 +80,24 @@ def _decoded(data: bytes) -> Image.Image:
         raise ValueError("it is no JPEG, PNG, WebP or GIF file")
     Image.MAX_IMAGE_PIXELS = None  # the next lines are stricter, before any pixel is decoded
     picture: Image.Image = kind(BytesIO(data))
+    size = f"{picture.width} x {picture.height}"
+    if max(picture.size) > MAX_RATIO * min(picture.size):
+        raise ValueError(f"it has {size} pixels: one side is more than {MAX_RATIO} times the other")
     if picture.width * picture.height > MAX_PIXELS:
-        size = f"{picture.width} x {picture.height}"
         raise ValueError(f"it has {size} pixels, and {MAX_PIXELS:,} are read at most")
     picture.load()
     with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken metadata: as it lies
         picture = ImageOps.exif_transpose(picture)
-    return _on_white(picture)
+    return _reduced(_on_white(picture))
+
+
+def _reduced(picture: Image.Image) -> Image.Image:
+    n_pixels = picture.width * picture.height
+    if n_pixels <= KEPT_PIXELS:
+        return picture
+    scale = math.sqrt(KEPT_PIXELS / n_pixels)
+    size = (max(1, int(picture.width * scale)), max(1, int(picture.height * scale)))
+    return picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0)
 
 
 def _on_white(picture: Image.Image) -> Image.Image:

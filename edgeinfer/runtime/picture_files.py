@@ -13,13 +13,17 @@ import re
 import signal
 import subprocess
 from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
+from typing import Any, TypeVar
 
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.pictures import Picture
 
+T = TypeVar("T")
 _HELPER = "edgeinfer.runtime.picture_decoder_process"
 #: The largest file that is decoded (bytes).
 MAX_FILE_BYTES = 32 << 20
@@ -29,11 +33,27 @@ _DATA_URI = re.compile(r"data:(image/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*;base64,", re.
 _BEGINNING = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|RIFF....WEBP", re.DOTALL)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
+#: Most pictures of one request to the endpoint.
+MAX_PICTURES = 64
+#: Pictures that the request being translated may still have; None without a limit.
+_left: ContextVar[int | None] = ContextVar("edgeinfer_pictures_left", default=None)
+#: Decoders at once: each may take 512 MB.
+_decoders = BoundedSemaphore(2)
+
 #: Pixels of the last pictures by the SHA-256 of their file: a conversation sends them again each turn,
 #: and decoding one takes 0.1 s.
 _KEPT_BYTES = 64 << 20
 _kept: OrderedDict[bytes, Picture] = OrderedDict()
 _lock = Lock()
+
+
+def within_budget(work: Callable[..., T], *args: Any) -> T:
+    """Call `work`, inside of which `MAX_PICTURES` are decoded at most."""
+    token = _left.set(MAX_PICTURES)
+    try:
+        return work(*args)
+    finally:
+        _left.reset(token)
 
 
 def is_picture(data: bytes) -> bool:
@@ -47,6 +67,11 @@ def decode(data: bytes, param: str = "messages") -> Picture:
     Raises InvalidRequestError, which names `param`, for a file that is none of the formats, broken, or
     too large. It waits for a process: 0.1 s for a photo.
     """
+    left = _left.get()
+    if left is not None:
+        if left < 1:
+            raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param=param)
+        _left.set(left - 1)
     if len(data) > MAX_FILE_BYTES:
         size = f"{len(data) >> 20} MB"
         raise _refusal(f"the file has {size}, and {MAX_FILE_BYTES >> 20} MB are read at most", param)
@@ -99,9 +124,14 @@ def forget() -> None:
 
 def _decoded(data: bytes, param: str) -> Picture:
     try:
-        done = subprocess.run(
-            child_command(_HELPER), input=data, capture_output=True, timeout=_PATIENCE_S, check=False
-        )
+        with _decoders:
+            done = subprocess.run(
+                child_command(_HELPER),
+                input=data,
+                capture_output=True,
+                timeout=_PATIENCE_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         raise _refusal(f"decoding it takes more than {_PATIENCE_S:.0f} s", param) from None
     head, _, pixels = done.stdout.partition(b"\n")

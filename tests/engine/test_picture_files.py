@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime import picture_files
-from edgeinfer.runtime.picture_files import decode, decode_text
+from edgeinfer.runtime.picture_files import MAX_PICTURES, decode, decode_text, within_budget
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -114,13 +114,32 @@ def test_a_header_that_promises_too_many_pixels_is_refused_before_decoding():
 
 
 def test_the_largest_picture_fits_into_the_memory():
-    picture = decode(encoded(np.zeros((4000, 8000, 4), np.uint8), compress_level=1))
-    assert (picture.width, picture.height) == (8000, 4000)
+    picture = decode(encoded(np.full((4000, 8000, 4), 90, np.uint8), compress_level=1))
+    assert (picture.width, picture.height) == (2828, 1414)  # reduced
+    assert set(picture.rgb) == {197}  # of 90, with 90 of 255 opaque
 
 
 def test_a_file_that_is_too_large_starts_no_process():
     with pytest.raises(InvalidRequestError, match="33 MB"):
         decode(bytes(33 << 20))
+
+
+def test_a_strip_that_no_projector_takes_is_refused():
+    assert decode(encoded(np.zeros((2, 400), bool))).width == 400
+    with pytest.raises(InvalidRequestError, match="401 x 2 pixels: one side is more than 200 times"):
+        decode(encoded(np.zeros((2, 401), bool)))
+
+
+def test_a_request_has_a_budget_of_pictures():
+    data = encoded()
+
+    def work(n_pictures):
+        return [decode(data) for _ in range(n_pictures)]
+
+    assert len(within_budget(work, MAX_PICTURES)) == MAX_PICTURES
+    with pytest.raises(InvalidRequestError, match="more than 64 pictures"):
+        within_budget(work, MAX_PICTURES + 1)
+    assert len(work(MAX_PICTURES + 1)) == MAX_PICTURES + 1
 
 
 def test_the_same_file_is_decoded_once(monkeypatch):
