@@ -76,6 +76,8 @@ class LlamaEngine:
         )
         self._vision, self._preparer.no_vision = open_vision(files, loaded)
         self._preparer.vision = self._vision
+        if self._vision is not None:
+            self._scheduler.kv.position_behind = self._vision.position_behind
         self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft

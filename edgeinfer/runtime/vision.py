@@ -34,6 +34,7 @@ class Span:
     """Rows of a picture among the tokens of a prompt: `n_rows` from token `start` on.
 
     `digest` is the picture's, and `chunk` counts its spans. `is_whole`: one step must compute all rows.
+    They take `n_positions`; with M-RoPE fewer than there are rows, and `positions` are each row's own.
     """
 
     start: int
@@ -42,6 +43,8 @@ class Span:
     digest: bytes
     chunk: int
     is_whole: bool
+    n_positions: int
+    positions: npt.NDArray[np.int32] | None = None
 
     @property
     def end(self) -> int:
@@ -68,6 +71,8 @@ class Vision:
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[bytes, Encoding] = OrderedDict()
+        #: With M-RoPE: a span's first token → its rows beyond its positions.
+        self._saved: dict[int, int] = {}
 
     def append(self, tokens: list[int], spans: list[Span], picture: Picture) -> None:
         """Append the picture's tokens and rows to a prompt. Raises InvalidRequestError, DecodeError."""
@@ -85,10 +90,29 @@ class Vision:
                     param="messages",
                 )
             start = len(tokens)
-            spans.append(Span(start, chunk.n_rows, picture, digest, n_spans, chunk.is_whole))
+            spans.append(
+                Span(
+                    start,
+                    chunk.n_rows,
+                    picture,
+                    digest,
+                    n_spans,
+                    chunk.is_whole,
+                    chunk.n_positions,
+                    chunk.positions,
+                )
+            )
             key = b"%s %s %d %d" % (self._key, digest, n_spans, chunk.n_rows)
             tokens += row_tokens(key, chunk.n_rows)
+            if chunk.positions is not None:
+                self._saved[tokens[start]] = chunk.n_rows - chunk.n_positions
             n_spans += 1
+
+    def position_behind(self, tokens: Sequence[int], n: int) -> int:
+        """Return the position behind the first `n` tokens, which cut no picture."""
+        if not self._saved:
+            return n
+        return n - sum(self._saved.get(token, 0) for token in tokens[:n] if token < 0)
 
     def encode(self, span: Span) -> Future[list[Rows]]:
         """Return the rows of the spans of this one's picture, known or to be encoded.
@@ -149,9 +173,9 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
         return None, f": its projector {files.projector} was refused: {failure}"
     key = stamps((files.projector,))
     projector = Projector(files.projector, loaded.model, loaded.n_threads)
-    if projector.uses_mrope:
+    if projector.uses_mrope and not loaded.supports_truncation:
         projector.free()
-        return None, ": models with M-RoPE are not supported yet"
+        return None, ": recurrent and hybrid models with M-RoPE are not supported yet"
     return Vision(projector, key, max_rows=loaded.n_batch), ""
 
 
@@ -190,6 +214,23 @@ class PromptPictures:
         goes_on = [*(bool(span.chunk) for span in self.spans[1:]), False]
         ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
         return n_past in begins or n_past in ends
+
+    def position(self, n_past: int) -> int:
+        """Return the position of token `n_past`, or that of its picture's start."""
+        saved = sum(span.n_rows - span.n_positions for span in self.spans if span.end <= n_past)
+        span = self.at(n_past)
+        is_shared = span is not None and span.positions is not None
+        return (span.start if span is not None and is_shared else n_past) - saved
+
+    def cut(self, n_past: int) -> int:
+        """Return how many of `n_past` tokens can be kept: not a part of rows that share positions."""
+        span = self.at(n_past)
+        return n_past if span is None or span.positions is None else span.start
+
+    @property
+    def memory_only_from(self) -> int | None:
+        """The first token that is not stored on disk: no block can end where rows share positions."""
+        return next((span.start for span in self.spans if span.positions is not None), None)
 
     def is_pending(self, n_past: int) -> bool:
         """Tell if a picture lies behind the first `n_past` tokens."""

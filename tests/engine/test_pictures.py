@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from made_decoders import make_lfm2, make_qwen2vl
@@ -21,9 +22,10 @@ from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.kv_cache.cache import common_prefix
+from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.model import _beside_projector
+from edgeinfer.runtime.llama.model import LlamaModel, _beside_projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import (
     PICTURE_MARK,
@@ -36,7 +38,7 @@ from edgeinfer.runtime.pictures import (
 from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.runtime.vision import PromptPictures, Span, Vision
+from edgeinfer.runtime.vision import PromptPictures, Span, Vision, open_vision
 
 from .conftest import GREEDY, answer, answers, ask
 
@@ -78,7 +80,7 @@ def built() -> None:
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
 
 
-@pytest.fixture(scope="module", params=["tiles", "whole"])
+@pytest.fixture(scope="module", params=["tiles", "whole", "m-rope"])
 def files(
     request: pytest.FixtureRequest,
     smollm2: Path,
@@ -89,6 +91,9 @@ def files(
     if request.param == "tiles":
         text = rename_tokens(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS)
         projector = make_projector(folder / "mmproj.gguf", "idefics3", 576, patch=32, longest=512)
+    elif request.param == "m-rope":
+        text = make_qwen2vl(folder / "text.gguf", smollm2)
+        projector = make_projector(folder / "mmproj.gguf", "qwen2vl_merger", 64)
     else:
         text = gemma3
         projector = make_projector(folder / "mmproj.gguf", "gemma3", 640)
@@ -123,12 +128,19 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
     params.swa_full = params.kv_unified = True
     context = L.llama_init_from_model(loaded.model, params)
     starts = {span.start: span for span in spans}
+    position = 0
     at, rows = 0, {span.digest: vision.encode(span).result() for span in spans}
     while at < len(tokens):
         span = starts.get(at)
         end = span.end if span else min([s for s in starts if s > at], default=len(tokens))
         n = end - at
         batch = L.llama_batch_init(n, loaded.n_embd if span else 0, 1)
+        positions = np.arange(position, position + n, dtype=np.int32)
+        position += span.n_positions if span else n
+        if span and span.positions is not None:
+            behind = np.array([[1], [1], [1], [0]]) * positions[0]
+            positions = np.ascontiguousarray(span.positions + behind, np.int32)
+            batch.pos = positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         batch.n_tokens = n
         if span:
             data = rows[span.digest][span.chunk]
@@ -136,14 +148,14 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
         for i in range(n):
             if not span:
                 batch.token[i] = tokens[at + i]
-            batch.pos[i] = at + i
+            if positions.ndim == 1:
+                batch.pos[i] = positions[i]
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = i == n - 1
         L.llama_set_causal_attn(context, not (span and span.is_whole))
         assert L.llama_decode(context, batch) == 0
         L.llama_set_causal_attn(context, True)
-        L.llama_batch_free(batch)
         at = end
     n_vocab = loaded.vocab.n_vocab
     found = np.ctypeslib.as_array(L.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
@@ -227,16 +239,42 @@ def test_picture_is_restored_from_disk(
     with closing(load_engine(files, options)) as engine:
         engine.use_blocks(BlockStore(tmp_path))
         first = answer(engine, request)
+        spans = spans_of(engine, request)[1]
         assert engine.flush_blocks()
     with closing(load_engine(files, options)) as engine:
         engine.use_blocks(BlockStore(tmp_path))
         vision = engine._vision
         assert vision is not None
-        vision._projector.encode = lambda picture: pytest.fail("encoded again")  # type: ignore[method-assign]
+        is_on_disk = spans[0].positions is None
+        if is_on_disk:
+            vision._projector.encode = lambda picture: pytest.fail("encoded again")  # type: ignore[method-assign]
         again = answer(engine, request)
         assert again.finished is not None
-        assert again.finished.usage.cached_disk_tokens > again.finished.usage.prompt_tokens // 2
+        n_restored = again.finished.usage.cached_disk_tokens
+        if is_on_disk:
+            assert n_restored > again.finished.usage.prompt_tokens // 2
+        else:
+            assert 0 < n_restored <= spans[0].start
         assert again.logprobs == first.logprobs
+
+
+def test_aborted_step_of_a_picture_is_computed_again(
+    engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = chat(WORDS, picture(width=700, height=600), "What is in it?")
+    fresh = answer(engine, msgspec.structs.replace(request, cache_prompt=False))
+    batch = engine._scheduler.executor.batch
+    decode, n_steps = batch.decode, 0
+
+    def aborted(active: ActiveContext) -> int:
+        nonlocal n_steps
+        code = decode(active)
+        n_steps += batch._pictures is not None
+        return 2 if batch._pictures is not None and n_steps in (1, 3) else code
+
+    monkeypatch.setattr(batch, "decode", aborted)
+    assert answer(engine, request).logprobs == fresh.logprobs
+    assert n_steps >= 2
 
 
 def test_cancelled_picture_leaves_the_engine_whole(engine: LlamaEngine) -> None:
@@ -337,15 +375,18 @@ def test_hybrid_model_continues_at_a_pictures_edge(
         assert restored.logprobs == next_question.logprobs
 
 
-def test_model_with_mrope_refuses_pictures_alone(smollm2: Path, tmp_path: Path) -> None:
+def test_hybrid_model_with_mrope_refuses_pictures(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = make_qwen2vl(tmp_path / "text.gguf", smollm2)
     projector = make_projector(tmp_path / "mmproj.gguf", "qwen2vl_merger", 64)
     files = ModelFiles(name="m", paths=(str(text),), projector=str(projector))
     with closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))) as engine:
-        assert not engine.info.can_see
-        with pytest.raises(InvalidRequestError, match="M-RoPE"):
-            engine.submit(chat(picture(), "What is in it?"))
-        assert answer(engine, chat("Hello")).finished is not None
+        assert engine.info.can_see
+        monkeypatch.setattr(LlamaModel, "supports_truncation", property(lambda model: False))
+        vision, reason = open_vision(files, engine._loaded)
+        assert vision is None
+        assert "hybrid models with M-RoPE" in reason
 
 
 def test_projector_of_another_model_is_refused(smollm2: Path, tmp_path: Path) -> None:
@@ -394,7 +435,9 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
 
     vision = Vision(Slow(), "key", max_rows=1)  # type: ignore[arg-type]
     a, b, c = (picture(width=100 + i) for i in range(3))
-    requests = [PromptPictures(vision, [Span(0, 1, one, one.digest, 0, False)]) for one in (a, b, c, c)]
+    requests = [
+        PromptPictures(vision, [Span(0, 1, one, one.digest, 0, False, 1)]) for one in (a, b, c, c)
+    ]
     for request in requests:
         request.encode_behind(0)
     assert begun.wait(60)

@@ -116,6 +116,8 @@ class KvCache:
         self.checkpoints = checkpoints
         self._window = window
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
+        #: The position behind the first so many tokens: with M-RoPE a picture's rows share some.
+        self.position_behind: Callable[[Sequence[int], int], int] = lambda tokens, n: n
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
         self._shares = [0] * n_cells
@@ -198,7 +200,8 @@ class KvCache:
         return cached_seq
 
     def _share(self, source: CachedSequence, target: CachedSequence, n: int) -> None:
-        self._memory.copy(source.seq_id, target.seq_id, -1 if n == len(source.tokens) else n)
+        end = -1 if n == len(source.tokens) else self.position_behind(source.tokens, n)
+        self._memory.copy(source.seq_id, target.seq_id, end)
         if self.checkpoints is not None and n < len(source.tokens):
             checkpoint = self.checkpoints.latest_before(source.checkpoints, n)
             if checkpoint is None or not self.checkpoints.restore(target.seq_id, checkpoint):
@@ -226,7 +229,10 @@ class KvCache:
         """Keep the first `n` tokens. False, and all dropped, if the model does not support it."""
         if n == len(cached_seq.tokens):
             return True
-        cut = self._restore_checkpoint(cached_seq, n) and self._memory.remove(cached_seq.seq_id, n, -1)
+        end = self.position_behind(cached_seq.tokens, n)
+        cut = self._restore_checkpoint(cached_seq, n) and self._memory.remove(
+            cached_seq.seq_id, end, -1
+        )
         if not cut:
             self._memory.remove(cached_seq.seq_id, -1, -1)
             n = 0
@@ -260,7 +266,8 @@ class KvCache:
 
     def remove_behind(self, cached_seq: CachedSequence) -> None:
         """Remove cells behind the recorded tokens, which an aborted step may have left in llama.cpp."""
-        self._memory.remove(cached_seq.seq_id, len(cached_seq.tokens), -1)
+        end = self.position_behind(cached_seq.tokens, len(cached_seq.tokens))
+        self._memory.remove(cached_seq.seq_id, end, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
         """Empty the cells in llama.cpp, to be written again; the accounting stays."""

@@ -142,6 +142,7 @@ class Batch:
         )
         self._pictures: npt.NDArray[np.float32] | None = None
         self._is_causal = True
+        self._positions: npt.NDArray[np.int32] | None = None
         self.n_outputs = 0
 
     @classmethod
@@ -159,6 +160,7 @@ class Batch:
     def clear(self) -> None:
         self._rows.clear()
         self._pictures, self._is_causal = None, True
+        self._positions = None
         self._adapters.clear()
         self.n_outputs = 0
 
@@ -188,12 +190,20 @@ class Batch:
         *,
         outputs: int,
         is_causal: bool,
+        positions: npt.NDArray[np.int32] | None = None,
         adapters: AdapterKey = (),
     ) -> int:
-        """Add rows of a picture, alone in its step; as `add`. Raises DecodeError."""
+        """Add rows of a picture, alone in its step; as `add`.
+
+        With `positions` (4, rows) each row has its own behind `pos`, in three dimensions; the fourth
+        counts from 0. Raises DecodeError.
+        """
         if self.n_tokens:
             raise DecodeError("rows of a picture have a step of their own")
         self._pictures, self._is_causal = np.ascontiguousarray(rows, np.float32), is_causal
+        if positions is not None:
+            behind = np.array([[pos], [pos], [pos], [0]], np.int32)
+            self._positions = np.ascontiguousarray((positions + behind).reshape(-1), np.int32)
         return self._add([0] * len(rows), pos, seq_id, outputs, adapters)
 
     def _add(
@@ -222,6 +232,8 @@ class Batch:
         self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
         rows = self._pictures
         self._native.token = None if rows is not None else self._token.ctypes.data_as(_I32)
+        positions = self._pos if self._positions is None else self._positions
+        self._native.pos = positions.ctypes.data_as(_I32)
         self._native.embd = rows.ctypes.data_as(_F32) if rows is not None else None
 
     def decode(self, active: ActiveContext) -> int:

@@ -50,6 +50,12 @@ class _Params(ctypes.Structure):
     )
 
 
+class _Position(ctypes.Structure):
+    """mtmd_decoder_pos: a row's place among those of its picture."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("t", "x", "y", "z"))
+
+
 class _Part(ctypes.Structure):
     """mtmd_input_part; `text` stays null here."""
 
@@ -76,6 +82,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mtmd_input_chunk_get_type": (ctypes.c_int, [_POINTER]),
     "mtmd_input_chunk_get_n_tokens": (_SIZE, [_POINTER]),
     "mtmd_input_chunk_get_tokens_text": (ctypes.POINTER(_I32), [_POINTER, ctypes.POINTER(_SIZE)]),
+    "mtmd_input_chunk_get_n_pos": (_I32, [_POINTER]),
+    "mtmd_input_chunk_get_tokens_image": (_POINTER, [_POINTER]),
+    "mtmd_image_tokens_get_decoder_pos": (_Position, [_POINTER, _I32, _SIZE]),
     "mtmd_encode_chunk": (_I32, [_POINTER, _POINTER]),
     "mtmd_get_output_embd": (ctypes.POINTER(ctypes.c_float), [_POINTER]),
     "mtmd_log_set": (None, [_POINTER, _POINTER]),
@@ -87,11 +96,15 @@ class Chunk:
     """A part of a picture in a prompt: `tokens` of text, or `n_rows` rows.
 
     `is_whole`: the rows attend to each other in both directions, so one step computes them all.
+    With M-RoPE the rows take `n_positions`, fewer than there are rows, and `positions` (4, rows) are
+    each row's own behind the first: time, y, x, z.
     """
 
     tokens: tuple[int, ...] = ()
     n_rows: int = 0
     is_whole: bool = False
+    n_positions: int = 0
+    positions: npt.NDArray[np.int32] | None = None
 
 
 def _open_library() -> ctypes.CDLL:
@@ -196,10 +209,19 @@ class Projector:
             n_tokens = _SIZE()
             tokens = library.mtmd_input_chunk_get_tokens_text(native, ctypes.byref(n_tokens))
             return Chunk(tokens=tuple(tokens[: n_tokens.value]))
+        n_rows = library.mtmd_input_chunk_get_n_tokens(native)
         return Chunk(
-            n_rows=library.mtmd_input_chunk_get_n_tokens(native),
+            n_rows=n_rows,
             is_whole=library.mtmd_decode_use_non_causal(self._context, native),
+            n_positions=library.mtmd_input_chunk_get_n_pos(native),
+            positions=self._positions(native, n_rows) if self.uses_mrope else None,
         )
+
+    def _positions(self, native: int, n_rows: int) -> npt.NDArray[np.int32]:
+        image = self._library.mtmd_input_chunk_get_tokens_image(native)
+        get = self._library.mtmd_image_tokens_get_decoder_pos
+        found = (get(image, 0, i) for i in range(n_rows))
+        return np.array([(one.t, one.y, one.x, one.z) for one in found], np.int32).T
 
     def free(self) -> None:
         """Free the projector. Idempotent."""

@@ -110,12 +110,15 @@ class BatchPlanner:
             self._preempt_for(seq, [])
             return []
         has_output = past + n == len(seq.tokens) and seq.max_tokens > 0
+        rows = slice(past - span.start, past - span.start + n)
+        positions = span.positions
         self.batch.add_picture(
-            seq.pictures.rows(span)[past - span.start :][:n],
-            past,
+            seq.pictures.rows(span)[rows],
+            seq.position,
             seq.cached_seq.seq_id,
             outputs=int(has_output),
             is_causal=not span.is_whole,
+            positions=None if positions is None else positions[:, rows],
             adapters=seq.adapters,
         )
         tokens = seq.tokens[past : past + n]
@@ -168,7 +171,7 @@ class BatchPlanner:
             tokens = [*seq.tokens[seq.n_past :], *drafts]
             row = self.batch.n_outputs
             seq_id, outputs = seq.cached_seq.seq_id, 1 + len(drafts)
-            self.batch.add(tokens, seq.n_past, seq_id, outputs=outputs, adapters=seq.adapters)
+            self.batch.add(tokens, seq.position, seq_id, outputs=outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, row, tokens, drafts))
         return entries
 
@@ -234,7 +237,7 @@ class BatchPlanner:
         wanted = complete and seq.max_tokens > 0
         n_outputs = len(tokens) if scores else int(wanted)
         seq_id = seq.cached_seq.seq_id
-        self.batch.add(tokens, past, seq_id, outputs=n_outputs, adapters=seq.adapters)
+        self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
         row = self.batch.n_outputs - 1
         entries.append(BatchEntry(seq, row, tokens, has_output=wanted, is_prefill=True))
         return len(tokens)

@@ -63,6 +63,7 @@ class Executor:
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
                 assert entry.seq.cached_seq is not None
+                self.kv.truncate(entry.seq.cached_seq, entry.seq.pictures.cut(entry.seq.n_past))
                 self.kv.remove_behind(entry.seq.cached_seq)
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()

@@ -105,6 +105,11 @@ class Sequence:
         return len(self.tokens) - self.n_past
 
     @property
+    def position(self) -> int:
+        """The position of the next token, or that which the next rows of a picture count from."""
+        return self.pictures.position(self.n_past)
+
+    @property
     def is_fetching(self) -> bool:
         return self.restore is not None
 
