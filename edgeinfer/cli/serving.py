@@ -261,6 +261,7 @@ def _stored_models() -> list[AvailableModel]:
             architecture=m.architecture,
             quantization=m.quantization,
             n_params=m.n_params,
+            can_see=m.projector is not None,
         )
         for m in list_pulled()
     ]
@@ -271,7 +272,11 @@ def _external_models(external: Sequence[ExternalModel]) -> list[AvailableModel]:
 
     return [
         AvailableModel(
-            name=m.name, size_bytes=m.size_bytes, sha256=digest(m), created=int(m.modified_s)
+            name=m.name,
+            size_bytes=m.size_bytes,
+            sha256=digest(m),
+            created=int(m.modified_s),
+            can_see=bool(m.projectors),
         )
         for m in external
     ]

@@ -395,7 +395,10 @@ Where = Literal["process", "worker"]
 
 
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model whose files are here, or another name for one. `created` is Unix time."""
+    """A model whose files are here, or another name for one. `created` is Unix time.
+
+    `can_see`: it has a projector.
+    """
 
     name: str
     size_bytes: int = 0
@@ -406,6 +409,7 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str = ""
     quantization: str = ""
     n_params: int = 0
+    can_see: bool = False
 
 
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowR
         template=template,
         details=details(model, info),
         model_info=found,
-        capabilities=_capabilities(template, found, info),
+        capabilities=_capabilities(info or _guess(template, found, files)),
         modified_at=stamp(model.created),
         license=licence,
         system=files.system_prompt if files else "",
@@ -117,9 +117,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool) else None
 
 
-def _capabilities(template: str, metadata: dict[str, Any], info: EngineInfo | None) -> list[str]:
-    if info is None:
-        info = _guess(template, metadata)
+def _capabilities(info: EngineInfo) -> list[str]:
     found = {
         "completion": info.can_generate,
         "tools": info.can_generate and bool(info.tool_format),
@@ -131,7 +129,7 @@ def _capabilities(template: str, metadata: dict[str, Any], info: EngineInfo | No
     return [name for name, has in found.items() if has]
 
 
-def _guess(template: str, metadata: dict[str, Any]) -> EngineInfo:
+def _guess(template: str, metadata: dict[str, Any], files: ModelFiles | None) -> EngineInfo:
     embeds = any(key.endswith((".pooling_type", ".classifier.output_labels")) for key in metadata)
     return EngineInfo(
         model="",
@@ -139,6 +137,7 @@ def _guess(template: str, metadata: dict[str, Any]) -> EngineInfo:
         can_embed=embeds,
         can_think=bool(template) and reasoning.detect(template)[1],
         can_infill=_FIM_KEY in metadata,
+        can_see=bool(files and files.projector),
         tool_format="by its template" if template else "",
     )
 

@@ -107,6 +107,7 @@ def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
     meant = pulled.alias_of or pulled.name
     info = models.info(meant)
     n_ctx = info.n_ctx if info else pulled.n_ctx_train
+    can_see = info.can_see if info else pulled.can_see
     return wire.ModelCard(
         id=pulled.name,
         created=pulled.created,
@@ -119,6 +120,7 @@ def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
         context_length=n_ctx,
         max_input_tokens=n_ctx,
         meta=wire.ModelMeta(n_ctx_train=pulled.n_ctx_train or (info.n_ctx_train if info else 0)),
+        architecture=wire.ModelArchitecture(input_modalities=["text", *["image"] * can_see]),
         sha256=pulled.sha256 or (info.sha256 if info else ""),
         alias_of=pulled.alias_of,
     )

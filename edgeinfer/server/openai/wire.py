@@ -484,6 +484,13 @@ class ModelMeta(Reply, frozen=True, kw_only=True):
     n_ctx_train: int = 0
 
 
+class ModelArchitecture(Reply, frozen=True, kw_only=True):
+    """What a model reads and writes, in the place where routers have it."""
+
+    input_modalities: list[str]
+    output_modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
+
+
 class ModelCard(Reply, frozen=True, kw_only=True):
     """A model that is here. `state` is one of cold, loading, loaded; `size_bytes` is its files' size.
 
@@ -509,6 +516,7 @@ class ModelCard(Reply, frozen=True, kw_only=True):
     context_length: int = 0
     max_input_tokens: int = 0
     meta: ModelMeta = ModelMeta()
+    architecture: ModelArchitecture
     sha256: str = ""
     alias_of: str = ""
 

@@ -185,4 +185,11 @@ def test_what_is_no_picture_in_base64_is_refused_with_the_reason(here, path, con
 def test_a_model_tells_whether_it_sees(here, blind):
     assert here.client.get("/props").json()["modalities"] == {"vision": True, "audio": False}
     assert blind.client.get("/props").json()["modalities"] == {"vision": False, "audio": False}
+    card = here.client.get("/v1/models/fake").json()
+    assert card["architecture"] == {
+        "input_modalities": ["text", "image"],
+        "output_modalities": ["text"],
+    }
+    card = blind.client.get("/v1/models/fake").json()
+    assert card["architecture"]["input_modalities"] == ["text"]
     assert "vision" in here.client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
