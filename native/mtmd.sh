@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 site=$(echo "$PWD"/.venv/lib/python3*/site-packages)
 out=.venv/lib/edgeinfer/native/libedgeinfer-mtmd.so.1
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
-made_from=$({ cat native/mtmd.sh; printf '%s\n' "$llama" "$(uname -sm)" "$(g++ --version 2>&1 | head -1)"; ldd --version 2>&1 | head -1; } | sha256sum | cut -c1-12)
+made_from=$({ cat native/mtmd.sh; printf '%s\n' "$llama" "$(uname -sm)" "$(g++ --version 2>&1 | head -1)" "$(ldd --version 2>&1 | head -1)"; } |
+  sha256sum | cut -c1-12)
 kept=$1/mtmd-$llama-$made_from.so
 if [ ! -s "$kept" ]; then
   command -v g++ >/dev/null || { echo "error: g++ is missing" >&2; exit 1; }
