@@ -73,8 +73,7 @@ def decode(data: bytes, param: str = "messages") -> Picture:
             raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param=param)
         _left.set(left - 1)
     if len(data) > MAX_FILE_BYTES:
-        size = f"{len(data) >> 20} MB"
-        raise _refusal(f"the file has {size}, and {MAX_FILE_BYTES >> 20} MB are read at most", param)
+        raise _refusal(f"the file has more than {MAX_FILE_BYTES >> 20} MB", param)
     key = hashlib.sha256(data).digest()
     with _lock:
         if key in _kept:

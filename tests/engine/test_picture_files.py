@@ -120,7 +120,7 @@ def test_the_largest_picture_fits_into_the_memory():
 
 
 def test_a_file_that_is_too_large_starts_no_process():
-    with pytest.raises(InvalidRequestError, match="33 MB"):
+    with pytest.raises(InvalidRequestError, match="more than 32 MB"):
         decode(bytes(33 << 20))
 
 
