@@ -119,8 +119,13 @@ def adapters_text(adapters: Sequence[Adapter]) -> str:
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
     """List the paths of all files that a load reads."""
+    return (*files.paths, *files.draft_paths, *unmapped_files(files, options))
+
+
+def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
+    """List the paths of the files that a load reads into memory: the projector and the adapters."""
     projector = (files.projector,) if files.projector else ()
-    return (*files.paths, *projector, *files.draft_paths, *options.adapter_paths(files))
+    return (*projector, *options.adapter_paths(files))
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import msgspec
 import pytest
 from made_families import make_family
 from made_models import MEAN, N_EMBD, RANK, make_bert
+from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
+from PIL import Image
+
+from edgeinfer.runtime.llama.libedgeinfer import library
 
 pytestmark = pytest.mark.criu
 
@@ -44,6 +49,27 @@ def test_states_and_experts_are_resumed_too(user, place):
     told = json.loads(resumed.out)["result"]
     assert told["start"]["how"] == "resumed"
     assert told["text"].strip() == cold.out.strip()
+
+
+def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, place, smollm2):
+    if not library("mtmd").exists():
+        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
+    model = rename_tokens(place.folder / "sees.gguf", smollm2, IDEFICS3_TOKENS)
+    options = {"patch": 32, "longest": 512}
+    projector = make_projector(place.folder / "mmproj-sees.gguf", "idefics3", 576, **options)
+    picture = place.folder / "picture.png"
+    Image.linear_gradient("L").convert("RGB").save(picture)
+    user.run("pull", str(model), "--name", "sees", "--in-place", "--quiet").check()
+    words = ("What is it?", "--image", str(picture), *"--max-tokens 8 --temperature 0 --json".split())
+    cold = user.run("run", "sees", *words, "--resume=never").check()
+    user.run("warm", "sees", "--quiet").check()
+    resumed = user.run("run", "sees", *words).check()
+    assert resumed.start["how"] == "resumed"
+    assert resumed.result["text"] == cold.result["text"] != ""
+    os.utime(projector)
+    changed = user.run("run", "sees", *words).check()
+    assert changed.start["how"] == "cold"
+    assert projector.name in changed.err
 
 
 SABOTAGE = """

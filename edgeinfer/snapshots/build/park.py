@@ -31,7 +31,7 @@ from edgeinfer.platform import process
 from edgeinfer.runtime.llama.mappings import areas, mapped_weights
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
-from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe
+from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process, reinitialize
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
 
@@ -143,7 +143,7 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
         info=engine.info,
         actual=actual(engine),
         canary=canary,
-        files=(*mapped_files(), *options.adapter_paths(files)),  # adapters are read, not mapped
+        files=(*mapped_files(), *unmapped_files(files, options)),
         system_tokens=system_tokens,
         stages_ms=stages.ms,
     )
