@@ -53,7 +53,7 @@ def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
     if request.has_pictures and not info.can_see:
         raise InvalidRequestError(
             f"{info.model} reads no pictures",
-            hint="`edgeinfer list` shows the models that do",
+            hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",
             param="messages",
         )
 

@@ -113,7 +113,7 @@ def _open_library() -> ctypes.CDLL:
         library = libllama.own_library("mtmd")
     except OSError as error:
         raise ModelLoadError(
-            f"pictures need a library that does not open: {error}", hint="build it: tools/setup.sh full"
+            f"pictures need a library that `make full` builds, and it does not open: {error}"
         ) from error
     for name, (result, arguments) in _SIGNATURES.items():
         getattr(library, name).restype = result

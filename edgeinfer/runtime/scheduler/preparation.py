@@ -113,7 +113,7 @@ class Preparer:
         if self.vision is None:
             raise InvalidRequestError(
                 f"{self.files.name} reads no pictures{self.no_vision}",
-                hint="`edgeinfer list` shows the models that do",
+                hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",
                 param="messages",
             )
         tokens: list[int] = []
