@@ -6,13 +6,14 @@ ends the one that opens it: of 300 mutated headers 55 by SIGABRT, 7 by SIGSEGV.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
 
 import msgspec
 
-from edgeinfer.errors import EngineError
+from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
@@ -20,6 +21,8 @@ from edgeinfer.runtime.pictures import Picture
 
 _CPU_S = 600
 _SIDE = 64
+#: Sizes that are cut into tiles or scaled in other ways, without their pixels.
+_SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
 
 
 def main(argv: list[str]) -> int:
@@ -29,6 +32,9 @@ def main(argv: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     try:
         projector = Projector(argv[0], open_model(tuple(argv[1:])), os.cpu_count() or 1)
+        for width, height in _SIZES:
+            with contextlib.suppress(DecodeError):  # refused, as it would be later
+                projector.chunks(width, height)
         projector.encode(Picture(_SIDE, _SIDE, bytes(3 * _SIDE * _SIDE)))
         reason = ""
     except EngineError as error:
