@@ -75,7 +75,7 @@ class Vision:
         self._saved: dict[int, int] = {}
 
     def append(self, tokens: list[int], spans: list[Span], picture: Picture) -> None:
-        """Append the picture's tokens and rows to a prompt. Raises InvalidRequestError, DecodeError."""
+        """Append the picture's tokens and rows to a prompt. Raises InvalidRequestError."""
         if sum(not span.chunk for span in spans) >= _MAX_PICTURES:
             raise InvalidRequestError(f"more than {_MAX_PICTURES} pictures", param="messages")
         digest, n_spans = picture.digest, 0

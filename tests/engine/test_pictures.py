@@ -4,6 +4,7 @@ rows attend to each other in both directions.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
@@ -315,6 +316,14 @@ def test_refused_beside_pictures(engine: LlamaEngine) -> None:
     broken = Message(role="user", content="no place", pictures=(picture(),))
     with pytest.raises(InvalidRequestError, match="1 pictures at 0 places"):
         engine.submit(GenerateRequest(messages=(broken,)))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 4000), (4000, 1)])
+def test_odd_picture_is_answered_or_refused(engine: LlamaEngine, width: int, height: int) -> None:
+    odd = chat(Picture(width, height, bytes(3 * width * height)), "What is in it?")
+    with contextlib.suppress(InvalidRequestError):  # some projectors take no line of pixels
+        assert answer(engine, odd).finished is not None
+    assert answer(engine, chat("Hello")).finished is not None
 
 
 def test_failed_encoder_fails_its_request_alone(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.errors import DecodeError, ModelLoadError
+from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.pictures import Picture
 
@@ -161,14 +161,14 @@ class Projector:
         return bool(self._library.mtmd_decode_use_mrope(self._context))
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
-        """Return what a picture of that size becomes in a prompt. Raises DecodeError."""
+        """Return what a picture of that size becomes in a prompt. Raises InvalidRequestError."""
         with self._tokenized(width, height, None) as natives:
             return [self._chunk(native) for native in natives]
 
     def encode(self, picture: Picture) -> list[npt.NDArray[np.float32]]:
         """Return the rows of each chunk that has some, (n_rows, width of the model's input).
 
-        Raises DecodeError.
+        Raises InvalidRequestError, DecodeError.
         """
         rows = []
         with self._tokenized(picture.width, picture.height, picture.rgb) as natives:
@@ -196,7 +196,9 @@ class Projector:
             parts = (ctypes.POINTER(_Part) * 1)(ctypes.pointer(part))
             code = library.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
             if code:
-                raise DecodeError(f"the projector refuses a picture of {width}x{height} pixels")
+                raise InvalidRequestError(
+                    f"the model takes no picture of {width}x{height} pixels", param="messages"
+                )
             n_chunks = library.mtmd_input_chunks_size(chunks)
             yield [library.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
         finally:
