@@ -80,6 +80,12 @@ class Vision:
             raise InvalidRequestError(f"more than {_MAX_PICTURES} pictures", param="messages")
         digest, n_spans = picture.digest, 0
         for chunk in self._projector.chunks(picture.width, picture.height):
+            if min(chunk.tokens, default=0) < 0:  # that of a tile, which a small picture lacks
+                raise InvalidRequestError(
+                    f"a picture of {picture.width}x{picture.height} pixels needs tokens that the model "
+                    "lacks: its projector is of another model",
+                    param="messages",
+                )
             if not chunk.n_rows:
                 tokens += chunk.tokens
                 continue

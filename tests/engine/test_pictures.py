@@ -27,6 +27,7 @@ from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import LlamaModel, _beside_projector
+from edgeinfer.runtime.llama.mtmd import Chunk
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import (
     PICTURE_MARK,
@@ -457,6 +458,17 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
     assert requests[3].rows(requests[3].spans[0]).shape == (1, 4)
     assert encoded == [a, c]
     vision.park()
+
+
+def test_tokens_of_a_tile_that_the_model_lacks_are_refused() -> None:
+    class Tiles:
+        def chunks(self, width: int, height: int) -> list[Chunk]:
+            return [Chunk(n_rows=1), *[Chunk(tokens=(5, -1))] * (width > 100)]
+
+    vision = Vision(Tiles(), "key", max_rows=1)  # type: ignore[arg-type]
+    vision.append([], [], picture(width=100))
+    with pytest.raises(InvalidRequestError, match="of another model"):
+        vision.append([], [], picture(width=101))
 
 
 def test_row_tokens_name_pictures_and_their_starts() -> None:
