@@ -83,13 +83,14 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of request scope; None: the model's defaults."""
+def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options of request scope, and return their group; None: the model's defaults."""
     group = parser.add_argument_group(SAMPLING)
     for option in sampling_options.TYPED:
         flags = (option.flag, "--temp") if option.field == "temperature" else (option.flag,)
         metavar = "N" if option.kind is int else "X"
         group.add_argument(*flags, type=_parser_of(option), metavar=metavar, help=option.help)
+    return group
 
 
 def ranged(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:

@@ -90,10 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")
     shape.add_argument("--grammar", metavar="FILE|GBNF", help="answer by this grammar in GBNF")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text")
     parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
     parser.add_argument("--timings", action="store_true", help="timings on stderr")
-    add_sampling_options(parser)
+    sampling = add_sampling_options(parser)
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text"
+    )
     add_load_options(parser)
     add_launch_options(parser)
 
