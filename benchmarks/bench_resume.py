@@ -163,7 +163,7 @@ class Bench:
 
     def _decode(self, name: str) -> dict[str, float]:
         """Steady decode steps of a resumed and of a freshly loaded process, which both live and take
-        turns; sampled: nothing is guessed. A pair is seconds long, so what the machine does meanwhile
+        turns, without draft tokens. A pair is seconds long, so what the machine does meanwhile
         it does to both.
         """
         steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
@@ -177,7 +177,7 @@ class Bench:
             for n in range(15):
                 for side in sorted(steps, reverse=bool(n % 2)):
                     answer = _complete(
-                        ports[side], max_tokens=self.options.tokens, temperature=1, seed=7
+                        ports[side], max_tokens=self.options.tokens, temperature=1, speculative="off"
                     )
                     steps[side].append(answer["timings"]["predicted_per_token_ms"])
         medians = {side: statistics.median(values) for side, values in steps.items()}
@@ -333,7 +333,7 @@ def _touch(size: int) -> None:
     area.close()
 
 
-def _complete(port: int, **more: float) -> Any:
+def _complete(port: int, **more: float | str) -> Any:
     """A completion over HTTP, of one token unless told, whenever the endpoint is there."""
     body = json.dumps({"prompt": ONE_TOKEN, "max_tokens": 1, "temperature": 0} | more)
     deadline = time.monotonic() + 120
