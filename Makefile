@@ -79,6 +79,10 @@ bench-memory: full  ## what is remembered: conversations in turn, after kill -9,
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_memory.py $(ARGS)
 
+bench-pictures: full  ## questions about a picture: first, next, in a new conversation, after kill -9, beside llama-server
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_pictures.py $(ARGS)
+
 bench-agents: full  ## a new session of a coding agent, its preamble at rest: first token; 135M and a 4B shape, half an hour
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_agents.py $(ARGS)

@@ -22,7 +22,8 @@ from common import ROOT, free_port, memory_of, peer_program, tree_of
 
 EDGEINFER = [sys.executable, "-m", "edgeinfer"]
 WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
-Messages = list[dict[str, str]]
+#: With pictures: `content` is a list of parts.
+Messages = list[dict[str, Any]]
 Rows = list[dict[str, Any]]
 
 
@@ -179,8 +180,10 @@ def ours(
     return Side("edgeinfer", [*command, "--parallel", str(parallel)], name, environment)
 
 
-def theirs(model: Path, n_ctx: int, *, slots: int = 4) -> Side | None:
-    """`llama-server` with its defaults: a prompt cache in RAM of at most 8 GiB. None without one."""
+def theirs(model: Path, n_ctx: int, *, slots: int = 4, flags: Sequence[str] = ()) -> Side | None:
+    """`llama-server` with its defaults: a prompt cache in RAM of at most 8 GiB. `flags` come last. None
+    without the program.
+    """
     program = peer_program("llama-server")
     if program is None:
         return None
@@ -196,7 +199,8 @@ def theirs(model: Path, n_ctx: int, *, slots: int = 4) -> Side | None:
         "2",
         "--no-webui",
     ]
-    return Side("llama-server", [*command, "-np", str(slots), "-c", str(n_ctx * slots)], model.stem, {})
+    command += ["-np", str(slots), "-c", str(n_ctx * slots), *flags]
+    return Side("llama-server", command, model.stem, {})
 
 
 def wait_written(home: Path, n_tokens: int) -> None:

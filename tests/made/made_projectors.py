@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
-#: The encoder's width, layers, heads, and the width of its feed-forward layers.
-_WIDTH = 128
-_LAYERS = 2
-_HEADS = 4
-_FF = 256
+
+@dataclass(frozen=True)
+class Encoder:
+    """Sizes of a vision transformer; the tests' is small."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    feed_forward: int = 256
+
+
 #: Tokens of SmolLM2 → tokens that an idefics3 projector puts around a picture.
 IDEFICS3_TOKENS = {
     "<file_sep>": "<fake_token_around_image>",
@@ -30,6 +37,7 @@ def make_projector(
     patch: int = 16,
     merge: int = 2,
     longest: int = 0,
+    encoder: Encoder = Encoder(),
 ) -> Path:
     """Write a projector of `kind` ("gemma3", "idefics3", "lfm2", "qwen2vl_merger") to width `n_text`.
 
@@ -46,18 +54,18 @@ def make_projector(
         writer.add_tensor(f"{name}.weight", random(*shape).astype(np.float16))
 
     def norm(name: str) -> None:
-        writer.add_tensor(f"{name}.weight", np.ones(_WIDTH, np.float32))
-        writer.add_tensor(f"{name}.bias", random(_WIDTH, scale=0.02))
+        writer.add_tensor(f"{name}.weight", np.ones(encoder.width, np.float32))
+        writer.add_tensor(f"{name}.bias", random(encoder.width, scale=0.02))
 
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", kind)
     writer.add_bool("clip.use_gelu", True)
     sizes = {
-        "embedding_length": _WIDTH,
-        "attention.head_count": _HEADS,
-        "feed_forward_length": _FF,
-        "block_count": _LAYERS,
+        "embedding_length": encoder.width,
+        "attention.head_count": encoder.heads,
+        "feed_forward_length": encoder.feed_forward,
+        "block_count": encoder.layers,
         "projection_dim": n_text,
         "image_size": image,
         "patch_size": patch,
@@ -71,15 +79,22 @@ def make_projector(
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for key in ("image_mean", "image_std"):
         writer.add_array(f"clip.vision.{key}", [0.5] * 3)
-    matrix("v.patch_embd", _WIDTH, 3, patch, patch)
+    matrix("v.patch_embd", encoder.width, 3, patch, patch)
     if kind == "qwen2vl_merger":
-        writer.add_tensor("v.patch_embd.weight.1", random(_WIDTH, 3, patch, patch).astype(np.float16))
+        writer.add_tensor(
+            "v.patch_embd.weight.1", random(encoder.width, 3, patch, patch).astype(np.float16)
+        )
     else:
-        writer.add_tensor("v.patch_embd.bias", random(_WIDTH, scale=0.1))
-        writer.add_tensor("v.position_embd.weight", random((image // patch) ** 2, _WIDTH, scale=0.5))
-    layer = {f"attn_{name}": (_WIDTH, _WIDTH) for name in ("q", "k", "v", "out")}
-    layer |= {"ffn_up": (_FF, _WIDTH), "ffn_down": (_WIDTH, _FF)}
-    for i in range(_LAYERS):
+        writer.add_tensor("v.patch_embd.bias", random(encoder.width, scale=0.1))
+        writer.add_tensor(
+            "v.position_embd.weight", random((image // patch) ** 2, encoder.width, scale=0.5)
+        )
+    layer = {f"attn_{name}": (encoder.width, encoder.width) for name in ("q", "k", "v", "out")}
+    layer |= {
+        "ffn_up": (encoder.feed_forward, encoder.width),
+        "ffn_down": (encoder.width, encoder.feed_forward),
+    }
+    for i in range(encoder.layers):
         for name, shape in layer.items():
             matrix(f"v.blk.{i}.{name}", *shape)
             writer.add_tensor(f"v.blk.{i}.{name}.bias", random(shape[0], scale=0.02))
@@ -87,12 +102,12 @@ def make_projector(
         norm(f"v.blk.{i}.ln2")
     norm("v.post_ln")
     if kind == "gemma3":
-        matrix("mm.input_projection", _WIDTH, n_text)
-        writer.add_tensor("mm.soft_emb_norm.weight", np.ones(_WIDTH, np.float32))
+        matrix("mm.input_projection", encoder.width, n_text)
+        writer.add_tensor("mm.soft_emb_norm.weight", np.ones(encoder.width, np.float32))
     elif kind == "idefics3":
-        matrix("mm.model.fc", n_text, _WIDTH * merge * merge)
+        matrix("mm.model.fc", n_text, encoder.width * merge * merge)
     else:
-        wide = _WIDTH * merge * merge
+        wide = encoder.width * merge * merge
         for number, rows in (("1" if kind == "lfm2" else "0", wide), ("2", n_text)):
             matrix(f"mm.{number}", rows, wide)
             writer.add_tensor(f"mm.{number}.bias", random(rows, scale=0.02))
@@ -103,8 +118,10 @@ def make_projector(
     return path
 
 
-def rename_tokens(path: Path, source: Path, names: dict[str, str]) -> Path:
-    """Write a copy of a model whose vocabulary has other names for some tokens."""
+def rename_tokens(path: Path, source: Path, names: dict[str, str], template: str = "") -> Path:
+    """Write a copy of a model whose vocabulary has other names for some tokens; of a model without a chat
+    template, with that one.
+    """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -117,6 +134,8 @@ def rename_tokens(path: Path, source: Path, names: dict[str, str]) -> Path:
         writer.add_key_value(name, value, kind, sub_type=inner)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    if template:
+        writer.add_chat_template(template)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,194 @@
+"""Measure questions about a picture, beside llama-server with the same projector: `make bench-pictures`.
+
+The projector is a vision transformer of SigLIP-base's size with random weights, in front of
+gemma-3-270m: a picture of any size is resized to 512x512 and becomes 256 rows. Each run has a picture
+and texts of its own; the sides take turns. Both servers are asked over HTTP, streamed:
+
+first, second   a question about a picture behind some text, and the next one in that conversation
+new             the picture behind another text
+restarted       after `kill -9`: the next question, `new` again, and the picture behind a third text
+text            the same questions in a conversation of text alone, as long in tokens
+gap             the longest gap of eight streams of text, alone and while a picture arrives
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import itertools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
+import numpy as np
+from bench_memory import work_folder
+from common import add_out, markdown, model_path, spread, write_figure
+from made_projectors import Encoder, make_projector, rename_tokens
+from memory_sides import Answer, Messages, Side, conversation, ours, text_of, theirs
+from PIL import Image
+
+_SIGLIP_BASE = Encoder(width=768, layers=12, heads=12, feed_forward=3072)
+#: Gemma's turns; the model is a base model and has no template, and the servers' own would differ.
+_TEMPLATE = """{% for message in messages %}<start_of_turn>
+{{- 'model' if message.role == 'assistant' else 'user' }}
+{{ message.content }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+_N_CTX = 2048
+_STREAMS = 8
+#: Words before the picture, and those that take its place in a conversation of text alone.
+_WORDS = 100
+_INSTEAD = 256
+#: How long (s) eight streams run before a picture arrives.
+_AHEAD_S = 1.5
+#: How long (s) a server has before it is killed; the prefix cache writes when idle.
+_SETTLE_S = 3
+
+CASES = {
+    "first": "first question about a picture",
+    "second": "second question, same conversation",
+    "new": "the picture in a new conversation",
+    "restarted": "after `kill -9`: the next question",
+    "restarted new": "after `kill -9`: the new conversation again",
+    "restarted other": "after `kill -9`: the picture in a third conversation",
+    "text first": "text alone, as many tokens: first question",
+    "text second": "text alone: second question",
+    "text restarted": "text alone, after `kill -9`: the next question",
+}
+Found = dict[str, dict[str, list[Answer]]]
+
+
+def picture(number: int) -> str:
+    """Return the data URI of a JPEG of 1024x768 pixels, another one for each number."""
+    coarse = np.random.default_rng(number).integers(0, 256, (12, 16, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(coarse).resize((1024, 768), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def about_picture(text: int, number: int) -> Messages:
+    parts = [
+        {"type": "text", "text": text_of(text, _WORDS)},
+        {"type": "image_url", "image_url": {"url": picture(number)}},
+        {"type": "text", "text": "What is in it?"},
+    ]
+    return [{"role": "user", "content": parts}]
+
+
+def about_text(number: int) -> Messages:
+    return [{"role": "user", "content": f"{text_of(number, _WORDS + _INSTEAD)} What is in it?"}]
+
+
+def go_on(chat: Messages, answer: Answer, question: str) -> Messages:
+    answered = {"role": "assistant", "content": answer.text or "Nothing."}
+    return [*chat, answered, {"role": "user", "content": question}]
+
+
+def one_run(side: Side, number: int) -> dict[str, Answer]:
+    """All cases of one picture. The server has started, and is started again."""
+    found = {}
+    new, third = about_picture(number + 200, number), about_picture(number + 300, number)
+    chats = {"text ": about_text(number + 400), "": about_picture(number + 100, number)}
+    for kind, chat in chats.items():
+        found[f"{kind}first"] = side.ask(chat)
+        chat = go_on(chat, found[f"{kind}first"], "Where was it taken?")
+        found[f"{kind}second"] = side.ask(chat)
+        chats[kind] = go_on(chat, found[f"{kind}second"], "And when was it taken?")
+    found["new"] = side.ask(new)
+    time.sleep(_SETTLE_S)
+    for kind, chat in chats.items():
+        side.kill()
+        side.start()
+        found[f"{kind}restarted"] = side.ask(chat)
+    found["restarted new"] = side.ask(new)
+    found["restarted other"] = side.ask(third)
+    return found
+
+
+def gap_beside(side: Side, number: int, *, sees: bool) -> tuple[float, float, float]:
+    """Return the longest gap and the median one of eight streams (s) from the moment on that a picture
+    arrives, and when its first token comes, 0 without a picture.
+    """
+    stamps: list[list[float]] = [[] for _ in range(_STREAMS)]
+
+    def stream(i: int) -> None:
+        begun = time.perf_counter()
+        answer = side.ask(conversation(number + i, 12), n=200, ignore_eos=True, speculative="off")
+        stamps[i] = [begun + stamp for stamp in answer.stamps]
+
+    threads = [threading.Thread(target=stream, args=(i,)) for i in range(_STREAMS)]
+    for thread in threads:
+        thread.start()
+    time.sleep(_AHEAD_S)
+    arrived = time.perf_counter()
+    first_s = side.ask(about_picture(number + 50, number)).first_s if sees else 0.0
+    for thread in threads:
+        thread.join()
+    end = min(one[-1] for one in stamps)
+    assert arrived + first_s < end, "the streams end before the picture's first token"
+    gaps = [b - a for one in stamps for a, b in itertools.pairwise(one) if arrived < b and a < end]
+    return max(gaps), sorted(gaps)[len(gaps) // 2], first_s
+
+
+def table(found: Found, gaps: dict[str, dict[str, list[float]]]) -> str:
+    rows = []
+    for case, words in CASES.items():
+        rows.append([words])
+        for answers in found.values():
+            some = answers[case]
+            rows[-1].append(spread([1000 * one.first_s for one in some], "ms"))
+            rows[-1].append(f"{max(one.computed for one in some)} of {some[0].usage['prompt_tokens']}")
+    for kind in next(iter(gaps.values())):
+        rows.append([kind])
+        for some in gaps.values():
+            rows[-1] += [spread([1000 * s for s in some[kind]], "ms"), "–"]
+    head = ["time to first token"]
+    for name in found:
+        head += [name, "computed tokens"]
+    return markdown(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--gap-runs", type=int, default=3)
+    add_out(parser)
+    options = parser.parse_args()
+    with work_folder("") as work:
+        model = rename_tokens(work / "gemma-3-270m.gguf", model_path("gemma3"), {}, _TEMPLATE)
+        projector = make_projector(
+            work / "mmproj-random.gguf", "gemma3", 640, image=512, encoder=_SIGLIP_BASE
+        )
+        slots = _STREAMS + 1
+        peer = theirs(model, _N_CTX, slots=slots, flags=["--mmproj", str(projector)])
+        both = [side for side in (ours(work / "home", model, _N_CTX, parallel=slots), peer) if side]
+        found: Found = {side.name: {case: [] for case in CASES} for side in both}
+        gaps: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
+        for number in range(options.runs):
+            for side in both:
+                side.start()
+                side.ask(conversation(900 + number, 12))
+                for case, answer in one_run(side, number).items():
+                    found[side.name][case].append(answer)
+                    print(json.dumps([side.name, case, answer.first_s, answer.usage]), file=sys.stderr)
+                side.stop()
+        for number, side in itertools.product(range(options.gap_runs), both):
+            side.start()
+            for sees in (False, True):
+                long = gap_beside(side, 1000 + 100 * number, sees=sees)
+                print(json.dumps([side.name, sees, *long]), file=sys.stderr)
+                whats = ("longest gap", "median gap", *["its first token"] * sees)
+                for what, s in zip(whats, long, strict=False):
+                    kind = f"eight streams, {'a picture arriving' if sees else 'alone'}: {what}"
+                    gaps[side.name].setdefault(kind, []).append(s)
+            side.stop()
+        print(write_figure(options.out, "pictures", table(found, gaps)))
+
+
+if __name__ == "__main__":
+    main()
