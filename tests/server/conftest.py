@@ -261,5 +261,7 @@ def real(smollm2: Path) -> Iterator[Served]:
 @pytest.fixture
 def chatterer(tmp_path: Path) -> Callable[[], Engine]:
     """Loads the real engine with a model of random numbers that is done in no time."""
+    import edgeinfer.runtime.engine  # noqa: F401  `--fast` skips here; in the server's thread it could not
+
     path = make_llama(tmp_path / "chatterer.gguf")
     return lambda: _load_model(path, "chatterer", n_ctx=256, n_parallel=4)
