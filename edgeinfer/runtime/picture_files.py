@@ -30,10 +30,10 @@ MAX_FILE_BYTES = 32 << 20
 #: The decoder's own limit is on its processor time; a busy machine takes longer.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:(image/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
-_BEGINNING = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|RIFF....WEBP", re.DOTALL)
+_MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|RIFF....WEBP", re.DOTALL)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
-#: Most pictures of one request to the endpoint.
+#: Most pictures of one request.
 MAX_PICTURES = 64
 #: Pictures that the request being translated may still have; None without a limit.
 _left: ContextVar[int | None] = ContextVar("edgeinfer_pictures_left", default=None)
@@ -57,8 +57,8 @@ def within_budget(work: Callable[..., T], *args: Any) -> T:
 
 
 def is_picture(data: bytes) -> bool:
-    """Tell by its beginning if a file is a picture."""
-    return _BEGINNING.match(data) is not None
+    """Tell by its magic bytes if a file is a picture."""
+    return _MAGIC.match(data) is not None
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:

@@ -18,6 +18,7 @@ from edgeinfer.runtime import projector_trials
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.picture_files import MAX_PICTURES
 from edgeinfer.runtime.pictures import Picture, row_tokens
 
 Rows = npt.NDArray[np.float32]
@@ -25,8 +26,6 @@ Rows = npt.NDArray[np.float32]
 #: Rows that are kept for the same picture behind another prompt (bytes). They stay in f32: in f16 they
 #: move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
-#: Most pictures of one request.
-_MAX_PICTURES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,8 @@ class Vision:
 
     def append(self, tokens: list[int], spans: list[Span], picture: Picture) -> None:
         """Append the picture's tokens and rows to a prompt. Raises InvalidRequestError."""
-        if sum(not span.chunk for span in spans) >= _MAX_PICTURES:
-            raise InvalidRequestError(f"more than {_MAX_PICTURES} pictures", param="messages")
+        if sum(not span.chunk for span in spans) >= MAX_PICTURES:
+            raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param="messages")
         digest, n_spans = picture.digest, 0
         for chunk in self._projector.chunks(picture.width, picture.height):
             if min(chunk.tokens, default=0) < 0:  # that of a tile, which a small picture lacks

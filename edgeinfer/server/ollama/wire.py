@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from edgeinfer.runtime.picture_files import MAX_PICTURES
 from edgeinfer.server.openai.wire import TokenLogprob, Tools
 from edgeinfer.server.problems import missing
 from edgeinfer.server.wire_types import (
@@ -102,7 +103,7 @@ class CallParam(Wire, frozen=True, kw_only=True):
 
 
 #: Pictures in base64; they stand before the text.
-Images = Annotated[list[Text], Meta(max_length=64)]
+Images = Annotated[list[Text], Meta(max_length=MAX_PICTURES)]
 
 
 class MessageParam(Wire, frozen=True, kw_only=True):
