@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import tomllib
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -169,18 +170,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _skips_not_allowed(config: pytest.Config) -> list[str]:
-    """Say where and why each test was skipped that --allowed-skips does not let be skipped."""
+    """Say why tests were skipped that --allowed-skips does not let be skipped: a line for each reason."""
     table = config.getoption("--allowed-skips")
     if not table or WORKER:  # who started us counts them
         return []
-    allowed = tomllib.loads((ROOT / ".ci/allowed-skips.toml").read_text("utf-8"))[table]
-    reporter = config.pluginmanager.getplugin("terminalreporter")
-    found = []
-    for report in reporter.stats.get("skipped", []):
-        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
-        if not any(re.search(pattern, reason) for pattern in allowed):
-            found.append(f"{report.nodeid}: {reason}")
-    return found
+    tables = tomllib.loads((ROOT / ".ci/allowed-skips.toml").read_text("utf-8"))
+    allowed = tables["either"] | tables[table]
+    skipped = config.pluginmanager.getplugin("terminalreporter").stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    return [
+        f"[{count}]: {reason}"
+        for reason, count in reasons.items()
+        if not any(re.search(pattern, reason) for pattern in allowed)
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)
