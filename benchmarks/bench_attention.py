@@ -67,7 +67,7 @@ class Steps:
 def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> None:
     """One side, asked for steps on its standard input."""
     if side != "ours":
-        libedgeinfer.use_kernels = lambda ggml, base, version: libedgeinfer.Kernels()
+        libedgeinfer.use_kernels = lambda ggml, base, binding_version: libedgeinfer.Kernels()
     steps = Steps(model, int(depth), cache, variant)
     print(libllama.build_info().kernels or "-", flush=True)
     for line in sys.stdin:

@@ -304,7 +304,7 @@ def measure(name: str, rounds: int, sections: set[str]) -> dict:
         "conversation": lambda: conversation(engine),
         "schema": lambda: schema_cost(engine, rounds),
     }
-    found = {}
+    found: dict[str, object] = {}
     for key in [k for k in work if k in sections]:
         found[key] = work[key]()
         print(name, key, json.dumps(found[key], default=str)[:600], flush=True)

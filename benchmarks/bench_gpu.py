@@ -87,7 +87,7 @@ class GpuBench(Bench):
         ):
             shutil.copy(path, place)
         driver = str(folder / "lvp_icd.json")
-        self.environment = dict(self.environment) | {
+        self.environment |= {
             "VK_DRIVER_FILES": driver,
             "VK_ICD_FILENAMES": driver,
             "GGML_VK_VISIBLE_DEVICES": "0",

@@ -120,8 +120,8 @@ def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
     return rows
 
 
-def score(model: str, text: str, tokens: str, kernels: str) -> int:
-    """Run the helper that measures perplexity, in this process."""
+def score(model: str, text: str, tokens: str, kernels: str) -> None:
+    """Print the perplexity of a text, measured in this process."""
     if kernels == "llama.cpp":
         libedgeinfer.LEVELS.clear()
     defaults = L.llama_model_default_params
@@ -132,7 +132,7 @@ def score(model: str, text: str, tokens: str, kernels: str) -> int:
         return params
 
     L.llama_model_default_params = plain
-    return perplexity.main([model, text, tokens])
+    print(json.dumps(perplexity.measure([model, text, tokens])))
 
 
 def measured(model: Path, windows: list[str], kernels: str) -> float:
@@ -146,7 +146,7 @@ def measured(model: Path, windows: list[str], kernels: str) -> float:
             file.flush()
             command = [sys.executable, __file__, "--score", str(model), file.name]
             done = subprocess.run(
-                [*command, str(_WINDOW_TOKENS), kernels], check=True, capture_output=True, text=True
+                [*command, str(_WINDOW_TOKENS), kernels], check=True, stdout=subprocess.PIPE, text=True
             )
             found = json.loads(done.stdout.splitlines()[-1])
             total += math.log(found["perplexity"]) * found["n_tokens"]
@@ -174,7 +174,8 @@ def main() -> None:
     add_out(parser)
     options = parser.parse_args()
     if options.score:
-        sys.exit(score(*options.score))
+        score(*options.score)
+        return
     models = options.models.split(",")
     if options.windows:
         rows = ["| model | llama.cpp's kernels | ours | difference |", "| --- | --- | --- | --- |"]

@@ -174,7 +174,7 @@ def ask(engine: LlamaEngine, prompt: Prompt, sampling: Sampling, seed: int) -> A
         if isinstance(event, TextDelta) and not loops:
             pieces.append(event.text)
             nats += [-one.chosen.logprob for one in event.logprobs]
-            loops = watch.add(event.text)
+            loops = watch.add(event.text) is not None
             if loops:
                 generation.cancel()
     return Answer(prompt, "".join(pieces), loops, statistics.fmean(nats or [0.0]))

@@ -84,7 +84,7 @@ def serve_side(side: str, level: str, ik: str) -> None:
         _IkProducts.library = ctypes.CDLL(str(next(Path(ik).rglob("libggml.so"))))
     else:
         if side != "ours":
-            libedgeinfer.use_kernels = lambda ggml, base, version: libedgeinfer.Kernels()
+            libedgeinfer.use_kernels = lambda ggml, base, binding_version: libedgeinfer.Kernels()
         if level:
             load_only(_VARIANTS[level])
         libllama.lib()

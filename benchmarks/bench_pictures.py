@@ -145,8 +145,8 @@ def table(found: Found, gaps: dict[str, dict[str, list[float]]]) -> str:
             rows[-1].append(f"{max(one.computed for one in some)} of {some[0].usage['prompt_tokens']}")
     for kind in next(iter(gaps.values())):
         rows.append([kind])
-        for some in gaps.values():
-            rows[-1] += [spread([1000 * s for s in some[kind]], "ms"), "–"]
+        for sides in gaps.values():
+            rows[-1] += [spread([1000 * s for s in sides[kind]], "ms"), "–"]
     head = ["time to first token"]
     for name in found:
         head += [name, "computed tokens"]

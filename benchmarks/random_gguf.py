@@ -13,10 +13,11 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Q
 from numpy.typing import NDArray
 
 _HEADS = 32
-Q = gguf.GGMLQuantizationType
+
 #: By type: the offset of each half-precision scale in a block (ggml-common.h), and its value for weights
 #: whose deviation is about 1 where all other bytes of the block are random.
 SCALES: dict[Q, dict[int, float]] = {
