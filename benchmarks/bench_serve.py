@@ -41,26 +41,19 @@ from common import NAMES, ROOT, add_out, free_port, model_path, peer_program, wr
 
 PARALLEL = 32
 CONTEXT = 8192
-TOPICS = [
-    "rivers",
-    "bread",
-    "clocks",
-    "wool",
-    "bridges",
-    "owls",
-    "glass",
-    "maps",
-    "tides",
-    "salt",
-    "bells",
-    "ink",
-]
+TOPICS = "rivers bread clocks wool bridges owls glass maps tides salt bells ink".split()
 
 
 def prompt(number: int) -> str:
-    """Different from its neighbours after a shared beginning, as prompts of one application are."""
-    topic = TOPICS[number % len(TOPICS)]
-    return f"You are writing for an encyclopedia. Write entry {number}, about {topic}, in a few plain sentences."
+    """Different from its neighbours after a shared beginning, as prompts of one application are.
+
+    1,728 sets of topics, so that few answers repeat a past one, of which drafts would be made.
+    """
+    parts = [TOPICS[number // len(TOPICS) ** k % len(TOPICS)] for k in range(3)]
+    said = (
+        f"Write entry {number}, about {parts[0]}, {parts[1]} and {parts[2]}, in a few plain sentences."
+    )
+    return f"You are writing for an encyclopedia. {said}"
 
 
 # --- one client
