@@ -154,6 +154,10 @@ clients: full    ## other people's clients and agents, unmodified, two turns eac
 fuzz-http: full  ## schemathesis over the OpenAPI document, 5,000 cases and more
 	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/server/dialects/test_openapi.py -s $(ARGS)
 
+fuzz-pictures: full  ## 10,000 mutated pictures and as many projectors, each in a process of its own; an hour of two cores
+	@tools/setup.sh test
+	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) tests/engine/test_fuzzed_pictures.py -s $(ARGS)
+
 leak-http: full  ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/leak_http.py $(ARGS)

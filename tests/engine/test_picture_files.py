@@ -2,8 +2,6 @@
 
 import base64
 import io
-import os
-import random
 import subprocess
 import sys
 
@@ -153,56 +151,6 @@ def test_a_decoder_that_dies_is_a_refusal(monkeypatch):
     monkeypatch.setattr(picture_files, "_HELPER", "no.such.module")
     with pytest.raises(InvalidRequestError, match="its decoder ended with status 1"):
         decode(encoded())
-
-
-_FORKING = """
-import os, resource, sys, time
-from edgeinfer.runtime import picture_decoder_process as decoder
-files = sys.stdin.buffer
-while head := files.readline():
-    data = files.read(int(head))
-    pid = os.fork()
-    if not pid:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        decoder._limit()
-        try:
-            decoder._write(decoder._decoded(data))
-        except Exception as error:
-            os._exit(0 if str(error) or type(error).__name__ else 1)
-        os._exit(0)
-    started = time.monotonic()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), time.monotonic() - started, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_mutated_pictures_end_in_pixels_or_a_reason():
-    n_files = int(os.environ.get("FUZZ_PICTURES", "300"))
-    chance = random.Random(28)
-    originals = [
-        encoded(kind="JPEG"),
-        encoded(kind="JPEG", progressive=True, quality=40),
-        encoded(kind="PNG"),
-        encoded(kind="PNG", mode="P"),
-        encoded(kind="WEBP"),
-        encoded(kind="WEBP", lossless=True),
-        encoded(kind="GIF", save_all=True, append_images=[Image.fromarray(255 - PIXELS)]),
-    ]
-    with subprocess.Popen(
-        [sys.executable, "-c", _FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        for _ in range(n_files):
-            data = bytearray(chance.choice(originals))
-            for _ in range(chance.choice((1, 2, 8, 40))):
-                data[chance.randrange(12, len(data))] = chance.randrange(256)
-            if chance.random() < 0.2:
-                del data[chance.randrange(12, len(data)) :]
-            process.stdin.write(b"%d\n" % len(data) + data)
-            process.stdin.flush()
-            code, seconds = process.stdout.readline().split()
-            assert int(code) == 0, data.hex()
-            assert float(seconds) < 60
-        process.stdin.close()
 
 
 _LIMITED = """

@@ -26,6 +26,8 @@ _I32 = ctypes.c_int32
 _TEXT_CHUNK = 0  # MTMD_INPUT_CHUNK_TYPE_TEXT
 #: Size (pixels) of the picture that a projector is tried with when it is opened.
 _PROBE = 64
+#: The largest number in a row. Embeddings stay below 1,000; the square of this one fits into f32.
+_LARGEST = 1e6
 
 
 class _Params(ctypes.Structure):
@@ -183,7 +185,11 @@ class Projector:
         pointer = self._library.mtmd_get_output_embd(self._context) if code == 0 else None
         if not pointer:
             raise DecodeError(f"the projector could not encode a picture (code {code})")
-        return np.ctypeslib.as_array(pointer, (n_rows, self._width)).copy()
+        rows = np.ctypeslib.as_array(pointer, (n_rows, self._width)).copy()
+        # a NaN in a cell of the KV cache makes NaN of every sequence's attention, masked or not
+        if not -_LARGEST < rows.min() <= rows.max() < _LARGEST:
+            raise DecodeError("the projector makes numbers of a picture that no model reads")
+        return rows
 
     @contextmanager
     def _tokenized(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[int]]:

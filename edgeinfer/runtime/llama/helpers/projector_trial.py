@@ -10,6 +10,7 @@ import contextlib
 import os
 import resource
 import sys
+from typing import Any
 
 import msgspec
 
@@ -31,17 +32,25 @@ def main(argv: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     try:
-        projector = Projector(argv[0], open_model(tuple(argv[1:])), os.cpu_count() or 1)
-        for width, height in _SIZES:
-            with contextlib.suppress(DecodeError):  # refused, as it would be later
-                projector.chunks(width, height)
-        projector.encode(Picture(_SIDE, _SIDE, bytes(3 * _SIDE * _SIDE)))
-        reason = ""
+        reason = tried(argv[0], open_model(tuple(argv[1:])), os.cpu_count() or 1)
     except EngineError as error:
         reason = error.message
     sys.stdout.buffer.write(msgspec.json.encode(reason))
     sys.stdout.buffer.flush()
     os._exit(0)
+
+
+def tried(path: str, model: Any, n_threads: int) -> str:
+    """Return why the projector does not work, or ""."""
+    try:
+        projector = Projector(path, model, n_threads)
+        for width, height in _SIZES:
+            with contextlib.suppress(DecodeError):  # refused, as it would be later
+                projector.chunks(width, height)
+        projector.encode(Picture(_SIDE, _SIDE, bytes(3 * _SIDE * _SIDE)))
+    except EngineError as error:
+        return error.message
+    return ""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""Files of pictures and projectors, mutated: each ends in a result or a reason, in its own process.
+
+`make fuzz-pictures` tries 10,000 of each.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_decoders import make_lfm2, make_qwen2vl
+from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
+
+from edgeinfer.models.gguf import read_header
+from edgeinfer.runtime.llama.libedgeinfer import library
+
+Image = pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.slow
+
+N_PICTURES = int(os.environ.get("EDGEINFER_FUZZ_FILES", "300"))
+N_PROJECTORS = int(os.environ.get("EDGEINFER_FUZZ_FILES", "60"))
+PIXELS = np.random.default_rng(28).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+
+#: Forks for each path that is read, and prints what the child said, how it ended, and its seconds.
+_FORKING = """
+import os, resource, sys
+def child(work):
+    there, here = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.write(here, (work() or "ok").encode()[:200])
+        os._exit(0)
+    os.close(here)
+    with open(there, "rb") as file:
+        said = file.read().decode("utf-8", "replace").replace("\\n", " ")
+    _, status, used = os.wait4(pid, 0)
+    return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, said
+"""
+
+_DECODING = f"""{_FORKING}
+from edgeinfer.runtime import picture_decoder_process as decoder
+def decoded(data):
+    decoder._limit()
+    try:
+        picture = decoder._decoded(data)
+        return f"ok {{len(picture.tobytes()) == 3 * picture.width * picture.height}}"
+    except Exception as error:
+        return "refused: " + (str(error) or type(error).__name__)
+for line in sys.stdin:
+    with open(line.rstrip("\\n"), "rb") as file:
+        data = file.read()
+    print(*child(lambda: decoded(data)), flush=True)
+"""
+
+#: What the engine does: the header, the trial, and then pictures of its own clients.
+_ENCODING = f"""{_FORKING}
+from edgeinfer.errors import EngineError, InvalidGgufError
+from edgeinfer.models import projectors
+from edgeinfer.runtime.llama.helpers.projector_trial import tried
+from edgeinfer.runtime.llama.mtmd import Projector
+from edgeinfer.runtime.llama.weights import open_model
+from edgeinfer.runtime.pictures import Picture
+models = {{}}
+def used(path, model):
+    projector = Projector(path, model, 1)
+    for width, height in ((64, 64), (300, 200), (1, 1), (333, 33), (5, 600)):
+        try:
+            n_rows = [one.n_rows for one in projector.chunks(width, height) if one.n_rows]
+            rows = projector.encode(Picture(width, height, os.urandom(3 * width * height)))
+            assert [len(one) for one in rows] == n_rows
+        except EngineError:
+            pass
+for line in sys.stdin:
+    path, text = line.rstrip("\\n").split("\\t")
+    if text not in models:
+        models[text] = open_model((text,))
+    try:
+        projectors.check(path)
+    except InvalidGgufError:
+        print(0, 0, "header", flush=True)
+        continue
+    code, seconds, said = child(lambda: tried(path, models[text], 1))
+    if code == 0 and said == "ok":
+        code, seconds, said = child(lambda: used(path, models[text]))
+        print(code, seconds, "engine", said, flush=True)
+    else:
+        print(0, seconds, "trial", code or said, flush=True)
+"""
+
+
+@contextmanager
+def answering(program: str) -> Iterator[subprocess.Popen[str]]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:  # type: ignore[call-overload]
+        yield process
+        process.stdin.close()
+
+
+def ask(process: subprocess.Popen[str], *words: str | Path) -> tuple[int, float, str]:
+    """The end of the child for these words, its seconds of processor time, and what it said."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\t".join(map(str, words)) + "\n")
+    process.stdin.flush()
+    code, seconds, said = process.stdout.readline().rstrip("\n").split(" ", 2)
+    return int(code), float(seconds), said
+
+
+def picture_file(kind: str, mode: str = "RGB", **options: object) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(out, kind, **options)
+    return out.getvalue()
+
+
+def test_mutated_pictures_end_in_pixels_or_a_reason(tmp_path: Path) -> None:
+    chance = random.Random(28)
+    frames = {"save_all": True, "append_images": [Image.fromarray(255 - PIXELS)]}
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    originals = [
+        picture_file("JPEG", exif=exif),
+        picture_file("JPEG", progressive=True, quality=40),
+        picture_file("JPEG", "CMYK"),
+        picture_file("PNG"),
+        picture_file("PNG", "P"),
+        picture_file("PNG", "LA"),
+        picture_file("WEBP", exif=exif),
+        picture_file("WEBP", lossless=True),
+        picture_file("WEBP", **frames),
+        picture_file("GIF", **frames),
+    ]
+    ends: Counter[str] = Counter()
+    path = tmp_path / "picture"
+    with answering(_DECODING) as decoder:
+        for _ in range(N_PICTURES):
+            data = bytearray(chance.choice(originals))
+            for _ in range(chance.choice((1, 2, 8, 40))):
+                data[chance.randrange(4, len(data))] = chance.randrange(256)
+            if chance.random() < 0.2:
+                del data[chance.randrange(12, len(data)) :]
+            path.write_bytes(data)
+            code, seconds, said = ask(decoder, path)
+            assert (code, said[:7]) in ((0, "ok True"), (0, "refused")), data.hex()
+            assert seconds < 5
+            ends[said[:7]] += 1
+    print(ends)
+    assert len(ends) == 2
+
+
+#: Processor time of a child (s): 16,384 patches, of 4,096 pixels a side, take 10.
+_MOST_S = 60
+#: Values that sizes, counts and types of a header are tried with.
+_NASTY = (0, 1, 2, 3, 5, 7, 13, 16, 33, 255, 256, 4096, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+_NASTY_FLOATS = tuple(
+    struct.unpack("<4I", struct.pack("<4f", float("nan"), float("inf"), -1e30, 1e-40))
+)
+
+
+def mutated(data: bytes, end: int, chance: random.Random) -> bytearray:
+    """A projector whose header, up to `end`, was changed in some places, or a weight to NaN."""
+    out = bytearray(data)
+    keys = [at for at in range(24, end - 16) if data[at : at + 5] == b"clip."]
+    for _ in range(chance.choice((1, 1, 1, 2, 2, 4, 12))):
+        how, at = chance.random(), chance.randrange(24, end - 64)
+        if how < 0.05:
+            at = chance.randrange(end, len(out) - 4)
+            out[at : at + 4] = bytes.fromhex("00 7e c0 7f")  # of two bytes, or of four
+        elif how < 0.4:
+            out[at] = chance.randrange(256)
+        elif how < 0.95:
+            if how < 0.8:  # the value of a key
+                key = chance.choice(keys)
+                at = min(key + struct.unpack_from("<Q", data, key - 8)[0] + 4, end - 4)
+            struct.pack_into("<I", out, at, chance.choice(_NASTY + _NASTY_FLOATS))
+        else:
+            source, n_bytes = chance.randrange(24, end - 64), chance.randrange(4, 64)
+            out[at : at + n_bytes] = out[source : source + n_bytes]
+    if chance.random() < 0.05:
+        del out[chance.randrange(24, len(out)) :]
+    return out
+
+
+@pytest.fixture(scope="module")
+def pairs(
+    smollm2: Path, gemma3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Sequence[tuple[Path, Path]]:
+    """Projectors of four kinds, each with a model that it fits."""
+    if not library("mtmd").exists():
+        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
+    folder = tmp_path_factory.mktemp("fuzzed")
+    return [
+        (
+            make_projector(folder / "idefics3.gguf", "idefics3", 576, patch=32, longest=512),
+            rename_tokens(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS),
+        ),
+        (make_projector(folder / "gemma3.gguf", "gemma3", 640), gemma3),
+        (
+            make_projector(folder / "qwen2vl.gguf", "qwen2vl_merger", 64),
+            make_qwen2vl(folder / "m-rope.gguf", smollm2),
+        ),
+        (make_projector(folder / "lfm2.gguf", "lfm2", 64), make_lfm2(folder / "hybrid.gguf", smollm2)),
+    ]
+
+
+def test_mutated_projectors_end_their_trial_alone(
+    pairs: Sequence[tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """One that passes header and trial encodes any picture without ending the process."""
+    chance = random.Random(28)
+    files = [(path.read_bytes(), read_header(path).data_offset, text) for path, text in pairs]
+    ends: Counter[str] = Counter()
+    path = tmp_path / "mmproj.gguf"
+    with answering(_ENCODING) as encoder:
+        for number in range(N_PROJECTORS):
+            data, end, text = files[number % len(files)]
+            path.write_bytes(mutated(data, end, chance))
+            code, seconds, said = ask(encoder, path, text)
+            assert (code, seconds < _MOST_S) == (0, True), (number, seconds, said)
+            ends[said[:12]] += 1
+    print(ends)
+    assert ends["engine ok"]
+    assert ends["header"]
