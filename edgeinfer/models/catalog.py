@@ -126,9 +126,19 @@ class Model(_Table, frozen=True, kw_only=True):
         tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")
     ] = ()
     projector: Annotated[
-        str, key_doc("A GGUF file that encodes pictures for it; ~ is the home directory.")
+        str,
+        key_doc(
+            "The GGUF file that encodes pictures for it: a path, or a source that is pulled with the "
+            "model."
+        ),
     ] = ""
     sampling: SamplingDefaults = SamplingDefaults()
+
+    @property
+    def projector_source(self) -> places.Source | None:
+        """The source of the projector; None without one, or if it is a path. Raises UsageError."""
+        named = places.looks_like_source(self.projector) and not names.is_path(self.projector)
+        return places.parse(self.projector) if named else None
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:
         """Parse every source into its parts, in order. Raises UsageError."""
@@ -245,10 +255,10 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 def _check(model: Model) -> None:
     if any(
         isinstance(part, places.Url) and part.url.startswith("http:")
-        for parts in model.parsed_sources()
+        for parts in (*model.parsed_sources(), (model.projector_source,))
         for part in parts
     ):
-        raise UsageError('key "sources": http: is not encrypted; give the https: address')
+        raise UsageError("a source: http: is not encrypted; give the https: address")
     if model.sha256:
         names.digest(model.sha256)
     if model.file_name:

@@ -124,6 +124,8 @@ def fetch_first_working(
         source = " + ".join(map(str, parts))
         try:
             fetched = fetch(parts, todo, work, job, in_place=options.in_place)
+            if todo.projector is not None:
+                fetched.append(_projector(todo, todo.projector, work, job))
             _verify(fetched, todo, source, work, job, options.sha256)
             return fetched, source
         except (DownloadError, ChecksumError, InvalidGgufError) as error:
@@ -131,6 +133,13 @@ def fetch_first_working(
             if len(failures) < len(todo.candidates):
                 job.note(f"{error.message}; trying the next source")
     raise _summary(failures)
+
+
+def _projector(todo: PullPlan, source: sources.Source, work: Path, job: Job) -> Fetched:
+    plan = PullPlan(ref=todo.ref, candidates=(), projector=source)
+    *_, one = fetch((source,), plan, work, job, in_place=False)
+    one.is_projector = True
+    return one
 
 
 def _summary(failures: list[CatalogError]) -> CatalogError:

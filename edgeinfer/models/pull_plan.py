@@ -16,7 +16,10 @@ from edgeinfer.platform.disk import sha256_of
 
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A planned pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted."""
+    """A planned pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted.
+
+    `projector` is fetched with the model, instead of one of its source.
+    """
 
     ref: Reference
     candidates: tuple[tuple[sources.Source, ...], ...]
@@ -24,6 +27,7 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
     file_name: str = ""
     size_bytes: int = 0
     sha256: str = ""
+    projector: sources.Source | None = None
 
 
 class Fetched(msgspec.Struct, kw_only=True):
@@ -76,7 +80,8 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
 
 def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> PullPlan:
     if ref.quant and ref.quant != entry.final_quantization:
-        return PullPlan(ref=wanted or ref, candidates=_in_quant(entry, ref))
+        candidates = _in_quant(entry, ref)
+        return PullPlan(ref=wanted or ref, candidates=candidates, projector=entry.projector_source)
     return PullPlan(
         ref=wanted or Reference(ref.name),
         candidates=tuple(entry.parsed_sources()),
@@ -84,6 +89,7 @@ def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> PullPla
         file_name=entry.file_name,
         size_bytes=entry.size_bytes,
         sha256=entry.sha256 and names.digest(entry.sha256),
+        projector=entry.projector_source,
     )
 
 

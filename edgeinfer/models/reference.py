@@ -189,7 +189,7 @@ def _projector(pulled: PulledModel, entry: Model | None) -> str:
 
     Raises InvalidGgufError for the catalogue's if it is none.
     """
-    if entry is not None and entry.projector:
+    if entry is not None and entry.projector and entry.projector_source is None:
         path = Path(entry.projector).expanduser().absolute()
         projectors.check(path)
         return str(path)

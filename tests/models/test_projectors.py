@@ -9,7 +9,11 @@ from made_projectors import make_projector
 from edgeinfer.errors import InvalidGgufError
 from edgeinfer.models import projectors
 from edgeinfer.models.gguf import GgufHeader, read_header
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.quantizing.helpers import QuantizeOptions
+from edgeinfer.models.quantizing.quantize import quantize
 from edgeinfer.models.reference import resolve
+from edgeinfer.models.remove import remove
 
 
 def model_header(n_embd: int) -> GgufHeader:
@@ -82,3 +86,40 @@ def test_a_file_takes_the_projector_beside_it(tmp_path):
     width = read_header(model).n_embd
     path = make_projector(tmp_path / "mmproj-model-f16.gguf", "gemma3", width)
     assert resolve(str(model)).files().projector == str(path)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("link", [True, False])
+def test_copied_and_quantized_models_keep_a_projector_of_their_own(tmp_path, monkeypatch, link):
+    model = make_llama(tmp_path / "model.gguf")
+    path = make_projector(tmp_path / "mmproj-model.gguf", "gemma3", read_header(model).n_embd)
+    record = pull(str(model), options=PullOptions(name="sees"))
+    assert record.projector is not None
+    if not link:
+        monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError("another disk")))
+    content = path.read_bytes()
+    small = quantize("sees", "Q8_0", options=QuantizeOptions(perplexity=False)).model
+    options = QuantizeOptions(perplexity=False, name="other")
+    other = quantize(str(model), "Q8_0", options=options).model
+    remove("sees")
+    path.unlink()
+    for one in (small, other):
+        kept = resolve(one.name).files().projector
+        assert kept.startswith(str(one.folder))
+        with open(kept, "rb") as file:
+            assert file.read() == content
+        assert one.size_bytes > len(content)
+
+
+def test_the_catalogues_projector_is_pulled_with_the_model(tmp_path, user_models):
+    model = make_llama(tmp_path / "model.gguf")
+    width = read_header(model).n_embd
+    make_projector(tmp_path / "mmproj-beside.gguf", "gemma3", width)
+    named = make_projector(tmp_path / "elsewhere.gguf", "gemma3", width, image=128)
+    sources = f'title = "S"\nsources = ["file:{model}"]\n'
+    user_models(f'[models.sees]\n{sources}projector = "file:{named}"\n')
+    record = pull("sees")
+    assert resolve("sees").files().projector == str(record.folder / named.name)
+    assert (record.folder / named.name).read_bytes() == named.read_bytes()
+    user_models(f'[models.sees]\n{sources}projector = "{named}"\n')
+    assert resolve("sees").files().projector == str(named)

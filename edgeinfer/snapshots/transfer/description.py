@@ -14,7 +14,7 @@ import msgspec
 
 from edgeinfer.errors import SnapshotCorruptError
 
-FORMAT = 4
+FORMAT = 5
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -86,13 +86,19 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     requested: dict[str, str]
     system: str
     model_files: tuple[ModelFile, ...]
+    projector: Blob | None = None
     draft: DraftDescription | None = None
     adapters: tuple[AdapterFile, ...] = ()
 
     @property
     def models(self) -> dict[str, tuple[ModelFile, ...]]:
-        """Return the files of the model and of its draft model, by model name."""
+        """Return the files of the model, its projector last, and of its draft model, by model name."""
         found = {self.model: self.model_files}
+        if self.projector is not None:
+            encoder = ModelFile(
+                name="mmproj.gguf", size=self.projector.size, sha256=self.projector.sha256
+            )
+            found = {self.model: (*self.model_files, encoder)}
         return found if self.draft is None else found | {self.draft.name: self.draft.files}
 
 

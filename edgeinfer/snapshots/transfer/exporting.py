@@ -23,6 +23,7 @@ from edgeinfer.snapshots.transfer.description import (
     SIGNATURE,
     SIGNER,
     AdapterFile,
+    Blob,
     DraftDescription,
     ModelFile,
     SnapshotDescription,
@@ -108,6 +109,7 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
         requested=manifest.requested,
         system=system,
         model_files=_files(manifest.model, "edgeinfer warm NAME", paths),
+        projector=_projector(manifest, paths),
         draft=_draft(manifest, paths),
         adapters=_adapters(manifest, paths),
     )
@@ -132,6 +134,15 @@ def _files(model: str, warm: str, paths: dict[str, str]) -> tuple[ModelFile, ...
         for path, file in zip(pulled.paths, pulled.files, strict=True)
     )
     paths |= {one.digest: str(path) for one, path in zip(found, pulled.paths, strict=True)}
+    return found
+
+
+def _projector(manifest: format.Manifest, paths: dict[str, str]) -> Blob | None:
+    path = resolve(manifest.model).files("none").projector
+    if path not in manifest.files:
+        return None
+    found = Blob(size=os.path.getsize(path), sha256=sha256_of(Path(path)))
+    paths[found.digest] = path
     return found
 
 

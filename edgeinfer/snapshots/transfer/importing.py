@@ -159,6 +159,7 @@ class Placing:
                 _pull(name, fetched[files[0].digest], in_place=False)
             elif here.name != name:
                 _pull(name, here.paths[0], in_place=True)
+            self._known_model(name, files)
         for adapter in self._what.adapters:
             self._place_adapter(adapter, fetched)
 
@@ -180,12 +181,18 @@ class Placing:
         wanted = [one.sha256 for one in files]
         here = resolve(name).pulled
         if here is None:
-            pulled = store.list_pulled()
-            return next((one for one in pulled if [file.sha256 for file in one.files] == wanted), None)
-        if [file.sha256 for file in here.files] != wanted:
-            ours = ", ".join(file.sha256 for file in here.files)
-            raise _other_here("model", name, ", ".join(wanted), ours)
+            first = (one for one in store.list_pulled() if one.files[0].sha256 == wanted[0])
+            return next((one for one in first if self._digests(one, name) == wanted), None)
+        ours = self._digests(here, name)
+        if ours != wanted:
+            raise _other_here("model", name, ", ".join(wanted), ", ".join(ours))
         return here
+
+    def _digests(self, here: store.PulledModel, name: str) -> list[str]:
+        """Return those of its files, and of the projector of the model that is no draft."""
+        encoder = resolve(here.name).files("none").projector if name == self._what.model else ""
+        encoders = [sha256_of(Path(encoder))] if encoder else []
+        return [*(file.sha256 for file in here.files), *encoders]
 
     def _known_adapter(self, wanted: AdapterFile) -> Path | None:
         """Find this file here, by any name. Raises SnapshotStaleError if another has this one."""
