@@ -18,6 +18,7 @@ import msgspec
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import with_attachments
+from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import (
     CUT,
@@ -182,14 +183,27 @@ class ChatSession:
         if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
             raise UsageError("the last answer was not cut", hint="")
         engine = self.idle_engine()
-        generation = engine.submit(self._request(self.path, continue_final=True))
-        self.store.reopen(head.id)
-        return self._run(
-            engine, msgspec.structs.replace(head, status="streaming", error=""), generation
-        )
+        lease = self.store.acquire(self.conversation.id)
+        try:
+            generation = engine.submit(self._request(self.path, continue_final=True))
+            self.store.reopen(head.id)
+        except BaseException:
+            lease.release()
+            raise
+        reopened = msgspec.structs.replace(head, status="streaming", error="")
+        return self._run(engine, reopened, generation, lease)
 
     def _begin(self, question_id: int) -> Answer:
         engine = self.idle_engine()
+        lease = self.store.acquire(self.conversation.id)
+        try:
+            turn, generation = self._submit(engine, question_id)
+        except BaseException:
+            lease.release()
+            raise
+        return self._run(engine, turn, generation, lease)
+
+    def _submit(self, engine: Engine, question_id: int) -> tuple[Turn, Generation]:
         blank = Turn(
             conversation_id=self.conversation.id,
             parent_id=question_id,
@@ -209,11 +223,16 @@ class ChatSession:
         except EdgeInferError:
             generation.cancel()
             raise
-        return self._run(engine, stored, generation)
+        return stored, generation
 
-    def _run(self, engine: Engine, turn: Turn, generation: Any) -> Answer:
+    def _run(self, engine: Engine, turn: Turn, generation: Generation, lease: Lease) -> Answer:
         self._turns[turn.id] = turn
-        self.answer = Answer(self.store, turn, generation, engine.info.n_ctx, self._ended)
+
+        def ended(done: Turn) -> None:
+            lease.release()
+            self._ended(done)
+
+        self.answer = Answer(self.store, turn, generation, engine.info.n_ctx, ended)
         return self.answer
 
     def _ended(self, turn: Turn) -> None:

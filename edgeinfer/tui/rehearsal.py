@@ -86,7 +86,7 @@ def _launch(theme: str) -> Launch:
 def _store() -> ConversationStore:
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db, "rehearsal")
-    return ConversationStore(db, "rehearsal")
+    return ConversationStore(db, "")
 
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:

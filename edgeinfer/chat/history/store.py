@@ -1,8 +1,9 @@
 """The conversations of a user in one SQLite file. Every write is committed before its method returns.
 
 A streaming answer goes to a journal piece by piece, so shown text survives `kill -9`; its end folds
-the journal into the turn. If the process died, a reader sees content and journal joined, as
-"interrupted". One thread a store; several processes may hold the file open (write-ahead log).
+the journal into the turn. A reader sees content and journal joined: as "streaming" while a process
+holds the conversation's lease, otherwise as "interrupted". One thread a store; several processes may
+hold the file open (write-ahead log).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from edgeinfer.chat.history import lease
+from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
-from edgeinfer.errors import EdgeInferError, StoreError
+from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.store import forget_conversation
 
@@ -155,7 +158,10 @@ def _store_errors(name: str) -> Iterator[None]:
 
 
 class ConversationStore:
-    """Open with `ConversationStore.open()`. `clock` gives milliseconds since 1970."""
+    """Open with `ConversationStore.open()`.
+
+    `name` is the file's path, "" in memory; `clock` gives milliseconds since 1970.
+    """
 
     def __init__(self, db: sqlite3.Connection, name: str, clock: Callable[[], int] = now_ms) -> None:
         self.db = db
@@ -252,15 +258,40 @@ class ConversationStore:
                 f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", (conversation_id,)
             ).fetchall()
             found = {row[0]: _read(Turn, row) for row in rows}
-            for turn in [t for t in found.values() if t.status == "streaming"]:
+            unfinished = [t for t in found.values() if t.status == "streaming"]
+            lives = (
+                max((t.id for t in unfinished), default=0) if self.is_answering(conversation_id) else 0
+            )
+            for turn in unfinished:
                 content, reasoning = self._journal(turn.id)
                 found[turn.id] = msgspec.structs.replace(
                     turn,
                     content=turn.content + content,
                     reasoning=turn.reasoning + reasoning,
-                    status="interrupted",
+                    status="streaming" if turn.id == lives else "interrupted",
                 )
         return found
+
+    def acquire(self, conversation_id: int) -> Lease:
+        """Acquire the lease of a conversation, for one answer. Raises UsageError if another has it."""
+        try:
+            found = lease.acquire(self._leases, conversation_id)
+        except OSError as error:
+            raise StoreError(f"{self._leases}: {error.strerror}", hint="check the directory") from error
+        if found is None:
+            raise UsageError(
+                "an answer to this conversation is being written elsewhere",
+                hint="wait for its end, or stop it there",
+            )
+        return found
+
+    def is_answering(self, conversation_id: int) -> bool:
+        """Return whether a process writes an answer of this conversation now."""
+        return lease.is_held(self._leases, conversation_id)
+
+    @property
+    def _leases(self) -> Path | None:
+        return Path(self.name).with_suffix(".leases") if self.name else None
 
     def reopen(self, turn_id: int) -> None:
         """Reopen an ended turn for streaming; its journal is folded in first."""
@@ -293,13 +324,15 @@ class ConversationStore:
         now = self.clock()
         with self._transaction():
             rows = self.db.execute(
-                "SELECT id FROM turn WHERE status = 'streaming' AND created_ms < :old AND NOT EXISTS"
+                "SELECT id, conversation_id FROM turn WHERE status = 'streaming' AND created_ms < :old"
+                " AND NOT EXISTS"
                 " (SELECT 1 FROM journal WHERE turn_id = turn.id AND created_ms >= :old)",
                 {"old": now - STALE_MS},
             ).fetchall()
-            for (turn_id,) in rows:
+            dead = [turn_id for turn_id, owner in rows if not self.is_answering(owner)]
+            for turn_id in dead:
                 self._fold(turn_id, "interrupted")
-        return len(rows)
+        return len(dead)
 
     def overdue(self) -> list[Conversation]:
         """Return the ids of conversations deleted more than a day ago."""
@@ -316,6 +349,41 @@ class ConversationStore:
                 "DELETE FROM conversation WHERE id = ? AND deleted_ms IS NOT NULL",
                 [(conversation.id,) for conversation in deleted],
             )
+
+    # following what other processes write
+
+    def change_count(self) -> int:
+        """Return a number that differs after another connection has written (6 µs)."""
+        with _store_errors(self.name):
+            return int(self.db.execute("PRAGMA data_version").fetchone()[0])
+
+    def glance(self, conversation_id: int) -> tuple[Any, ...] | None:
+        """Return what changes with every write but an answer's pieces; None if it was deleted."""
+        with _store_errors(self.name):
+            row = self.db.execute(
+                "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
+                " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
+                (conversation_id,),
+            ).fetchone()
+        return None if row is None else (*row, self.is_answering(conversation_id))
+
+    def pieces(self, turn_id: int, after: int) -> list[tuple[int, str, str]]:
+        """Return the journal of an answer behind row `after`: row id, content, reasoning."""
+        with _store_errors(self.name):
+            return self.db.execute(
+                "SELECT id, content, reasoning FROM journal WHERE turn_id = ? AND id > ? ORDER BY id",
+                (turn_id, after),
+            ).fetchall()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read one state of the file, whatever is written meanwhile."""
+        with _store_errors(self.name):
+            self.db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self.db.execute("COMMIT")
 
     # finding conversations again
 

@@ -1,0 +1,63 @@
+"""One writer a conversation: a lock on one byte of a file, released with its holder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+from pathlib import Path
+
+# Linux alone has locks of an open file; elsewhere a second writer makes a branch
+_HAS_LOCKS = sys.platform == "linux"
+if sys.platform == "linux":
+    from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
+
+#: `struct flock`: type, whence, start, length, pid.
+_FLOCK = struct.Struct("@hhqqi4x")
+
+
+class Lease:
+    """The right to write one conversation's answer, until `release` or the end of the process."""
+
+    def __init__(self, descriptor: int = -1) -> None:
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def acquire(file: Path | None, conversation_id: int) -> Lease | None:
+    """Lock a conversation; None if its answer is being written. Raises OSError.
+
+    `file` None: the store is in memory, for this process alone.
+    """
+    if file is None or not _HAS_LOCKS:
+        return Lease()
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl(descriptor, F_OFD_SETLK, _FLOCK.pack(F_WRLCK, os.SEEK_SET, conversation_id, 1, 0))
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Lease(descriptor)
+
+
+def is_held(file: Path | None, conversation_id: int) -> bool:
+    """Return whether a process, this one included, writes an answer of the conversation."""
+    if file is None or not _HAS_LOCKS:
+        return False
+    with contextlib.suppress(OSError):
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            asked = _FLOCK.pack(F_WRLCK, os.SEEK_SET, conversation_id, 1, 0)
+            return bool(_FLOCK.unpack(fcntl(descriptor, F_OFD_GETLK, asked))[0] != F_UNLCK)
+        finally:
+            os.close(descriptor)
+    return False
