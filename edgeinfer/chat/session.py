@@ -33,7 +33,6 @@ from edgeinfer.chat.history.values import (
     siblings,
 )
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
-from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
@@ -375,7 +374,7 @@ class ChatSession:
 
 def _question(turn: Turn) -> Message:
     """Return a question as the model gets it: pictures, text files, the typed text."""
-    pictures = [picture_files.decode(a.data) for a in turn.attachments if a.is_picture]
+    pictures = [a.data for a in turn.attachments if a.is_picture]
     text = with_attachments(turn.content, turn.attachments)
     content, pictured = join_parts([*pictures, text])
     return Message(role="user", content=content, pictures=pictured)

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
-from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
@@ -78,6 +77,7 @@ class LlamaEngine:
         self._preparer.vision = self._vision
         if self._vision is not None:
             self._scheduler.kv.position_behind = self._vision.position_behind
+            self._vision.disk = lambda: None if self._cache is None else self._cache.blocks
         self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
         self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
         self._preparer.draft_model = self._draft
@@ -282,12 +282,12 @@ class LlamaEngine:
         The next work starts the thread again. Raises EngineError while requests are running.
         """
         self._loop.stop()
+        if self._vision is not None:
+            self._vision.park()
+            self._scheduler.executor.batch.clear()  # of a picture's rows
         self._blocks.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
-        if self._vision is not None:
-            self._vision.park()
-        picture_files.forget()
         if self._draft is not None:
             self._draft.park()
 
@@ -317,10 +317,10 @@ class LlamaEngine:
             self._cache.writing.is_leaving = True
         self._loop.close()
         self._gpu.close()
-        self._blocks.close()
-        self._embedder.close()
         if self._vision is not None:
             self._vision.close()
+        self._blocks.close()
+        self._embedder.close()
         if self._draft is not None:
             self._draft.close()
         self._lora.close()

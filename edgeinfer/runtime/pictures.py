@@ -1,6 +1,6 @@
 """Pictures of a message: decoded pixels, and their places in its text and among its tokens.
 
-In a list of tokens each row of a picture is a negative pseudo-token: a hash of the pixels, the
+In a list of tokens each row of a picture is a negative pseudo-token: a hash of the file, the
 projector and the row's place. So whatever compares tokens compares pictures (the KV cache, names of
 blocks, common prefixes), and two pictures that differ in one pixel share nothing.
 """
@@ -30,18 +30,13 @@ class Picture:
         if min(self.width, self.height) < 1 or len(self.rgb) != 3 * self.width * self.height:
             raise ValueError(f"{len(self.rgb)} bytes are no picture of {self.width}x{self.height}")
 
-    @property
-    def digest(self) -> bytes:
-        """The SHA-256 of size and pixels."""
-        return hashlib.sha256(f"{self.width}x{self.height}:".encode() + self.rgb).digest()
 
-
-def join_parts(parts: Iterable[str | Picture]) -> tuple[str, tuple[Picture, ...]]:
-    """Return the `content` and `pictures` of a message that has these parts in order."""
+def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
+    """Return the `content` and `pictures` of a message of texts and files of pictures, in order."""
     content: list[str] = []
-    pictures: list[Picture] = []
+    pictures: list[bytes] = []
     for part in parts:
-        if isinstance(part, Picture):
+        if isinstance(part, bytes):
             pictures.append(part)
             content.append(PICTURE_MARK)
         else:

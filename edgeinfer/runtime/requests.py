@@ -13,7 +13,6 @@ import msgspec
 
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
-from edgeinfer.runtime.pictures import Picture
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +27,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One turn. `tool_call_id`, `name` are of role "tool"; `tool_calls`, `reasoning` of "assistant".
 
     `content` has a `PICTURE_MARK` for each of `pictures`, in order; `pictures.join_parts` makes both.
+    Each is a file's bytes, decoded by the engine if it has not seen them before.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[bytes, ...] = ()
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,18 @@
-"""Pictures of a prompt: their tokens, and the thread that encodes them while others decode."""
+"""Pictures of a prompt: their tokens, and the thread that encodes them while others decode.
+
+Rows are kept by the picture's file, the projector and the cache salt, in memory and in the prefix
+cache: a known file behind another prompt is neither decoded nor encoded, also after a restart.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,31 +21,52 @@ from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.platform.disk import stamps
 from edgeinfer.platform.priority import lower_thread_priority
 from edgeinfer.runtime import projector_trials
+from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.llama.model import LlamaModel
-from edgeinfer.runtime.llama.mtmd import Projector
+from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.picture_files import MAX_PICTURES
+from edgeinfer.runtime.picture_files import decode
 from edgeinfer.runtime.pictures import Picture, row_tokens
+from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
+from edgeinfer.runtime.prefix_cache.store import ModelBlocks
+from edgeinfer.runtime.requests import GenerateRequest
 
 Rows = npt.NDArray[np.float32]
 
 #: Rows that are kept for the same picture behind another prompt (bytes). They stay in f32: in f16 they
 #: move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
+#: Files whose size, and so whose place among tokens, is remembered.
+_KNOWN_FILES = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A picture of a request: its file of `size` (width, height), and its `pixels` if just decoded.
+
+    `digest` is of the file, the projector and the cache salt. Its rows are read from `disk`, and stored
+    there if `is_stored`.
+    """
+
+    digest: bytes
+    file: bytes
+    size: tuple[int, int]
+    pixels: Picture | None = None
+    disk: ModelBlocks | None = None
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Rows of a picture among the tokens of a prompt: `n_rows` from token `start` on.
 
-    `digest` is the picture's, and `chunk` counts its spans. `is_whole`: one step must compute all rows.
-    They take `n_positions`; with M-RoPE fewer than there are rows, and `positions` are each row's own.
+    `chunk` counts its spans. `is_whole`: one step must compute all rows. They take `n_positions`; with
+    M-RoPE fewer than there are rows, and `positions` are each row's own.
     """
 
     start: int
     n_rows: int
-    picture: Picture
-    digest: bytes
+    source: Source
     chunk: int
     is_whole: bool
     n_positions: int
@@ -48,6 +75,10 @@ class Span:
     @property
     def end(self) -> int:
         return self.start + self.n_rows
+
+    @property
+    def digest(self) -> bytes:
+        return self.source.digest
 
 
 @dataclass(slots=True)
@@ -65,53 +96,117 @@ class Vision:
     """
 
     def __init__(self, projector: Projector, key: str, *, max_rows: int) -> None:
-        self._projector, self._key = projector, key.encode()
+        self._projector, self._key = projector, hashlib.sha256(key.encode()).digest()
         self._max_rows = max_rows
+        #: The prefix cache, while it is open.
+        self.disk: Callable[[], ModelBlocks | None] = lambda: None
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[bytes, Encoding] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[tuple[int, int], list[Chunk]]] = OrderedDict()
         #: With M-RoPE: a span's first token → its rows beyond its positions.
         self._saved: dict[int, int] = {}
 
-    def append(self, tokens: list[int], spans: list[Span], picture: Picture) -> None:
-        """Append the picture's tokens and rows to a prompt. Raises InvalidRequestError."""
-        if sum(not span.chunk for span in spans) >= MAX_PICTURES:
-            raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param="messages")
-        digest, n_spans = picture.digest, 0
-        for chunk in self._projector.chunks(picture.width, picture.height):
-            if min(chunk.tokens, default=0) < 0:  # that of a tile, which a small picture lacks
-                raise InvalidRequestError(
-                    f"a picture of {picture.width}x{picture.height} pixels needs tokens that the model "
-                    "lacks: its projector is of another model",
-                    param="messages",
-                )
+    def append(
+        self, tokens: list[int], spans: list[Span], file: bytes, request: GenerateRequest
+    ) -> None:
+        """Append a picture's tokens and rows to the prompt of `request`. Raises InvalidRequestError.
+
+        It waits for a process that decodes the file, unless it is known.
+        """
+        source, chunks = self._source(file, request)
+        n_spans = 0
+        for chunk in chunks:
             if not chunk.n_rows:
                 tokens += chunk.tokens
                 continue
-            if chunk.is_whole and chunk.n_rows > self._max_rows:
-                raise InvalidRequestError(
-                    f"a picture has {chunk.n_rows} rows, which one step must compute, and a batch "
-                    f"holds {self._max_rows}",
-                    param="messages",
-                )
             start = len(tokens)
             spans.append(
                 Span(
                     start,
                     chunk.n_rows,
-                    picture,
-                    digest,
+                    source,
                     n_spans,
                     chunk.is_whole,
                     chunk.n_positions,
                     chunk.positions,
                 )
             )
-            key = b"%s %s %d %d" % (self._key, digest, n_spans, chunk.n_rows)
-            tokens += row_tokens(key, chunk.n_rows)
+            tokens += row_tokens(b"%s %d %d" % (source.digest, n_spans, chunk.n_rows), chunk.n_rows)
             if chunk.positions is not None:
                 self._saved[tokens[start]] = chunk.n_rows - chunk.n_positions
             n_spans += 1
+
+    def _source(self, file: bytes, request: GenerateRequest) -> tuple[Source, list[Chunk]]:
+        salt = hashlib.sha256(request.cache_salt.encode()).digest()
+        digest = hashlib.sha256(self._key + salt + file).digest()
+        disk = self.disk() if request.cache_prompt else None
+        with self._lock:
+            known = self._known.get(digest)
+        pixels = None
+        if known is None:
+            stored = self._read(disk, digest)
+            if stored is None:
+                pixels = decode(file)
+                size = pixels.width, pixels.height
+            else:
+                size = stored[0]
+            known = size, self._chunks(*size)
+            with self._lock:
+                self._known[digest] = known
+                if len(self._known) > _KNOWN_FILES:
+                    self._known.popitem(last=False)
+                if stored is not None and digest not in self._kept:
+                    rows: Future[list[Rows]] = Future()
+                    rows.set_result(stored[1])
+                    self._kept[digest] = Encoding(rows)
+                    self._limit()
+        is_stored = disk is not None and request.cache_on_disk
+        if disk is not None and is_stored:
+            name = disk.names.rows(digest)
+            disk.touch([name])
+            if request.conversation:
+                disk.own(request.conversation, [name])
+        return Source(digest, file, known[0], pixels, disk, is_stored), known[1]
+
+    def _chunks(self, width: int, height: int) -> list[Chunk]:
+        chunks = self._projector.chunks(width, height)
+        for chunk in chunks:
+            if min(chunk.tokens, default=0) < 0:  # that of a tile, which a small picture lacks
+                raise InvalidRequestError(
+                    f"a picture of {width}x{height} pixels needs tokens that the model "
+                    "lacks: its projector is of another model",
+                    param="messages",
+                )
+            if chunk.is_whole and chunk.n_rows > self._max_rows:
+                raise InvalidRequestError(
+                    f"a picture has {chunk.n_rows} rows, which one step must compute, and a batch "
+                    f"holds {self._max_rows}",
+                    param="messages",
+                )
+        return chunks
+
+    def _read(
+        self, disk: ModelBlocks | None, digest: bytes
+    ) -> tuple[tuple[int, int], list[Rows]] | None:
+        """Read a picture's size and rows from disk; None without usable ones."""
+        block = disk.read(disk.names.rows(digest)) if disk is not None else None
+        if block is None:
+            return None
+        width, height = block.tokens
+        shape = (-1, self._projector.width)
+        return (width, height), [
+            np.frombuffer(state.joined(), np.float32).reshape(shape) for state in block.states
+        ]
+
+    def _store(self, source: Source, rows: Future[list[Rows]]) -> None:
+        """Store encoded rows, unless they are on disk."""
+        disk, name = source.disk, source.disk.names.rows(source.digest) if source.disk else b""
+        if disk is None or rows.cancelled() or rows.exception() or disk.has(name):
+            return
+        size = pack_tokens(source.size)
+        states = tuple(whole(one.data.cast("B")) for one in rows.result())
+        disk.write(KvBlock(Header("rows", name, b"", disk.names.identity, size, ()), states))
 
     def position_behind(self, tokens: Sequence[int], n: int) -> int:
         """Return the position behind the first `n` tokens, which cut no picture."""
@@ -130,12 +225,20 @@ class Vision:
                 if self._thread is None:
                     name = "edgeinfer-encoder"
                     self._thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
-                found = Encoding(self._thread.submit(self._projector.encode, span.picture))
+                found = Encoding(self._thread.submit(self._encode, span.source))
                 self._kept[span.digest] = found
             found.n_requests += 1
             self._kept.move_to_end(span.digest)
             self._limit()
+        if span.source.is_stored:
+            found.rows.add_done_callback(partial(self._store, span.source))
         return found.rows
+
+    def _encode(self, source: Source) -> list[Rows]:
+        stored = self._read(source.disk, source.digest)
+        if stored is not None:
+            return stored[1]
+        return self._projector.encode(source.pixels or decode(source.file))
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
         """A request ends: do not encode what none waits for any more."""
@@ -160,6 +263,7 @@ class Vision:
         with self._lock:
             thread, self._thread = self._thread, None
             self._kept.clear()
+            self._known.clear()
         if thread is not None:
             thread.shutdown(cancel_futures=True)
 
@@ -176,7 +280,9 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
     failure = projector_trials.failure(files.projector, files.paths)
     if failure:
         return None, f": its projector {files.projector} was refused: {failure}"
-    key = stamps((files.projector,))
+    from PIL import __version__  # another decoder may give other pixels
+
+    key = f"{stamps((files.projector,))} {__version__}"
     projector = Projector(files.projector, loaded.model, loaded.n_threads)
     if projector.uses_mrope and not loaded.supports_truncation:
         projector.free()

@@ -14,7 +14,6 @@ from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.errors import QueueFullError
 from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
-from edgeinfer.runtime.picture_files import within_budget
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.batches import Batches
@@ -117,9 +116,9 @@ class Endpoint:
         return self.preparation.failure() or (engine.health() if engine else "")
 
     async def in_thread(self, work: Any, *args: Any) -> Any:
-        """Run a blocking call of an engine, or one that decodes pictures, beside the event loop."""
+        """Run a blocking call of an engine, or one that takes long, beside the event loop."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.threads, within_budget, work, *args)
+        return await loop.run_in_executor(self.threads, work, *args)
 
 
 class Preparation:

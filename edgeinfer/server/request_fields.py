@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.pictures import Picture, join_parts
+from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.requests import GenerateRequest, Sampling, Tool, ToolChoice
 from edgeinfer.server.wire_types import GenerationFields
 from edgeinfer.units import parse_duration
@@ -58,9 +58,9 @@ def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
         )
 
 
-def content_of(parts: Iterable[str | Picture], between: str = "") -> dict[str, Any]:
+def content_of(parts: Iterable[str | bytes], between: str = "") -> dict[str, Any]:
     """Return a Message's `content` and `pictures`; `between` separates texts."""
-    spaced: list[str | Picture] = []
+    spaced: list[str | bytes] = []
     for part in parts:
         if spaced and isinstance(part, str) and isinstance(spaced[-1], str):
             spaced.append(between)

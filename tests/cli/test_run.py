@@ -232,14 +232,14 @@ def test_file_stands_before_the_prompt(engine, tmp_path):
 
 
 def test_pictures_stand_before_the_prompt(engine, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    for name, color in (("red.png", (255, 0, 0)), ("blue.png", (0, 0, 255))):
-        image.new("RGB", (2, 1), color).save(tmp_path / name)
-    images = [f"--image={tmp_path / name}" for name in ("red.png", "blue.png")]
+    files = b"\xff\xd8\xffred", b"GIF8blue"
+    for name, data in zip(("red.jpg", "blue.gif"), files, strict=True):
+        (tmp_path / name).write_bytes(data)
+    images = [f"--image={tmp_path / name}" for name in ("red.jpg", "blue.gif")]
     assert run(engine, "Which is red?", *images) == 0
     turn = engine.requests[0].messages[-1]
     assert turn.content == f"{PICTURE_MARK * 2}Which is red?"
-    assert [picture.rgb for picture in turn.pictures] == [b"\xff\0\0" * 2, b"\0\0\xff" * 2]
+    assert turn.pictures == files
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,11 @@ import pytest
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime import picture_files
-from edgeinfer.runtime.picture_files import MAX_PICTURES, decode, decode_text, within_budget
+from edgeinfer.runtime.picture_files import checked, decode, from_base64
 
 Image = pytest.importorskip("PIL.Image")
 
 PIXELS = np.random.default_rng(28).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept():
-    picture_files.forget()
 
 
 def encoded(pixels=PIXELS, kind="PNG", mode=None, **options):
@@ -77,14 +72,14 @@ def test_a_photo_is_turned_upright(kind):
 
 def test_the_beginning_decides_on_the_format_not_the_name_given():
     uri = "data:image/png;base64," + base64.b64encode(encoded(kind="JPEG")).decode()
-    assert decode_text(uri).width == 60
+    assert decode(from_base64(uri)).width == 60
 
 
 @pytest.mark.parametrize(
     "head", ["", "data:image/png;base64,", "data:;base64,", "DATA:image/jpeg;a=b;BASE64,"]
 )
 def test_text_is_base64_alone_or_a_data_uri(head):
-    assert decode_text(head + base64.b64encode(encoded()).decode()).height == 40
+    assert from_base64(head + base64.b64encode(encoded()).decode()) == encoded()
 
 
 @pytest.mark.parametrize(
@@ -97,13 +92,17 @@ def test_text_is_base64_alone_or_a_data_uri(head):
         ("not base64!", "not valid base64"),
         ("", "no JPEG, PNG, WebP or GIF"),
         (base64.b64encode(b"BM" + bytes(60)).decode(), "no JPEG, PNG, WebP or GIF"),
-        (base64.b64encode(encoded()[:200]).decode(), "cannot be read"),
     ],
 )
 def test_what_is_no_picture_is_refused_with_a_reason(text, reason):
     with pytest.raises(InvalidRequestError, match=reason) as caught:
-        decode_text(text, "messages[0].content[1].image_url")
+        from_base64(text, "messages[0].content[1].image_url")
     assert caught.value.param == "messages[0].content[1].image_url"
+
+
+def test_a_broken_file_is_refused_with_a_reason():
+    with pytest.raises(InvalidRequestError, match="the picture cannot be read"):
+        decode(encoded()[:200])
 
 
 def test_a_header_that_promises_too_many_pixels_is_refused_before_decoding():
@@ -117,34 +116,15 @@ def test_the_largest_picture_fits_into_the_memory():
     assert set(picture.rgb) == {197}  # of 90, with 90 of 255 opaque
 
 
-def test_a_file_that_is_too_large_starts_no_process():
+def test_a_file_that_is_too_large_is_refused():
     with pytest.raises(InvalidRequestError, match="more than 32 MB"):
-        decode(bytes(33 << 20))
+        checked(bytes(33 << 20))
 
 
 def test_a_strip_that_no_projector_takes_is_refused():
     assert decode(encoded(np.zeros((2, 400), bool))).width == 400
     with pytest.raises(InvalidRequestError, match="401 x 2 pixels: one side is more than 200 times"):
         decode(encoded(np.zeros((2, 401), bool)))
-
-
-def test_a_request_has_a_budget_of_pictures():
-    data = encoded()
-
-    def work(n_pictures):
-        return [decode(data) for _ in range(n_pictures)]
-
-    assert len(within_budget(work, MAX_PICTURES)) == MAX_PICTURES
-    with pytest.raises(InvalidRequestError, match="more than 64 pictures"):
-        within_budget(work, MAX_PICTURES + 1)
-    assert len(work(MAX_PICTURES + 1)) == MAX_PICTURES + 1
-
-
-def test_the_same_file_is_decoded_once(monkeypatch):
-    data = encoded()
-    first = decode(data)
-    monkeypatch.setattr(picture_files, "_HELPER", "no.such.module")
-    assert decode(data) is first
 
 
 def test_a_decoder_that_dies_is_a_refusal(monkeypatch):

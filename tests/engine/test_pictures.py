@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,6 +21,7 @@ from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.machine import read_machine
+from edgeinfer.runtime import vision
 from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.generation import Collected
@@ -38,25 +41,34 @@ from edgeinfer.runtime.pictures import (
     without_rows,
 )
 from edgeinfer.runtime.prefix_cache import writer
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.format import read_header
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.runtime.vision import PromptPictures, Span, Vision, open_vision
+from edgeinfer.runtime.vision import PromptPictures, Source, Span, Vision, open_vision
 
 from .conftest import GREEDY, answer, answers, ask
+
+Image = pytest.importorskip("PIL.Image")
 
 WORDS = "The quick brown fox jumps over the lazy dog. " * 4
 
 
-def picture(*, flip: int = 0, width: int = 300, height: int = 200) -> Picture:
-    """A pattern; `flip` changes the lowest bit of one pixel."""
+def png(pixels: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def picture(*, flip: int = 0, width: int = 300, height: int = 200) -> bytes:
+    """The file of a pattern; `flip` changes the lowest bit of one pixel."""
     y, x = np.mgrid[:height, :width]
     pixels = np.stack([x * 255 / width, y * 255 / height, ((x // 20 + y // 20) % 2 * 255)], -1)
     pixels = pixels.astype(np.uint8)
     pixels[0, 0, 0] ^= flip
-    return Picture(width, height, pixels.tobytes())
+    return png(pixels)
 
 
-def chat(*parts: str | Picture, **fields: object) -> GenerateRequest:
+def chat(*parts: str | bytes, **fields: object) -> GenerateRequest:
     """Eight greedy tokens after one message, with their scores."""
     content, pictures = join_parts(parts)
     wanted: dict[str, object] = {
@@ -212,6 +224,17 @@ def test_rows_are_encoded_once(engine: LlamaEngine, monkeypatch: pytest.MonkeyPa
     assert behind.finished is not None
 
 
+def test_parked_engine_keeps_no_picture(engine: LlamaEngine) -> None:
+    answer(engine, chat(picture(), "What is in it?", max_tokens=0, logprobs=None))
+    engine.park()
+    vision, batch = engine._vision, engine._scheduler.executor.batch
+    assert vision is not None
+    assert not vision._kept
+    assert not vision._known
+    assert batch._pictures is None
+    assert answer(engine, chat(picture(), "What is in it?")).finished is not None
+
+
 def test_several_pictures_keep_their_order(engine: LlamaEngine) -> None:
     a, b = picture(), picture(width=200, height=300)
     one = answer(engine, chat("First ", a, " then ", b, ".", cache_prompt=False))
@@ -236,28 +259,88 @@ def test_picture_is_restored_from_disk(
     files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
-    options = LoadOptions(n_ctx=2048, n_parallel=2)
     request = chat(WORDS * 2, picture(), WORDS * 2, "What is in it?")
-    with closing(load_engine(files, options)) as engine:
-        engine.use_blocks(BlockStore(tmp_path))
+    with restarted(files, tmp_path) as engine:
         first = answer(engine, request)
         spans = spans_of(engine, request)[1]
         assert engine.flush_blocks()
-    with closing(load_engine(files, options)) as engine:
-        engine.use_blocks(BlockStore(tmp_path))
-        vision = engine._vision
-        assert vision is not None
-        is_on_disk = spans[0].positions is None
-        if is_on_disk:
-            vision._projector.encode = lambda picture: pytest.fail("encoded again")  # type: ignore[method-assign]
+    with restarted(files, tmp_path, encodes=False) as engine:
         again = answer(engine, request)
         assert again.finished is not None
         n_restored = again.finished.usage.cached_disk_tokens
-        if is_on_disk:
+        if spans[0].positions is None:
             assert n_restored > again.finished.usage.prompt_tokens // 2
         else:
             assert 0 < n_restored <= spans[0].start
         assert again.logprobs == first.logprobs
+
+
+@contextlib.contextmanager
+def restarted(files: ModelFiles, root: Path, *, encodes: bool = True) -> Iterator[LlamaEngine]:
+    """An engine with a prefix cache, which may be told to neither decode nor encode a picture."""
+    with pytest.MonkeyPatch.context() as patch:
+        options = LoadOptions(n_ctx=2048, n_parallel=2)
+        with closing(load_engine(files, options)) as engine:
+            engine.use_blocks(BlockStore(root))
+            assert engine._vision is not None
+            if not encodes:
+                patch.setattr(vision, "decode", lambda file: pytest.fail("decoded again"))
+                patch.setattr(
+                    engine._vision._projector, "encode", lambda picture: pytest.fail("encoded again")
+                )
+            yield engine
+
+
+def rows_on_disk(root: Path) -> list[Path]:
+    return [
+        path
+        for path in root.rglob("*.block")
+        if read_header(path.read_bytes()[: 1 << 16]).kind == "rows"
+    ]
+
+
+def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
+    files: ModelFiles, tmp_path: Path
+) -> None:
+    """Its rows are stored at once: they outlive a process that is killed behind the first answer."""
+    asked = chat("Another beginning. ", picture(), "What is in it?")
+    root = tmp_path / "blocks"
+    with restarted(files, root) as engine:
+        fresh = answer(engine, asked)
+        answer(engine, chat(picture(flip=1), cache_prompt=False))
+        answer(engine, chat(picture(flip=1), cache_on_disk=False))
+        assert engine._cache is not None
+        assert engine._cache.blocks.writer.flush(60)
+        (path,) = rows_on_disk(root)
+        copy = shutil.copytree(root, tmp_path / "killed")
+    with restarted(files, copy, encodes=False) as engine:
+        assert answer(engine, asked).logprobs == fresh.logprobs
+        known = answer(engine, chat(WORDS, picture(), "What is in it?"))
+        for other in (picture(flip=1), picture()):
+            with pytest.raises(pytest.fail.Exception, match="decoded again"):
+                engine.submit(chat(other, cache_salt="another"))
+            with pytest.raises(pytest.fail.Exception, match="decoded again"):
+                engine.submit(chat(picture(flip=1)))
+    path = copy / path.relative_to(root)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with restarted(files, copy) as engine:
+        found = answer(engine, chat(WORDS, picture(), "What is in it?"))
+        assert found.logprobs == known.logprobs
+        assert engine.metrics().blocks_damaged_total == 1
+
+
+def test_rows_are_forgotten_with_their_conversations(files: ModelFiles, tmp_path: Path) -> None:
+    with restarted(files, tmp_path) as engine:
+        for owner in ("a", "b"):
+            answer(engine, chat(picture(), f"Question {owner}", conversation=owner))
+        assert engine.flush_blocks()
+        (path,) = rows_on_disk(tmp_path)
+        forget_conversation(tmp_path, "a")
+        assert path.exists()
+        assert forget_conversation(tmp_path, "b") > 0
+        assert not rows_on_disk(tmp_path)
 
 
 def test_aborted_step_of_a_picture_is_computed_again(
@@ -319,9 +402,9 @@ def test_refused_beside_pictures(engine: LlamaEngine) -> None:
         engine.submit(GenerateRequest(messages=(broken,)))
 
 
-@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 4000), (4000, 1)])
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 200), (200, 1)])
 def test_odd_picture_is_answered_or_refused(engine: LlamaEngine, width: int, height: int) -> None:
-    odd = chat(Picture(width, height, bytes(3 * width * height)), "What is in it?")
+    odd = chat(png(np.zeros((height, width, 3), np.uint8)), "What is in it?")
     with contextlib.suppress(InvalidRequestError):  # some projectors take no line of pixels
         assert answer(engine, odd).finished is not None
     assert answer(engine, chat("Hello")).finished is not None
@@ -444,9 +527,10 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
             return [np.zeros((1, 4), np.float32)]
 
     vision = Vision(Slow(), "key", max_rows=1)  # type: ignore[arg-type]
-    a, b, c = (picture(width=100 + i) for i in range(3))
+    a, b, c = (Picture(1, 1, bytes(3 * [i])) for i in range(3))
     requests = [
-        PromptPictures(vision, [Span(0, 1, one, one.digest, 0, False, 1)]) for one in (a, b, c, c)
+        PromptPictures(vision, [Span(0, 1, Source(one.rgb, b"", (1, 1), one), 0, False, 1)])
+        for one in (a, b, c, c)
     ]
     for request in requests:
         request.encode_behind(0)
@@ -466,9 +550,9 @@ def test_tokens_of_a_tile_that_the_model_lacks_are_refused() -> None:
             return [Chunk(n_rows=1), *[Chunk(tokens=(5, -1))] * (width > 100)]
 
     vision = Vision(Tiles(), "key", max_rows=1)  # type: ignore[arg-type]
-    vision.append([], [], picture(width=100))
+    vision.append([], [], picture(width=100), chat(""))
     with pytest.raises(InvalidRequestError, match="of another model"):
-        vision.append([], [], picture(width=101))
+        vision.append([], [], picture(width=101), chat(""))
 
 
 def test_row_tokens_name_pictures_and_their_starts() -> None:

@@ -1,5 +1,6 @@
 """A projector is opened in a process of its own first: a wrong one costs the pictures, not the engine."""
 
+import io
 from contextlib import closing
 
 import pytest
@@ -7,17 +8,20 @@ from made_projectors import make_projector
 
 from edgeinfer.errors import DecodeError, InvalidRequestError
 from edgeinfer.models.gguf import read_header
-from edgeinfer.runtime import picture_files, projector_trials
+from edgeinfer.runtime import projector_trials
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.pictures import PICTURE_MARK, Picture
+from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.runtime.requests import GenerateRequest, Message
 
 from .conftest import answer, ask
 
-RED = Picture(64, 64, b"\xff\0\0" * 64 * 64)
-QUESTION = Message(role="user", content=f"{PICTURE_MARK}What is it?", pictures=(RED,))
+Image = pytest.importorskip("PIL.Image")
+
+_file = io.BytesIO()
+Image.new("RGB", (64, 64), (255, 0, 0)).save(_file, "PNG")
+QUESTION = Message(role="user", content=f"{PICTURE_MARK}What is it?", pictures=(_file.getvalue(),))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,10 +83,3 @@ def test_rows_that_are_no_numbers_reach_no_other_stream(gemma3, projector, tmp_p
         with pytest.raises(DecodeError, match="that no model reads"):
             list(engine.submit(GenerateRequest(messages=(QUESTION,))))
         assert answer(engine, ask(logprobs=3, cache_prompt=False)).logprobs == before.logprobs
-
-
-def test_parked_engine_keeps_no_pixels(gemma3, projector):
-    with loaded(gemma3, projector) as engine:
-        picture_files._kept[b"key"] = RED
-        engine.park()
-        assert not picture_files._kept

@@ -28,7 +28,7 @@ from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Generation
-from edgeinfer.runtime.pictures import Picture, join_parts
+from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.safe_text import without_controls
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     return result
 
 
-def _turns(system: str, prompt: str, pictures: list[Picture]) -> tuple[Message, ...]:
+def _turns(system: str, prompt: str, pictures: list[bytes]) -> tuple[Message, ...]:
     content, pictured = join_parts([*pictures, prompt])
     return (
         *([Message(role="system", content=system)] if system else []),

@@ -40,7 +40,6 @@ from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_for
 from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example
 from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.pictures import Picture
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
 from edgeinfer.runtime.sampling.grammar import Lark, check_schema, lark_parts, quoted
 
@@ -161,7 +160,7 @@ class ChatFormat:
         """Tokenize a rendered prompt: control tokens come from the template alone."""
         return self._control.tokenize(prompt)
 
-    def split(self, prompt: str, request: GenerateRequest) -> Iterator[str | Picture]:
+    def split(self, prompt: str, request: GenerateRequest) -> Iterator[str | bytes]:
         """Yield the texts (for `tokenize`) and pictures of a rendered prompt, in order.
 
         Raises InvalidRequestError if the template dropped or doubled a picture.

@@ -14,7 +14,7 @@ from functools import cached_property
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN, Picture
+from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN
 from edgeinfer.runtime.requests import Message
 
 
@@ -48,7 +48,7 @@ class PicturePlaces:
             made.append(message)
         return tuple(made)
 
-    def split(self, prompt: str, pictures: Sequence[Picture]) -> Iterator[str | Picture]:
+    def split(self, prompt: str, pictures: Sequence[bytes]) -> Iterator[str | bytes]:
         """Yield the texts and pictures of a rendered prompt, in order. Raises InvalidRequestError."""
         end = 0
         seen = []

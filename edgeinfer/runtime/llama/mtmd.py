@@ -131,7 +131,8 @@ class Projector:
         """Raises ModelLoadError if it does not open or does not fit the model."""
         self._library = _open_library()
         self._context: int | None = None
-        self._width = int(libllama.L.llama_model_n_embd_inp(model))
+        #: The width of a row: that of the model's input.
+        self.width = int(libllama.L.llama_model_n_embd_inp(model))
         params = self._library.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False
         params.n_threads = n_threads
@@ -185,7 +186,7 @@ class Projector:
         pointer = self._library.mtmd_get_output_embd(self._context) if code == 0 else None
         if not pointer:
             raise DecodeError(f"the projector could not encode a picture (code {code})")
-        rows = np.ctypeslib.as_array(pointer, (n_rows, self._width)).copy()
+        rows = np.ctypeslib.as_array(pointer, (n_rows, self.width)).copy()
         # a NaN in a cell of the KV cache makes NaN of every sequence's attention, masked or not
         if not -_LARGEST < rows.min() <= rows.max() < _LARGEST:
             raise DecodeError("the projector makes numbers of a picture that no model reads")

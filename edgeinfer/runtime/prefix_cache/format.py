@@ -33,8 +33,9 @@ _ALIGN = 64
 _PAGE = 4096
 
 #: "full": a whole block of a chain. "tail": the partial block behind the last whole one. "point": a
-#: partial block that ends at a checkpoint of a recurrent model.
-Kind = Literal["full", "tail", "point"]
+#: partial block that ends at a checkpoint of a recurrent model. "rows": those of a picture, in f32, for
+#: any prompt; its `tokens` are width and height (pixels).
+Kind = Literal["full", "tail", "point", "rows"]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):

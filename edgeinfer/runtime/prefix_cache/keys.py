@@ -72,6 +72,10 @@ class Names:
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
+    def rows(self, digest: bytes) -> bytes:
+        """Name the rows of a picture."""
+        return self._hash(b"rows", self.identity, digest)
+
     def _hash(self, kind: bytes, *parts: bytes) -> bytes:
         state = hashlib.blake2b(key=self._secret, digest_size=NAME_BYTES, person=kind.ljust(16, b"\0"))
         for part in parts:

@@ -285,7 +285,7 @@ class ModelBlocks:
             n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)
             self.traffic.blocks_written += 1
             self.traffic.bytes_written += n_bytes
-            if block.header.kind != "point":
+            if block.header.kind in ("full", "tail"):
                 parent, name = block.header.parent.hex(), block.header.name.hex()
                 retention.note_fork(self._folder, parent, name, is_tail=block.header.kind == "tail")
 

@@ -14,6 +14,7 @@ from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.picture_files import MAX_PICTURES
 from edgeinfer.runtime.randomness import random_bytes
 from edgeinfer.runtime.requests import (
     Constraint,
@@ -116,12 +117,14 @@ class Preparer:
                 hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",
                 param="messages",
             )
+        if sum(len(turn.pictures) for turn in request.messages) > MAX_PICTURES:
+            raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param="messages")
         tokens: list[int] = []
         for part in self.conversations.split(prompt, request):
             if isinstance(part, str):
                 tokens += self.conversations.tokenize(part) if part else []
             else:
-                self.vision.append(tokens, spans, part)
+                self.vision.append(tokens, spans, part, request)
         return tokens
 
     def _room_before(self, request: GenerateRequest) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.picture_files import decode_text
-from edgeinfer.runtime.pictures import Picture
+from edgeinfer.runtime.picture_files import from_base64
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.request_fields import (
@@ -105,8 +104,8 @@ def _user(turn: wire.UserTurn) -> list[Message]:
     return turns
 
 
-def _part(block: _Blocks) -> str | Picture:
-    return decode_text(block.source.data) if isinstance(block, wire.ImageBlock) else _text(block)
+def _part(block: _Blocks) -> str | bytes:
+    return from_base64(block.source.data) if isinstance(block, wire.ImageBlock) else _text(block)
 
 
 def _text(block: _Texts) -> str:

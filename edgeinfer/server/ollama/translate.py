@@ -10,7 +10,7 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.picture_files import decode_text
+from edgeinfer.runtime.picture_files import from_base64
 from edgeinfer.runtime.requests import GenerateRequest, Infill, JsonSchema, Message, Sampling, ToolCall
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.translate import tools_of
@@ -99,7 +99,7 @@ def _call(call: wire.CallParam, place: int, number: int) -> ToolCall:
 
 
 def _content(text: str, images: Sequence[str] | None) -> dict[str, Any]:
-    return content_of([*map(decode_text, images), text]) if images else {"content": text}
+    return content_of([*map(from_base64, images), text]) if images else {"content": text}
 
 
 def _message(turn: wire.MessageParam, open_calls: list[ToolCall]) -> Message:

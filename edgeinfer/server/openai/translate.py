@@ -13,8 +13,7 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.picture_files import decode_text
-from edgeinfer.runtime.pictures import Picture
+from edgeinfer.runtime.picture_files import from_base64
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,
@@ -169,12 +168,12 @@ def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
     return {"content": content} if isinstance(content, str) else content_of(map(_part, content))
 
 
-def _part(part: _Part) -> str | Picture:
+def _part(part: _Part) -> str | bytes:
     match part:
         case wire.TextPart(text=text):
             return text
         case wire.ImagePart(image_url=image):
-            return decode_text(image.url)
+            return from_base64(image.url)
         case wire.RefusalPart(refusal=refusal):
             return refusal
 

@@ -9,8 +9,7 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.picture_files import decode_text
-from edgeinfer.runtime.pictures import Picture
+from edgeinfer.runtime.picture_files import from_base64
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,
@@ -144,10 +143,10 @@ def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
     return {"content": content} if isinstance(content, str) else content_of(map(_part, content))
 
 
-def _part(part: _Part) -> str | Picture:
+def _part(part: _Part) -> str | bytes:
     match part:
         case wire.InputImage(image_url=url):
-            return decode_text(url)
+            return from_base64(url)
         case RefusalPart(refusal=refusal):
             return refusal
     return part.text

@@ -22,8 +22,8 @@ def png(seed: int) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-def rgb(seed: int) -> bytes:
-    return np.random.default_rng(seed).integers(0, 256, (3, 2, 3), dtype=np.uint8).tobytes()
+def file(seed: int) -> bytes:
+    return base64.b64decode(png(seed))
 
 
 RED, BLUE = png(1), png(2)
@@ -56,9 +56,9 @@ def blind(serve_module):
 
 
 def seen(engine) -> list[tuple]:
-    """Role, text and pixels of the last request's turns."""
+    """Role, text and files of the last request's turns."""
     turns = engine.requests[-1].messages
-    return [(turn.role, turn.content, [one.rgb for one in turn.pictures]) for turn in turns]
+    return [(turn.role, turn.content, list(turn.pictures)) for turn in turns]
 
 
 BODIES = {
@@ -105,9 +105,9 @@ def test_pictures_stand_where_the_message_has_them(here, engine, path, stream):
     answer = here.client.post(path, json=BODIES[path] | {"model": "fake", "stream": stream})
     assert answer.status_code == 200, answer.text
     assert seen(engine) == [
-        ("user", f"a{HERE}b{HERE}", [rgb(1), rgb(2)]),
+        ("user", f"a{HERE}b{HERE}", [file(1), file(2)]),
         ("assistant", "", []),
-        ("tool", f"{HERE}d", [rgb(2)]),
+        ("tool", f"{HERE}d", [file(2)]),
     ]
 
 
@@ -115,11 +115,11 @@ def test_ollama_has_pictures_before_the_text(here, engine):
     turns = [{"role": "user", "content": "what?", "images": [RED, BLUE]}]
     answer = here.client.post("/api/chat", json={"model": "fake", "messages": turns, "stream": False})
     assert answer.status_code == 200, answer.text
-    assert seen(engine) == [("user", f"{HERE}{HERE}what?", [rgb(1), rgb(2)])]
+    assert seen(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
     assert engine.requests[-1].overflow == "refuse"  # rows of a picture are not shifted
     body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
     assert here.client.post("/api/generate", json=body).status_code == 200
-    assert seen(engine) == [("user", f"{HERE}what?", [rgb(2)])]
+    assert seen(engine) == [("user", f"{HERE}what?", [file(2)])]
     raw = here.client.post("/api/generate", json=body | {"raw": True})
     assert raw.status_code == 400
     assert "no place for pictures" in raw.text
@@ -135,13 +135,13 @@ def test_a_result_that_is_an_error_keeps_its_picture(here, engine):
     turns = [{"role": "user", "content": [result]}]
     body = {"model": "fake", "max_tokens": 8, "messages": turns}
     assert here.client.post("/v1/messages", json=body).status_code == 200
-    assert seen(engine) == [("tool", f"Error: {HERE}", [rgb(1)])]
+    assert seen(engine) == [("tool", f"Error: {HERE}", [file(1)])]
 
 
 def test_a_mark_in_the_text_is_no_picture(here, engine):
     turns = [{"role": "user", "content": [text(f"x{HERE}y"), openai_part(uri(RED))]}]
     assert here.client.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
-    assert seen(engine) == [("user", f"xy{HERE}", [rgb(1)])]
+    assert seen(engine) == [("user", f"xy{HERE}", [file(1)])]
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize", "/apply-template"])
