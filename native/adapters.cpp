@@ -16,8 +16,6 @@
 
 #include "hook.h"
 
-#define INLINE inline __attribute__((always_inline))
-
 // ---- the parts of llama.cpp's private headers that are read (llama-adapter.h)
 
 struct llama_model;

@@ -6,6 +6,10 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
+#ifndef INLINE  // the build with sanitizers compiles in seconds without
+#define INLINE inline __attribute__((always_inline))
+#endif
+
 struct ggml_threadpool;
 struct ggml_compute_params {
     int ith, nth;

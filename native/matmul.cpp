@@ -17,9 +17,6 @@
 
 #include "hook.h"
 
-#ifndef INLINE  // the build with sanitizers compiles in seconds without
-#define INLINE inline __attribute__((always_inline))
-#endif
 #define UNROLL _Pragma("GCC unroll 8")  // of loops of up to eight: whole
 
 namespace {
@@ -105,12 +102,12 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // where the dot instruction saturates.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 2560;
-    static constexpr bool kFloat = false, kMin = min;
+    static constexpr bool kFloat = false, kPairs = false, kMin = min;
     using Kernels = Shape<sub, min, kExactBytes ? 0 : most>;
 };
 struct FloatShape {  // weights that are converted to floats and multiplied as such
     static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 640;
-    static constexpr bool kFloat = true, kMin = false;
+    static constexpr bool kFloat = true, kPairs = false, kMin = false;
     using Kernels = FloatShape;
 };
 struct Block {
@@ -354,6 +351,32 @@ struct BF16 : FloatShape {
     }
 };
 
+#if defined(__AVX512VNNI__)
+// BF16 where the processor multiplies pairs of them (AVX512_BF16): activations are rounded to BF16, as llama.cpp's are
+struct PairShape {
+    static constexpr int kSub = 16, kVectors = 8, kActs = 16, kZero = 0, kMost = 0, kChunk = 1280;
+    static constexpr bool kFloat = true, kPairs = true, kMin = false;
+    using Kernels = PairShape;
+};
+struct BF16Pairs : PairShape {
+    static constexpr int kGroup = 16, kBytes = 32;
+    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Block b;
+        dwords<8>(p, stride, b.w), f(b);
+    }
+};
+// the instructions by name: not all processors of this level have them, so the compiler is not told that they are there
+INLINE Floats dot_pairs(Floats sum, Dwords w, Dwords x) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
+}
+INLINE void round_to_bf16(const float *x, int8_t *to) {
+    __m256i rounded;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(load<Floats>(x)));
+    store(to, rounded);
+}
+#endif
+
 // ---- activations
 
 // What a block of activations adds beside its bytes: its scale; and where the integer sum begins (-kZero * sum of bytes) or,
@@ -381,6 +404,9 @@ struct Layout {
 
 // One block of 32. The largest is found among the bits: these order NaN above infinity, and a scale that is NaN stays one.
 template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra *extras, int between) {
+#if defined(__AVX512VNNI__)
+    if constexpr (T::kPairs) return round_to_bf16(x, to);
+#endif
     if constexpr (T::kFloat) {
         memcpy(to, x, 32);
         return;
@@ -448,8 +474,14 @@ INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const 
         Floats some[kR][kC]{};  // a long sum of floats rounds less by parts
         UNROLL for (int j = 0; j < kN; j++) {
             UNROLL for (int c = 0; c < kC; c++) {
-                const Floats v = (Floats)broadcast(x + c * 32 + j * 4);
-                UNROLL for (int r = 0; r < kR; r++) some[r][c] = fma((Floats)w[r][j], v, some[r][c]);
+                const Dwords v = broadcast(x + c * 32 + j * 4);
+#if defined(__AVX512VNNI__)
+                if constexpr (T::kPairs) {
+                    UNROLL for (int r = 0; r < kR; r++) some[r][c] = dot_pairs(some[r][c], w[r][j], v);
+                    continue;
+                }
+#endif
+                UNROLL for (int r = 0; r < kR; r++) some[r][c] = fma((Floats)w[r][j], (Floats)v, some[r][c]);
             }
         }
         UNROLL for (int c = 0; c < kC; c++)
@@ -745,6 +777,10 @@ template <class T> struct Operation {
 
 // f(Format{}) for the tensor's type; false for others
 template <class F> bool with_format(ggml_type type, F f) {
+#if defined(__AVX512VNNI__)
+    static const bool has_pairs = __builtin_cpu_supports("avx512bf16");
+    if (type == GGML_TYPE_BF16 && has_pairs) return f(BF16Pairs{}), true;
+#endif
     switch (type) {
 #define FORMAT(name) case GGML_TYPE_##name: f(name{}); return true;
         FORMAT(Q4_0) FORMAT(Q4_1) FORMAT(Q5_0) FORMAT(Q5_1) FORMAT(Q8_0) FORMAT(IQ4_NL) FORMAT(MXFP4) FORMAT(Q2_K)

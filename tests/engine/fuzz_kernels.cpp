@@ -133,7 +133,7 @@ const ggml_type kTypes[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML
                             GGML_TYPE_MXFP4, GGML_TYPE_Q2_K, GGML_TYPE_Q3_K, GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K,
                             GGML_TYPE_IQ4_XS, GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16};
 
-// What a product may differ from float64 by: activations are rounded to 1 of 254 of the largest of 32, floats are summed.
+// What a product may differ from float64 by: activations are rounded to 1 of 254 of the largest of 32, or to BF16, floats are summed.
 double tolerance(ggml_type kind, const Row &w, const Row &x) {
     const bool is_float = !ggml_get_type_traits(kind)->is_quantized;
     double sum = 0;
@@ -143,6 +143,7 @@ double tolerance(ggml_type kind, const Row &w, const Row &x) {
             most_w = std::max(most_w, (double)std::abs(w[j])), most_x = std::max(most_x, (double)std::abs(x[j]));
             sum_w += std::abs(w[j]), sum_x += std::abs(x[j]);
         }
+        if (kind == GGML_TYPE_BF16) sum += most_w * (sum_x / 256 + 32 * 1.2e-38);  // denormals count as zero
         if (!is_float) sum += sum_w * (most_x > 1e-36 ? most_x / 253.9 : most_x);
         sum += 1e-5 * most_w * sum_x;
     }

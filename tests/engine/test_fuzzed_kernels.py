@@ -70,6 +70,7 @@ def test_native_code_passes_the_sanitizers(level: str, tmp_path: Path) -> None:
 
 def test_levels_agree_bit_for_bit(tmp_path: Path) -> None:
     first, *others = (_shipped(level, tmp_path) for level in LEVELS if can_run(level))
+    apart = ("declined", " bf16 ")  # AVX-512 has an instruction of its own for BF16
     for other in others:
-        both = [pair for pair in zip(first, other, strict=True) if "declined" not in pair[1]]
+        both = [p for p in zip(first, other, strict=True) if not any(word in p[1] for word in apart)]
         assert [one for one, _ in both] == [two for _, two in both]
