@@ -89,9 +89,43 @@ CONFIGS = {
 }
 
 
-def logits_of(name: str, config: object) -> tuple[dict, np.ndarray]:
-    """Save a model of this shape, write our weights into it, and read the tokens."""
-    auto = hf.AutoModelForCausalLM
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 64,
+    "patch_size": 8,
+}
+#: Those that see: their rows for `made.picture()` are kept too.
+SEEING = {
+    "gemma3-pictures": hf.Gemma3Config(
+        text_config=hf.Gemma3TextConfig(**GEMMA).to_dict(),
+        vision_config=VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        mm_tokens_per_image=16,
+        image_token_index=5,
+    ),
+    "smolvlm": hf.SmolVLMConfig(
+        text_config=hf.LlamaConfig(**GROUPED).to_dict(),
+        vision_config=VISION,
+        scale_factor=2,
+        image_token_id=5,
+        pad_token_id=0,
+    ),
+}
+
+
+def rows_of(model: torch.nn.Module, pixels: torch.Tensor) -> np.ndarray:
+    """Return the rows that a picture becomes."""
+    with torch.no_grad():
+        found = model.get_image_features(pixels)
+    found = getattr(found, "pooler_output", found)
+    return torch.cat(list(found)).reshape(-1, SIZE["hidden_size"]).numpy()
+
+
+def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray | None]:
+    """Save a model of this shape, write our weights into it, and read the tokens, and the picture."""
+    auto = hf.AutoModelForImageTextToText if name in SEEING else hf.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         auto.from_config(config).save_pretrained(folder)
         place = Path(folder) / "model.safetensors"
@@ -108,18 +142,26 @@ def logits_of(name: str, config: object) -> tuple[dict, np.ndarray]:
         saved = json.loads((Path(folder) / "config.json").read_text())
     with torch.no_grad():
         rows = model(torch.tensor([made.token_ids()])).logits[0].numpy()
+    seen = None
+    if name in SEEING:
+        pixels = torch.tensor(made.picture().transpose(2, 0, 1)[None] / 127.5 - 1, dtype=torch.float32)
+        seen = rows_of(model, pixels[None] if name == "smolvlm" else pixels)
+        print(f"{name:16} {seen.shape} of size {np.abs(seen).max():.2f}")
     print(f"{name:16} {rows.shape} of size {np.abs(rows).max():.2f}")
-    return {"config": saved, "tensors": shapes}, rows[list(made.KEPT)]
+    return {"config": saved, "tensors": shapes}, rows[list(made.KEPT)], seen
 
 
 def main() -> None:
     """Write a file for each family, and one with everybody's logits."""
     made.GOLDEN.mkdir(exist_ok=True)
-    wanted = sys.argv[1:] or list(CONFIGS)
+    configs = CONFIGS | SEEING
+    wanted = sys.argv[1:] or list(configs)
     place = made.GOLDEN / "logits.npz"
     kept = dict(np.load(place)) if place.exists() else {}
     for name in wanted:
-        about, kept[name] = logits_of(name, CONFIGS[name])
+        about, kept[name], rows = logits_of(name, configs[name])
+        if rows is not None:
+            kept[f"{name} rows"] = rows
         (made.GOLDEN / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
     np.savez_compressed(place, **kept)
 

@@ -215,11 +215,11 @@ def _set_aside(one: Fetched, work: Path) -> str:
 
 def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
     store.pin_files(todo.ref, source, fetched)
-    projector = next((one for one in fetched if one.is_projector), None)
-    fetched = [one for one in fetched if one is not projector]
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""
-        fetched = [convert_fetched(fetched, direct, work, job)]
+        fetched = convert_fetched(fetched, direct, work, job)
+    projector = next((one for one in fetched if one.is_projector), None)
+    fetched = [one for one in fetched if one is not projector]
     original = gguf.check(fetched[0].path).quantization
     requantized_from = ""
     if todo.quantize and original != todo.quantize:

@@ -32,6 +32,12 @@ def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return (raw / 128 * 2 * scale).astype(np.float32)
 
 
+def picture() -> np.ndarray:
+    """The picture that is encoded: 8-bit RGB of 64 rows by 64 columns."""
+    raw = hashlib.shake_128(b"picture").digest(64 * 64 * 3)
+    return np.frombuffer(raw, np.uint8).reshape(64, 64, 3)
+
+
 def token_ids() -> list[int]:
     """The tokens that are read."""
     return [3 + byte % (N_VOCAB - 3) for byte in hashlib.shake_128(b"tokens").digest(N_TOKENS)]

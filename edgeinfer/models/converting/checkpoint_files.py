@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from edgeinfer.errors import SourceNotFoundError, UsageError
+from edgeinfer.errors import ConversionError, InvalidGgufError, SourceNotFoundError, UsageError
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull_plan import Fetched
+
+if TYPE_CHECKING:
+    from edgeinfer.models.converting.checkpoint import ModelCheckpoint
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -27,6 +31,7 @@ _WORDS = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "preprocessor_config.json",
 )
 
 
@@ -59,8 +64,8 @@ def checkpoint_files(paths: list[str]) -> list[str]:
     return [*(word for word in _WORDS if word in paths), *weights] if weights else []
 
 
-def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> Fetched:
-    """Convert verified files, or a local folder, to one GGUF in `work`.
+def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
+    """Convert verified files, or a local folder, to one GGUF in `work`, and a projector if it has one.
 
     `type_name` is one of DIRECT, or "" for the checkpoint's own. Raises ConversionError,
     DiskFullError, InterruptedByUser; what was fetched is kept.
@@ -75,8 +80,24 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
     first = fetched[0]
     folder = first.path if first.path.is_dir() else linked(fetched, work / _FOLDER)
     target = work / f"{first.file_name if first.path.is_dir() else 'model'}.gguf.part"
-    convert(folder, target, type_name, job)
-    return Fetched.made_here(target, job)
+    checkpoint = convert(folder, target, type_name, job)
+    return [Fetched.made_here(target, job), *_projector(checkpoint, type_name, work, job)]
+
+
+def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job) -> list[Fetched]:
+    from edgeinfer.models.converting import vision  # as `convert`
+
+    target = work / "mmproj.gguf.part"
+    if not vision.has_tower(checkpoint):
+        return []
+    try:
+        vision.convert_tower(checkpoint, target, type_name, job)
+    except (ConversionError, InvalidGgufError) as error:
+        job.note(f"without a projector, so no pictures are read: {error.message}")
+        return []
+    made = Fetched.made_here(target, job)
+    made.is_projector = True
+    return [made]
 
 
 def linked(fetched: list[Fetched], folder: Path) -> Path:

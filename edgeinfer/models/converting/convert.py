@@ -32,7 +32,11 @@ from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
 
-_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal")
+#: What begins the tensors of vision towers, which become a file of their own (`vision`).
+VISION = (
+    *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal"),
+    *("model.vision_model.", "model.connector.", "visual.", "model.visual."),
+)
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -53,7 +57,7 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
     table = tensor_names(family, needed(config, "block_count", MAX_LAYERS))
     planned = []
     for source in checkpoint.home:
-        if source.startswith(_VISION) or source.endswith("rotary_emb.inv_freq"):
+        if source.startswith(VISION) or source.endswith("rotary_emb.inv_freq"):
             continue
         if config.get("tie_word_embeddings") and source.endswith("lm_head.weight"):
             continue
@@ -79,6 +83,7 @@ def plain_name(name: str) -> str:
     """Return the tensor's name without a text model's wrappers."""
     for prefix, plain in (
         ("model.language_model.", "model."),
+        ("model.text_model.", "model."),
         ("language_model.model.", "model."),
         ("language_model.lm_head.", "lm_head."),
     ):
@@ -111,7 +116,7 @@ _BLOCK_BYTES = 64 << 20
 _MOST_TOKENS = 1 << 22
 
 
-def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
+def convert(folder: Path, target: Path, type_name: str, job: Job) -> ModelCheckpoint:
     """Write the checkpoint in `folder` to `target` as one of `DIRECT`; "" takes its own type.
 
     Raises ConversionError, DiskFullError, InterruptedByUser; then nothing is left at `target`.
@@ -123,15 +128,19 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> None:
             checkpoint.config = family.defaults | checkpoint.config
             families.check(family, checkpoint.config)
             type_name = type_name or checkpoint.own_type
-            _Conversion(checkpoint, family, type_name).write(target, job)
+            Conversion(checkpoint, family, type_name).write(target, job)
+            return checkpoint
     except BaseException:
         target.unlink(missing_ok=True)
         raise
 
 
-class _Conversion:
+class Conversion:
+    """The file that a checkpoint's text model becomes."""
+
     def __init__(self, checkpoint: ModelCheckpoint, family: families.Family, type_name: str) -> None:
         self.checkpoint = checkpoint
+        self.arch = family.arch
         self.family = family
         self.type_name = type_name
         self.heads = hyperparameters.count_heads(checkpoint.config)
@@ -139,7 +148,8 @@ class _Conversion:
         self.made = hyperparameters.rope_tensors(checkpoint.config, self.heads.head_dim)
 
     def write(self, target: Path, job: Job) -> None:
-        writer = gguf.GGUFWriter(target, self.family.arch)
+        """Write all to `target`. Raises ConversionError, DiskFullError, InterruptedByUser."""
+        writer = gguf.GGUFWriter(target, self.arch)
         self._metadata(writer)
         for name, values in self.made.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
@@ -177,9 +187,9 @@ class _Conversion:
         writer.add_file_type(file_type(self.type_name))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in hyperparameters.metadata(self.family, config).items():
-            _add(writer, f"{self.family.arch}.{key}", value)
+            add_key(writer, f"{self.family.arch}.{key}", value)
         for key, value in tokenizer.metadata(self.checkpoint.folder, self._n_vocab()).items():
-            _add(writer, f"tokenizer.{key}", value)
+            add_key(writer, f"tokenizer.{key}", value)
 
     def _n_vocab(self) -> int:
         wanted = needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
@@ -233,6 +243,7 @@ class _Conversion:
         return block
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key of the value's kind; whole numbers are u32, fractions f32."""
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)

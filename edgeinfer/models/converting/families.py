@@ -51,13 +51,14 @@ def _gemma3(config: Values) -> Values:
     return _gemma2(config) | {"rope.freq_base_swa": base}
 
 
-_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "LLaMAForCausalLM")
+_SMOLVLM = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")
+_LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "LLaMAForCausalLM", *_SMOLVLM)
 _GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
 
 FAMILIES = (
     Family(
-        "Llama 1 to 3.3, Mistral, SmolLM 1 and 2, and models of their shape",
+        "Llama 1 to 3.3, Mistral, SmolLM 1 and 2, SmolVLM, Idefics3, and models of their shape",
         "llama",
         _LLAMA,
         _SILU,
@@ -79,7 +80,7 @@ FAMILIES = (
         "Gemma 2", "gemma2", ("Gemma2ForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE, extra=_gemma2
     ),
     Family(
-        "Gemma 3 (text)",
+        "Gemma 3 (text, pictures)",
         "gemma3",
         _GEMMA3,
         _GELU_TANH,

@@ -1,0 +1,89 @@
+"""Vision towers become projectors: rows of a picture as transformers', through our libmtmd."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from made_checkpoints import GOLDEN, golden, make_checkpoint, picture
+from made_projectors import IDEFICS3_TOKENS, rename_tokens
+from raw_logits import loaded
+
+from edgeinfer.models import gguf
+from edgeinfer.models.converting.convert import convert
+from edgeinfer.models.converting.vision import TOWERS, convert_tower
+from edgeinfer.models.progress import Job, PullProgress
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import resolve
+from edgeinfer.runtime.llama.libedgeinfer import library
+from edgeinfer.runtime.llama.mtmd import Projector
+from edgeinfer.runtime.pictures import Picture
+
+SEEING = sorted(
+    path.stem for path in GOLDEN.glob("*.json") if "vision_config" in golden(path.stem)["config"]
+)
+#: A token of the tiny vocabulary → one that llama.cpp puts around a picture.
+TOKENS = dict(zip("ABCD", [*IDEFICS3_TOKENS.values(), "ĊĊ"], strict=True))
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_rows_are_those_of_transformers(name, tmp_path) -> None:
+    """Both in float32, but for llama.cpp's table of GELU in half precision."""
+    if not library("mtmd").exists():
+        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
+    folder = make_checkpoint(name, tmp_path / "made")
+    checkpoint = convert(folder, tmp_path / "text.gguf", "F32", Job())
+    convert_tower(checkpoint, tmp_path / "mmproj.gguf", "F32", Job())
+    model = rename_tokens(tmp_path / "model.gguf", tmp_path / "text.gguf", TOKENS)
+    pixels = picture()
+    height, width, _ = pixels.shape
+    with loaded(model) as native:
+        projector = Projector(str(tmp_path / "mmproj.gguf"), native, 1)
+        encoded = projector.encode(Picture(width, height, pixels.tobytes()))
+        projector.free()
+    theirs = np.load(GOLDEN / "logits.npz")[f"{name} rows"]
+    assert encoded
+    for ours in encoded:  # of SmolVLM a tile and the whole, which are the same here
+        assert ours.shape == theirs.shape
+        assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
+
+
+def test_every_tower_of_the_table_is_made() -> None:
+    made = {golden(name)["config"]["architectures"][0] for name in SEEING}
+    assert all(made & set(tower.checkpoints) for tower in TOWERS)
+
+
+def test_pulled_checkpoint_has_a_projector_and_keeps_it_quantized(tmp_path) -> None:
+    folder = make_checkpoint("smolvlm", tmp_path / "smolvlm", bf16=True)
+    about = {"image_mean": [0.4, 0.4, 0.4], "image_std": [0.3] * 3, "size": {"longest_edge": 256}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(about))
+    record = pull(str(folder), options=PullOptions(quantize="Q8_0"))
+    assert record.projector is not None
+    header = gguf.read_header(resolve("smolvlm").files().projector)
+    assert header.quantization == "F16"
+    assert header.number("clip.vision.preproc_image_size") == 256
+    assert header.number("clip.vision.projection_dim") == 32
+    assert header.metadata["clip.vision.image_mean"] == pytest.approx([0.4] * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "relu"}, "with the activation 'relu'"),
+        ({"num_hidden_layers": 1}, "layers.1.*has no place in llama.cpp's idefics3"),
+        ({"patch_size": 0}, "ZeroDivision|patch_size is 0"),
+        ({"num_attention_heads": None}, "cannot be converted: TypeError"),
+    ],
+)
+def test_tower_that_is_refused_leaves_a_model_of_text(changes, words, tmp_path) -> None:
+    folder = make_checkpoint("smolvlm", tmp_path / "smolvlm")
+    place = folder / "config.json"
+    config = json.loads(place.read_text())
+    config["vision_config"] |= changes
+    place.write_text(json.dumps(config))
+    notes: list[PullProgress] = []
+    assert pull(str(folder), notes.append).projector is None
+    note = next(one.note for one in notes if "no pictures are read" in one.note)
+    assert re.search(words, note), note
