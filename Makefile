@@ -156,7 +156,7 @@ fuzz-http: full  ## schemathesis over the OpenAPI document, 5,000 cases and more
 
 fuzz-pictures: full  ## 10,000 mutated pictures and as many projectors, each in a process of its own; an hour of two cores
 	@tools/setup.sh test
-	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) tests/engine/test_fuzzed_pictures.py -s $(ARGS)
+	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) --timeout 0 tests/engine/test_fuzzed_pictures.py -s $(ARGS)
 
 leak-http: full  ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
 	@tools/setup.sh bench

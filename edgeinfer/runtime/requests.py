@@ -138,6 +138,8 @@ class Infill(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, with exactly one of `messages` (for the chat template), `prompt` and `infill`.
 
+    `prompt` has a `PICTURE_MARK` for each of `pictures`, as a message has.
+
     `continue_final` leaves the last message open: the model continues an assistant's, and a user's is
     one still being written (`max_tokens` 0). `overflow` says what happens if the context is full:
     "refuse" refuses a longer prompt and ends the answer with "length", "shift" drops the oldest tokens
@@ -160,6 +162,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
+    pictures: tuple[bytes, ...] = ()
     infill: Infill | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
@@ -192,8 +195,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(map(len, texts)) + sum(len(turn.content) for turn in self.messages)
 
     @property
-    def has_pictures(self) -> bool:
-        return any(turn.pictures for turn in self.messages)
+    def n_pictures(self) -> int:
+        return len(self.pictures) + sum(len(turn.pictures) for turn in self.messages)
 
 
 _MAX_BIASES = 1024
@@ -255,9 +258,9 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("deadline_s", "a positive number of seconds")
     if request.prompt_logprobs is not None and request.overflow == "shift":
         _refuse("prompt_logprobs", 'a shifted prompt is not whole; leave overflow at "refuse"')
-    if request.has_pictures and request.overflow == "shift":
+    if request.n_pictures and request.overflow == "shift":
         _refuse("overflow", 'a context with pictures cannot be shifted; use "refuse"')
-    if request.has_pictures and request.prompt_logprobs is not None:
+    if request.n_pictures and request.prompt_logprobs is not None:
         _refuse("prompt_logprobs", "the rows of a picture have none")
     if len(request.stop) > _MAX_STOPS:
         _refuse("stop", f"more than {_MAX_STOPS} stop strings")

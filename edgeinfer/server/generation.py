@@ -89,7 +89,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
 
 def _may_have_pictures(body: bytes) -> bool:
     """Tell if the body has the word of every dialect for a picture, perhaps escaped."""
-    return b"image" in body or b"\\u00" in body
+    return any(word in body for word in (b"image", b"multimodal_data", b"\\u00"))
 
 
 def _prepared(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
@@ -140,7 +140,7 @@ def _is_slow_to_prepare(request: GenerateRequest) -> bool:
     """Return whether preparation takes longer than a hop to a thread (about 0.1 ms)."""
     if request.constraint is not None or request.tools or request.infill is not None:
         return True
-    if request.has_pictures:  # decoding one takes 0.1 s
+    if request.n_pictures:  # decoding one takes 0.1 s
         return True
     return request.length > _INLINE_CHARACTERS
 

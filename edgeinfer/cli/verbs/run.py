@@ -111,10 +111,9 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
         )
-    if options.image and options.raw:
-        raise UsageError("a raw prompt has no place for pictures", hint="leave out --raw or --image")
-    pictures = [picture_files.read(Path(path)) for path in options.image]
+    files = [picture_files.read(Path(path)) for path in options.image]
     prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
+    prompt, pictures = join_parts([*files, prompt])
     answer_fields = requesting.answer_fields(options)
     system = options.system and requesting.system_prompt(options.system, host.config)
     try:
@@ -129,6 +128,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     system = engine.info.system_prompt if system is None else system
     request = GenerateRequest(
         prompt=prompt if options.raw else None,
+        pictures=pictures if options.raw else (),
         messages=() if options.raw else _turns(system, prompt, pictures),
         sampling=requesting.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
@@ -144,11 +144,10 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     return result
 
 
-def _turns(system: str, prompt: str, pictures: list[bytes]) -> tuple[Message, ...]:
-    content, pictured = join_parts([*pictures, prompt])
+def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Message, ...]:
     return (
         *([Message(role="system", content=system)] if system else []),
-        Message(role="user", content=content, pictures=pictured),
+        Message(role="user", content=content, pictures=pictures),
     )
 
 

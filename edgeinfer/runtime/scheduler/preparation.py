@@ -15,6 +15,7 @@ from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.picture_files import MAX_PICTURES
+from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.runtime.randomness import random_bytes
 from edgeinfer.runtime.requests import (
     Constraint,
@@ -102,30 +103,42 @@ class Preparer:
         if prepared is not None:
             return self.chat_tokens(request, prepared.prompt, spans)
         if isinstance(request.prompt, str):
-            return self.vocab.tokenize(request.prompt, add_special=True, parse_special=True)
+            return self._text_tokens(request.prompt, request, spans)
         if request.infill is not None:
             return infill_tokens(request.infill, self.vocab, self._room_before(request))
         return list(request.prompt or ())
 
     def chat_tokens(self, request: GenerateRequest, prompt: str, spans: list[Span]) -> list[int]:
         """Tokenize the rendered prompt of `request`, and append its pictures to `spans`."""
-        if not request.has_pictures:
+        if not request.n_pictures:
             return self.conversations.tokenize(prompt)
-        if self.vision is None:
-            raise InvalidRequestError(
-                f"{self.files.name} reads no pictures{self.no_vision}",
-                hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",
-                param="messages",
-            )
-        if sum(len(turn.pictures) for turn in request.messages) > MAX_PICTURES:
-            raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param="messages")
+        vision = self._checked_vision(request, "messages")
         tokens: list[int] = []
         for part in self.conversations.split(prompt, request):
             if isinstance(part, str):
                 tokens += self.conversations.tokenize(part) if part else []
             else:
-                self.vision.append(tokens, spans, part, request)
+                vision.append(tokens, spans, part, request)
         return tokens
+
+    def _text_tokens(self, prompt: str, request: GenerateRequest, spans: list[Span]) -> list[int]:
+        texts = prompt.split(PICTURE_MARK) if request.pictures else [prompt]
+        tokens = self.vocab.tokenize(texts[0], add_special=True, parse_special=True)
+        for text, file in zip(texts[1:], request.pictures, strict=True):
+            self._checked_vision(request, "prompt").append(tokens, spans, file, request)
+            tokens += self.vocab.tokenize(text, parse_special=True)
+        return tokens
+
+    def _checked_vision(self, request: GenerateRequest, param: str) -> Vision:
+        if self.vision is None:
+            raise InvalidRequestError(
+                f"{self.files.name} reads no pictures{self.no_vision}",
+                hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",
+                param=param,
+            )
+        if request.n_pictures > MAX_PICTURES:
+            raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param=param)
+        return self.vision
 
     def _room_before(self, request: GenerateRequest) -> int:
         """Return how many tokens prefix and suffix of an infill may have beside the answer."""
@@ -198,7 +211,7 @@ class Preparer:
             raise InvalidRequestError("no draft model is loaded", param="speculative")
         if request.speculative == "off":
             return None
-        if self.draft_model is not None and request.speculative != "ngram" and not request.has_pictures:
+        if self.draft_model is not None and request.speculative != "ngram" and not request.n_pictures:
             return ModelDrafter(self.draft_model)
         return SuffixDrafter(self.vocab.n_vocab)
 

@@ -14,6 +14,8 @@ from edgeinfer import __version__
 from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime.options import Adapter, EngineInfo, parse_adapters
+from edgeinfer.runtime.picture_files import from_base64
+from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,
@@ -34,22 +36,42 @@ from edgeinfer.server.request_fields import common_fields, refuse_infill, stop_s
 
 ROUTES = RouteTable()
 
+#: llama.cpp's place of a picture in a prompt.
+_MEDIA = "<__media__>"
+
 
 @ROUTES.post("/completion", reply=wire.LlamaAnswer | list[wire.LlamaAnswer], streams=True)
 async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Response:
     """Continue a text, in llama.cpp's shape."""
-    given = body.prompt.prompt_string if isinstance(body.prompt, wire.PromptText) else body.prompt
-    found = prompts(given, "prompt")
+    asked = body.prompt
+    found = prompts(asked.prompt_string if isinstance(asked, wire.PromptText) else asked, "prompt")
+
+    def requests(info: EngineInfo) -> list[GenerateRequest]:
+        shared = _shared(body, info) | {"constraint": _constraint(body)}
+        if isinstance(asked, wire.PromptText) and asked.multimodal_data is not None:
+            content, pictures = _pictured(asked.prompt_string, asked.multimodal_data)
+            return [GenerateRequest(prompt=content, pictures=pictures, **shared)]
+        return [GenerateRequest(prompt=prompt, **shared) for prompt in found]
+
     return await answer(
         context,
         body,
-        lambda info: [
-            GenerateRequest(prompt=prompt, constraint=_constraint(body), **_shared(body, info))
-            for prompt in found
-        ],
+        requests,
         lambda model, info: LlamaRenderer(model, found, body, _sampling(body, info)),
         stream=body.stream,
     )
+
+
+def _pictured(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, ...]]:
+    param, texts = "prompt.multimodal_data", prompt.split(_MEDIA)
+    if len(texts) != len(encoded) + 1:
+        raise InvalidRequestError(
+            f"{len(encoded)} pictures and {len(texts) - 1} places {_MEDIA}", param=param
+        )
+    parts: list[str | bytes] = [texts[0]]
+    for one, text in zip(encoded, texts[1:], strict=True):
+        parts += from_base64(one, param), text
+    return join_parts(parts)
 
 
 def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from edgeinfer.runtime.picture_files import MAX_PICTURES
 from edgeinfer.server.model_pool import LoadedReply, LoadingReply
 from edgeinfer.server.openai.wire import LogitBias, Messages, Prompt, Tools
 from edgeinfer.server.wire_types import (
@@ -280,11 +281,10 @@ LogitBiasPairs = Annotated[
 
 
 class PromptText(Wire, frozen=True, kw_only=True):
-    """A prompt as an object, whose place for images and sound must be empty."""
-
-    refused: ClassVar[Mapping[str, str]] = {"multimodal_data": "only text is read"}
+    """A prompt with a picture in base64 for each `<__media__>` in its text."""
 
     prompt_string: Text
+    multimodal_data: Annotated[list[Text], Meta(max_length=MAX_PICTURES)] | None = None
 
 
 class LlamaFields(SamplingFields, frozen=True, kw_only=True):
@@ -296,7 +296,7 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     )
     refused: ClassVar[Mapping[str, str]] = {
         "dynatemp_range": "the temperature does not move",
-        "image_data": "images cannot be read",
+        "image_data": "pictures go into multimodal_data of `prompt`, or into a chat",
         "post_sampling_probs": "probabilities are those before sampling",
         "xtc_probability": "this sampler is not here",
     }

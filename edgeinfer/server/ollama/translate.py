@@ -48,11 +48,9 @@ def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequ
         if not info.can_infill:
             raise InvalidRequestError(f"{info.model} does not support insert", param="suffix")
         return GenerateRequest(infill=Infill(prefix=prompt, suffix=body.suffix), **shared)
-    is_raw = _is_raw(body)
-    if body.images and (is_raw or not info.has_chat_template):
-        raise InvalidRequestError("images: a raw prompt has no place for pictures", param="images")
-    if is_raw or not info.has_chat_template:
-        return GenerateRequest(prompt=f"{body.system or ''}{prompt}", **shared)
+    if _is_raw(body) or not info.has_chat_template:
+        given = _content(f"{body.system or ''}{prompt}", body.images)
+        return _unshifted(prompt=given.pop("content"), **given, **shared)
     system = info.system_prompt if body.system is None else body.system
     turns = (Message(role="system", content=system),) if system else ()
     user = Message(role="user", **_content(prompt, body.images))
@@ -61,8 +59,8 @@ def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequ
 
 def _unshifted(**fields: Any) -> GenerateRequest:
     """Make a request; a context with pictures is not shifted."""
-    has_pictures = any(turn.pictures for turn in fields["messages"])
-    return GenerateRequest(**fields | {"overflow": "refuse"} if has_pictures else fields)
+    request = GenerateRequest(**fields)
+    return msgspec.structs.replace(request, overflow="refuse") if request.n_pictures else request
 
 
 def _is_raw(body: wire.OllamaGenerateRequest) -> bool:

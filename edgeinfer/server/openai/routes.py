@@ -88,7 +88,18 @@ async def list_models(context: RequestContext) -> wire.ModelList:
     """The pulled models."""
     pulled = await context.endpoint.in_thread(context.endpoint.models.pulled)
     cards = [_card(context, model) for model in pulled]
-    return wire.ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
+    return wire.ModelList(
+        data=cards,
+        models=[_capabilities(card) for card in cards],
+        first_id=cards[0].id,
+        last_id=cards[-1].id,
+    )
+
+
+def _capabilities(card: wire.ModelCard) -> wire.ModelCapabilities:
+    sees = "image" in card.architecture.input_modalities
+    capabilities = ["completion", *["multimodal"] * sees]
+    return wire.ModelCapabilities(name=card.id, model=card.id, capabilities=capabilities)
 
 
 @ROUTES.get("/v1/models/{id}")

@@ -521,10 +521,19 @@ class ModelCard(Reply, frozen=True, kw_only=True):
     alias_of: str = ""
 
 
+class ModelCapabilities(Reply, frozen=True, kw_only=True):
+    """What a model can do, as llama.cpp says it: "multimodal" if it reads pictures."""
+
+    name: str
+    model: str
+    capabilities: list[str]
+
+
 class ModelList(Reply, frozen=True, kw_only=True):
     """The answer of /v1/models, with what Anthropic's clients read of a page: there is only one."""
 
     data: list[ModelCard]
+    models: list[ModelCapabilities]
     object: Literal["list"] = "list"
     has_more: bool = False
     first_id: str

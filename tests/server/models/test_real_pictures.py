@@ -1,0 +1,302 @@
+"""Pictures over HTTP, on the real engine with a model and a projector of random weights: llama.cpp's own
+requests (tools/server/tests/unit/test_vision_api.py), and what the official clients' READMEs show.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import anthropic
+import ollama
+import openai
+import pytest
+from made_decoders import make_qwen2vl
+from made_projectors import make_projector
+
+from edgeinfer.runtime.llama.libedgeinfer import library
+
+from .test_batch import FakeHost, _answers, _chat, _options, batch
+
+Image = pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.model
+
+MODEL = "sees"
+ASKED = "What is this?"
+GREEDY = {"temperature": 0}
+
+
+def picture(color: str, kind: str = "PNG") -> bytes:
+    """A gradient beside a plane of that color."""
+    image = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
+    image.paste(Image.new("RGB", (48, 64), color), (0, 0))
+    out = io.BytesIO()
+    image.save(out, kind)
+    return out.getvalue()
+
+
+RED, BLUE = picture("red"), picture("blue")
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def uri(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64_of(data)}"
+
+
+@pytest.fixture(scope="module")
+def engine(load_model, smollm2, tmp_path_factory):
+    if not library("mtmd").exists():
+        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
+    folder = tmp_path_factory.mktemp("sees")
+    model = make_qwen2vl(folder / "model.gguf", smollm2)
+    projector = make_projector(folder / "mmproj.gguf", "qwen2vl_merger", 64)
+    return load_model(model, MODEL, projector=projector, n_ctx=2048)
+
+
+@pytest.fixture(scope="module")
+def sees(serve_module, engine):
+    return serve_module(engine)
+
+
+@pytest.fixture(scope="module")
+def openai_client(sees):
+    with openai.OpenAI(base_url=f"{sees.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def anthropic_client(sees):
+    with anthropic.Anthropic(base_url=sees.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ollama_client(sees):
+    with ollama.Client(sees.url) as client:
+        yield client
+
+
+# --- llama.cpp's requests
+
+
+@pytest.mark.parametrize(
+    ("url", "refusal"),
+    [
+        (uri(RED), ""),
+        (uri(picture("red", "JPEG"), "jpeg"), ""),
+        (uri(picture("red", "WEBP"), "webp"), ""),
+        (uri(picture("red", "GIF"), "gif"), ""),
+        (base64_of(RED), ""),
+        ("malformed", "not valid base64"),
+        ("https://google.com/404", "https: addresses are not fetched"),
+        ("https://ggml.ai", "https: addresses are not fetched"),
+        ("file:///etc/hostname", "file: addresses are not fetched"),
+    ],
+    ids="png jpeg webp gif base64 malformed missing page file".split(),
+)
+def test_chat_completion_reads_a_picture_or_says_why_not(sees, url, refusal):
+    parts = [
+        {"type": "text", "text": "What is this:\n"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    body = {"temperature": 0.0, "top_k": 1, "messages": [{"role": "user", "content": parts}]}
+    reply = sees.client.post("/chat/completions", json=body | {"max_tokens": 8})
+    if refusal:
+        assert reply.status_code == 400
+        assert refusal in reply.json()["error"]["message"]
+    else:
+        assert reply.status_code == 200, reply.text
+        (choice,) = reply.json()["choices"]
+        assert choice["message"]["role"] == "assistant"
+        assert choice["message"]["content"]
+
+
+@pytest.mark.parametrize("path", ["/models", "/v1/models"])
+def test_model_list_says_that_it_reads_pictures(sees, path):
+    listed = sees.client.get(path).json()
+    assert listed["models"][0]["capabilities"] == ["completion", "multimodal"]
+    assert listed["data"][0]["architecture"]["input_modalities"] == ["text", "image"]
+    assert sees.client.get("/props").json()["modalities"]["vision"]
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "refusal"),
+    [
+        ("What is this: <__media__>\n", [RED], ""),
+        ("What is this: <__media__> or <__media__>\n", [RED, BLUE], ""),
+        ("What is this: <__media__>\n", ["malformed"], "not valid base64"),
+        ("What is this:\n", [""], "1 pictures and 0 places <__media__>"),
+        ("What is this: <__media__>\n", [], "0 pictures and 1 places"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_reads_pictures_where_its_prompt_has_them(sees, text, data, refusal, stream):
+    encoded = [one if isinstance(one, str) else base64_of(one) for one in data]
+    prompt = {"prompt_string": text, "multimodal_data": encoded}
+    body = {"temperature": 0.0, "top_k": 1, "n_predict": 8, "prompt": prompt, "stream": stream}
+    reply = sees.client.post("/completion", json=body)
+    assert reply.status_code == (400 if refusal else 200), reply.text
+    assert refusal in reply.text
+
+
+def test_completion_without_pictures_keeps_its_marker_as_text(sees):
+    def answered(**prompt) -> dict:
+        body = {"temperature": 0.0, "n_predict": 8, "prompt": {"prompt_string": ASKED} | prompt}
+        return sees.client.post("/completion", json=body).json()
+
+    marker = "What is this: <__media__>\n"
+    as_text, red, blue = (
+        answered(prompt_string=marker, **data)
+        for data in ({}, {"multimodal_data": [base64_of(RED)]}, {"multimodal_data": [base64_of(BLUE)]})
+    )
+    assert len({one["content"] for one in (as_text, red, blue)}) == 3
+    assert red["prompt"] == marker
+    assert red["tokens_evaluated"] == blue["tokens_evaluated"]
+
+
+def test_embeddings_of_pictures_are_refused(sees):
+    prompt = {"prompt_string": "<__media__>", "multimodal_data": [base64_of(RED)]}
+    reply = sees.client.post("/embeddings", json={"content": [prompt]})
+    assert reply.status_code == 400
+
+
+# --- the official clients
+
+
+def by_openai_chat(client, *pictures):
+    parts = [{"type": "image_url", "image_url": {"url": uri(one)}} for one in pictures]
+    found = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": [*parts, {"type": "text", "text": ASKED}]}],
+        max_tokens=8,
+        **GREEDY,
+    )
+    return found.choices[0].message.content, found.usage.prompt_tokens
+
+
+def by_openai_responses(client, *pictures):
+    parts = [{"type": "input_image", "image_url": uri(one)} for one in pictures]
+    found = client.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": [*parts, {"type": "input_text", "text": ASKED}]}],
+        max_output_tokens=8,
+        **GREEDY,
+    )
+    return found.output_text, found.usage.input_tokens
+
+
+def blocks(*pictures: bytes) -> list[dict]:
+    source = {"type": "base64", "media_type": "image/png"}
+    return [{"type": "image", "source": source | {"data": base64_of(one)}} for one in pictures]
+
+
+def by_anthropic(client, *pictures):
+    content = [*blocks(*pictures), {"type": "text", "text": ASKED}]
+    found = client.messages.create(
+        model=MODEL, max_tokens=8, messages=[{"role": "user", "content": content}], extra_body=GREEDY
+    )
+    used = found.usage
+    cached = (used.cache_read_input_tokens or 0) + (used.cache_creation_input_tokens or 0)
+    return found.content[0].text, used.input_tokens + cached
+
+
+def by_ollama(client, *pictures):
+    turns = [{"role": "user", "content": ASKED, "images": list(pictures)}]
+    found = client.chat(model=MODEL, messages=turns, options=GREEDY | {"num_predict": 8})
+    return found.message.content, found.prompt_eval_count
+
+
+def test_four_clients_get_one_answer_about_each_picture(openai_client, anthropic_client, ollama_client):
+    asked = [(RED,), (BLUE,), (RED, BLUE), (BLUE, RED)]
+    found = [by_openai_chat(openai_client, *pictures) for pictures in asked]
+    assert len({text for text, _ in found}) == len(asked)
+    for ask, client in (
+        (by_openai_responses, openai_client),
+        (by_anthropic, anthropic_client),
+        (by_ollama, ollama_client),
+    ):
+        assert [ask(client, *pictures) for pictures in asked] == found
+
+
+def test_streamed_answer_about_a_picture_is_that_of_the_whole(openai_client):
+    parts = [
+        {"type": "image_url", "image_url": {"url": uri(RED), "detail": "high"}},
+        {"type": "text", "text": ASKED},
+    ]
+    stream = openai_client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": parts}], max_tokens=8, stream=True, **GREEDY
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == by_openai_chat(openai_client, RED)[0]
+
+
+def test_tokens_of_pictures_are_counted_as_they_are_used(anthropic_client):
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    turns = [
+        {"role": "user", "content": [*blocks(RED), {"type": "text", "text": ASKED}]},
+        {"role": "assistant", "content": [call]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": blocks(BLUE)}],
+        },
+    ]
+    counts = [
+        anthropic_client.messages.count_tokens(model=MODEL, messages=turns[:n]).input_tokens
+        for n in (1, 3)
+    ]
+    one, both = (
+        anthropic_client.messages.create(model=MODEL, max_tokens=1, messages=turns[:n]).usage
+        for n in (1, 3)
+    )
+    assert [
+        used.input_tokens + used.cache_read_input_tokens + used.cache_creation_input_tokens
+        for used in (one, both)
+    ] == counts
+    assert both.cache_read_input_tokens > 0
+
+
+def test_tool_result_with_a_picture_differs_by_its_picture(openai_client):
+    def answered(data):
+        call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+        result = {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_image", "image_url": uri(data)}],
+        }
+        asked = [{"role": "user", "content": ASKED}, call, result]
+        found = openai_client.responses.create(model=MODEL, input=asked, max_output_tokens=8, **GREEDY)
+        return found.output_text
+
+    assert answered(RED) == answered(RED) != answered(BLUE)
+
+
+def test_ollama_client_sends_a_file_and_knows_what_a_model_sees(sees, ollama_client, tmp_path):
+    path = tmp_path / "red.png"
+    path.write_bytes(RED)
+    assert "vision" in ollama_client.show(MODEL).capabilities
+    options = GREEDY | {"num_predict": 8}
+    found = ollama_client.generate(model=MODEL, prompt=ASKED, images=[str(path)], options=options)
+    prompt = {"prompt_string": f"<__media__>{ASKED}", "multimodal_data": [base64_of(RED)]}
+    body = {"prompt": prompt, "temperature": 0.0, "n_predict": 8}  # the model has no chat template
+    assert found.response == sees.client.post("/completion", json=body).json()["content"]
+
+
+def test_batch_reads_pictures(engine, openai_client, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "close", lambda: None)  # other tests ask it too
+    parts = [{"type": "image_url", "image_url": {"url": uri(RED)}}, {"type": "text", "text": ASKED}]
+    broken = parts[0] | {"image_url": {"url": "x"}}
+    lines = [
+        _chat("red", messages=[{"role": "user", "content": parts}], max_tokens=8),
+        _chat("bad", messages=[{"role": "user", "content": [broken]}]),
+    ]
+    into, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    into.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    batch(_options(str(into), str(out), "--quiet"), FakeHost(engine))
+    found = _answers(str(out))
+    said = found["red"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert said == by_openai_chat(openai_client, RED)[0]
+    assert found["bad"]["response"]["status_code"] == 400
