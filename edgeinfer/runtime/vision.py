@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -199,14 +198,13 @@ class Vision:
             np.frombuffer(state.joined(), np.float32).reshape(shape) for state in block.states
         ]
 
-    def _store(self, source: Source, rows: Future[list[Rows]]) -> None:
+    def _store(self, source: Source, rows: Sequence[Rows]) -> None:
         """Store encoded rows, unless they are on disk."""
         disk, name = source.disk, source.disk.names.rows(source.digest) if source.disk else b""
-        if disk is None or rows.cancelled() or rows.exception() or disk.has(name):
+        if disk is None or not source.is_stored or disk.has(name):
             return
-        size = pack_tokens(source.size)
-        states = tuple(whole(one.data.cast("B")) for one in rows.result())
-        disk.write(KvBlock(Header("rows", name, b"", disk.names.identity, size, ()), states))
+        header = Header("rows", name, b"", disk.names.identity, pack_tokens(source.size), ())
+        disk.write(KvBlock(header, tuple(whole(one.data.cast("B")) for one in rows)))
 
     def position_behind(self, tokens: Sequence[int], n: int) -> int:
         """Return the position behind the first `n` tokens, which cut no picture."""
@@ -230,15 +228,17 @@ class Vision:
             found.n_requests += 1
             self._kept.move_to_end(span.digest)
             self._limit()
-        if span.source.is_stored:
-            found.rows.add_done_callback(partial(self._store, span.source))
+        if found.rows.done() and not found.rows.exception():
+            self._store(span.source, found.rows.result())
         return found.rows
 
     def _encode(self, source: Source) -> list[Rows]:
         stored = self._read(source.disk, source.digest)
         if stored is not None:
             return stored[1]
-        return self._projector.encode(source.pixels or decode(source.file))
+        rows = self._projector.encode(source.pixels or decode(source.file))
+        self._store(source, rows)
+        return rows
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
         """A request ends: do not encode what none waits for any more."""
