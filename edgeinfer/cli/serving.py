@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -35,7 +34,6 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
-from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
@@ -106,7 +104,6 @@ async def _serve(
         keep_alive_s=pick(options.keep_alive, host.config.serve.keep_alive_s),
         aliases=host.config.serve.aliases,
     )
-    payloads = PayloadLog(Path(options.payload_log)) if options.payload_log else None
     log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
     config = host.config.serve
     most = limits(options, config.max_queue)
@@ -115,7 +112,6 @@ async def _serve(
         most,
         log,
         host,
-        payloads=payloads,
         refuse_unknown=pick(options.unknown_fields, config.unknown_fields) == "refuse",
         normalizer=PromptNormalizer(config.normalize_prompts),
         journal=AnswerJournal(most) if config.store_responses else None,

@@ -59,8 +59,8 @@ class App:
             problem = self._problem(context, error)
             context.outcome = problem.code or ""
             if not context.status:  # otherwise the answer had begun, and the connection is closed
-                context.answer = context.dialect.error_body(problem, context.id)
-                refusal = Response(context.answer, problem.status, problem.headers, "application/json")
+                body = context.dialect.error_body(problem, context.id)
+                refusal = Response(body, problem.status, problem.headers, "application/json")
                 await refusal(scope, receive, sending)
         finally:
             self._record(context, scope["method"])
@@ -148,7 +148,7 @@ class App:
         return internal(context.id)
 
     def _record(self, context: RequestContext, method: str) -> None:
-        """Count a request and write its line to the log, and to the payload log."""
+        """Count a request and write its line to the log."""
         endpoint, metrics = self._endpoint, self._endpoint.metrics
         model = (context.model, context.version)
         metrics.request_ended(context.route, context.status, context.key, *model)
@@ -156,15 +156,12 @@ class App:
             metrics.e2e.labels(*model).observe(context.seconds)
         if context.route in OPEN_ROUTES or context.route == "/metrics":
             return
-        facts = {
-            "request_id": context.id,
-            "route": context.route,
-            "status": context.status,
-            "model": context.model,
-        }
         endpoint.log.info(
             "request",
-            **facts,
+            request_id=context.id,
+            route=context.route,
+            status=context.status,
+            model=context.model,
             method=method,
             key=context.key,
             ms=round(context.seconds * 1000, 1),
@@ -176,12 +173,6 @@ class App:
             normalized=", ".join(context.normalized),
             ignored=", ".join(context.ignored),
         )
-        if endpoint.payloads is None or context.body is None:
-            return
-        try:
-            endpoint.payloads.write(facts | {"outcome": context.outcome}, context.body, context.answer)
-        except OSError as error:
-            endpoint.log.error("payload-log", error)
 
 
 async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
@@ -199,7 +190,6 @@ async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
     answer = await operation.handler(context, **taken)
     if not isinstance(answer, Response):
         answer = json_reply(answer)
-    context.answer = getattr(answer, "body", None)  # a generation has none yet, and records its own
     await answer(scope, receive, send)
 
 

@@ -58,9 +58,8 @@ class RequestContext:
     completion_tokens: int = 0
     ttft_s: float | None = None
     outcome: str = ""
-    #: For the payload log: the request as received, and the answer, a stream's in unstreamed form.
+    #: The request as received.
     body: bytes | None = None
-    answer: bytes | None = None
     #: The answer in the journal, if it may be read again.
     journaled: JournaledAnswer | None = None
     #: The prompt normalization rules that changed the prompt.

@@ -21,7 +21,6 @@ from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import Metrics
 from edgeinfer.server.model_pool import ModelAdministrator, ModelPool
-from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.problems import shutting_down, too_many, unavailable
 from edgeinfer.server.wire_types import Slot
 
@@ -38,7 +37,6 @@ class Endpoint:
     log: Log
     host: Host
     _: KW_ONLY
-    payloads: PayloadLog | None = None
     #: Whether an undeclared request field is an error; otherwise it is ignored and named.
     refuse_unknown: bool = False
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime.events import Event, Finished, Progress, Timings, Usage
+from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
@@ -324,9 +324,7 @@ class _WholeResponse(_GenerationResponse):
         except EngineClosedError:
             task.lease.failed()
             raise
-        body = task.renderer.whole(answers)
-        self.context.answer = body
-        return body
+        return task.renderer.whole(answers)
 
     def _collect(self, collected: Collected, event: Event) -> bool:
         """Take an event on the engine's thread: the event loop wakes for the last one only."""
@@ -338,7 +336,6 @@ class _WholeResponse(_GenerationResponse):
 class _StreamResponse(_GenerationResponse):
     _last_write = 0.0
     _progress: Progress | None = None
-    _texts: list[Collected] | None = None
     _short_cut: ShortCut | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -363,8 +360,6 @@ class _StreamResponse(_GenerationResponse):
             task = await self._starting
             self._attach(task)
             renderer = task.renderer
-            if self.endpoint.payloads is not None:
-                self._texts = [Collected() for _ in task.generations]
             held = renderer.opening()
             async with contextlib.aclosing(events_of(task.generations)) as events:
                 async for index, event in events:
@@ -380,8 +375,6 @@ class _StreamResponse(_GenerationResponse):
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                         self._use_short_cut(task)
-                    if self._texts is not None:
-                        self._texts[index].add(event)
             return held + renderer.closing()
         except asyncio.CancelledError:
             if self.client_left:
@@ -395,13 +388,12 @@ class _StreamResponse(_GenerationResponse):
             renderer = self._spec.renderer(self.context.model, EngineInfo(model=""))
             return renderer.failure(problem, self.context.id)
         finally:
-            self._record_answer()
             if self._short_cut is not None:
                 self._short_cut.close()
 
     def _use_short_cut(self, task: GenerationTask) -> None:
         """After the first token, let the engine's thread send tokens where possible."""
-        alone = len(task.generations) == 1 and self._texts is None
+        alone = len(task.generations) == 1
         if self._short_cut is None and self._last_token and alone and self._connection is not None:
             self._short_cut = self._connection.short_cut(self._render_on_engine_thread)
             task.generations[0].tap(self._short_cut)
@@ -431,13 +423,3 @@ class _StreamResponse(_GenerationResponse):
         if seen is None or seen.queued:
             return self.task.renderer.waiting("queued")
         return self.task.renderer.waiting(f"prefill {seen.done_tokens}/{seen.total_tokens}")
-
-    def _record_answer(self) -> None:
-        """Record a streamed answer for the payload log, in its unstreamed form."""
-        if self._texts is None or self.task is None:
-            return
-        cut_short = Finished(reason="cancelled", usage=Usage(), timings=Timings())
-        for answer in self._texts:
-            answer.end = answer.end or cut_short
-        renderer = self._spec.renderer(self.context.model, self.task.lease.engine.info)
-        self.context.answer = renderer.whole(self._texts)

@@ -99,9 +99,6 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         choices=("json", "text", "off"),
         help="log lines on stderr (default: text on a terminal)",
     )
-    where.add_argument(
-        "--payload-log", metavar="FILE", help="write requests and answers to FILE (rotated, 0600)"
-    )
 
 
 def _replicas(text: str) -> str:

@@ -77,7 +77,6 @@ async def _lines(
         last = _error_line(context, internal(context.id))
     finally:
         await reports.aclose()
-    context.answer = last
     yield last
 
 

@@ -1,4 +1,4 @@
-"""Metrics, logs, request ids, the payload log, traces: what an operator sees, and that documents agree
+"""Metrics, logs, request ids: what an operator sees, and that documents agree
 with it.
 """
 
