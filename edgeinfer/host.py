@@ -125,16 +125,14 @@ class Host:
 
         return resolve(model)
 
-    def files(
-        self, model: str | ModelRef, draft: str = "", progress: LoadProgress | None = None
-    ) -> ModelFiles:
-        """Find the files of a model and of `draft`, each a name or a GGUF's path.
+    def files(self, model: str | ModelRef, progress: LoadProgress | None = None) -> ModelFiles:
+        """Find the files of a model, a name or a GGUF's path.
 
         The first use of another program's file hashes it, which is reported to `progress`, or on
         stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
-        return ref.files(draft, progress or _slow_stages_on_stderr())
+        return ref.files(progress or _slow_stages_on_stderr())
 
     def is_model(self, name: str) -> bool:
         """Return whether `name` is a model's name or an existing GGUF file, not, say, a prompt."""
@@ -145,7 +143,7 @@ class Host:
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
         """Load `model` here. Raises as `files` does, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
-        return self._load(self.files(model, options.draft, progress), options, progress)
+        return self._load(self.files(model, progress), options, progress)
 
     def _load(
         self, files: ModelFiles, options: LoadOptions, progress: LoadProgress | None

@@ -94,16 +94,6 @@ class AdaptersOption(LoadOption):
         return "adapters of different names, NAME or FILE, each with :SCALE or without, or none"
 
 
-class ModelOption(LoadOption):
-    """An option whose value is a model's name, the absolute path of its file, or one of `words`."""
-
-    exact = True
-
-    def parse(self, text: str) -> Value:
-        is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")
-        return os.path.abspath(os.path.expanduser(text)) if is_path else text
-
-
 #: Wanted instead of the adapters that the catalogue names.
 NO_ADAPTERS = "none"
 
@@ -200,14 +190,6 @@ LORA = AdaptersOption(
     metavar="ADAPTER|FILE[:SCALE]",
 )
 
-DRAFT = ModelOption(
-    "draft",
-    "",
-    "a smaller model of the same vocabulary that drafts; none loads without the catalogue's",
-    name="draft",
-    metavar="MODEL|none",
-)
-
 LOAD_OPTIONS = (
     N_CTX,
     N_PARALLEL,
@@ -218,7 +200,6 @@ LOAD_OPTIONS = (
     GPU_LAYERS,
     CONTENT_TOKENS,
     LORA,
-    DRAFT,
 )
 
 

@@ -118,10 +118,6 @@ class Model(_Table, frozen=True, kw_only=True):
     chat_template: Annotated[str, key_doc("Jinja template instead of the file's own.")] = ""
     stop: Annotated[tuple[str, ...], key_doc("Stop strings beside the model's own end tokens.")] = ()
     system_prompt: Annotated[str, key_doc("System prompt when none is given.")] = ""
-    draft: Annotated[
-        str,
-        key_doc("A smaller pulled model of the same vocabulary that drafts (speculative decoding)."),
-    ] = ""
     lora: Annotated[
         tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")
     ] = ()

@@ -53,22 +53,14 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
             return [Path(path) for path in self.external.paths]
         return list(self.pulled.paths) if self.pulled is not None else []
 
-    def files(self, draft: str = "", progress: stores.Progress | None = None) -> ModelFiles:
-        """Verify the files of the model and of its draft: the catalogue's unless `draft` is given.
+    def files(self, progress: stores.Progress | None = None) -> ModelFiles:
+        """Verify the files of the model.
 
-        `progress` hears how far an external store's file is hashed, which is done once. "none" is no
-        draft model. Raises, for either, UnknownModelError with near names, ModelNotPulledError with the
-        command that pulls it, InvalidGgufError if a path is no GGUF or a pulled file was changed since,
-        ChecksumError if an external file differs from the digest in its name.
+        `progress` hears how far an external store's file is hashed, which is done once. Raises
+        UnknownModelError with near names, ModelNotPulledError with the command that pulls it,
+        InvalidGgufError if a path is no GGUF or a pulled file was changed since, ChecksumError if an
+        external file differs from the digest in its name.
         """
-        files = self._own_files(progress)
-        draft = draft or files.draft
-        if draft in ("", "none"):
-            return msgspec.structs.replace(files, draft="")
-        paths = resolve(draft)._own_files(progress).paths
-        return msgspec.structs.replace(files, draft=draft, draft_paths=paths)
-
-    def _own_files(self, progress: stores.Progress | None) -> ModelFiles:
         if self.kind == "file":
             return _files_of_path(Path(self.name))
         if self.external is not None:
@@ -179,7 +171,6 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
         stop=entry.stop,
         sampling=entry.sampling.over(Sampling()),
         system_prompt=entry.system_prompt,
-        draft=entry.draft,
         lora=str(LORA.parse(",".join(one.option for one in entry.lora))),
     )
 

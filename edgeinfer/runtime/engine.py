@@ -20,20 +20,12 @@ from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT
-from edgeinfer.runtime.options import (
-    Adapter,
-    Chosen,
-    EngineInfo,
-    EngineMetrics,
-    LoadOptions,
-    ModelFiles,
-)
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import run_check
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import GenerateRequest, check_length, preparing
 from edgeinfer.runtime.sampling.grammar import Constraints
-from edgeinfer.runtime.sampling.speculative import DraftModel
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 from edgeinfer.runtime.vision import open_vision
@@ -79,8 +71,6 @@ class LlamaEngine:
             self._scheduler.kv.position_behind = self._vision.position_behind
             self._vision.disk = lambda: None if self._cache is None else self._cache.blocks
         self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
-        self._draft = DraftModel(files.draft_paths, options, loaded) if files.draft_paths else None
-        self._preparer.draft_model = self._draft
         self._blocks = PrefixCacheSwitch(files, options, self._active, self._scheduler)
         self._gpu = GpuOffload(
             files,
@@ -288,8 +278,6 @@ class LlamaEngine:
         self._blocks.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
-        if self._draft is not None:
-            self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """Decode after a restore with `n_threads` (0: as before) and new seeds."""
@@ -301,8 +289,6 @@ class LlamaEngine:
         self._loaded.n_threads = n_threads
         self._active.set_threads(n_threads)
         self._embedder.set_threads(n_threads)
-        if self._draft is not None:
-            self._draft.set_threads(n_threads)
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the decode thread while nothing computes, and return its result."""
@@ -321,8 +307,6 @@ class LlamaEngine:
             self._vision.close()
         self._blocks.close()
         self._embedder.close()
-        if self._draft is not None:
-            self._draft.close()
         self._lora.close()
         self._loaded.free()
 
@@ -335,7 +319,6 @@ def make_info(
     embedder: Embedder,
 ) -> EngineInfo:
     meta = loaded.meta
-    draft = Chosen(files.draft or "none", "as asked, or as the catalogue says")
     return EngineInfo(
         model=files.name,
         sha256=files.sha256,
@@ -365,12 +348,7 @@ def make_info(
         system_prompt=files.system_prompt,
         sampling=files.sampling,
         lora=lora.loaded,
-        choices={
-            **loaded.choices,
-            **conversations.choices,
-            "pooling": embedder.pooling,
-            "draft": draft,
-        },
+        choices={**loaded.choices, **conversations.choices, "pooling": embedder.pooling},
         load_ms=loaded.load_ms,
         warnings=loaded.warnings,
     )

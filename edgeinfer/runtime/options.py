@@ -15,7 +15,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model: the absolute paths of its files, and the catalogue's settings for it.
 
     `paths` are the GGUF files in order, several of a split model. `chat_template` overrides the file's
-    own. `draft` names the draft model of `draft_paths`. `lora` applies if `LoadOptions.lora` is empty.
+    own. `lora` applies if `LoadOptions.lora` is empty.
     `projector` is the path of the GGUF file that encodes pictures for the model, "" without one.
     """
 
@@ -26,8 +26,6 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     system_prompt: str = ""
-    draft: str = ""
-    draft_paths: tuple[str, ...] = ()
     lora: str = ""
     projector: str = ""
 
@@ -56,7 +54,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: int | str = table.GPU_LAYERS.default
     special_tokens_in_content: str = table.CONTENT_TOKENS.default
     lora: str = table.LORA.default
-    draft: str = table.DRAFT.default
     max_queue: int = 4096
 
     def adapters(self, files: ModelFiles) -> tuple[Adapter, ...]:
@@ -68,8 +65,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(adapter.path for adapter in self.adapters(files))
 
     def for_another_model(self) -> LoadOptions:
-        """Return these options without the adapters and draft model of one model."""
-        return msgspec.structs.replace(self, lora="", draft="")
+        """Return these options without the adapters of one model."""
+        return msgspec.structs.replace(self, lora="")
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:

@@ -185,7 +185,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     conversation: str = ""
     preamble: str = ""
     lora: tuple[tuple[str, float], ...] | None = None
-    speculative: Literal["auto", "off", "ngram", "draft"] = "auto"
+    speculative: Literal["auto", "off", "ngram"] = "auto"
 
     @property
     def length(self) -> int:
@@ -268,8 +268,8 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("stop", f"a stop string has 1 to {_MAX_STOP_CHARS} characters")
     if isinstance(request.prompt, tuple) and any(not 0 <= t < n_vocab for t in request.prompt):
         _refuse("prompt", f"a token is not in the vocabulary of {n_vocab}")
-    if request.speculative not in ("auto", "off", "ngram", "draft"):
-        _refuse("speculative", '"auto", "off", "ngram" or "draft"')
+    if request.speculative not in ("auto", "off", "ngram"):
+        _refuse("speculative", '"auto", "off" or "ngram"')
 
 
 def check_length(n_chars: int, n_ctx: int, param: str) -> None:

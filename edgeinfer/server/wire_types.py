@@ -159,7 +159,7 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
     stop: StopString | StopList | None = None
     ignore_eos: bool = False
     overflow: Literal["refuse", "shift"] = "refuse"
-    speculative: Literal["auto", "off", "ngram", "draft"] = "auto"
+    speculative: Literal["auto", "off", "ngram"] = "auto"
 
 
 class Slot(Reply, frozen=True, kw_only=True):

@@ -119,7 +119,7 @@ def adapters_text(adapters: Sequence[Adapter]) -> str:
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
     """List the paths of all files that a load reads."""
-    return (*files.paths, *files.draft_paths, *unmapped_files(files, options))
+    return (*files.paths, *unmapped_files(files, options))
 
 
 def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:

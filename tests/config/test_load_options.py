@@ -97,5 +97,5 @@ def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None
 
 
 def test_options_of_one_model_are_not_used_for_another() -> None:
-    mine = LoadOptions(n_ctx=512, lora="/a.gguf", draft="small")
+    mine = LoadOptions(n_ctx=512, lora="/a.gguf")
     assert mine.for_another_model() == LoadOptions(n_ctx=512)

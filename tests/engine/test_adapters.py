@@ -1,5 +1,5 @@
-"""LoRA adapters, loaded with the model and while it runs, and draft models, on the real small model; the
-adapters are random numbers.
+"""LoRA adapters, loaded with the model and while it runs, on the real small model; the adapters are
+random numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import lookup
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore
-from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.runtime.requests import GenerateRequest
 
 from . import conftest as engines
 from .conftest import answer, answers, load
@@ -122,41 +122,6 @@ def test_a_file_that_is_no_adapter_is_refused_at_load(
         load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(tmp_path / "none.gguf")))
     with pytest.raises(ModelLoadError, match="does not fit"):
         load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(gemma3)))
-
-
-def test_a_draft_model_changes_nothing_but_the_time(smollm2: Path) -> None:
-    with closing(
-        load_engine(
-            ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(smollm2),)), OPTIONS
-        )
-    ) as engine:
-        requests = [
-            ask(prompt=f"Note {i}:", sampling=Sampling(temperature=t, seed=i), max_tokens=24)
-            for i, t in enumerate((0.0, 0.0, 0.9))
-        ]
-        plain = [answer(engine, _with(r, "off")).text for r in requests]
-        drafted = answers(engine, [_with(r, "draft") for r in requests])
-        assert [one.text for one in drafted] == plain
-        timings = drafted[0].finished.timings
-        assert timings.draft_accepted_tokens == timings.draft_tokens > 0  # a model agrees with itself
-        engine.park()
-        assert engine.metrics().kv_used_tokens == 0
-
-
-def _with(request: GenerateRequest, speculative: str) -> GenerateRequest:
-    return msgspec.structs.replace(request, speculative=speculative)
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused(smollm2: Path, gemma3: Path) -> None:
-    with pytest.raises(ModelLoadError, match="another vocabulary") as refused:
-        load_engine(ModelFiles(name="smol", paths=(str(smollm2),), draft_paths=(str(gemma3),)), OPTIONS)
-    assert "--draft none" in (refused.value.hint or "")
-
-
-def test_drafting_without_a_draft_model_is_refused(engine: LlamaEngine) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        engine.submit(ask(speculative="draft"))
-    assert refused.value.param == "speculative"
 
 
 @pytest.fixture

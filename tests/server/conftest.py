@@ -232,26 +232,17 @@ def until() -> Callable[..., None]:
     return wait_until
 
 
-def _load_model(
-    path: Path, name: str, *, draft: Path | None = None, projector: Path | None = None, **options: Any
-) -> Engine:
+def _load_model(path: Path, name: str, *, projector: Path | None = None, **options: Any) -> Engine:
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
-    drafts = () if draft is None else (str(draft),)
-    files = ModelFiles(
-        name=name,
-        paths=(str(path),),
-        sha256="ab" * 32,
-        draft_paths=drafts,
-        projector=str(projector or ""),
-    )
+    files = ModelFiles(name=name, paths=(str(path),), sha256="ab" * 32, projector=str(projector or ""))
     return load_engine(files, LoadOptions(**{"n_parallel": 2, "n_threads": 1} | options))
 
 
 @pytest.fixture(scope="session")
 def load_model() -> Callable[..., Engine]:
-    """`load_model(path, name, draft=..., n_ctx=...)`: the real engine, with load options as keywords."""
+    """`load_model(path, name, n_ctx=...)`: the real engine, with load options as keywords."""
     return _load_model
 
 

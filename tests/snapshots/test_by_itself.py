@@ -133,37 +133,6 @@ def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
     warm.run("rm", "second").check()
 
 
-def test_a_draft_model_is_named_resumed_and_drafts_over_http(warm):
-    """The small model drafts for itself: it is always right, and the text stays what it was."""
-    draft = {"model": MODEL, "prompt": "Note 1:", "max_tokens": 24, "temperature": 0}
-    with Endpoint(warm, MODEL) as endpoint:
-        plain = endpoint.post(draft)
-        refused = endpoint.post(draft | {"speculative": "draft"}, status=400)
-        assert refused["error"]["param"] == "speculative"
-    warm.run("warm", MODEL, "--draft", MODEL, "--quiet").check()
-    with Endpoint(warm, MODEL, "--draft", MODEL, "--resume=always") as endpoint:
-        drafted = endpoint.post(draft | {"speculative": "draft"})
-    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
-    assert drafted["timings"]["draft_n_accepted"] == drafted["timings"]["draft_n"] > 0
-    assert warm.ask().start["snapshot"] == MODEL  # a launch without --draft gets no draft
-    warm.run("snapshots", "rm", f"{MODEL},draft{MODEL}").check()
-
-
-def test_a_draft_model_in_the_catalogue_is_loaded_with_the_model(user):
-    user.run("warm", MODEL, "--quiet").check()
-    catalogue = user.data / "config/models.toml"
-    catalogue.parent.mkdir(parents=True, exist_ok=True)
-    catalogue.write_text(
-        f'[models.{MODEL}]\ntitle = "Small"\nsources = ["file:/x.gguf"]\ndraft = "{MODEL}"\n'
-    )
-    outcome = user.ask()
-    assert outcome.start["how"] == "cold"
-    assert "another models.toml" in outcome.err
-    with Endpoint(user, MODEL) as endpoint:
-        asked = {"model": MODEL, "prompt": "Hello", "max_tokens": 9, "temperature": 0}
-        assert endpoint.post(asked | {"speculative": "draft"})["timings"]["draft_n"] > 0
-
-
 def test_killed_endpoint_is_resumed_and_refuses_no_client(warm):
     with Endpoint(warm, MODEL) as endpoint:
         endpoint.ask()

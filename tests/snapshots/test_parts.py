@@ -81,7 +81,7 @@ def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     publish(root, "m")
     assert selection.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
     assert selection.launch_choice(["run", "hello"]).model == paths.DEFAULT_MODEL
-    assert selection.launch_choice(["run", "--draft", "m", "hello"]).model == paths.DEFAULT_MODEL
+    assert selection.launch_choice(["run", "--lora", "m", "hello"]).model == paths.DEFAULT_MODEL
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, stoppable
-from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
+from edgeinfer.config.load_options import LORA, NO_ADAPTERS
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.models import sources
@@ -78,8 +78,7 @@ def _launch(name: str, model: str, requested: dict[str, str]) -> str:
         for one in parse_adapters(requested.get(LORA.field, NO_ADAPTERS))
     ]
     lora = ("--lora", ",".join(adapters)) if adapters else ()
-    draft = ("--draft", requested[DRAFT.field]) if DRAFT.field in requested else ()
-    return " ".join(["edgeinfer chat", model, *lora, *draft])
+    return " ".join(["edgeinfer chat", model, *lora])
 
 
 class SnapshotsTrustResult(Result, frozen=True, kw_only=True):

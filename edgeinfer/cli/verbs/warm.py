@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
     load_options = requesting.load_options(options, host.config.load)
-    files = host.files(ref, load_options.draft)
+    files = host.files(ref)
     for path in load_options.adapter_paths(files):
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
@@ -123,7 +123,7 @@ class PreloadResult(Result, frozen=True, kw_only=True):
 def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
     start_s = time.monotonic()
     model = host.files(options.model or host.config.default_model)
-    files = _in_load_order(model.name, [Path(path) for path in (*model.paths, *model.draft_paths)])
+    files = _in_load_order(model.name, [Path(path) for path in model.paths])
     size = sum(path.stat().st_size for path in files)
     resident = sum(map(cached_bytes, files))
     available = read_memory().available_bytes

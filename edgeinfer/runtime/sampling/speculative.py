@@ -3,8 +3,7 @@
 A draft token is only kept if it is the token the sampler picks from the model's own logits, so the text
 is the same with and without; only the time differs.
 
-Drafts come from the text itself and past answers, or from a draft model, which the decode thread alone
-uses.
+Drafts come from the text itself and from past answers.
 """
 
 from __future__ import annotations
@@ -18,13 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-from edgeinfer.errors import ModelLoadError
-from edgeinfer.runtime.kv_cache.cache import common_prefix
-from edgeinfer.runtime.llama.context import Batch
-from edgeinfer.runtime.llama.model import LlamaModel, open_context
-from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.llama.weights import free_model, open_model
-from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS, LONGEST, AnswerFile, Tokens
 
 #: Rows at which the cost of a step is known, in steps of one row: linear between, and beyond the last.
@@ -111,10 +103,10 @@ class DraftBudget:
         self._curve, self._n_sequences = curve, n_sequences
         self._rows, self._expected = rows, float(n_sequences)
 
-    def take(self, chances: Sequence[float], draft_s: float = 0.0) -> int:
+    def take(self, chances: Sequence[float]) -> int:
         """Return how many draft tokens of one sequence give the most tokens a second, and add them.
 
-        `chances`: each one's to be right if those before it are. `draft_s`: time (s) to draft one.
+        `chances`: each one's to be right if those before it are.
         """
         base_s = self._curve.seconds(self._n_sequences, self._rows)
         if base_s is None:
@@ -127,8 +119,8 @@ class DraftBudget:
             gain += chance
             step_s = self._curve.seconds(self._n_sequences, self._rows + n)
             assert step_s is not None
-            cost_s = step_s - base_s + n * draft_s
-            total = (self._expected + gain) / (base_s + cost_s)
+            cost_s = step_s - base_s
+            total = (self._expected + gain) / step_s
             if total > best_rate and gain * base_s > _MARGIN * cost_s * self._expected:
                 best, best_rate = n, total
                 best_gain = gain
@@ -150,30 +142,20 @@ class DraftBudget:
 _LENGTHS = (2, 3, 4, 6, 9, 16, 32)
 _START = (0.3, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
 _WEIGHT = 0.12
-#: The share of the way back to the assumed rate, per step without drafts of a draft model: a rejected
-#: drafter is tried again after tens of steps.
-_RECOVERY = 0.003
 
 
 class Acceptance:
     """A running rate of draft tokens that were right, each after only right ones."""
 
     def __init__(self, start: float) -> None:
-        self.rate = self._start = start
+        self.rate = start
 
     def note(self, *, is_right: bool) -> None:
         self.rate += _WEIGHT * (is_right - self.rate)
 
-    def recover(self) -> None:
-        """Move towards the rate that is assumed, so that a rejected drafter is tried again."""
-        self.rate += _RECOVERY * (self._start - self.rate)
-
 
 class Drafter(Protocol):
-    """Proposes the tokens that follow `tokens`. `s_per_token` is what one costs (seconds)."""
-
-    @property
-    def s_per_token(self) -> float: ...
+    """Proposes the tokens that follow `tokens`."""
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]: ...
 
@@ -188,8 +170,6 @@ class SuffixDrafter:
     """Draft what followed the longest suffix of the text where it occurred before: in the text itself
     or, if `answers` are given, in past ones. Of several places the latest counts.
     """
-
-    s_per_token = 0.0
 
     def __init__(self, n_vocab: int) -> None:
         self.answers: AnswerFile | None = None
@@ -270,7 +250,7 @@ class SuffixDrafter:
 
 
 class Drafting:
-    """One sequence's speculation. `is_forced`: draft at any price, as the request names a drafter."""
+    """One sequence's speculation. `is_forced`: draft at any price, as the request says."""
 
     def __init__(self, drafter: Drafter | None, *, limit: int, is_forced: bool = False) -> None:
         self._drafter, self._limit = drafter, limit
@@ -290,17 +270,11 @@ class Drafting:
         drafter, limit = self._drafter, min(self._limit, room)
         if drafter is None or limit <= 0:
             return []
-        if drafter.s_per_token and not self._is_forced:
-            first = drafter.acceptance(0)
-            limit = budget.take([first.rate] * limit, drafter.s_per_token)
-            if not limit:
-                first.recover()
-                return []
-        elif not (self._is_forced or budget.pays(limit)):
+        if not (self._is_forced or budget.pays(limit)):
             return []
         self._at = len(tokens)
         self._predicted = drafter.draft(tokens, limit)
-        if not (drafter.s_per_token or self._is_forced):
+        if not self._is_forced:
             chances = [drafter.acceptance(i).rate for i in range(len(self._predicted))]
             limit = budget.take(chances)
         return self._predicted[:limit]
@@ -319,156 +293,3 @@ class Drafting:
         """Free the drafter's resources. Idempotent."""
         if self._drafter is not None:
             self._drafter.close()
-
-
-#: Draft tokens less likely than this by the draft model are not worth a row in the batch.
-_MIN_PROBABILITY = 0.4
-#: llama.cpp pads vocabularies: this many unused tokens at the end may differ.
-_MAX_PADDING = 128
-#: Acceptance rate assumed at the start.
-_MODEL_START = 0.8
-
-
-class DraftModel:
-    """A draft model for `main`. Raises ModelLoadError, also for another vocabulary."""
-
-    def __init__(self, paths: tuple[str, ...], options: LoadOptions, main: LlamaModel) -> None:
-        self._model = open_model(paths)
-        try:
-            self._vocab = Vocab(self._model)
-            check_same_vocabulary(main.vocab, self._vocab)
-            self._active = open_context(
-                self._model,
-                options,
-                n_cells=main.n_cells,
-                n_batch=main.n_batch,
-                n_seq_max=main.n_parallel,
-                n_threads=main.n_threads,
-                n_outputs=main.n_parallel,
-            )
-        except BaseException:
-            free_model(self._model)
-            raise
-        self._batch = Batch.of(self._active, max_outputs=1)
-        self._n_vocab = min(main.vocab.n_vocab, self._vocab.n_vocab)
-        self._free = list(range(main.n_parallel))
-        self._held: dict[int, list[int]] = {}
-        self.acceptance = Acceptance(_MODEL_START)
-        #: What a draft token costs (seconds): a running mean, next to nothing before the first.
-        self.s_per_token = 1e-6
-
-    def take(self) -> int | None:
-        """Reserve a sequence id, None if all are in use."""
-        if not self._free:
-            return None
-        slot = self._free.pop()
-        self._held[slot] = []
-        return slot
-
-    def give_back(self, slot: int) -> None:
-        self._active.remove(slot)
-        del self._held[slot]
-        self._free.append(slot)
-
-    def draft(self, slot: int, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return up to `limit` draft tokens after `tokens`, while the model is confident enough."""
-        if max(tokens[-limit:]) >= self._n_vocab or not self._catch_up(slot, tokens):
-            return []
-        drafts: list[int] = []
-        while True:
-            logits = self._active.logits(self._batch.n_tokens - 1, self._vocab.n_vocab)
-            best = int(logits.argmax())
-            unsure = float(np.exp(logits - logits[best]).sum()) > 1.0 / _MIN_PROBABILITY
-            if unsure or best >= self._n_vocab or self._vocab.is_eos(best):
-                return drafts
-            drafts.append(best)
-            if len(drafts) == limit or not self._compute(slot, [best]):
-                return drafts
-
-    def _catch_up(self, slot: int, tokens: Sequence[int]) -> bool:
-        held = self._held[slot]
-        n = min(common_prefix(held, tokens), len(tokens) - 1)
-        self._active.remove(slot, n)
-        del held[n:]
-        while len(held) < len(tokens):
-            if not self._compute(slot, list(tokens[len(held) : len(held) + self._batch.capacity])):
-                return False
-        return True
-
-    def _compute(self, slot: int, tokens: list[int]) -> bool:
-        held = self._held[slot]
-        self._batch.clear()
-        self._batch.add(tokens, len(held), slot, outputs=1)
-        if self._batch.decode(self._active):
-            self._forget_all()  # no cells left, or worse: start again, a draft is never needed
-            return False
-        held += tokens
-        return True
-
-    def _forget_all(self) -> None:
-        self._active.clear()
-        for held in self._held.values():
-            held.clear()
-
-    def park(self) -> None:
-        self._forget_all()
-
-    def set_threads(self, n: int) -> None:
-        self._active.set_threads(n)
-
-    def close(self) -> None:
-        """Free model and context. Idempotent."""
-        if self._model:
-            self._active.free()
-            free_model(self._model)
-            self._model = None
-
-
-class ModelDrafter:
-    """One request's use of a draft model."""
-
-    def __init__(self, model: DraftModel) -> None:
-        self._model = model
-        self._slot: int | None = None
-
-    def acceptance(self, position: int) -> Acceptance:
-        return self._model.acceptance
-
-    @property
-    def s_per_token(self) -> float:
-        return self._model.s_per_token
-
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return draft tokens, none if every sequence of the draft model is taken."""
-        is_first = self._slot is None
-        self._slot = self._model.take() if self._slot is None else self._slot
-        if self._slot is None:
-            return []
-        began = time.perf_counter()
-        drafts = self._model.draft(self._slot, tokens, limit)
-        if not is_first:  # which computes the whole prompt, once
-            took_s = (time.perf_counter() - began) / max(1, len(drafts))
-            self._model.s_per_token += 0.1 * (took_s - self._model.s_per_token)
-        return drafts
-
-    def close(self) -> None:
-        """Free the sequence id. Idempotent."""
-        if self._slot is not None:
-            self._model.give_back(self._slot)
-            self._slot = None
-
-
-def check_same_vocabulary(main: Vocab, draft: Vocab) -> None:
-    """Compare two vocabularies. Raises ModelLoadError if they differ by more than padding."""
-    n = min(main.n_vocab, draft.n_vocab)
-    is_same = (
-        (main.kind, main.bos, main.eos, main.adds_bos)
-        == (draft.kind, draft.bos, draft.eos, draft.adds_bos)
-        and max(main.n_vocab, draft.n_vocab) - n <= _MAX_PADDING
-        and all(main.raw_text(token) == draft.raw_text(token) for token in range(n))
-    )
-    if not is_same:
-        raise ModelLoadError(
-            "the draft model has another vocabulary",
-            hint="take a smaller model of the same family, or load without: --draft none",
-        )

@@ -27,13 +27,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
-from edgeinfer.runtime.sampling.speculative import (
-    Drafter,
-    Drafting,
-    DraftModel,
-    ModelDrafter,
-    SuffixDrafter,
-)
+from edgeinfer.runtime.sampling.speculative import Drafting, SuffixDrafter
 from edgeinfer.runtime.scheduler.sequence import Sequence
 from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
@@ -54,7 +48,6 @@ class Preparer:
     max_draft: int
     can_shift: bool
     entropy: bytes = b""
-    draft_model: DraftModel | None = None
     vision: Vision | None = None
     no_vision: str = ""
 
@@ -85,9 +78,7 @@ class Preparer:
             tokens=tokens,
             sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
             output=output,
-            drafting=Drafting(
-                self._drafter(request), limit=self.max_draft, is_forced=request.speculative != "auto"
-            ),
+            drafting=self._drafting(request),
             max_tokens=self._max_tokens(request, len(tokens)),
             keep_tokens=lambda: self._keep_tokens(request, tokens),
             matcher=matcher,
@@ -206,14 +197,9 @@ class Preparer:
         close = self.vocab.tokenize(prepared.reasoning_close, parse_special=True)
         return ReasoningBudget(n_tokens, close, opened=output.is_reasoning)
 
-    def _drafter(self, request: GenerateRequest) -> Drafter | None:
-        if request.speculative == "draft" and self.draft_model is None:
-            raise InvalidRequestError("no draft model is loaded", param="speculative")
-        if request.speculative == "off":
-            return None
-        if self.draft_model is not None and request.speculative != "ngram" and not request.n_pictures:
-            return ModelDrafter(self.draft_model)
-        return SuffixDrafter(self.vocab.n_vocab)
+    def _drafting(self, request: GenerateRequest) -> Drafting:
+        drafter = None if request.speculative == "off" else SuffixDrafter(self.vocab.n_vocab)
+        return Drafting(drafter, limit=self.max_draft, is_forced=request.speculative == "ngram")
 
     def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:
         if request.max_tokens is not None:

@@ -122,7 +122,7 @@ class AppHost(Host):
         self, model: str, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
         ref = self.resolve(model)
-        files = self.files(ref, options.draft, progress)
+        files = self.files(ref, progress)
         name = ref.name
         inputs = SnapshotInputs(
             model=name,

@@ -63,13 +63,6 @@ class ModelFile(Blob, frozen=True, kw_only=True):
     name: str
 
 
-class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """The draft model that was loaded beside the model."""
-
-    name: str
-    files: tuple[ModelFile, ...]
-
-
 class AdapterFile(Blob, frozen=True, kw_only=True):
     """A LoRA adapter: its name and scale."""
 
@@ -87,26 +80,21 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     model_files: tuple[ModelFile, ...]
     projector: Blob | None = None
-    draft: DraftDescription | None = None
     adapters: tuple[AdapterFile, ...] = ()
 
     @property
-    def models(self) -> dict[str, tuple[ModelFile, ...]]:
-        """Return the files of the model, its projector last, and of its draft model, by model name."""
-        found = {self.model: self.model_files}
-        if self.projector is not None:
-            encoder = ModelFile(
-                name="mmproj.gguf", size=self.projector.size, sha256=self.projector.sha256
-            )
-            found = {self.model: (*self.model_files, encoder)}
-        return found if self.draft is None else found | {self.draft.name: self.draft.files}
+    def files(self) -> tuple[ModelFile, ...]:
+        """Return the files of the model, its projector last."""
+        if self.projector is None:
+            return self.model_files
+        encoder = ModelFile(name="mmproj.gguf", size=self.projector.size, sha256=self.projector.sha256)
+        return (*self.model_files, encoder)
 
 
 def layers(description: SnapshotDescription) -> list[Descriptor]:
     """Return a layer for each file; equal files share one."""
-    models = (one for files in description.models.values() for one in files)
     typed = [
-        *((one, MODEL_TYPE) for one in models),
+        *((one, MODEL_TYPE) for one in description.files),
         *((one, ADAPTER_TYPE) for one in description.adapters),
     ]
     found = {one.digest: Descriptor(media_type, one.digest, one.size) for one, media_type in typed}

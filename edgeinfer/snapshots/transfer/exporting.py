@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
+from edgeinfer.config.load_options import LORA, NO_ADAPTERS
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models.reference import resolve
@@ -24,7 +24,6 @@ from edgeinfer.snapshots.transfer.description import (
     SIGNER,
     AdapterFile,
     Blob,
-    DraftDescription,
     ModelFile,
     SnapshotDescription,
     config_bytes,
@@ -108,9 +107,8 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
         model=manifest.model,
         requested=manifest.requested,
         system=system,
-        model_files=_files(manifest.model, "edgeinfer warm NAME", paths),
+        model_files=_files(manifest.model, paths),
         projector=_projector(manifest, paths),
-        draft=_draft(manifest, paths),
         adapters=_adapters(manifest, paths),
     )
     known = {name for path in paths.values() for name in (path, os.path.realpath(path))}
@@ -118,16 +116,15 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
     return found, paths
 
 
-def _files(model: str, warm: str, paths: dict[str, str]) -> tuple[ModelFile, ...]:
+def _files(model: str, paths: dict[str, str]) -> tuple[ModelFile, ...]:
     """Return the files of a pulled model, their paths in `paths`. Raises SnapshotError for another."""
     pulled = None if "/" in model else resolve(model).pulled
     if pulled is None or pulled.name != model:
-        first = f"`edgeinfer pull {model} --name NAME`, then "
+        hint = f"`edgeinfer pull {model} --name NAME`, then `edgeinfer warm NAME`"
         if pulled is not None:
-            first = f"it is called {pulled.name}: "
-            warm = warm.replace("NAME", pulled.name)
+            hint = f"it is called {pulled.name}: `edgeinfer warm {pulled.name}`"
         raise SnapshotError(
-            f"{model} is no name that another machine could know the model by", hint=f"{first}`{warm}`"
+            f"{model} is no name that another machine could know the model by", hint=hint
         )
     found = tuple(
         ModelFile(name=path.name, size=file.size_bytes, sha256=file.sha256)
@@ -138,20 +135,12 @@ def _files(model: str, warm: str, paths: dict[str, str]) -> tuple[ModelFile, ...
 
 
 def _projector(manifest: format.Manifest, paths: dict[str, str]) -> Blob | None:
-    path = resolve(manifest.model).files("none").projector
+    path = resolve(manifest.model).files().projector
     if path not in manifest.files:
         return None
     found = Blob(size=os.path.getsize(path), sha256=sha256_of(Path(path)))
     paths[found.digest] = path
     return found
-
-
-def _draft(manifest: format.Manifest, paths: dict[str, str]) -> DraftDescription | None:
-    name = manifest.requested.get(DRAFT.field, "")
-    if name in ("", "none"):
-        return None
-    warm = f"edgeinfer warm {manifest.model} --draft NAME"
-    return DraftDescription(name=name, files=_files(name, warm, paths))
 
 
 def _adapters(manifest: format.Manifest, paths: dict[str, str]) -> tuple[AdapterFile, ...]:
@@ -177,10 +166,9 @@ def _refuse_others(manifest: format.Manifest, unknown: Iterable[str]) -> None:
     others = [os.path.basename(path) for path in unknown if path.endswith(".gguf")]
     if not others:
         return
-    here = resolve(manifest.model).files()
-    words = [f"{one.flag} {text}" for one, text in ((LORA, here.lora), (DRAFT, here.draft)) if text]
+    named = f"{LORA.flag} {resolve(manifest.model).files().lora}"
     raise SnapshotError(
         f"{manifest.name} was made with {', '.join(others)}, which your models.toml names: another "
         "machine's may not",
-        hint=f"build one that names it itself: `edgeinfer warm {manifest.model} {' '.join(words)}`",
+        hint=f"build one that names it itself: `edgeinfer warm {manifest.model} {named}`",
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config.load_options import DRAFT, LOAD_OPTIONS, LORA
+from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
 from edgeinfer.errors import SnapshotStaleError, SnapshotUntrustedError
 from edgeinfer.host import Host
 from edgeinfer.models import adapters, pull, store
@@ -37,7 +37,6 @@ from edgeinfer.snapshots.transfer.description import (
     SIGNATURE,
     SIGNER,
     AdapterFile,
-    ModelFile,
     SnapshotDescription,
     read_config,
     read_manifest,
@@ -82,7 +81,7 @@ def _signer(annotations: dict[str, str], config: bytes) -> str:
 def import_snapshot(
     source: Layout, offer: Offered, host: Host, progress: jobs.Progress
 ) -> registry.Details:
-    """Have models and adapters here, and build the same snapshot of them.
+    """Have the model and adapters here, and build the same snapshot of them.
 
     Raises SnapshotStaleError for a name that means something else here, SnapshotCorruptError,
     DiskFullError, and what pulling and building raise.
@@ -100,7 +99,7 @@ def import_snapshot(
     options = msgspec.convert(typed, LoadOptions)
     inputs = SnapshotInputs(
         model=what.model,
-        files=host.files(what.model, options.draft),
+        files=host.files(what.model),
         options=options,
         system=what.system,
         given_name=format.given_part(what.name, what.model, what.requested),
@@ -120,7 +119,7 @@ def with_local_names(what: SnapshotDescription) -> SnapshotDescription:
 
 
 class Placing:
-    """The models and adapters of one snapshot that is offered."""
+    """The model and adapters of one snapshot that is offered."""
 
     def __init__(self, source: Layout, what: SnapshotDescription, progress: jobs.Progress) -> None:
         self._source = source
@@ -133,12 +132,11 @@ class Placing:
         Raises SnapshotStaleError if a name is taken, SnapshotCorruptError, DiskFullError.
         """
         missing: dict[str, tuple[int, Path]] = {}
-        for number, (name, files) in enumerate(self._what.models.items()):
-            if self._known_model(name, files) is None:
-                folder = work / str(number)
-                missing |= {
-                    one.digest: (one.size, folder / sanitize_file_name(one.name)) for one in files
-                }
+        if self._known_model() is None:
+            missing |= {
+                one.digest: (one.size, work / "model" / sanitize_file_name(one.name))
+                for one in self._what.files
+            }
         for one in self._what.adapters:
             if self._known_adapter(one) is None:
                 missing[one.digest] = (one.size, work / f"{one.name}.gguf")
@@ -153,13 +151,12 @@ class Placing:
 
     def place(self, fetched: dict[str, Path]) -> None:
         """Have everything here under its name."""
-        for name, files in self._what.models.items():
-            here = self._known_model(name, files)
-            if here is None:
-                _pull(name, fetched[files[0].digest], in_place=False)
-            elif here.name != name:
-                _pull(name, here.paths[0], in_place=True)
-            self._known_model(name, files)
+        name, here = self._what.model, self._known_model()
+        if here is None:
+            _pull(name, fetched[self._what.files[0].digest], in_place=False)
+        elif here.name != name:
+            _pull(name, here.paths[0], in_place=True)
+        self._known_model()
         for adapter in self._what.adapters:
             self._place_adapter(adapter, fetched)
 
@@ -167,32 +164,24 @@ class Placing:
         """Raise SnapshotStaleError if this user's models.toml names what the snapshot lacks."""
         what = self._what
         entry = load_catalog().get(parse_reference(what.model).name)
-        for option in (LORA, DRAFT):
-            wish = entry and getattr(entry, option.field)
-            if wish and option.field not in what.requested:
-                raise SnapshotStaleError(
-                    f"the snapshot does not fit this machine: models.toml: yours gives {what.model} "
-                    f"`{option.field}`, and the snapshot was made without",
-                    key="models.toml",
-                )
+        if entry and entry.lora and LORA.field not in what.requested:
+            raise SnapshotStaleError(
+                f"the snapshot does not fit this machine: models.toml: yours gives {what.model} "
+                f"`{LORA.field}`, and the snapshot was made without",
+                key="models.toml",
+            )
 
-    def _known_model(self, name: str, files: tuple[ModelFile, ...]) -> store.PulledModel | None:
-        """Find these files here, by any name. Raises SnapshotStaleError if others have this one."""
-        wanted = [one.sha256 for one in files]
+    def _known_model(self) -> store.PulledModel | None:
+        """Find the model here, by any name. Raises SnapshotStaleError if another has this one."""
+        name, wanted = self._what.model, [one.sha256 for one in self._what.files]
         here = resolve(name).pulled
         if here is None:
             first = (one for one in store.list_pulled() if one.files[0].sha256 == wanted[0])
-            return next((one for one in first if self._digests(one, name) == wanted), None)
-        ours = self._digests(here, name)
+            return next((one for one in first if _digests(one) == wanted), None)
+        ours = _digests(here)
         if ours != wanted:
             raise _other_here("model", name, ", ".join(wanted), ", ".join(ours))
         return here
-
-    def _digests(self, here: store.PulledModel, name: str) -> list[str]:
-        """Return those of its files, and of the projector of the model that is no draft."""
-        encoder = resolve(here.name).files("none").projector if name == self._what.model else ""
-        encoders = [sha256_of(Path(encoder))] if encoder else []
-        return [*(file.sha256 for file in here.files), *encoders]
 
     def _known_adapter(self, wanted: AdapterFile) -> Path | None:
         """Find this file here, by any name. Raises SnapshotStaleError if another has this one."""
@@ -218,6 +207,13 @@ class Placing:
 
 def _is(path: Path, wanted: AdapterFile) -> bool:
     return path.is_file() and path.stat().st_size == wanted.size and sha256_of(path) == wanted.sha256
+
+
+def _digests(here: store.PulledModel) -> list[str]:
+    """Return the digests of a model's files, its projector's last."""
+    encoder = resolve(here.name).files().projector
+    encoders = [sha256_of(Path(encoder))] if encoder else []
+    return [*(file.sha256 for file in here.files), *encoders]
 
 
 def _pull(name: str, first: Path, *, in_place: bool) -> None:

@@ -35,9 +35,8 @@ FULL = curve(lambda rows: 0.010 * rows)
 class Always:
     """Drafts the same tokens."""
 
-    def __init__(self, s_per_token: float = 0.0) -> None:
-        self._rate = Acceptance(0.8 if s_per_token else 0.5)
-        self.s_per_token = s_per_token
+    def __init__(self) -> None:
+        self._rate = Acceptance(0.5)
         self.calls = 0
 
     def acceptance(self, position: int) -> Acceptance:
@@ -153,19 +152,6 @@ def test_a_text_that_becomes_predictable_is_drafted_again() -> None:
     assert 7 in drafted[100:]
 
 
-def test_a_rejected_draft_model_is_tried_now_and_then() -> None:
-    drafting = Drafting(Always(s_per_token=0.001), limit=7)
-    drafted = decode(drafting, [2] * 1000, CHEAP)
-    assert any(drafted[500:])
-    assert sum(map(bool, drafted)) < 50
-
-
-def test_drafter_costlier_than_a_token_never_drafts() -> None:
-    drafter = Always(s_per_token=0.011)
-    decode(Drafting(drafter, limit=7), [1] * 50, FREE)
-    assert drafter.calls == 0
-
-
 def test_a_named_drafter_drafts_at_any_price() -> None:
     drafting = Drafting(Always(), limit=4, is_forced=True)
     assert decode(drafting, [2] * 20, FULL)[:10] == [4] * 10
@@ -213,8 +199,6 @@ def test_close_reaches_the_drafter() -> None:
 
 class Text:
     """Drafts from a text in which the next token is as predicted in `share` of all places."""
-
-    s_per_token = 0.0
 
     def __init__(self, share: float, seed: int) -> None:
         self._rate = Acceptance(0.5)

@@ -30,7 +30,7 @@ class FakeHost(Host):
         super().__init__(config=Config(default_model="fake"))
         self.fake = engine
 
-    def files(self, model, draft="", progress=None):
+    def files(self, model, progress=None):
         return ModelFiles(name=model, paths=())
 
     def engine(self, model, options, progress=None):

@@ -15,12 +15,12 @@ ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 1
 
 @pytest.fixture(scope="module")
 def smol(serve_module, load_model, smollm2, tmp_path_factory):
-    """The real small model with two adapters, and itself for a draft model."""
+    """The real small model with two adapters."""
     folder = tmp_path_factory.mktemp("lora")
     adapters = [
         make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(("red", "blue"))
     ]
-    return serve_module(load_model(smollm2, "smol", draft=smollm2, n_ctx=1024, lora=",".join(adapters)))
+    return serve_module(load_model(smollm2, "smol", n_ctx=1024, lora=",".join(adapters)))
 
 
 def _completed(here, **fields) -> dict:
@@ -95,20 +95,13 @@ def test_an_adapter_that_is_not_there_is_refused(smol, lora):
 @pytest.mark.model
 def test_speculation_changes_nothing_but_the_counts(smol):
     off = _completed(smol, speculative="off", lora=[])
-    draft = _completed(smol, speculative="draft", lora=[])
     ngram = _completed(smol, speculative="ngram", lora=[])
-    texts = {answer["choices"][0]["text"] for answer in (off, draft, ngram)}
+    texts = {answer["choices"][0]["text"] for answer in (off, ngram)}
     assert len(texts) == 1
     assert off["timings"]["draft_n"] == 0
-    assert draft["timings"]["draft_n"] >= draft["timings"]["draft_n_accepted"] > 0
+    assert ngram["timings"]["draft_n"] >= ngram["timings"]["draft_n_accepted"] > 0
     scrape = smol.client.get("/metrics").text
     assert 'edgeinfer_spec_decode_num_accepted_tokens_total{model_name="smol"' in scrape
-
-
-def test_a_draft_that_is_not_there_is_refused(serve, chatterer):
-    here = serve(chatterer())
-    refused = here.client.post("/v1/completions", json=ASK | {"speculative": "draft"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "speculative")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a snapshot that travels was made of: adapters and a draft model go with it, once each."""
+"""What a snapshot that travels was made of: adapters go with it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from ..conftest import Endpoint
 from .test_transfer import all_refused, description_of, flip_file, resigned
 
 MODEL = "small"
-TWIN = "twin"
 #: What the models and adapters of `exported` are asked for by.
-OPTIONS = ("--lora", "red:0.5", "--lora", "blue", "--draft", TWIN)
+OPTIONS = ("--lora", "red:0.5", "--lora", "blue")
 
 
 @pytest.fixture(scope="module")
 def exporter(warm):
-    """A user whose small model drafts for itself under another name, and has two adapters."""
-    warm.run("pull", str(warm.model), "--name", TWIN, "--in-place", "--quiet").check()
+    """A user who has two adapters of the small model."""
     place = warm.data / "data/adapters"
     place.mkdir(mode=0o700, exist_ok=True)
     for seed, path in enumerate((place / "red.gguf", warm.home / "blue.gguf")):
@@ -44,7 +42,7 @@ def exporter(warm):
 def exported(exporter) -> Path:
     """Export that snapshot to a folder."""
     folder = exporter.home / "with adapters"
-    words = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"), "--draft", TWIN)
+    words = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"))
     name = exporter.run("warm", MODEL, *words, "--json").result["snapshot"]["name"]
     exporter.run("snapshots", "export", name, str(folder), "--quiet").check()
     return folder
@@ -60,7 +58,7 @@ def place_of(person, name: str) -> Path:
 
 
 @pytest.mark.criu
-def test_adapters_and_draft_are_exported_once_each(exporter, exported, signer, abroad):
+def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad):
     kinds = [layer.media_type for layer in description.layers(description_of(exported))]
     assert kinds == [description.MODEL_TYPE, description.ADAPTER_TYPE, description.ADAPTER_TYPE]
 
@@ -153,12 +151,11 @@ def test_altered_adapters_are_refused_by_name_and_nothing_is_published(exported,
 # --- what does not travel
 
 
-def manifest_with(lora: str = "", draft: str = "", *files: str) -> format.Manifest:
+def manifest_with(lora: str = "", *files: str) -> format.Manifest:
     manifest = format.Manifest(
         name=MODEL, model=MODEL, criu="", tier="root", pid=1, link_inode=1, wake_inode=1
     )
     manifest.requested = {"lora": lora} if lora else {}
-    manifest.requested |= {"draft": draft} if draft else {}
     manifest.files = dict.fromkeys(files, "")
     return manifest
 
@@ -168,14 +165,12 @@ def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
     shouting = make_adapter(tmp_path / "RED.gguf", 1)
     for manifest, words in (
         (manifest_with(lora=shouting), "the adapter RED.gguf has no name"),
-        (manifest_with(draft=str(smollm2)), "is no name that another machine"),
-        (manifest_with(draft="Small"), "is no name that another machine"),
-        (manifest_with("", "", shouting), "RED.gguf, which your models.toml names"),
+        (manifest_with("", shouting), "RED.gguf, which your models.toml names"),
     ):
         with pytest.raises(SnapshotError, match=words):
             exporting.describe(manifest, "")
     (tmp_path / "RED.gguf").rename(tmp_path / "red.gguf")
     lora = str(LORA.parse(f"{tmp_path}/red.gguf:0.5"))
-    found, paths_by_digest = exporting.describe(manifest_with(lora=lora, draft=MODEL), "")
+    found, paths_by_digest = exporting.describe(manifest_with(lora=lora), "")
     assert [(one.name, one.scale) for one in found.adapters] == [("red", 0.5)]
-    assert len(paths_by_digest) == 2  # the draft model is the model itself
+    assert len(paths_by_digest) == 2
