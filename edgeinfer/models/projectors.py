@@ -20,7 +20,13 @@ _MOST = {
     "attention.head_count": 512,
     "block_count": 512,
     "projection_dim": 1 << 16,
+    "preproc_image_size": 4096,
+    "preproc_min_tiles": 64,
+    "preproc_max_tiles": 256,
+    "image_min_pixels": 1 << 24,
 }
+#: Pictures that are cut into tiles are scaled to so many tiles a side; models have up to 5.
+_MOST_TILES = 8
 
 
 def is_projector(file_name: str) -> bool:
@@ -52,6 +58,8 @@ def check(path: str | Path) -> GgufHeader:
     size, patch = (header.number(f"clip.vision.{key}_size", 1) for key in ("image", "patch"))
     if patch > size:
         raise InvalidGgufError(f"{path} has patches of {patch} pixels in pictures of {size}")
+    if header.number("clip.vision.preproc_image_size") > _MOST_TILES * size:
+        raise InvalidGgufError(f"{path} cuts pictures into more than {_MOST_TILES} tiles a side")
     return header
 
 

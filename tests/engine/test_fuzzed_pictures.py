@@ -41,6 +41,7 @@ def child(work):
     if not pid:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
         os.write(here, (work() or "ok").encode()[:200])
         os._exit(0)
     os.close(here)

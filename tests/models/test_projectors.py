@@ -54,6 +54,10 @@ def test_a_projector_of_each_kind_is_read(tmp_path, kind):
         ({"image_size": 1 << 30}, "image_size is 1073741824"),
         ({"patch_size": 65}, "patches of 65 pixels in pictures of 64"),
         ({"block_count": 1 << 20}, "block_count"),
+        ({"preproc_image_size": 1 << 16}, "preproc_image_size is 65536"),
+        ({"preproc_image_size": 513}, "more than 8 tiles a side"),
+        ({"preproc_max_tiles": 1 << 20}, "preproc_max_tiles"),
+        ({"image_min_pixels": 1 << 30}, "image_min_pixels"),
         ({"attention.head_count": 0}, "head_count is 0"),
     ],
 )

@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import DecodeError, EngineError
+from edgeinfer.platform.machine import read_memory
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 from edgeinfer.runtime.pictures import Picture
 
 _CPU_S = 600
+#: Libraries, and stacks and heaps of threads, most of which is never touched.
+_MAPPED_BYTES = 4 << 30
 _SIDE = 64
 #: Sizes that are cut into tiles or scaled in other ways, without their pixels.
 _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
@@ -31,6 +34,8 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+    most_bytes = read_memory().available_bytes + sum(map(os.path.getsize, argv)) + _MAPPED_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     try:
         reason = tried(argv[0], open_model(tuple(argv[1:])), os.cpu_count() or 1)
     except EngineError as error:
