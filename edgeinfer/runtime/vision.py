@@ -284,9 +284,6 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
 
     key = f"{stamps((files.projector,))} {__version__}"
     projector = Projector(files.projector, loaded.model, loaded.n_threads)
-    if projector.uses_mrope and not loaded.supports_truncation:
-        projector.free()
-        return None, ": recurrent and hybrid models with M-RoPE are not supported yet"
     return Vision(projector, key, max_rows=loaded.n_batch), ""
 
 

@@ -9,14 +9,14 @@ import ctypes
 import io
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from made_decoders import make_lfm2, make_qwen2vl
+from made_decoders import make_lfm2, make_qwen2vl, make_qwen35
 from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 
 from edgeinfer.errors import InvalidRequestError
@@ -29,7 +29,7 @@ from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.model import LlamaModel, _beside_projector
+from edgeinfer.runtime.llama.model import _beside_projector
 from edgeinfer.runtime.llama.mtmd import Chunk
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import (
@@ -44,7 +44,7 @@ from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.format import read_header
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.runtime.requests import GenerateRequest, Message
-from edgeinfer.runtime.vision import PromptPictures, Source, Span, Vision, open_vision
+from edgeinfer.runtime.vision import PromptPictures, Source, Span, Vision
 
 from .conftest import GREEDY, answer, answers, ask
 
@@ -94,7 +94,7 @@ def built() -> None:
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
 
 
-@pytest.fixture(scope="module", params=["tiles", "whole", "m-rope"])
+@pytest.fixture(scope="module", params=["tiles", "whole", "m-rope", "hybrid m-rope"])
 def files(
     request: pytest.FixtureRequest,
     smollm2: Path,
@@ -105,8 +105,9 @@ def files(
     if request.param == "tiles":
         text = rename_tokens(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS)
         projector = make_projector(folder / "mmproj.gguf", "idefics3", 576, patch=32, longest=512)
-    elif request.param == "m-rope":
-        text = make_qwen2vl(folder / "text.gguf", smollm2)
+    elif "m-rope" in request.param:
+        make = make_qwen2vl if request.param == "m-rope" else make_qwen35
+        text = make(folder / "text.gguf", smollm2)
         projector = make_projector(folder / "mmproj.gguf", "qwen2vl_merger", 64)
     else:
         text = gemma3
@@ -192,7 +193,10 @@ def test_picture_is_prefilled_once(engine: LlamaEngine) -> None:
     again = answer(engine, chat(WORDS, picture(), "What is in it?"))
     fresh = answer(engine, chat(WORDS, picture(), "What is in it?", cache_prompt=False))
     n_prompt, n_cached = usage(again)
-    assert n_cached == n_prompt - 1
+    if engine._loaded.supports_truncation:
+        assert n_cached == n_prompt - 1
+    else:
+        assert n_cached == spans_of(engine, chat(WORDS, picture()))[1][-1].end
     assert usage(fresh)[1] == 0
     assert first.logprobs == again.logprobs == fresh.logprobs
 
@@ -252,6 +256,9 @@ def test_streams_beside_pictures_keep_their_bits(engine: LlamaEngine) -> None:
     ]
     alone = [answer(engine, request) for request in [*texts, *seen]]
     together = answers(engine, [*texts, *seen])
+    if engine.info.architecture == "qwen35":  # its delta nets round otherwise in a batch, of text too
+        assert [one.text for one in together] == [one.text for one in alone]
+        return
     assert [one.logprobs for one in together] == [one.logprobs for one in alone]
 
 
@@ -436,13 +443,18 @@ def test_model_without_projector_refuses(smol: LlamaEngine) -> None:
         smol.submit(chat(picture(), "What is in it?"))
 
 
+@pytest.mark.parametrize(("make", "kind"), [(make_lfm2, "lfm2"), (make_qwen35, "qwen2vl_merger")])
 def test_hybrid_model_continues_at_a_pictures_edge(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path, Path], Path],
+    kind: str,
+    smollm2: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its state cannot be cut, so there are checkpoints where a picture begins and ends."""
     monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)  # the model is small and fast
-    text = make_lfm2(tmp_path / "text.gguf", smollm2)
-    projector = make_projector(tmp_path / "mmproj.gguf", "lfm2", 64)
+    text = make(tmp_path / "text.gguf", smollm2)
+    projector = make_projector(tmp_path / "mmproj.gguf", kind, 64)
     files = ModelFiles(name="m", paths=(str(text),), projector=str(projector))
     options = LoadOptions(n_ctx=2048, n_parallel=2)
     asked, other = ((WORDS, picture(), f"{question} " * 40) for question in ("What?", "Where is it?"))
@@ -464,22 +476,12 @@ def test_hybrid_model_continues_at_a_pictures_edge(
         engine.use_blocks(BlockStore(tmp_path / "blocks"))
         restored = answer(engine, chat(*other))
         assert restored.finished is not None
-        assert restored.finished.usage.cached_disk_tokens >= spans[-1].end
+        n_restored = restored.finished.usage.cached_disk_tokens
+        if spans[0].positions is None:
+            assert n_restored >= spans[-1].end
+        else:
+            assert n_restored == spans[0].start
         assert restored.logprobs == next_question.logprobs
-
-
-def test_hybrid_model_with_mrope_refuses_pictures(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = make_qwen2vl(tmp_path / "text.gguf", smollm2)
-    projector = make_projector(tmp_path / "mmproj.gguf", "qwen2vl_merger", 64)
-    files = ModelFiles(name="m", paths=(str(text),), projector=str(projector))
-    with closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))) as engine:
-        assert engine.info.can_see
-        monkeypatch.setattr(LlamaModel, "supports_truncation", property(lambda model: False))
-        vision, reason = open_vision(files, engine._loaded)
-        assert vision is None
-        assert "hybrid models with M-RoPE" in reason
 
 
 def test_projector_of_another_model_is_refused(smollm2: Path, tmp_path: Path) -> None:

@@ -93,6 +93,39 @@ def make_lfm2(path: Path, vocabulary_of: Path, layers: int = 4) -> Path:
     return _make(path, family, vocabulary_of)
 
 
+def _qwen35_layer(number: int) -> Shapes:
+    norms = {"attn_norm": (E,), "post_attention_norm": (E,)}
+    if number % 2:
+        heads = {"attn_q": (2 * E, E), "attn_k": (E, E), "attn_v": (E, E), "attn_output": (E, E)}
+        return norms | _GATED | heads | {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)}
+    linear = {"attn_qkv": (3 * E, E), "attn_gate": (E, E), "ssm_conv1d": (3 * E, 4), "ssm_out": (E, E)}
+    scalars = {"ssm_beta": (HEADS, E), "ssm_alpha": (HEADS, E), "ssm_norm": (HEAD,)}
+    return norms | _GATED | linear | scalars
+
+
+def make_qwen35(path: Path, vocabulary_of: Path) -> Path:
+    """Write a hybrid model with M-RoPE: gated delta nets, and attention in between."""
+    family = Family(
+        "qwen35",
+        {"output_norm": (E,)},
+        _qwen35_layer,
+        {
+            "rope.dimension_sections": [4, 6, 6, 0],
+            "attention.key_length": HEAD,
+            "attention.value_length": HEAD,
+            "full_attention_interval": 2,
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": E,
+            "ssm.state_size": HEAD,
+            "ssm.time_step_rank": HEADS,
+            "ssm.group_count": HEADS,
+        },
+        lambda number: {} if number % 2 else {"ssm_a": (HEADS,), "ssm_dt.bias": (HEADS,)},
+        n_layers=4,
+    )
+    return _make(path, family, vocabulary_of)
+
+
 def _make(
     path: Path, family: Family, vocabulary_of: Path, n_ctx: int = _N_CTX, *, template: bool = False
 ) -> Path:

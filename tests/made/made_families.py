@@ -314,7 +314,7 @@ def _named(before: str, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]
 
 def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
     if name.endswith("ssm_a"):
-        return -np.tile(np.arange(1.0, STATE + 1), (shape[0], 1)).astype(np.float32)
+        return -np.resize(np.arange(1.0, STATE + 1), shape).astype(np.float32)
     if name.endswith("ssm_dt.bias"):
         return np.full(shape, -3.0, np.float32)
     values = rng.normal(0, 0.02 if name.endswith("bias") else 0.25, shape)
