@@ -24,6 +24,7 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan.plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
+from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.app import App
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
@@ -113,6 +114,7 @@ async def _serve(
         host,
         refuse_unknown=pick(options.unknown_fields, config.unknown_fields) == "refuse",
         normalizer=PromptNormalizer(config.normalize_prompts),
+        journal=AnswerJournal(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
         model_admin=ModelAdmin(host) if _speaks_ollama(options, host) else None,
     )

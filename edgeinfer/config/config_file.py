@@ -159,6 +159,10 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
             'A lone model answers to any name, unless `"*"` is here.'
         ),
     ] = {}
+    store_responses: Annotated[
+        bool,
+        key_doc("Keep answers of /v1/responses in memory for an hour, to go on from and read again."),
+    ] = False
     normalize_prompts: Annotated[
         tuple[PromptRule, ...],
         key_doc("Rules that normalize the prompts of known coding agents; `[]` switches that off."),

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.anthropic.routes import ANTHROPIC
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.context import RequestContext, json_reply
@@ -25,7 +26,7 @@ from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
 from edgeinfer.server.problems import Problem, from_error, internal
-from edgeinfer.server.request_body import decode, decode_query
+from edgeinfer.server.request_body import decode, decode_query, read_body
 from edgeinfer.server.responses.routes import RESPONSES
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
@@ -98,7 +99,15 @@ class App:
                 return
         self._admit(context, scope.get("connection"))
         with self._counted(context):
-            await _handle(scope, receive, send)
+            operation = context.operation
+            if operation is None or not operation.may_store or self._endpoint.journal is None:
+                await _handle(scope, receive, send)
+                return
+            body = await read_body(Request(scope, receive))
+            limit_bytes = self._endpoint.limits.kept_bytes
+            context.journaled = JournaledAnswer(limit_bytes, lambda: context.outcome)
+            context.journaled.start(_handle, scope, body)
+            await context.journaled.read(receive, send)
 
     def _admit(self, context: RequestContext, connection: Connection | None) -> None:
         gate, operation = self._gate, context.operation
@@ -124,7 +133,11 @@ class App:
         try:
             yield
         finally:
-            self._endpoint.leave(context.key)
+            journaled = context.journaled
+            if journaled is None or journaled.is_done:
+                self._endpoint.leave(context.key)
+            else:  # the journal reads on after the client has left
+                journaled.done_callbacks.append(lambda done: self._endpoint.leave(context.key))
 
     def _problem(self, context: RequestContext, error: Exception) -> Problem:
         if isinstance(error, Problem):

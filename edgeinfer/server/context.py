@@ -17,6 +17,7 @@ from edgeinfer.errors import EngineClosedError, UnknownModelError
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
+from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
@@ -59,6 +60,8 @@ class RequestContext:
     outcome: str = ""
     #: The request as received.
     body: bytes | None = None
+    #: The answer in the journal, if it may be read again.
+    journaled: JournaledAnswer | None = None
     #: The prompt normalization rules that changed the prompt.
     normalized: tuple[PromptRule, ...] = ()
     #: Fields and hints of the request that were ignored.

@@ -44,9 +44,9 @@ Envelope = Callable[[Problem, str], bytes]
 class Operation(msgspec.Struct, frozen=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
-    `is_admin`: it changes what others get, or tells of it. `body` and `reply` are types of JSON; `also`
-    are further answers by status, for the OpenAPI document. Of body and query, the handler is given
-    those that `takes` names.
+    `is_admin`: it changes what others get, or tells of it. `may_store`: its answers may be kept, to be
+    read again by id. `body` and `reply` are types of JSON; `also` are further answers by status, for
+    the OpenAPI document. Of body and query, the handler is given those that `takes` names.
     """
 
     path: str
@@ -60,6 +60,7 @@ class Operation(msgspec.Struct, frozen=True):
     streams: bool = False
     uses_model: bool = True
     is_admin: bool = False
+    may_store: bool = False
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct]] = {}
 

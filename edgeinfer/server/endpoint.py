@@ -15,6 +15,7 @@ from edgeinfer.errors import QueueFullError
 from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
@@ -39,6 +40,8 @@ class Endpoint:
     #: Whether an undeclared request field is an error; otherwise it is ignored and named.
     refuse_unknown: bool = False
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
+    #: Stored responses; None if they are switched off.
+    journal: AnswerJournal | None = None
     #: Files and batches; None where none are kept.
     batches: Batches | None = None
     #: Adds and removes models; None if no client may do so.

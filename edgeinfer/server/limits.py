@@ -15,6 +15,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     between keep-alive comments. `patience_s` is how long a streaming client waits for an HTTP status
     while its model loads, before the stream is begun. `prepare_s` is how long it may take to make a
     request ready for the engine: template, schema, grammar, tokens.
+
+    `kept_answers` of one key, `kept_bytes` of all and `kept_s` bound the answers that may be read
+    again; one without a reader is abandoned after `unread_s`.
     """
 
     max_body_bytes: int = 32 << 20
@@ -33,3 +36,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 2.0
     prepare_s: float = 60.0
     drain_s: float = 30.0
+    kept_answers: int = 64
+    kept_bytes: int = 64 << 20
+    kept_s: float = 3600.0
+    unread_s: float = 60.0

@@ -27,6 +27,7 @@ from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime import fake
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
@@ -100,6 +101,7 @@ def served(
     gate: Gate | None = None,
     limits: Limits | None = None,
     options: RunOptions | None = None,
+    store_responses: bool = False,
     wait_ready: bool = True,
     **parts: Any,
 ) -> Iterator[Served]:
@@ -122,7 +124,8 @@ def served(
         models = ModelPool(
             sources, default=here[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
         )
-        endpoint = Endpoint(models, limits, Log("json", log), Host(), **parts)
+        journal = AnswerJournal(limits) if store_responses else None
+        endpoint = Endpoint(models, limits, Log("json", log), Host(), journal=journal, **parts)
         server = EndpointServer(endpoint, gate or Gate(keys=Keys(keys)), [listener], options)
         starting.set_result((endpoint, server, asyncio.get_running_loop()))
         return await server.run()

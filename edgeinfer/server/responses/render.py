@@ -35,8 +35,11 @@ _EMPTY_PARTS = {"message": wire.OutputTextOut(text=""), "reasoning": wire.Reason
 class ResponseRenderer(Renderer):
     """`response` and its stream."""
 
-    def __init__(self, request_id: str, model: str, body: wire.ResponsesRequest) -> None:
+    def __init__(
+        self, request_id: str, model: str, body: wire.ResponsesRequest, *, stored: bool = False
+    ) -> None:
         self.id = request_id
+        self._stored = stored
         self.model = model
         self.created = int(time.time())
         self._request = body
@@ -209,6 +212,8 @@ class ResponseRenderer(Renderer):
             temperature=body.temperature,
             top_p=body.top_p,
             truncation=body.truncation or "disabled",
+            previous_response_id=body.previous_response_id,
+            store=self._stored,
             reasoning=msgspec.to_builtins(body.reasoning) if body.reasoning else None,
         )
 

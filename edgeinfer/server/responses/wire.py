@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API (its OpenAPI document); none is stored."""
+"""Requests of OpenAI's Responses API (its OpenAPI document); stored where that is switched on."""
 
 from __future__ import annotations
 
@@ -192,10 +192,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         "background": "the answer comes with its request",
         "conversation": "conversations are not stored",
         "moderation": "nothing is moderated",
-        "previous_response_id": "responses are not stored, send the conversation",
         "prompt": "prompts are not stored",
     }
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
     known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "include": ("message.output_text.logprobs",)
     }
@@ -215,7 +213,17 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     reasoning_budget: ReasoningBudget | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
-    store: Literal[False, "none"] | None = None
+    store: bool | Literal["none"] | None = None
+    previous_response_id: ShortText | None = None
+
+
+class StoredQuery(Wire, frozen=True, kw_only=True):
+    """GET /v1/responses/{id}: the response, or its stream from behind an event."""
+
+    hints: ClassVar = frozenset({"include", "include_obfuscation"})
+
+    stream: bool | None = None
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
@@ -311,3 +319,11 @@ class ResponseReply(Reply, frozen=True, kw_only=True):
     service_tier: str = "default"
     object: Literal["response"] = "response"
     timings: WireTimings | None = None
+
+
+class DeletedResponse(Reply, frozen=True, kw_only=True):
+    """The answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
