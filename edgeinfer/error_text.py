@@ -57,6 +57,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.DumpError: (7, "run `edgeinfer doctor`; launches stay cold until then"),
     e.RestoreError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.ServeError: (1, "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"),
+    e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
     e.InterruptedByUser: (130, ""),
 }

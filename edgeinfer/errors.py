@@ -211,6 +211,10 @@ class BlockDamagedError(EdgeInferError):
     """A file of the block store is truncated or altered: it is not used."""
 
 
+class ToolServerError(EdgeInferError):
+    """A tool server that cannot be started, broke the protocol, or has ended."""
+
+
 class ServeError(EdgeInferError):
     """The endpoint cannot bind, or may not."""
 

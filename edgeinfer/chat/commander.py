@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from edgeinfer.chat import attachments, commands, context, formats, presets
 from edgeinfer.chat.formats import code_blocks
@@ -16,6 +16,9 @@ from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.options import parse_adapters
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import ChatTools
 
 
 class Front(Protocol):
@@ -55,6 +58,9 @@ class Front(Protocol):
 
     def fold_reasoning(self) -> None: ...
 
+    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
+        """Prepare tools, which blocks, then offer them to the model; `refresh` asks every server."""
+
     def use_theme(self, name: str) -> None: ...
 
     def edit_outside(self) -> None: ...
@@ -80,9 +86,16 @@ _SHOWN = {
 class Commander:
     """Runs parsed commands with the saved `config`; an undo brings back the `deleted` conversation."""
 
-    def __init__(self, session: ChatSession, front: Front, config: ChatConfig) -> None:
+    def __init__(
+        self,
+        session: ChatSession,
+        front: Front,
+        config: ChatConfig,
+        make_tools: Callable[[], ChatTools] | None = None,
+    ) -> None:
         self.session = session
         self.front = front
+        self._make_tools = make_tools
         self.prompts = dict(config.system_prompts)
         self.presets: dict[str, Mapping[str, presets.Value]] = {**presets.PRESETS, **config.presets}
         self.deleted: int | None = None
@@ -213,6 +226,27 @@ class Commander:
         if not found:
             raise UsageError("there is no answer yet", hint="ask something first")
         return found[-1]
+
+    # tools
+
+    def _tools(self, argument: str) -> None:
+        tools = self.session.tools
+        if argument == "off":
+            self.session.refuse_busy()
+            if tools is not None:
+                self.session.tools = None
+                tools.close()
+            self.front.show_text("The model has no tools.")
+        elif argument in ("on", "check"):
+            self.session.refuse_busy()
+            if tools is None and self._make_tools is not None:
+                tools = self._make_tools()
+            if tools is not None:
+                self.front.use_tools(tools, refresh=argument == "check")
+        elif argument:
+            raise UsageError(f"/tools has no {argument!r}", hint="/tools on, /tools off, /tools check")
+        else:
+            self.front.show_text(tools.text() if tools is not None else "No tools. `/tools on`")
 
     # conversations
 

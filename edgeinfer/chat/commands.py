@@ -17,7 +17,18 @@ from edgeinfer.platform import paths
 
 #: What an argument is, so that it can be completed.
 Kind = Literal[
-    "none", "text", "number", "model", "path", "prompt", "preset", "adapter", "theme", "setting", "copy"
+    "none",
+    "text",
+    "number",
+    "model",
+    "path",
+    "prompt",
+    "preset",
+    "adapter",
+    "tools",
+    "theme",
+    "setting",
+    "copy",
 ]
 
 
@@ -66,6 +77,12 @@ COMMANDS: tuple[Slash, ...] = (
         "apply these LoRA adapters and no others; `none` for none",
         "adapter",
         ("adapters",),
+    ),
+    Slash(
+        "tools",
+        "[on|off|check]",
+        "let the model call tools; alone lists them, `check` asks servers",
+        "tools",
     ),
     Slash("file", "PATH", "attach a text file or a picture to the next question", "path", ("attach",)),
     Slash("new", "", "begin a new conversation", aliases=("clear",)),
@@ -219,4 +236,9 @@ _BUILT_IN: Names = {
     "setting": lambda: [(f"{option.label} ", option.help) for option in presets.OPTIONS.values()],
     "copy": lambda: [("code", "the last code block"), ("all", "the conversation as Markdown")],
     "adapter": _adapters,
+    "tools": lambda: [
+        ("on", "offer the configured tools"),
+        ("off", "none"),
+        ("check", "ask the servers"),
+    ],
 }

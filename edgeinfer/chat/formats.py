@@ -68,6 +68,8 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
                 f"<details><summary>Reasoning</summary>\n\n{turn.reasoning.strip()}\n\n</details>"
             )
         parts.append(turn.content.strip())
+        for use in turn.calls:
+            parts += [fenced(use.arguments, f"json {use.name}"), fenced(use.result, use.status)]
         parts += [
             f"*(picture: {a.name})*" if a.is_picture else fenced(a.text, _info(a.name))
             for a in turn.attachments

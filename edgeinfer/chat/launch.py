@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +18,9 @@ from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_ms
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import ChatTools
 
 
 @dataclass
@@ -31,6 +36,13 @@ class Launch:
     conversation: Conversation = field(default_factory=Conversation)
     attachments: list[Attachment] = field(default_factory=list)
     terminal: int = 0
+    with_tools: bool = False
+
+    def tools(self) -> ChatTools:
+        """Make the configured tools. Raises ConfigError, UsageError if there are none."""
+        from edgeinfer.tools.loop import ChatTools  # imported by chats with tools alone
+
+        return ChatTools(self.host.config.tools, Path.cwd())
 
     def session(self) -> ChatSession:
         """Make a session with a new conversation of this model."""

@@ -11,7 +11,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from edgeinfer.chat import attachments, commands, context, model_choices
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
@@ -28,6 +28,11 @@ from edgeinfer.models.progress import ProgressLines
 from edgeinfer.runtime.events import Progress, TextDelta
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.safe_text import without_controls
+from edgeinfer.tools.approval import Decision, parse_decision
+from edgeinfer.tools.uses import ToolUse
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import Card, ChatTools
 
 
 class Repl:
@@ -39,7 +44,7 @@ class Repl:
     def __init__(self, launch: Launch, source: TextIO, out: TextIO) -> None:
         self.launch = launch
         self.session = launch.session()
-        self.commander = Commander(self.session, self, launch.config)
+        self.commander = Commander(self.session, self, launch.config, launch.tools)
         self._engines = launch.engines()
         self._source = source
         self._out = out
@@ -71,6 +76,8 @@ class Repl:
             self._read_ahead.stop()
             if self.session.answer is not None and self.session.busy:
                 self.session.answer.abandon()
+            if self.session.tools is not None:
+                self.session.tools.close()
             self._engines.close()
             purge_deleted(self.launch.open_store)
         if self._failure is not None and not self._interactive:
@@ -87,6 +94,8 @@ class Repl:
             if not self._interactive:
                 raise
             self._trouble(error)
+        if self.launch.with_tools:
+            self._take("/tools on")
 
     def _read(self) -> str | None:
         """Read one line, None at the end. A backslash at its end continues it on the next."""
@@ -204,6 +213,42 @@ class Repl:
             self.show_text(f"({done.cut})")
         if answer.store_error is not None:
             self._trouble(answer.store_error)
+        if (turn := self.session.calls) is not None:
+            self._run_calls(turn)
+
+    def _run_calls(self, turn: Turn) -> None:
+        """Run an answer's calls, and answer their results."""
+        tools, run = self.session.tools, self.session.start_calls(turn, self)
+        assert tools is not None
+        with _ctrl_c_stops(tools):
+            calls = run()
+        for words in tools.notices():
+            self.show_text(f"Note: {words}")
+        if self.session.note_calls(turn, calls):
+            self.show_answer(self.session.begin_answer())
+
+    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
+        for words in tools.prepare(refresh=refresh):
+            self.show_text(f"Note: {words}")
+        self.session.tools = tools
+        self.show_text(tools.text())
+
+    # CallFront
+
+    def decide(self, card: Card) -> Decision:
+        self.show_text(card.text())
+        if not self._interactive:
+            return Decision("no", "no user is here to allow it")
+        self._write("? ")
+        line = self._line()
+        return Decision("no") if line is None else parse_decision(line)
+
+    def show_use(self, use: ToolUse, words: str) -> None:
+        name, _, tool = use.name.partition("__")
+        if words:
+            self.show_text(f"Tool {name} · {tool}: {words}")
+        else:
+            self.show_text(f"Tool {name} · {tool} {use.status}: {_first_line(use.result)}")
 
     def _show(self, piece: Collected, thinking: bool) -> bool:
         if piece.reasoning:
@@ -329,12 +374,17 @@ class Repl:
         self._leaving = True
 
 
+def _first_line(text: str) -> str:
+    line = text.strip().partition("\n")[0]
+    return f"{line[:120]}…" if len(line) > 120 or line != text.strip() else line
+
+
 @contextlib.contextmanager
-def _ctrl_c_stops(answer: Answer) -> Iterator[None]:
-    """Let Ctrl-C stop the answer; signals are caught in the main thread alone."""
+def _ctrl_c_stops(running: Answer | ChatTools) -> Iterator[None]:
+    """Let Ctrl-C stop an answer or calls; signals are caught in the main thread alone."""
 
     def stop(_number: int, _frame: object) -> None:
-        answer.stop()
+        running.stop()
 
     try:
         before = signal.signal(signal.SIGINT, stop)

@@ -9,9 +9,10 @@ The front end drives an answer: `for event in answer.generation: answer.add(even
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,6 +40,10 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+from edgeinfer.tools.uses import ToolUse, call_messages, uses_of
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import CallFront, ChatTools
 
 _TITLE_CELLS = 60
 
@@ -52,6 +57,7 @@ class ChatSession:
         self._open_store = open_store
         self.engine = engine
         self.answer: Answer | None = None
+        self.tools: ChatTools | None = None
         self.conversation = Conversation(model=model)
         self._turns: dict[int, Turn] = {}
 
@@ -73,8 +79,7 @@ class ChatSession:
     @property
     def question(self) -> Turn | None:
         """Return the last question on show: the last turn, or the one it answers."""
-        head = self.head
-        return head if head is None or head.role == "user" else self._turns.get(head.parent_id or 0)
+        return next((turn for turn in reversed(self.path) if turn.role == "user"), None)
 
     @property
     def retries_after_cut(self) -> bool:
@@ -84,7 +89,9 @@ class ChatSession:
 
     @property
     def busy(self) -> bool:
-        """Return True while an answer is generated."""
+        """Return True while an answer is generated, or its calls run."""
+        if self.tools is not None and self.tools.running is not None:
+            return True
         return self.answer is not None and self.answer.done is None
 
     def refuse_busy(self) -> None:
@@ -145,7 +152,7 @@ class ChatSession:
         """Return the turn that the next question follows; a question without an answer is replaced."""
         head = self.head
         if head is not None and head.failed_empty:
-            head = self.question
+            head = self._turns.get(head.parent_id or 0)
         if head is not None and head.role == "user":
             return head.parent_id
         return head.id if head else None
@@ -160,12 +167,12 @@ class ChatSession:
         return self._add_user(text, turn.attachments, turn.parent_id)
 
     def begin_answer(self) -> Answer:
-        """Answer the question at the end of the branch.
+        """Answer the question, or the results of calls, at the end of the branch.
 
         Raises what `Engine.submit` raises; a failed turn with the reason is stored then.
         """
         head = self.head
-        if head is None or head.role != "user":
+        if head is None or (head.role != "user" and not head.calls):
             raise UsageError("there is no question to answer", hint="type one")
         return self._begin(head.id)
 
@@ -191,6 +198,30 @@ class ChatSession:
             raise
         reopened = msgspec.structs.replace(head, status="streaming", error="")
         return self._run(engine, reopened, generation, lease)
+
+    @property
+    def calls(self) -> Turn | None:
+        """Return the last answer if its calls have no result yet."""
+        head = self.head
+        return head if self.tools is not None and head is not None and head.waits_for_results else None
+
+    def start_calls(self, turn: Turn, front: CallFront) -> Callable[[], tuple[ToolUse, ...]]:
+        """Return a function for any thread that runs the calls of the last answer."""
+        tools = self.tools
+        assert tools is not None
+        rounds = itertools.takewhile(lambda t: t.role == "assistant", reversed(self.path))
+        n_round = sum(bool(t.calls) for t in rounds)
+        return tools.start(turn.calls, front, n_round=n_round, conversation=turn.conversation_id)
+
+    def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
+        """Store the results of a turn's calls; return whether they are to be answered.
+
+        They are not if the user stopped them or left the conversation. Raises StoreError.
+        """
+        self.store.set_calls(turn.id, calls)
+        self._ended(msgspec.structs.replace(turn, calls=calls))
+        is_here = self.conversation.head_id == turn.id
+        return is_here and all(use.status != "stopped" for use in calls)
 
     def _begin(self, question_id: int) -> Answer:
         engine = self.idle_engine()
@@ -272,6 +303,8 @@ class ChatSession:
     def _leave(self) -> None:
         if self.answer is not None and self.answer.done is None:
             self.answer.abandon()
+        if self.tools is not None:
+            self.tools.stop()
         self.answer = None
 
     # branches
@@ -335,6 +368,8 @@ class ChatSession:
         for turn in kept:
             if turn.role == "user":
                 found.append(_question(turn))
+            elif turn.calls:
+                found += call_messages(turn.content, turn.reasoning, turn.calls)
             elif turn.content:
                 found.append(Message(role="assistant", content=turn.content))
         return tuple(found)
@@ -365,6 +400,7 @@ class ChatSession:
         limit = self.conversation.sampling.get("max_tokens")
         return GenerateRequest(
             messages=self.messages(turns),
+            tools=self.tools.shown() if self.tools is not None else (),
             sampling=self.sampling(),
             continue_final=continue_final,
             max_tokens=int(limit) if limit else None,
@@ -411,6 +447,7 @@ class Answer:
         self._store = store
         self._n_ctx = n_ctx
         self._ended = ended
+        self._calls: tuple[ToolUse, ...] = ()
         self._all = Collected(turn.content, turn.reasoning)
         self._new = Collected()
         self._watch = RepetitionWatch()
@@ -478,6 +515,8 @@ class Answer:
             tokens_per_s=end.timings.decode_tokens_per_s(end.usage.completion_tokens),
             n_ctx=self._n_ctx,
         )
+        if end.reason == "tool_calls":
+            self._calls = uses_of(self._all)
         self.cache_report = CacheReport.of(self.turn.model, end)
         repeated = "the answer repeated itself" if self._repeats and end.reason == "cancelled" else ""
         self._end(statuses.get(end.reason, "complete"), repeated, stats)
@@ -488,6 +527,7 @@ class Answer:
                 self.turn,
                 content=self.text,
                 reasoning=self.reasoning,
+                calls=self._calls,
                 status=status,
                 error=error,
                 stats=stats,

@@ -68,8 +68,11 @@ class _Join(argparse.Action):
         setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of launch scope: the launch request carries them, so any snapshot serves them."""
+def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options of launch scope, and return their group.
+
+    The launch request carries them, so any snapshot serves them.
+    """
     group = parser.add_argument_group(LAUNCH)
     add_attached_options(group)
     which = group.add_mutually_exclusive_group()
@@ -81,6 +84,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="SNAPSHOT",
         help="resume this snapshot, with the model and load options it was made with",
     )
+    return group
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

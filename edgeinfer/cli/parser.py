@@ -94,6 +94,9 @@ VERBS = {
         ("snapshots", "snapshots show my-snapshot"),
         linux_only=True,
     ),
+    "tools": Verb(
+        "list the tools that chat and run can let the model call", ("tools", "tools --check")
+    ),
     "ps": Verb(
         "list running processes, with the cached part of each latest prompt", ("ps",), linux_only=True
     ),

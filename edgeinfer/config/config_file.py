@@ -196,6 +196,54 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
     mouse: Annotated[bool, key_doc("Take the mouse; off leaves it to the terminal.")] = True
 
 
+class ToolServerConfig(_Section, frozen=True, kw_only=True):
+    """One MCP server: a program, or an address."""
+
+    command: Annotated[tuple[str, ...], key_doc("The program to start, and its arguments.")] = ()
+    env: Annotated[dict[str, str], key_doc("Variables of the program.")] = {}
+    pass_env: Annotated[
+        tuple[str, ...], key_doc("Variables of this environment that the program gets too.")
+    ] = ()
+    url: Annotated[str, key_doc("The address of a server instead of a program.")] = ""
+    headers: Annotated[dict[str, str], key_doc("Headers of each request to the address.")] = {}
+
+
+#: The built-in tools.
+BuiltinTool = Literal["read", "glob", "grep", "write", "edit"]
+
+
+class ToolsConfig(_Section, frozen=True, kw_only=True):
+    """Tools for the model, in `chat --tools` and `run --tools`."""
+
+    builtin: Annotated[
+        tuple[BuiltinTool, ...],
+        key_doc('Built-in tools for the files below the current folder, e.g. `["read", "grep"]`.'),
+    ] = ()
+    servers: Annotated[
+        dict[str, ToolServerConfig],
+        key_doc(
+            'MCP servers by name: `{ command = ["npx", "…"], pass-env = ["TOKEN"] }` or '
+            '`{ url = "https://…", headers = { Authorization = "Bearer ${env:TOKEN}" } }`.'
+        ),
+    ] = {}
+    mcp_files: Annotated[
+        tuple[str, ...],
+        key_doc("Files of other programs whose MCP servers are used, e.g. `~/.cursor/mcp.json`."),
+    ] = ()
+    allow: Annotated[
+        tuple[str, ...],
+        key_doc("Calls that do not ask, e.g. `github.get_*` or `files.write(path=notes/*)`."),
+    ] = ()
+    deny: Annotated[
+        tuple[str, ...], key_doc("Calls that are always refused; goes before `allow`.")
+    ] = ()
+    max_rounds: Annotated[int, key_doc("Rounds of calls for one question at most.", ge=1, le=100)] = 10
+    max_result_kib: Annotated[
+        int, key_doc("KiB of one result that the model gets at most.", ge=1, le=1024)
+    ] = 32
+    timeout_s: Annotated[float, key_doc("How long a call may take (s).", gt=0)] = 120.0
+
+
 class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -209,6 +257,7 @@ class Config(_Section, frozen=True, kw_only=True):
     gpu: GpuConfig = GpuConfig()
     serve: ServeConfig = ServeConfig()
     chat: ChatConfig = ChatConfig()
+    tools: ToolsConfig = ToolsConfig()
 
 
 def config_path() -> Path:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.app import App, SuspendNotSupported
 
@@ -27,6 +27,9 @@ from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, TurnEntry
 from edgeinfer.tui.view import View
 from edgeinfer.tui.widgets.composer import AttachmentList
 from edgeinfer.tui.widgets.transcript import Transcript
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import ChatTools
 
 
 class AppFront:
@@ -48,7 +51,7 @@ class AppFront:
         self._answering = answering
         self._attachments = attachments
         self._leave = leave
-        self.commander = Commander(view.session, self, launch.config)
+        self.commander = Commander(view.session, self, launch.config, launch.tools)
 
     # words and turns
 
@@ -83,11 +86,14 @@ class AppFront:
 
     def fold_reasoning(self) -> None:
         entries = self._view.transcript.entries
-        answers = [e for e in entries if isinstance(e, AnswerEntry) and e.has_reasoning]
+        answers = [e for e in entries if isinstance(e, AnswerEntry) and e.can_unfold]
         questions = [e for e in entries if isinstance(e, Question)]
         found = (answers or questions)[-1:]
         if not found or not self._view.transcript.toggle_fold(found[0]):
             raise UsageError("there is no reasoning to unfold", hint="")
+
+    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
+        self._answering.use_tools(tools, refresh=refresh)
 
     # models
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
+import msgspec
 from textual.message import Message
 
 from edgeinfer.chat import context
@@ -12,8 +16,13 @@ from edgeinfer.chat.session import Answer
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation
-from edgeinfer.tui.drawing.entry import AnswerEntry
+from edgeinfer.tools.approval import Decision, parse_decision
+from edgeinfer.tools.uses import ToolUse
+from edgeinfer.tui.drawing.entry import AnswerEntry, Remark
 from edgeinfer.tui.view import Streaming, View
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import Card, ChatTools
 
 
 class Answering:
@@ -31,9 +40,26 @@ class Answering:
             super().__init__()
             self.turn = turn
 
+    class CardShown(Message):
+        """A call waits for the user's decision, which goes into `decided`."""
+
+        def __init__(self, card: Card, decided: SimpleQueue[Decision]) -> None:
+            super().__init__()
+            self.card = card
+            self.decided = decided
+
+    class UseShown(Message):
+        """A call of a turn goes on, in words, or has ended."""
+
+        def __init__(self, use: ToolUse, words: str) -> None:
+            super().__init__()
+            self.use = use
+            self.words = words
+
     def __init__(self, view: View) -> None:
         self._view = view
         self._session = view.session
+        self._decided: SimpleQueue[Decision] | None = None
         self.unanswered = False
 
     def answer_question(self) -> None:
@@ -82,7 +108,10 @@ class Answering:
             self._view.transcript.redrawn(streaming.entry)
             self._after(turn, error, streaming.answer.store_error)
         self._view.refresh_status()
-        self._view.transcript.post_message(self.Ended(turn))
+        if self._session.calls is not None and error is None:
+            await self._run_calls(self._session.calls)
+        else:
+            self._view.transcript.post_message(self.Ended(turn))
 
     def _after(self, turn: Turn, error: EdgeInferError | None, store_error: StoreError | None) -> None:
         if store_error is not None:
@@ -93,6 +122,79 @@ class Answering:
         elif turn.context_full:
             message = f"the context of {turn.stats.n_ctx:,} tokens is full"
             self.want_room(ContextLengthError(message, param="messages"))
+
+    # calls of tools
+
+    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
+        """Offer tools to the model, once their servers have listed them."""
+        self._view.calling = "asking tool servers…"
+        self._view.transcript.run_worker(self._use_tools(tools, refresh), group="tools")
+
+    async def _use_tools(self, tools: ChatTools, refresh: bool) -> None:
+        try:
+            said = await asyncio.to_thread(tools.prepare, refresh=refresh)
+        finally:
+            self._view.calling = ""
+        self._session.tools = tools
+        self._view.add_remark(Remark("\n".join([tools.text(), *said])))
+        self._view.refresh_status()
+
+    async def _run_calls(self, turn: Turn) -> None:
+        tools, run = self._session.tools, self._session.start_calls(turn, self)
+        assert tools is not None
+        try:
+            calls = await asyncio.to_thread(run)
+        finally:
+            self._view.calling, self._decided = "", None
+        try:
+            goes_on = self._session.note_calls(turn, calls)
+        except StoreError as failure:
+            self._view.show_error(failure)
+            goes_on = False
+        self._show_changes(tools)
+        if goes_on:
+            self._begin(self._session.begin_answer)
+            return
+        if turn.conversation_id == self._session.conversation.id:
+            self._view.show_session()
+        self._view.transcript.post_message(self.Ended(msgspec.structs.replace(turn, calls=calls)))
+
+    def _show_changes(self, tools: ChatTools) -> None:
+        if said := tools.notices():
+            self._view.transcript.notify("\n".join(said), severity="warning", timeout=10)
+
+    def decide(self, card: Card) -> Decision:
+        """Show a card and wait for the decision. In the thread that runs the calls."""
+        decided: SimpleQueue[Decision] = SimpleQueue()
+        tools = self._session.tools
+        if tools is not None and tools.running is not None:
+            tools.running.add(lambda: decided.put(Decision("no", "stopped")))
+        self._view.transcript.post_message(self.CardShown(card, decided))
+        return decided.get()
+
+    def show_use(self, use: ToolUse, words: str) -> None:
+        """Show how a call goes on. Any thread."""
+        self._view.transcript.post_message(self.UseShown(use, words))
+
+    def show_card(self, message: CardShown) -> None:
+        self._decided = message.decided
+        self._view.calling = "a call waits for you"
+        self._view.add_remark(Remark(message.card.text()))
+        self._view.refresh_status()
+
+    def show_progress(self, message: UseShown) -> None:
+        self._view.calling = f"{message.use.name} {message.words}".rstrip()
+        if not message.words:
+            self._view.show_use(message.use)
+        self._view.refresh_status()
+
+    def take_decision(self, text: str) -> bool:
+        """Take what was typed as the decision that a call waits for; return False if none does."""
+        decided, self._decided = self._decided, None
+        if decided is not None:
+            self._view.calling = "calling…"
+            decided.put(parse_decision(text))
+        return decided is not None
 
     def want_room(self, error: EdgeInferError) -> None:
         self._view.transcript.post_message(self.RoomWanted(error))
@@ -128,4 +230,4 @@ class Answering:
         if self._view.summarising is not None:
             self._view.summarising.cancel()
             return True
-        return False
+        return self._session.tools is not None and self._session.tools.stop()

@@ -86,6 +86,8 @@ class ChatScreen(Screen[None]):
         self.refresh_status()
         self.set_interval(0.25, self._tick)
         self.set_timer(2.0, self._clean_up)
+        if self.launch.with_tools:
+            self.run_command("/tools on")
 
     def _open(self) -> None:
         if self.launch.continue_last and not self.session.open_last():
@@ -155,7 +157,9 @@ class ChatScreen(Screen[None]):
     def _sent(self, message: Composer.Sent) -> None:
         self.completions.offer([])
         line = message.text.strip()
-        if is_command(line):
+        if not is_command(line) and self.answering.take_decision(line):
+            self.composer.clear()
+        elif is_command(line):
             self.composer.remember(line)
             self.composer.clear()
             self.run_command(line)
@@ -175,6 +179,14 @@ class ChatScreen(Screen[None]):
             self.queue.take_back_all()
         elif not self.session.busy and (text := self.queue.next()) and not self.send(text, None):
             self.composer.fill(text)
+
+    @on(Answering.CardShown)
+    def _card_shown(self, message: Answering.CardShown) -> None:
+        self.answering.show_card(message)
+
+    @on(Answering.UseShown)
+    def _use_shown(self, message: Answering.UseShown) -> None:
+        self.answering.show_progress(message)
 
     @on(Composer.TakenBack)
     def _take_back(self) -> None:
@@ -372,5 +384,7 @@ class ChatScreen(Screen[None]):
         if self.session.answer is not None and self.session.busy:
             self.session.answer.flush()
             self.session.answer.abandon()
+        if self.session.tools is not None:
+            self.session.tools.close()
         self.queue.take_back_all()
         self._save_draft()

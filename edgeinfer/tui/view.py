@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 from textual.message import Message
 from textual.widgets import Static
 
@@ -23,6 +24,7 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Progress
 from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.tools.uses import ToolUse
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
 from edgeinfer.tui.widgets.composer import Composer
 from edgeinfer.tui.widgets.status import Part, Status
@@ -170,7 +172,8 @@ class View:
     """Shows `session` in the widgets of the chat screen.
 
     `streaming` is the answer being generated and `summarising` the summary, None if there is none;
-    `Answering` sets them. `cached_tokens` counts the cached tokens of the open conversation.
+    `Answering` sets them, and `calling`, what tools do in words. `cached_tokens` counts the cached
+    tokens of the open conversation.
     """
 
     def __init__(self, launch: Launch, session: ChatSession, loader: Loader) -> None:
@@ -183,6 +186,7 @@ class View:
         self.streaming: Streaming | None = None
         self.summarising: Generation | None = None
         self.cached_tokens = 0
+        self.calling = ""
         self._launch = launch
 
     @property
@@ -227,6 +231,14 @@ class View:
         self.transcript.following = True
         self.transcript.add(entry)
 
+    def show_use(self, use: ToolUse) -> None:
+        """Show the end of a call in its answer's entry."""
+        for entry in self.transcript.entries:
+            if isinstance(entry, AnswerEntry) and any(u.id == use.id for u in entry.turn.calls):
+                calls = tuple(use if u.id == use.id else u for u in entry.turn.calls)
+                entry.finish(msgspec.structs.replace(entry.turn, calls=calls), entry.page)
+                self.transcript.redrawn(entry)
+
     def show_error(self, error: EdgeInferError, put_back: str = "") -> None:
         """Show an error with its hint, and put the input back."""
         self.add_remark(Remark(error.message, "error", hint(error)))
@@ -258,6 +270,8 @@ class View:
             return [Part(text, 10, "$accent")], "Esc stops"
         if self.summarising is not None:
             return [Part("summarising…", 10, "$accent")], "Esc stops"
+        if self.calling:
+            return [Part(self.calling, 10, "$accent", shortens=True)], "Esc stops"
         if self.loader.progress:
             return [Part(self.loader.progress, 10, "$accent")], "F1 help"
         if self.transcript.chosen is not None:

@@ -11,13 +11,14 @@ import pytest
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
+from tools_here import tools_config
 
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
 from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.models.progress import PullProgress
-from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 
 
@@ -241,3 +242,41 @@ def test_answer_that_repeats_itself_is_stopped(tmp_path):
     out, repl = talk(tmp_path, "q", engine=engine)
     assert "(the answer repeated itself; stopped" in out
     assert repl.session.path[-1].content.count("Avaid") < 10_000
+
+
+def with_tools(*scripts, **fields):
+    """A host of a scripted engine, and of a configuration with tools."""
+    return FixedHost(FakeEngine(scripts), config=Config(tools=tools_config("plain", **fields)))
+
+
+def test_card_is_answered_by_a_line_and_the_result_by_the_model(tmp_path):
+    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
+    host = with_tools([call, end(reason="tool_calls")], words("Take an umbrella."))
+    out, repl = talk(tmp_path, "Rome?", "y", "/tools", "/quit", host=host, with_tools=True)
+    assert "plain · weather wants to run\n  city: Rome\ny once" in out
+    assert "Tool plain · weather done: It rains in Rome." in out
+    assert "Answer: Take an umbrella." in out
+    assert "plain: add, weather, fail" in out
+    assert [t.calls[0].status for t in repl.session.path if t.calls] == ["done"]
+
+
+def test_script_is_asked_for_no_call(tmp_path):
+    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
+    host = with_tools([call, end(reason="tool_calls")], words("I cannot know."))
+    out, _ = talk(tmp_path, "Rome?", "/quit", host=host, kind=io.StringIO, with_tools=True)
+    assert "refused: the user said no: no user is here to allow it" in out
+    assert "Answer: I cannot know." in out
+
+
+def test_tools_are_switched_on_and_off(tmp_path):
+    out, repl = talk(tmp_path, "/tools", "/tools on", "/tools off", "/tools x", host=with_tools())
+    assert "No tools. `/tools on`" in out
+    assert "plain: add, weather, fail" in out
+    assert "The model has no tools." in out
+    assert "/tools has no 'x'" in out
+    assert repl.session.tools is None
+
+
+def test_tools_without_configuration_are_explained(tmp_path):
+    out, _ = talk(tmp_path, "/tools on")
+    assert "no tools are configured" in out

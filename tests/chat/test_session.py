@@ -1,11 +1,14 @@
 """The session around a scripted engine: turns before answers, branches, cuts, failures."""
 
+import json
+
 import msgspec
 import pytest
 
 from edgeinfer.chat import context
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession, title_of
+from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -14,9 +17,11 @@ from edgeinfer.errors import (
     StoreError,
     UsageError,
 )
-from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Sampling
+from edgeinfer.tools.approval import Decision
+from edgeinfer.tools.loop import ChatTools
 
 
 def session_with(store, *scripts, **info):
@@ -299,3 +304,90 @@ class TestContext:
 def test_title_is_the_first_line_cut_at_a_word(text, title):
     assert title_of(text)[: len(title)] == title
     assert len(title_of(text)) <= 61
+
+
+def calling(name, **arguments):
+    """A script that makes one call."""
+    call = ToolCallDelta(index=0, id="c1", name=name, arguments=json.dumps(arguments))
+    return [call, Finished(reason="tool_calls", usage=Usage(), timings=Timings())]
+
+
+class Front:
+    """Allows every call."""
+
+    def decide(self, card):
+        return Decision("once")
+
+    def show_use(self, use, words):
+        pass
+
+
+@pytest.fixture
+def read_tool(tmp_path):
+    (tmp_path / "a.txt").write_text("swordfish\n")
+    tools = ChatTools(ToolsConfig(builtin=("read",)), tmp_path)
+    tools.prepare()
+    yield tools
+    tools.close()
+
+
+def run_calls(session):
+    turn = session.calls
+    return session.note_calls(turn, session.start_calls(turn, Front())())
+
+
+def test_calls_and_their_results_are_stored_and_told_to_the_model(store, read_tool):
+    session, engine = session_with(store, calling("files__read", path="a.txt"), ["It is swordfish."])
+    session.tools = read_tool
+    done = ask(session, "What is the word?")
+    assert (done.status, done.calls[0].status) == ("complete", "pending")
+    assert session.busy is False
+    assert run_calls(session)
+    assert consume(session.begin_answer()).content == "It is swordfish."
+    assert [t.role for t in reread(session).path] == ["user", "assistant", "assistant"]
+    assert reread(session).path[1].calls[0].result == "1\tswordfish"
+    assert [tool.name for tool in engine.requests[0].tools] == ["files__read"]
+    roles = [message.role for message in engine.requests[1].messages]
+    assert roles == ["user", "assistant", "tool"]
+    assert engine.requests[1].messages[2].content.endswith("1\tswordfish")
+    assert engine.requests[1].messages[1].tool_calls[0].arguments == '{"path": "a.txt"}'
+
+
+def test_interrupted_call_is_told_as_that(store, read_tool):
+    session, engine = session_with(store, calling("files__read", path="a.txt"), ["ok"])
+    session.tools = read_tool
+    ask(session, "What is the word?")
+    other = reread(session)
+    other.engine = engine
+    ask(other, "Go on.")
+    assert "interrupted" in engine.requests[1].messages[2].content
+
+
+def test_answer_to_results_that_fails_is_replaced_alone(store, read_tool):
+    session, engine = session_with(
+        store, calling("files__read", path="a.txt"), [DecodeError("no")], ["then"]
+    )
+    session.tools = read_tool
+    ask(session, "What is the word?")
+    run_calls(session)
+    answer = session.begin_answer()
+    with pytest.raises(DecodeError):
+        consume(answer)
+    answer.fail(DecodeError("no"))
+    ask(session, "Again, please.")
+    assert [t.content for t in session.path if t.role == "user"] == [
+        "What is the word?",
+        "Again, please.",
+    ]
+    assert "swordfish" in engine.requests[2].messages[2].content
+
+
+def test_regenerating_begins_at_the_question(store, read_tool):
+    session, _ = session_with(store, calling("files__read", path="a.txt"), ["one"], ["two"])
+    session.tools = read_tool
+    ask(session, "What is the word?")
+    run_calls(session)
+    consume(session.begin_answer())
+    consume(session.regenerate())
+    assert [t.content for t in session.path] == ["What is the word?", "two"]
+    assert session.alternatives(session.path[1].id) == (2, 2)

@@ -4,7 +4,9 @@ import io
 import json
 import sys
 
+import msgspec
 import pytest
+from tools_here import tools_config
 
 from edgeinfer import requesting
 from edgeinfer.chat.launch import started
@@ -13,7 +15,7 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError
 from edgeinfer.host import Host, Start
-from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, Usage
+from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.pictures import PICTURE_MARK
@@ -32,8 +34,8 @@ def scripted(*script, **info):
 
 
 class ScriptedHost(Host):
-    def __init__(self, engine):
-        super().__init__(Start(how="resumed", stages_ms={"restore": 80.0}))
+    def __init__(self, engine, config=None):
+        super().__init__(Start(how="resumed", stages_ms={"restore": 80.0}), config)
         self.scripted, self.opened = engine, []
 
     def is_model(self, name):
@@ -295,3 +297,41 @@ def test_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
 
     assert main(["run", "name", "three"], Unknown(None)) == 3
     assert "put a prompt in quotes" in capsys.readouterr().err
+
+
+def calling(*scripts, **fields):
+    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
+    ended = msgspec.structs.replace(END, reason="tool_calls")
+    engine = FakeEngine([[call, ended], *scripts], info=EngineInfo(model="m", n_ctx=4096))
+    return ScriptedHost(engine, Config(tools=tools_config("plain", **fields)))
+
+
+def test_tools_are_called_and_their_results_answered(capsys):
+    host = calling(["Take an umbrella.", END], allow=("plain.weather",))
+    assert main(["run", "tiny", "Rome?", "--tools"], host) == 0
+    out, err = capsys.readouterr()
+    assert out == "Take an umbrella.\n"
+    assert 'tools: plain__weather {"city": "Rome"}: done, 17 bytes' in err
+    assert host.scripted.requests[1].messages[-1].content.endswith("It rains in Rome.")
+
+
+def test_call_that_would_ask_is_refused_with_the_pattern_that_allows_it(capsys):
+    host = calling(["No idea.", END])
+    assert main(["run", "tiny", "Rome?", "--tools", "--json"], host) == 0
+    out, err = capsys.readouterr()
+    assert '"plain.weather(city=Rome)"' in err
+    result = json.loads(out)["result"]
+    assert (result["text"], result["calls"][0]["status"]) == ("No idea.", "refused")
+
+
+def test_model_that_calls_for_ever_is_ended(capsys):
+    host = calling(allow=("plain.*",), max_rounds=2)
+    assert main(["run", "tiny", "Rome?", "--tools"], host) == 0
+    assert len(host.scripted.requests) == 4
+    assert "there were enough calls" in host.scripted.requests[-1].messages[-1].content
+
+
+def test_tools_need_a_configuration_and_no_raw_prompt(engine, capsys):
+    assert run(engine, "Hi", "--tools") == 2
+    assert "no tools are configured" in capsys.readouterr().err
+    assert run(engine, "Hi", "--tools", "--raw") == 2

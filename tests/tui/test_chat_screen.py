@@ -5,16 +5,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, make_app, wait_until, words
+from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_app, wait_until, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from textual import events
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
+from tools_here import tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
-from edgeinfer.config.config_file import ChatConfig, load_config
+from edgeinfer.config.config_file import ChatConfig, Config, load_config
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -22,7 +23,7 @@ from edgeinfer.errors import (
     ModelNotPulledError,
     OutOfMemoryError,
 )
-from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
 from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
@@ -618,3 +619,55 @@ async def test_narrow_status_line_keeps_context_and_rate(drive):
         line = str(d.chat.status.render())
         assert "context 408/4,096" in line
         assert "42.0 tok/s" in line
+
+
+def tools_host(*scripts):
+    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
+    engine = FakeEngine([[call, end(reason="tool_calls")], *scripts])
+    return FixedHost(engine, config=Config(tools=tools_config("plain")))
+
+
+async def card_of(d):
+    """Turn the tools on, ask, and wait for the card."""
+    await d.until(lambda: d.session.tools is not None)
+    await d.type("Rome?", "enter")
+    await d.until(lambda: "plain · weather wants to run" in d.shown())
+
+
+async def test_call_waits_for_a_decision_and_its_result_is_answered(drive):
+    async with drive(host=tools_host(words("Take an umbrella.")), with_tools=True) as d:
+        await card_of(d)
+        assert "city: Rome" in d.shown()
+        assert d.session.busy
+        await d.type("y", "enter")
+        await d.until(lambda: d.idle() and len(d.session.path) == 3)
+        assert "✓ plain · weather" in d.shown()
+        assert "It rains" not in d.shown()
+        assert "Take an umbrella." in d.shown()
+        entry = d.chat.transcript.entries[1]
+        d.chat.transcript.toggle_fold(entry)
+        assert "It rains in Rome." in d.shown()
+
+
+async def test_a_no_and_its_reason_go_to_the_model(drive):
+    async with drive(host=tools_host(words("As you like.")), with_tools=True) as d:
+        await card_of(d)
+        await d.type("n ask me instead", "enter")
+        await d.until(lambda: d.idle() and len(d.session.path) == 3)
+        assert "✗ plain · weather" in d.shown()
+        assert "the user said no: ask me instead" in d.host.fake.requests[1].messages[2].content
+
+
+async def test_escape_stops_calls_and_the_chat_goes_on(drive):
+    async with drive(host=tools_host(words("Hello.")), with_tools=True) as d:
+        await card_of(d)
+        await d.press("escape")
+        await d.until(d.idle)
+        assert len(d.host.fake.requests) == 1
+        await d.ask("Hello?")
+        assert "Hello." in d.shown()
+
+
+async def test_leaving_while_a_card_is_open_ends(drive):
+    async with drive(host=tools_host(words("Hello.")), with_tools=True) as d:
+        await card_of(d)

@@ -25,6 +25,7 @@ from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Statu
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.store import forget_conversation
+from edgeinfer.tools.uses import ToolUse
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
 _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
@@ -126,6 +127,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 #: Columns are named as the fields; these are JSON.
 _JSON: dict[str, Any] = {
     "attachments": tuple[Attachment, ...],
+    "calls": tuple[ToolUse, ...],
     "stats": Stats,
     "sampling": dict[str, float | int | None],
 }
@@ -309,10 +311,15 @@ class ConversationStore:
     def finish(self, turn: Turn) -> None:
         """Write a turn's end (content, status, stats) and drop its journal in the same transaction."""
         with self._transaction():
-            names = ("content", "reasoning", "status", "error", "model", "stats")
+            names = ("content", "reasoning", "calls", "status", "error", "model", "stats")
             self._set("turn", turn.id, {name: getattr(turn, name) for name in names})
             self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn.id,))
             self._set("conversation", turn.conversation_id, {"updated_ms": self.clock()})
+
+    def set_calls(self, turn_id: int, calls: tuple[ToolUse, ...]) -> None:
+        """Write an answer's calls with their results."""
+        with _store_errors(self.name):
+            self._set("turn", turn_id, {"calls": calls})
 
     def cut(self, turn_id: int, summary: str) -> None:
         """Stop sending the turns before this one; `summary` stands for them."""

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from edgeinfer.tools.uses import ToolUse
+
 Role = Literal["user", "assistant"]
 
 #: How a turn ended. "streaming" in the store means its process died or is still at it; a reader shows
@@ -55,7 +57,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `cut_summary`, if not None, stands for the turns before it, no longer sent."""
+    """One turn. `cut_summary`, if not None, stands for the turns before it, no longer sent.
+
+    An answer with `calls` is followed by the answer to their results.
+    """
 
     id: int = 0
     conversation_id: int = 0
@@ -64,6 +69,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     content: str = ""
     reasoning: str = ""
     attachments: tuple[Attachment, ...] = ()
+    calls: tuple[ToolUse, ...] = ()
     status: Status = "complete"
     error: str = ""
     model: str = ""
@@ -74,7 +80,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failed_empty(self) -> bool:
         """Return True for an answer that failed before its first token."""
-        return self.role == "assistant" and self.status == "failed" and not self.content
+        return self.role == "assistant" and self.status == "failed" and not (self.content or self.calls)
+
+    @property
+    def waits_for_results(self) -> bool:
+        """Return True for an answer with calls that have no result yet."""
+        return any(use.status == "pending" for use in self.calls)
 
     @property
     def context_full(self) -> bool:

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain", action="store_true", help="line by line, for screen readers and dumb terminals"
     )
     parser.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
+    parser.add_argument("--tools", action="store_true", help="let the model call the configured tools")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")
     add_sampling_options(parser)
     add_load_options(parser)
@@ -111,6 +112,7 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
         options=requesting.load_options(options, config.load),
         config=config.chat,
         continue_last=options.continue_last,
+        with_tools=options.tools,
         conversation=Conversation(
             system_prompt=requesting.system_prompt(options.system or "", config), sampling=sampling
         ),

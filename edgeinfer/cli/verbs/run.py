@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import msgspec
 
@@ -27,12 +28,18 @@ from edgeinfer.host import Host, Start
 from edgeinfer.runtime import picture_files
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected
-from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.safe_text import without_controls
+from edgeinfer.tools.uses import ToolUse, call_messages, uses_of
 from edgeinfer.units import format_ms
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import ChatTools
+
+Cancellable = TypeVar("Cancellable", bound="Generation | ChatTools")
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +62,7 @@ class RunResult(Result, frozen=True, kw_only=True):
     timings: Timings
     start: Start
     startup: Startup
+    calls: tuple[ToolUse, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -91,13 +99,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")
     shape.add_argument("--grammar", metavar="FILE|GBNF", help="answer by this grammar in GBNF")
     parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
-    parser.add_argument("--timings", action="store_true", help="timings on stderr")
+    parser.add_argument(
+        "--tools", action="store_true", help="let the model call the tools that you allowed"
+    )
     sampling = add_sampling_options(parser)
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text"
     )
     add_load_options(parser)
-    add_launch_options(parser)
+    launch = add_launch_options(parser)
+    launch.add_argument("--timings", action="store_true", help="timings on stderr")
 
 
 def run(options: argparse.Namespace, host: Host) -> RunResult:
@@ -114,6 +125,8 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     files = [picture_files.read(Path(path)) for path in options.image]
     prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
     prompt, pictures = join_parts([*files, prompt])
+    if options.tools and options.raw:
+        raise UsageError("a raw prompt has no place for tools", hint="leave out --raw or --tools")
     answer_fields = requesting.answer_fields(options)
     system = options.system and requesting.system_prompt(options.system, host.config)
     try:
@@ -134,14 +147,49 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         max_tokens=options.max_tokens,
         **answer_fields,
     )
-    with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
-        result = _consume(generation, model, host.start, None if options.json else sys.stdout)
+    stream_to = None if options.json else sys.stdout
+    if options.tools:
+        result = _with_tools(engine, request, model, host, stream_to)
+    else:
+        with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
+            result = _consume(generation, model, host.start, stream_to)
     from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
 
     purge_deleted()
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result
+
+
+def _with_tools(
+    engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
+) -> RunResult:
+    """Answer, run the calls, and answer their results, to the end. Calls are reported on stderr."""
+    from edgeinfer.tools.loop import ChatTools, NoFront  # for this option alone
+
+    front, made = NoFront(sys.stderr), list[ToolUse]()
+    with contextlib.closing(ChatTools(host.config.tools, Path.cwd())) as tools:
+        front.say(tools.prepare())
+        for n_round in itertools.count(1):
+            request = msgspec.structs.replace(request, tools=tools.shown())
+            with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
+                result = _consume(generation, model, host.start, stream_to)
+            if result.finish_reason != "tool_calls" or n_round > host.config.tools.max_rounds + 1:
+                break
+            run_calls = tools.start(result.calls, front, n_round=n_round)
+            with _cancelled_by_ctrl_c(tools):
+                uses = run_calls()
+            made += uses
+            front.say(tools.notices())
+            if any(use.status == "stopped" for use in uses):
+                result = msgspec.structs.replace(result, finish_reason="cancelled")
+                break
+            turns = call_messages(result.text, result.reasoning, uses)
+            request = msgspec.structs.replace(request, messages=(*request.messages, *turns))
+    if front.refused:
+        allow = ", ".join(f'"{pattern}"' for pattern in dict.fromkeys(front.refused))
+        front.say([f"refused; to allow such calls, add to `allow` under [tools]: {allow}"])
+    return msgspec.structs.replace(result, calls=tuple(made))
 
 
 def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Message, ...]:
@@ -171,8 +219,8 @@ def _with_stdin(prompt: str) -> str:
 
 
 @contextlib.contextmanager
-def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[Generation]:
-    """Let Ctrl-C and SIGTERM cancel the generation once; a second Ctrl-C interrupts as usual."""
+def _cancelled_by_ctrl_c(generation: Cancellable) -> Iterator[Cancellable]:
+    """Let Ctrl-C and SIGTERM cancel a generation or calls once; a second Ctrl-C interrupts as usual."""
 
     def stop(number: int, _frame: object) -> None:
         generation.cancel()
@@ -204,7 +252,7 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         if stream_to is not None and isinstance(event, TextDelta):
             stream_to.write(without_controls(event.text) if is_terminal else event.text)
             stream_to.flush()
-    if stream_to is not None:
+    if stream_to is not None and (answer.text or not answer.calls):
         stream_to.write("\n")
         stream_to.flush()
     end = answer.finished
@@ -219,6 +267,7 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         timings=end.timings,
         start=start,
         startup=_startup(start, end.timings),
+        calls=uses_of(answer) if end.reason == "tool_calls" else (),
     )
 
 

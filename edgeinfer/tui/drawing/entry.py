@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from edgeinfer.chat.history.values import Turn
+from edgeinfer.tools.uses import ToolUse
 from edgeinfer.tui.drawing.lines import (
     BLANK,
     Line,
@@ -150,8 +151,9 @@ class AnswerEntry(TurnEntry):
             self.invalidate()
 
     @property
-    def has_reasoning(self) -> bool:
-        return bool(self.turn.reasoning or (self._thought and self._thought.source))
+    def can_unfold(self) -> bool:
+        """Return True if there is reasoning, or a result of a call, to unfold."""
+        return bool(self.turn.reasoning or self.turn.calls or (self._thought and self._thought.source))
 
     def _draw(self, width: int) -> list[Line]:
         body, thought = self._bodies(width)
@@ -159,6 +161,9 @@ class AnswerEntry(TurnEntry):
         if thought.source:
             lines += self._reasoning(thought, bool(body.source))
         lines += [prefixed(line, "  ") for line in body.lines]
+        if self.turn.calls:
+            lines += [BLANK] if body.source else []
+            lines += [line for use in self.turn.calls for line in self._call(use, width)]
         if self.streaming and not body.source and not thought.source:
             lines.append(styled(f"  {self.waiting or '…'}", "dim"))
         if not self.streaming:
@@ -185,6 +190,22 @@ class AnswerEntry(TurnEntry):
         ]
         return [head, *(prefixed(line, "  │ ", "dim") for line in dimmed), BLANK]
 
+    def _call(self, use: ToolUse, width: int) -> list[Line]:
+        marks = {"pending": "…", "done": "✓", "stopped": "◌"}
+        name = clean(use.name).replace("__", " · ", 1)
+        arguments = " ".join(clean(use.arguments).split())
+        head = f"  {'▸' if self.folded else '▾'} {marks.get(use.status, '✗')} {name} {arguments}"
+        lines = fold(styled(head, "fold"), width)[: 1 if self.folded else None]
+        if use.status in ("failed", "refused") or not self.folded:
+            style = "dim" if use.status == "done" else "error"
+            rows = clean(use.result).split("\n")[: _FOLD_LINES if self.folded else None]
+            lines += [
+                prefixed(line, "  │ ", "dim")
+                for r in rows
+                for line in fold(styled(r, style), width - 4)
+            ]
+        return lines
+
     def _foot(self, width: int, has_text: bool) -> list[Line]:
         lines: list[Line] = []
         if self.turn.status == "failed":
@@ -199,7 +220,12 @@ class AnswerEntry(TurnEntry):
         return [BLANK, *lines] if has_text and lines else lines
 
     def _estimate(self, width: int) -> int:
-        return _rows(self.turn.content, width - 2) + (2 if self.turn.reasoning else 0) + 1
+        return (
+            _rows(self.turn.content, width - 2)
+            + (2 if self.turn.reasoning else 0)
+            + len(self.turn.calls)
+            + 1
+        )
 
 
 class Remark(Entry):

@@ -1,0 +1,71 @@
+"""`edgeinfer tools`: the configured tool servers, and what each offers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.cli.result import Result
+from edgeinfer.host import Host
+
+
+class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool; `asks` is False if the configuration allows every call of it."""
+
+    name: str
+    description: str
+    asks: bool
+
+
+class ToolServer(msgspec.Struct, frozen=True, kw_only=True):
+    """A server with its tools."""
+
+    name: str
+    tools: tuple[OfferedTool, ...] = ()
+
+
+class ToolsResult(Result, frozen=True, kw_only=True):
+    """Every enabled server; `notices` say which failed, and which lists have changed."""
+
+    servers: tuple[ToolServer, ...]
+    notices: tuple[str, ...] = ()
+
+    def human(self) -> str:
+        lines = list(self.notices)
+        for server in self.servers:
+            lines.append(server.name if server.tools else f"{server.name}: no tools")
+            for tool in server.tools:
+                first = tool.description.strip().partition("\n")[0]
+                lines.append(f"  {'asks   ' if tool.asks else 'allowed'}  {tool.name:<24} {first[:60]}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="start every server and ask for its tools")
+
+
+def run(options: argparse.Namespace, host: Host) -> ToolsResult:
+    """List tools. Raises ConfigError, and UsageError if none are configured."""
+    from edgeinfer.tools.loop import ChatTools  # for this verb alone
+
+    tools = ChatTools(host.config.tools, Path.cwd())
+    try:
+        notices = tools.prepare(refresh=options.check)
+        found = tools.offered()
+    finally:
+        tools.close()
+    return ToolsResult(
+        servers=tuple(
+            ToolServer(
+                name=name,
+                tools=tuple(
+                    OfferedTool(name=tool.name, description=tool.description, asks=level != "allow")
+                    for tool, level in offered
+                ),
+            )
+            for name, offered in found.items()
+        ),
+        notices=tuple(notices),
+    )

@@ -1,0 +1,206 @@
+"""Built-in tools for the files below one folder: read, glob, grep; write and edit after approval."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgeinfer.platform.disk import new_file
+from edgeinfer.tools.mcp_client import CallResult, StoppedError, ToolInfo
+from edgeinfer.tools.uses import Stop
+
+#: Bytes of a file that is read, searched or edited; larger ones are named in the answer.
+_MAX_FILE = 4 << 20
+_MAX_LINES, _MAX_FOUND = 2000, 200
+_MAX_VISITED = 50_000
+_LINE_CHARACTERS = 400
+_TEXT = {"type": "string"}
+_WHOLE = {"type": "integer", "minimum": 1}
+
+
+def _info(name: str, description: str, needed: dict[str, Any], optional: dict[str, Any]) -> ToolInfo:
+    schema = {
+        "type": "object",
+        "properties": {**needed, **optional},
+        "required": list(needed),
+        "additionalProperties": False,
+    }
+    reads = name in ("read", "glob", "grep")
+    return ToolInfo(name=name, description=description, parameters=schema, read_only=reads)
+
+
+TOOLS = {
+    info.name: info
+    for info in (
+        _info(
+            "read",
+            "Read a text file of the folder. Lines are numbered from 1.",
+            {"path": _TEXT},
+            {"first_line": _WHOLE, "lines": _WHOLE},
+        ),
+        _info(
+            "glob", "List files whose path matches a pattern such as **/*.py.", {"pattern": _TEXT}, {}
+        ),
+        _info(
+            "grep",
+            "Search the folder's text files for a regular expression; glob limits the files.",
+            {"pattern": _TEXT},
+            {"glob": _TEXT},
+        ),
+        _info("write", "Write a whole file.", {"path": _TEXT, "content": _TEXT}, {}),
+        _info(
+            "edit",
+            "Replace a text that stands in a file exactly once.",
+            {"path": _TEXT, "old": _TEXT, "new": _TEXT},
+            {},
+        ),
+    )
+}
+
+
+class RefusedError(Exception):
+    """A call that cannot be made, in words for the model."""
+
+
+class BuiltinFiles:
+    """The enabled tools over `folder`. Links that lead out of it are not followed. Any thread."""
+
+    def __init__(self, folder: Path, enabled: Sequence[str]) -> None:
+        self._folder = folder.resolve()
+        self._enabled = [TOOLS[name] for name in TOOLS if name in enabled]
+
+    def tools(self) -> list[ToolInfo]:
+        return self._enabled
+
+    def call(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        stop: Stop | None = None,
+        on_progress: Callable[[str], object] | None = None,
+    ) -> CallResult:
+        """Run a tool. Raises StoppedError."""
+        try:
+            return CallResult(getattr(self, f"_{name}")(stop or Stop(), **arguments))
+        except RefusedError as error:
+            return CallResult(str(error), is_error=True)
+        except TypeError:
+            return CallResult("wrong arguments", is_error=True)
+        except (OSError, UnicodeError, ValueError) as error:
+            words = error.strerror if isinstance(error, OSError) else str(error)
+            return CallResult(words or type(error).__name__, is_error=True)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def preview(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return the change that a call would make, as a diff; "" for a tool that only reads."""
+        if name not in ("write", "edit"):
+            return ""
+        try:
+            path = self._inside(str(arguments.get("path", "")))
+            before = self._text(path) if path.exists() else ""
+            after = str(arguments.get("content", "")) if name == "write" else _edited(before, arguments)
+        except (RefusedError, OSError, UnicodeError, ValueError) as error:
+            return f"(no diff: {error})"
+        lines = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), "now", "then", lineterm=""
+        )
+        return "\n".join(list(lines)[2:])
+
+    def _inside(self, text: str) -> Path:
+        path = (self._folder / text).resolve()
+        if not path.is_relative_to(self._folder):
+            raise RefusedError(f"{text} is outside of the folder")
+        return path
+
+    def _text(self, path: Path) -> str:
+        if not path.is_file():
+            raise RefusedError(f"{path.relative_to(self._folder)} is not a file")
+        if path.stat().st_size > _MAX_FILE:
+            raise RefusedError(f"the file is larger than {_MAX_FILE >> 20} MiB")
+        text = path.read_bytes().decode()
+        if "\0" in text:
+            raise RefusedError("the file is binary")
+        return text
+
+    def _read(self, stop: Stop, path: str, first_line: int = 1, lines: int = _MAX_LINES) -> str:
+        rows = self._text(self._inside(path)).splitlines()
+        first = max(first_line, 1)
+        last = min(len(rows), first - 1 + min(lines, _MAX_LINES))
+        shown = [f"{n}\t{rows[n - 1]}" for n in range(first, last + 1)]
+        more = f"\n… {len(rows)} lines in all" if last < len(rows) else ""
+        return "\n".join(shown) + more
+
+    def _glob(self, stop: Stop, pattern: str) -> str:
+        found = [name for name in self._names(stop) if _matches(name, pattern)]
+        more = f"\n… {len(found)} in all" if len(found) > _MAX_FOUND else ""
+        return "\n".join(sorted(found)[:_MAX_FOUND]) + more or "no file matches"
+
+    def _grep(self, stop: Stop, pattern: str, glob: str = "**") -> str:
+        try:
+            wanted = re.compile(pattern)
+        except re.error as error:
+            raise RefusedError(f"the pattern is wrong: {error}") from error
+        found: list[str] = []
+        for name in self._names(stop):
+            if not _matches(name, glob):
+                continue
+            try:
+                text = self._text(self._inside(name))
+            except (RefusedError, OSError, UnicodeError):
+                continue
+            for number, line in enumerate(text.splitlines(), 1):
+                # a short line also bounds the time of a hostile expression
+                if wanted.search(line[:_LINE_CHARACTERS]):
+                    found.append(f"{name}:{number}: {line[:_LINE_CHARACTERS]}")
+                    if len(found) >= _MAX_FOUND:
+                        return "\n".join([*found, "… more"])
+        return "\n".join(found) or "nothing found"
+
+    def _write(self, stop: Stop, path: str, content: str) -> str:
+        target = self._inside(path)
+        if target.is_dir():
+            raise RefusedError(f"{path} is a folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        mode = target.stat().st_mode & 0o777 if target.exists() else None
+        with new_file(target, mode) as out:
+            out.write(content.encode())
+        return f"wrote {len(content.encode()):,} bytes"
+
+    def _edit(self, stop: Stop, path: str, old: str, new: str) -> str:
+        after = _edited(self._text(self._inside(path)), {"old": old, "new": new})
+        return self._write(stop, path, after)
+
+    def _names(self, stop: Stop) -> Iterator[str]:
+        """Yield the files' paths; hidden folders and links to folders are left out."""
+        visited = 0
+        for folder, below, names in os.walk(self._folder):
+            below[:] = sorted(name for name in below if not name.startswith("."))
+            for name in sorted(names):
+                visited += 1
+                if stop.is_set:
+                    raise StoppedError("stopped")
+                if visited > _MAX_VISITED:
+                    return
+                yield os.path.relpath(os.path.join(folder, name), self._folder)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """`**/` stands for any folders, none included; a pattern without `/` looks at the file's name."""
+    if "/" not in pattern and pattern != "**":
+        return fnmatch.fnmatchcase(os.path.basename(name), pattern)
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))
+
+
+def _edited(text: str, arguments: dict[str, Any]) -> str:
+    old, new = str(arguments.get("old", "")), str(arguments.get("new", ""))
+    times = text.count(old) if old else 0
+    if times != 1:
+        raise RefusedError(f"the old text stands {times} times in the file; it must stand there once")
+    return text.replace(old, new)

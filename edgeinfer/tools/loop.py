@@ -1,0 +1,282 @@
+"""From the calls of an answer to their results: approval, parallel calls, words for the model.
+
+No front end: it gives a `CallFront` things to show, and asks it for decisions.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import msgspec
+
+from edgeinfer.config.config_file import ToolsConfig
+from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.runtime.requests import Tool
+from edgeinfer.tools.approval import Approvals, Decision, Level, argument_text, pattern_for
+from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
+from edgeinfer.tools.toolbox import BUILTIN, BoundTool, Toolbox
+from edgeinfer.tools.uses import Stop, ToolUse, safe_text
+
+_MOST_SHOWN = 4000
+_NO_MORE = "there were enough calls: answer with what you have, without another call"
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that waits for the user: what runs where, with which arguments, and what it changes."""
+
+    server: str
+    tool: str
+    arguments: dict[str, Any]
+    pattern: str
+    diff: str = ""
+    warning: str = ""
+
+    def text(self) -> str:
+        """Return the card as lines without control characters."""
+        given = {} if self.diff else self.arguments
+        lines = [f"{self.server} · {self.tool} wants to run"]
+        lines += [f"  {name}: {argument_text(value)}" for name, value in given.items()]
+        if self.diff:
+            lines += [f"  {argument_text(self.arguments.get('path', ''))}", self.diff]
+        lines += [f"  ! {self.warning}"] if self.warning else []
+        lines.append(f"y once · a always in this conversation · p always {self.pattern} · n REASON")
+        return safe_text("\n".join(lines[:-1]), _MOST_SHOWN) + "\n" + safe_text(lines[-1], _MOST_SHOWN)
+
+
+class CallFront(Protocol):
+    """What the loop needs of a front end. Called in the thread that runs the loop, or in a call's."""
+
+    def decide(self, card: Card) -> Decision:
+        """Ask the user; wait for the decision."""
+
+    def show_use(self, use: ToolUse, words: str) -> None:
+        """Show how a call goes on: progress in words, or its end (`words` is "" then)."""
+
+
+class ChatTools:
+    """Runs the calls of answers with one toolbox. `running` stops those that run, None if none does."""
+
+    def __init__(self, config: ToolsConfig, folder: Path) -> None:
+        if not (config.builtin or config.servers or config.mcp_files):
+            raise UsageError(
+                "no tools are configured",
+                hint='config.toml, e.g. `[tools]` and `builtin = ["read", "glob", "grep"]`',
+            )
+        self.toolbox = Toolbox(config, folder)
+        self._approvals = Approvals(config)
+        self._tools: tuple[Tool, ...] | None = None
+        self.running: Stop | None = None
+
+    def prepare(self, *, refresh: bool = False) -> list[str]:
+        """Ask servers whose tools are not known; return what is to be said. Blocks: any thread."""
+        self.toolbox.prepare(refresh=refresh)
+        self._tools = self.toolbox.tools()
+        return self.notices()
+
+    def shown(self) -> tuple[Tool, ...]:
+        """Return the tools as requests have them; none before `prepare` has ended.
+
+        They stay as they are until a server's list has changed: a conversation's prefix is cached.
+        """
+        return self._tools or ()
+
+    def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
+        """Return the tools by server, each with the level of a call without arguments."""
+        found: dict[str, list[tuple[ToolInfo, Level]]] = {}
+        for tool in self.toolbox.bound().values():
+            level: Level = "ask" if tool.is_new else self._level(tool, {}, 0)
+            found.setdefault(tool.server, []).append((tool.info, level))
+        return found
+
+    def text(self) -> str:
+        """List the tools by server, one server a line."""
+        lines = [
+            f"{server}: {', '.join(info.name for info, _ in offered)}"
+            for server, offered in self.offered().items()
+        ]
+        return safe_text("\n".join(lines), _MOST_SHOWN) or "No server has a tool."
+
+    def notices(self) -> list[str]:
+        """Return what is to be said since the last time; requests get the tools as they are now."""
+        said, self.toolbox.notices = self.toolbox.notices, []
+        if said and self._tools is not None:
+            self._tools = self.toolbox.tools()
+        return said
+
+    def start(
+        self, uses: Sequence[ToolUse], front: CallFront, *, n_round: int, conversation: int = 0
+    ) -> Callable[[], tuple[ToolUse, ...]]:
+        """Return a function that runs the calls; until it returns, `running` stops them."""
+        stop = self.running = Stop()
+
+        def run() -> tuple[ToolUse, ...]:
+            try:
+                return self.run(uses, front, stop, n_round=n_round, conversation=conversation)
+            finally:
+                self.running = None
+
+        return run
+
+    def stop(self) -> bool:
+        """Stop the calls that run; return False if none does."""
+        running = self.running
+        if running is not None:
+            running.set()
+        return running is not None
+
+    def cancel(self) -> None:
+        """Stop the calls that run, if any."""
+        self.stop()
+
+    def close(self) -> None:
+        """Stop calls, and end every server."""
+        self.stop()
+        self.toolbox.close()
+
+    def run(
+        self,
+        uses: Sequence[ToolUse],
+        front: CallFront,
+        stop: Stop,
+        *,
+        n_round: int,
+        conversation: int = 0,
+    ) -> tuple[ToolUse, ...]:
+        """Return the uses with their results, in order. `n_round` counts from 1 since the question."""
+        ended = list(uses)
+        if n_round > self.toolbox.config.max_rounds:
+            return tuple(use.ended("refused", _NO_MORE) for use in uses)
+        threads: list[threading.Thread] = []
+        for index, use in enumerate(uses):
+            begun = self._approved(use, front, stop, conversation)
+            if isinstance(begun, ToolUse):
+                ended[index] = begun
+                front.show_use(begun, "")
+                continue
+
+            def call(index: int = index, begun: tuple[BoundTool, dict[str, Any]] = begun) -> None:
+                ended[index] = self._call(uses[index], *begun, front, stop)
+                front.show_use(ended[index], "")
+
+            threads.append(threading.Thread(target=call, name=f"tool {use.name}", daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        return tuple(ended)
+
+    def _approved(
+        self, use: ToolUse, front: CallFront, stop: Stop, conversation: int
+    ) -> ToolUse | tuple[BoundTool, dict[str, Any]]:
+        """Return the tool and its arguments, or the use that has ended without a call."""
+        if stop.is_set:
+            return use.ended("stopped", "the user stopped the calls")
+        try:
+            arguments = msgspec.json.decode(use.arguments or "{}", type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            return use.ended("failed", f"the arguments are no JSON object: {error}")
+        bound = self.toolbox.bound().get(use.name)
+        if bound is None:
+            return use.ended("failed", "there is no such tool")
+        try:
+            front.show_use(use, "starting…")
+            self.toolbox.start(bound.server)
+        except EdgeInferError as error:
+            return use.ended("failed", error.message)
+        bound = self.toolbox.bound().get(use.name)  # the list may have changed with the start
+        if bound is None:
+            return use.ended("failed", "its server has this tool no longer")
+        level = self._level(bound, arguments, conversation)
+        if level == "deny":
+            return use.ended("refused", "the configuration denies it")
+        if level == "ask" or bound.is_new:
+            refused = self._asked(bound, arguments, front, conversation)
+            if stop.is_set:
+                return use.ended("stopped", "the user stopped the calls")
+            if refused is not None:
+                return use.ended("refused", refused)
+        return bound, arguments
+
+    def _level(self, bound: BoundTool, arguments: dict[str, Any], conversation: int) -> Level:
+        is_ours = bound.server == BUILTIN and self.toolbox.builtin is not None
+        return self._approvals.level(
+            bound.server,
+            bound.info.name,
+            arguments,
+            conversation=conversation,
+            destructive=bound.info.destructive,
+            harmless=is_ours and bound.info.read_only,
+        )
+
+    def _asked(
+        self, bound: BoundTool, arguments: dict[str, Any], front: CallFront, conversation: int
+    ) -> str | None:
+        """Ask the user; return why the call is refused, None if it is allowed."""
+        server, tool = bound.server, bound.info.name
+        preview = self.toolbox.builtin.preview if server == BUILTIN and self.toolbox.builtin else None
+        warnings = [
+            "its server has added or changed this tool since you first saw it" if bound.is_new else "",
+            "its server says that it may destroy things" if bound.info.destructive else "",
+        ]
+        card = Card(
+            server=server,
+            tool=tool,
+            arguments=arguments,
+            pattern=pattern_for(server, tool, arguments),
+            diff=preview(tool, arguments) if preview else "",
+            warning="; ".join(filter(None, warnings)),
+        )
+        decision = front.decide(card)
+        if decision.choice == "no":
+            return f"the user said no{': ' if decision.reason else ''}{decision.reason}"
+        self.toolbox.approve(bound)
+        if decision.choice == "conversation":
+            self._approvals.allow_here(conversation, server, tool)
+        elif decision.choice == "pattern":
+            self._approvals.allow_always(card.pattern)
+        return None
+
+    def _call(
+        self, use: ToolUse, bound: BoundTool, arguments: dict[str, Any], front: CallFront, stop: Stop
+    ) -> ToolUse:
+        start_s = time.monotonic()
+
+        def progress(words: str) -> None:
+            front.show_use(use, safe_text(words, 200))
+
+        try:
+            session = self.toolbox.start(bound.server)
+            found = session.call(bound.info.name, arguments, stop, progress)
+        except StoppedError:
+            return use.ended("stopped", "the user stopped the call")
+        except EdgeInferError as error:
+            return use.ended("failed", safe_text(error.message, 2000))
+        took_ms = (time.monotonic() - start_s) * 1000
+        text = safe_text(found.text, self.toolbox.config.max_result_kib << 10)
+        return use.ended("failed" if found.is_error else "done", text or "(empty)", took_ms)
+
+
+class NoFront:
+    """A front end without a user: a call that would ask is refused; `refused` has their patterns."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.refused: list[str] = []
+
+    def decide(self, card: Card) -> Decision:
+        self.refused.append(card.pattern)
+        return Decision("no", "no user is here to allow it")
+
+    def show_use(self, use: ToolUse, words: str) -> None:
+        if not words:
+            arguments = " ".join(use.arguments.split())
+            self.say([f"{use.name} {arguments}: {use.status}, {len(use.result.encode()):,} bytes"])
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Write lines."""
+        for line in lines:
+            self._out.write(f"tools: {safe_text(line, _MOST_SHOWN)}\n")
+        self._out.flush()

@@ -1,0 +1,215 @@
+"""The tools of the enabled servers, in an order that only appends, and their calls.
+
+A server's list is kept on disk: a new session shows it to the model without starting the server, and
+the same list renders to the same prompt prefix. The server is started by its first call; a list that
+differs then is said, and its tools ask again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from edgeinfer.config.config_file import ToolsConfig
+from edgeinfer.errors import ConfigError, ToolServerError
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import write_whole
+from edgeinfer.runtime.requests import Tool
+from edgeinfer.tools.builtin_files import BuiltinFiles
+from edgeinfer.tools.mcp_client import CallResult, McpClient, ToolInfo
+from edgeinfer.tools.mcp_servers import configured
+from edgeinfer.tools.uses import Stop, safe_text
+
+#: The server of the built-in tools.
+BUILTIN = "files"
+#: Between server and tool in the name that the model sees.
+SEPARATOR = "__"
+#: Characters of a description that the model sees.
+_MOST_DESCRIPTION = 4000
+
+
+class KnownServer(msgspec.Struct, kw_only=True):
+    """A server's list as it was last seen. `unapproved` tools are new or others since: they ask."""
+
+    digest: str
+    tools: list[ToolInfo]
+    unapproved: list[str] = []
+
+
+class BoundTool(msgspec.Struct, frozen=True):
+    """A tool with its server. `is_new`: it was added or changed since the list was first seen."""
+
+    server: str
+    info: ToolInfo
+    is_new: bool = False
+
+
+class Session(Protocol):
+    """A started server."""
+
+    def tools(self) -> list[ToolInfo]: ...
+
+    def call(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        stop: Stop | None = None,
+        on_progress: Callable[[str], object] | None = None,
+    ) -> CallResult: ...
+
+    def close(self) -> None: ...
+
+
+def records_path() -> Path:
+    """Return the file of the known lists."""
+    return paths.data_dir() / "tools.json"
+
+
+class Toolbox:
+    """The enabled servers. Any thread; `close` ends every child."""
+
+    def __init__(self, config: ToolsConfig, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self.notices: list[str] = []
+        self.builtin = BuiltinFiles(folder, config.builtin) if config.builtin else None
+        self._specs = {spec.name: spec for spec in configured(config, folder)}
+        if self.builtin is not None and BUILTIN in self._specs:
+            raise ConfigError(f"{BUILTIN} is the built-in tools: give the server another name")
+        self._started: dict[str, McpClient] = {}
+        self._lock = threading.RLock()
+        self._known = _read_records()
+
+    def __enter__(self) -> Toolbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def servers(self) -> list[str]:
+        """Return the enabled servers, in the order in which they were first seen."""
+        first = [name for name in self._known if name in self._specs]
+        return [*first, *(name for name in self._specs if name not in first)]
+
+    def prepare(self, *, refresh: bool = False) -> None:
+        """Ask each server whose list is not known yet (or every one) for it.
+
+        A server that fails is left out, and `notices` says so.
+        """
+        for name in self.servers():
+            known = self._known.get(name)
+            if refresh or known is None or known.digest != self._specs[name].digest:
+                try:
+                    self.start(name)
+                except ToolServerError as error:
+                    self.notices.append(error.message)
+
+    def bound(self) -> dict[str, BoundTool]:
+        """Return the tools by the name that the model sees, in their order."""
+        found: dict[str, BoundTool] = {}
+        if self.builtin is not None:
+            for info in self.builtin.tools():
+                found[_seen(BUILTIN, info)] = BoundTool(BUILTIN, info)
+        for name in self.servers():
+            known = self._known.get(name)
+            for info in known.tools if known is not None else ():
+                is_new = info.name in known.unapproved if known is not None else False
+                found.setdefault(_seen(name, info), BoundTool(name, info, is_new))
+        return found
+
+    def tools(self) -> tuple[Tool, ...]:
+        """Return the tools as a request has them."""
+        return tuple(
+            Tool(
+                name=name,
+                description=safe_text(tool.info.description, _MOST_DESCRIPTION),
+                parameters=tool.info.parameters,
+            )
+            for name, tool in self.bound().items()
+        )
+
+    def start(self, name: str) -> Session:
+        """Return the session of a server, started if need be. Raises ToolServerError."""
+        with self._lock:
+            if name == BUILTIN and self.builtin is not None:
+                return self.builtin
+            client = self._started.get(name)
+            if client is not None and not client.lost:
+                if client.list_changed:
+                    self._note_list(name, client.tools())
+                return client
+            if name not in self._specs:
+                raise ToolServerError(f"there is no tool server {name}")
+            client = McpClient(self._specs[name], self.folder, self.config.timeout_s)
+            self._started[name] = client
+            self._note_list(name, client.tools())
+            return client
+
+    def _note_list(self, name: str, tools: list[ToolInfo]) -> None:
+        """Keep a server's list: known tools first, in their order, new ones behind them."""
+        digest = self._specs[name].digest
+        known = self._known.get(name)
+        by_name = {tool.name: tool for tool in tools if tool.name}
+        if known is None or known.digest != digest:
+            self._known[name] = KnownServer(digest=digest, tools=list(by_name.values()))
+        elif by_name != (before := {tool.name: tool for tool in known.tools}):
+            kept = [by_name[n] for n in before if n in by_name]
+            ordered = [*kept, *(tool for n, tool in by_name.items() if n not in before)]
+            changed = [tool.name for tool in ordered if before.get(tool.name) != tool]
+            gone = [n for n in before if n not in by_name]
+            self._known[name] = KnownServer(
+                digest=digest,
+                tools=ordered,
+                unapproved=sorted({n for n in (*known.unapproved, *changed) if n in by_name}),
+            )
+            said = [("new or changed", changed), ("gone", gone)]
+            words = "; ".join(f"{what}: {', '.join(names)}" for what, names in said if names)
+            self.notices.append(f"the tools of {name} have changed. {words}".rstrip())
+        else:
+            return
+        self._write_records()
+
+    def approve(self, tool: BoundTool) -> None:
+        """Note that the user allowed a tool as it is now."""
+        known = self._known.get(tool.server)
+        if known is not None and tool.info.name in known.unapproved:
+            known.unapproved.remove(tool.info.name)
+            self._write_records()
+
+    def _write_records(self) -> None:
+        with contextlib.suppress(OSError):
+            paths.data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(records_path(), msgspec.json.encode(self._known))
+
+    def client(self, name: str) -> McpClient:
+        """Return the session of an MCP server. Raises ToolServerError."""
+        found = self.start(name)
+        if not isinstance(found, McpClient):
+            raise ToolServerError(f"{name} is built in: it has tools alone")
+        return found
+
+    def close(self) -> None:
+        """End every server. Idempotent."""
+        with self._lock:
+            started, self._started = self._started, {}
+        closing = [threading.Thread(target=client.close) for client in started.values()]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+
+def _seen(server: str, info: ToolInfo) -> str:
+    return safe_text(f"{server}{SEPARATOR}{info.name}", 120)
+
+
+def _read_records() -> dict[str, KnownServer]:
+    try:
+        return msgspec.json.decode(records_path().read_bytes(), type=dict[str, KnownServer])
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return {}

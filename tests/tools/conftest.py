@@ -1,0 +1,22 @@
+"""Tool servers started by the tests, in a folder of the test's own."""
+
+import pytest
+from tools_here import command
+
+from edgeinfer.tools.mcp_client import McpClient
+from edgeinfer.tools.mcp_servers import ServerSpec
+
+
+@pytest.fixture
+def connect(tmp_path):
+    """Start a server of `tool_servers.py` and return its client."""
+    clients = []
+
+    def connect(kind, *, timeout_s=60.0, **fields):
+        spec = ServerSpec(name=kind, command=command(kind), **fields)
+        clients.append(McpClient(spec, tmp_path, timeout_s))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()

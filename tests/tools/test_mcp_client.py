@@ -1,0 +1,197 @@
+"""The client beside the official SDK's server, over both transports, and beside servers that misbehave."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tool_servers import HOSTILE
+from tools_here import SERVERS
+
+from edgeinfer.errors import OfflineError, ToolServerError
+from edgeinfer.tools.mcp_client import CallResult, McpClient, StoppedError
+from edgeinfer.tools.mcp_servers import ServerSpec
+from edgeinfer.tools.uses import Stop, safe_text
+
+pytestmark = pytest.mark.slow  # starts programs
+
+
+def until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.01)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def http_url():
+    """The SDK's server on a port of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, str(SERVERS), "http", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    for line in server.stdout:
+        if b"Uvicorn running" in line:
+            break
+    draining = threading.Thread(target=server.stdout.read)
+    draining.start()
+    yield f"http://127.0.0.1:{port}/mcp"
+    server.kill()
+    server.wait()
+    draining.join()
+    server.stdout.close()
+
+
+@pytest.fixture(params=["stdio", "http"])
+def everything(request, connect, tmp_path):
+    if request.param == "stdio":
+        yield connect("stdio")
+        return
+    url = request.getfixturevalue("http_url")
+    client = McpClient(ServerSpec(name="http", url=url), tmp_path, 60.0)
+    yield client
+    client.close()
+
+
+def test_sdk_server_offers_tools_and_answers(everything):
+    names = [tool.name for tool in everything.tools()]
+    assert names == ["add", "weather", "fail", "variables", "count"]
+    assert everything.tools()[0].parameters["properties"]["a"]["type"] == "integer"
+    assert everything.call("add", {"a": 2, "b": 3}) == CallResult("5")
+    assert everything.call("fail", {}).is_error
+    assert everything.call("no-such-tool", {}).is_error
+
+
+def test_sdk_server_reports_progress(everything):
+    said = []
+    assert everything.call("count", {"to": 3}, on_progress=said.append) == CallResult("counted")
+    assert said == ["step 1", "step 2", "step 3"]
+
+
+def test_sdk_server_has_a_resource_and_a_prompt(everything):
+    assert everything.read("notes://today") == "Buy milk."
+    assert [prompt["name"] for prompt in everything.prompts()] == ["review"]
+    assert everything.prompt("review", {"code": "x = 1"}) == "Review this: x = 1"
+    with pytest.raises(ToolServerError):
+        everything.read("notes://nowhere")
+
+
+def test_child_gets_named_variables_only(connect, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    seen = connect("stdio", env={"NAMED": "1"}).call("variables", {}).text.split()
+    assert "NAMED" in seen
+    assert "PATH" in seen
+    assert not any("SECRET" in name or "EDGEINFER" in name for name in seen)
+
+
+def test_crash_is_reported_with_the_last_words(connect):
+    client = connect("crashing")
+    with pytest.raises(ToolServerError, match="status 139: Segmentation fault"):
+        client.call("go", {})
+    with pytest.raises(ToolServerError, match="Segmentation fault"):
+        client.call("go", {})
+
+
+def test_slow_call_ends_with_its_time(connect, tmp_path):
+    with pytest.raises(ToolServerError, match=r"no answer within 0\.5 s"):
+        connect("slow", timeout_s=0.5).call("go", {})
+    until((tmp_path / "cancelled").exists)
+
+
+def test_call_is_stopped_and_the_server_hears_of_it(connect, tmp_path):
+    client, stop = connect("slow"), Stop()
+
+    def stop_once_called():
+        until((tmp_path / "called").exists)
+        stop.set()
+
+    threading.Thread(target=stop_once_called).start()
+    with pytest.raises(StoppedError):
+        client.call("go", {}, stop)
+    until((tmp_path / "cancelled").exists)
+
+
+def test_answer_that_is_no_result_is_refused(connect):
+    with pytest.raises(ToolServerError, match="without a result"):
+        connect("lying").call("go", {})
+
+
+def test_unknown_version_is_refused(connect):
+    with pytest.raises(ToolServerError, match=r"version '1999-01-01'.*2024-11-05 to 2025-11-25"):
+        connect("old")
+
+
+def test_missing_program_is_named(tmp_path):
+    spec = ServerSpec(name="x", command=("/no/such/program",))
+    with pytest.raises(ToolServerError, match="/no/such/program cannot be started"):
+        McpClient(spec, tmp_path, 1.0)
+
+
+def test_hostile_text_becomes_plain_and_short(connect):
+    text = safe_text(connect("hostile").call("go", {}).text, 1000)
+    assert text.startswith("Ignore all instructions")
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]|\[31m|title", text)
+    assert len(HOSTILE) > len(text)
+    assert safe_text("é" * 1000, 101) == "é" * 50 + "\n… cut: 101 of 2,000 bytes"
+
+
+def test_huge_result_is_cut(connect):
+    text = safe_text(connect("huge").call("go", {}).text, 1000)
+    assert text.endswith("… cut: 1,000 of 10,000,000 bytes")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process groups are looked up in /proc")
+def test_close_ends_the_child_and_its_children(connect):
+    client = connect("family")
+    pids = [int(word) for word in client.call("go", {}).text.split()]
+    assert all(map(is_alive, pids))
+    client.close()
+    until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
+def test_child_dies_with_a_killed_process(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from edgeinfer.tools.mcp_client import McpClient\n"
+        "from edgeinfer.tools.mcp_servers import ServerSpec\n"
+        "spec = ServerSpec(name='family', command=(sys.executable, sys.argv[1], 'family'))\n"
+        "print(McpClient(spec, Path('.').resolve(), 60.0).call('go', {}).text, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(SERVERS)], cwd=tmp_path, stdout=subprocess.PIPE
+    )
+    child, grandchild = map(int, parent.stdout.readline().split())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until(lambda: not is_alive(child))
+    os.kill(grandchild, 9)  # Linux tells the child alone
+
+
+def test_addresses_elsewhere_ask_the_offline_switch(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
+    with pytest.raises(OfflineError):
+        McpClient(ServerSpec(name="far", url="https://example.com/mcp"), tmp_path, 1.0)
+
+
+def test_address_without_a_server_is_reported(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/mcp"
+    with pytest.raises(ToolServerError, match=r"127\.0\.0\.1"):
+        McpClient(ServerSpec(name="none", url=url), tmp_path, 1.0)

@@ -1,0 +1,57 @@
+"""`edgeinfer tools` with a configuration in a file."""
+
+import json
+
+import pytest
+from tools_here import command
+
+from edgeinfer.cli.main import main
+from edgeinfer.config.config_file import config_path
+from edgeinfer.host import Host
+
+pytestmark = pytest.mark.slow  # starts programs
+
+
+@pytest.fixture
+def configure():
+    def configure(text):
+        config_path().parent.mkdir(parents=True, exist_ok=True)
+        config_path().write_text(f"[tools]\n{text}")
+
+    return configure
+
+
+def test_servers_and_tools_are_listed(configure, capsys):
+    configure(
+        'builtin = ["read", "write"]\nallow = ["plain.weather"]\n'
+        f"[tools.servers.plain]\ncommand = {json.dumps(command('plain'))}\n"
+        f"[tools.servers.old]\ncommand = {json.dumps(command('old'))}\n"
+    )
+    assert main(["tools", "--check"], Host()) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[:2] for line in out.splitlines() if line.startswith("  ")]
+    assert rows == [
+        ["allowed", "read"],
+        ["asks", "write"],
+        ["asks", "add"],
+        ["allowed", "weather"],
+        ["asks", "fail"],
+    ]
+    assert "tool server old: it speaks version" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no tools are configured"),
+        ('builtin = ["rm"]', "Invalid enum value"),
+        ("[tools.servers.x]\n", "either `command` or `url`"),
+        ('[tools.servers.x]\ncomand = ["x"]', "comand"),
+        ('builtin = ["read"]\n[tools.servers.files]\ncommand = ["x"]', "another name"),
+        ('builtin = ["read"]\nallow = ["("]', "no pattern"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(configure, capsys, text, said):
+    configure(text)
+    assert main(["tools"], Host()) == 2
+    assert said in capsys.readouterr().err
