@@ -22,16 +22,6 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
 
-#: Verbs and actions of the release before this one, and what takes their place.
-MOVED = {
-    "bundle": "build a file with a model inside from the source: `make binary MODEL=NAME`",
-    "self-check": "type `edgeinfer doctor --verify`",
-    "licenses": "type `edgeinfer version --licenses`",
-    "merge": "apply adapters when the model is loaded: `--lora NAME`",
-    "preload": "type `edgeinfer warm --preload MODEL`",
-    "backend add": "put the library and its JSON file where `edgeinfer backend` says",
-    "backend remove": "delete the library and its JSON file where `edgeinfer backend` says",
-}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -75,9 +65,6 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
 
 def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
     """Raise UsageError with the verb that was probably meant."""
-    for old, new in MOVED.items():
-        if list(typed[: len(old.split())]) == old.split():
-            raise UsageError(f"`edgeinfer {old}` was removed", hint=new)
     word = typed[0]
     if word.startswith("-") or word in VERBS:
         return

@@ -104,9 +104,6 @@ VERBS = {
         "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
     ),
     "doctor": Verb("check this machine and print commands that mend it", ("doctor",)),
-    "backend": Verb(
-        "list libraries for GPUs, and the devices each finds", ("backend",), linux_only=True
-    ),
     "version": Verb("show the versions of edgeinfer and its components", ("version --licenses",)),
     "config": Verb(
         "show every configuration key with its value, and the file they come from", ("config",)

@@ -189,9 +189,7 @@ def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:
             reasons.append(f"{file.name} has no such device")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
-    raise OffloadRefused(
-        "; ".join(reasons) or "there is no library for one: `edgeinfer backend` says where it goes"
-    )
+    raise OffloadRefused("; ".join(reasons) or f"there is no library for one: {backend_files.adding()}")
 
 
 class PrefixCacheSwitch:

@@ -39,7 +39,7 @@ def test_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
 
 def test_kinds_of_results_are_those_that_scripts_know():
     kinds = """
-        agents backends batch chat completion config doctor forget launch licenses list preload ps pull
+        agents batch chat completion config doctor forget launch licenses list preload ps pull
         pull-adapter quantize rm run self-check serve show snapshot snapshots snapshots-export
         snapshots-import snapshots-removed snapshots-take snapshots-trust snapshots-verify stop tools uninstall
         version warm
@@ -199,11 +199,6 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, meant):
         ("quantize m q4ks", "did you mean Q4_K_S? `edgeinfer quantize --help` lists them"),
         ("run --max-token 4 x", "did you mean --max-tokens?"),
         ("run what is two", 'put the prompt in quotes: `edgeinfer run "Name three colours."`'),
-        ("bundle m -o f", "build a file with a model inside from the source: `make binary MODEL=NAME`"),
-        ("self-check", "type `edgeinfer doctor --verify`"),
-        ("licenses", "type `edgeinfer version --licenses`"),
-        ("preload m", "type `edgeinfer warm --preload MODEL`"),
-        ("backend add cuda", "put the library and its JSON file where `edgeinfer backend` says"),
     ],
 )
 def test_hint_names_what_was_probably_meant(typed, hint, capsys):

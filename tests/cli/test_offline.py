@@ -28,7 +28,6 @@ COMMANDS = {
     "show": ((MODEL,), 0),
     "rm": (("other", "--forget"), 0),
     "quantize": ((MODEL, "q8_0", "--name", "eight", "--no-perplexity"), None),
-    "backend": ((), 0),
     "warm": ((MODEL,), None),  # as far as CRIU, which cannot dump what a seccomp filter watches
     "snapshots": (("list",), 0),
     "forget": ((), None),

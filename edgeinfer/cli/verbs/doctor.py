@@ -146,13 +146,14 @@ def _llama() -> Finding:
 
 def _gpu() -> list[Finding]:
     from edgeinfer.platform.machine import read_gpus
+    from edgeinfer.runtime.llama.backends import files
     from edgeinfer.runtime.llama.backends.devices import survey
 
     cards, answers = read_gpus(), survey()
     checks = [_backend(answer, cards) for answer in answers]
     if not answers and cards:
         text = f"{' and '.join(cards)} on the bus, but no library for it"
-        return [Finding("warn", text, "`edgeinfer backend` says where a library for it goes")]
+        return [Finding("warn", text, files.adding())]
     return checks or [Finding("ok", "none on the bus, and no library for one")]
 
 

@@ -89,6 +89,11 @@ def added_dir() -> Path:
     return paths.data_dir() / "backends"
 
 
+def adding() -> str:
+    """Say how to add a library."""
+    return f"put libggml-NAME.so and libggml-NAME.json into {added_dir()}"
+
+
 def available() -> tuple[BackendFile, ...]:
     """List the libraries on this machine, one per backend, preferred ones first.
 

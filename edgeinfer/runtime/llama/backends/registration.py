@@ -78,11 +78,11 @@ def load(name: str) -> LoadedBackend | MissingBackend:
         build = this_build()
         file = files.find(name, build)
         if file is None:
-            fix = "`edgeinfer backend` says where its library goes"
-            return MissingBackend(name=name, reason="no library of it is here", fix=fix, absent=True)
+            reason = "no library of it is here"
+            return MissingBackend(name=name, reason=reason, fix=files.adding(), absent=True)
         misfit = files.misfit(file, build)
         if misfit:
-            fix = "`edgeinfer backend` says where its library goes" if file.added else ""
+            fix = files.adding() if file.added else ""
             return MissingBackend(name=name, reason=misfit, fix=fix)
         return _load(file)
 
