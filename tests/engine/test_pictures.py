@@ -24,14 +24,16 @@ from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import vision
 from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import _beside_projector
-from edgeinfer.runtime.llama.mtmd import Chunk
+from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.picture_files import decode
 from edgeinfer.runtime.pictures import (
     PICTURE_MARK,
     Picture,
@@ -178,12 +180,16 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
     return found
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+
 def test_answer_is_that_of_bare_calls(engine: LlamaEngine) -> None:
     request = chat(WORDS, picture(), "What is in it?", cache_prompt=False)
     tokens, spans = spans_of(engine, request)
     wanted = scores(engine, tokens, spans)
     found = answer(engine, request).logprobs[0]
-    wanted = wanted - np.log(np.exp(wanted - wanted.max()).sum()) - wanted.max()
+    wanted = log_softmax(wanted)
     best = np.argsort(wanted)[::-1][:3]
     np.testing.assert_allclose([one.logprob for one in found.top], wanted[best], atol=2e-3)
 
@@ -260,6 +266,79 @@ def test_streams_beside_pictures_keep_their_bits(engine: LlamaEngine) -> None:
         assert [one.text for one in together] == [one.text for one in alone]
         return
     assert [one.logprobs for one in together] == [one.logprobs for one in alone]
+
+
+def test_eight_streams_beside_an_encoding_picture_keep_their_bits(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [
+        ask("The towns, " * (1 + i), logprobs=3, cache_prompt=False, max_tokens=12) for i in range(8)
+    ]
+    seen = chat(picture(flip=1, width=500), "Which?", cache_prompt=False)
+    with closing(load_engine(files, LoadOptions(n_ctx=4096, n_parallel=9))) as engine:
+        alone = [answer(engine, request) for request in [*texts, seen]]
+        assert engine._vision is not None
+        engine._vision.park()  # encode it again
+        encode, n_written = engine._vision._projector.encode, 0
+
+        def slow(pixels: Picture) -> list[np.ndarray]:
+            rows = encode(pixels)
+            while n_written < 16:
+                rows = encode(pixels)
+            return rows
+
+        monkeypatch.setattr(engine._vision._projector, "encode", slow)
+        streams = [engine.submit(request) for request in [seen, *texts]]
+        found = [Collected() for _ in streams]
+        for stream, into in zip(streams[1:], found[1:], strict=True):
+            for event in stream:
+                into.add(event)
+                n_written += isinstance(event, TextDelta)
+        for event in streams[0]:
+            found[0].add(event)
+    assert [one.logprobs for one in [*found[1:], found[0]]] == [one.logprobs for one in alone]
+
+
+@pytest.mark.parametrize(("before", "question"), [("?", "What is in it?"), ("", "What is in the sky?")])
+def test_prompt_cut_beside_a_picture_continues_exactly(
+    engine: LlamaEngine, before: str, question: str
+) -> None:
+    answer(engine, chat(WORDS, picture(), "What is in it?"))
+    cut = chat(WORDS[:-20] + before if before else WORDS, picture(), question)
+    start = spans_of(engine, cut)[1][0].start
+    cached = answer(engine, cut)
+    fresh = answer(engine, msgspec.structs.replace(cut, cache_prompt=False))
+    assert (0 < usage(cached)[1] < start) if before else (usage(cached)[1] > start)
+    assert cached.logprobs == fresh.logprobs
+
+
+def test_rows_are_the_same_by_any_number_of_threads(files: ModelFiles, engine: LlamaEngine) -> None:
+    pixels = decode(picture())
+    one, two = (Projector(files.projector, engine._loaded.model, n) for n in (1, 2))
+    for rows, others in zip(one.encode(pixels), two.encode(pixels), strict=True):
+        assert rows.dtype == np.float32
+        assert np.array_equal(rows, others)
+    one.free()
+    two.free()
+
+
+def test_picture_longer_than_the_window_continues_exactly(gemma3: Path, tmp_path: Path) -> None:
+    projector = make_projector(tmp_path / "mmproj.gguf", "gemma3", 640, image=384, merge=1)
+    files = ModelFiles(name="m", paths=(str(gemma3),), projector=str(projector))
+    first, second = (chat(WORDS, picture(), question) for question in ("What?", "Where is it?"))
+    options = LoadOptions(n_ctx=2048, n_parallel=2, n_batch=1024)
+    with closing(load_engine(files, options)) as engine:
+        fresh = answer(engine, msgspec.structs.replace(second, cache_prompt=False))
+        tokens, spans = spans_of(engine, second)
+        assert spans[0].n_rows == 576  # the window is 512
+        wanted = log_softmax(scores(engine, tokens, spans))
+        best = np.argsort(wanted)[::-1][:3]
+        found = [one.logprob for one in fresh.logprobs[0].top]
+        np.testing.assert_allclose(found, wanted[best], atol=2e-3)
+        answer(engine, first)
+        cached = answer(engine, second)
+        assert usage(cached)[1] >= spans[0].end
+        assert cached.logprobs == fresh.logprobs
 
 
 def test_picture_is_restored_from_disk(

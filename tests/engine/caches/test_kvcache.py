@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -10,6 +11,9 @@ from edgeinfer.runtime.kv_cache.cache import CachedSequence, Closest, KvCache, c
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.pictures import picture_start, row_tokens
 
+#: A position, and which of the rows there: with M-RoPE those of a picture share positions.
+Place = tuple[int, int]
+
 
 class CountingMemory:
     """Keeps which positions each sequence has in which physical cell, as llama.cpp's unified cache
@@ -17,32 +21,34 @@ class CountingMemory:
     """
 
     def __init__(self, *, supports_truncation: bool = True) -> None:
-        self.sequences: dict[int, dict[int, object]] = {}
+        self.sequences: dict[int, dict[Place, object]] = {}
         self._supports_truncation = supports_truncation
 
     def store(self, seq_id: int, start: int, n: int) -> None:
         held = self.sequences.setdefault(seq_id, {})
         for pos in range(start, start + n):
-            assert pos not in held
-            held[pos] = object()
+            assert (pos, 0) not in held
+            held[pos, 0] = object()
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
         held = self.sequences.get(seq_id, {})
         if not self._supports_truncation and start > 0:
             return False
         low = max(0, start)
-        for pos in [p for p in held if p >= low and (end < 0 or p < end)]:
-            del held[pos]
+        for place in [p for p in held if p[0] >= low and (end < 0 or p[0] < end)]:
+            del held[place]
         return True
 
     def copy(self, source: int, target: int, end: int) -> None:
         held = self.sequences[source]
         assert not self.sequences.get(target)
-        self.sequences[target] = {p: c for p, c in held.items() if end < 0 or p < end}
+        self.sequences[target] = {p: c for p, c in held.items() if end < 0 or p[0] < end}
 
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         held = self.sequences[seq_id]
-        self.sequences[seq_id] = {(p + delta if p >= start else p): c for p, c in held.items()}
+        self.sequences[seq_id] = {
+            (pos + delta * (pos >= start), row): c for (pos, row), c in held.items()
+        }
 
     @property
     def cells(self) -> int:
@@ -195,7 +201,7 @@ def test_shift_moves_unshared_cells() -> None:
     alone = claim(kv, memory, list(range(20)))
     assert kv.shift(alone, 4, 8)
     assert alone.tokens == [0, 1, 2, 3, *range(12, 20)]
-    assert sorted(memory.sequences[alone.seq_id]) == list(range(12))
+    assert sorted(memory.sequences[alone.seq_id]) == [(pos, 0) for pos in range(12)]
     assert kv.used_cells == memory.cells == 12
 
 
@@ -250,9 +256,8 @@ def test_random_histories_keep_the_accounting_right(seed: int) -> None:
             kv.make_room(rng.randrange(60))
         assert kv.used_cells == memory.cells
         for cached_seq in kv.cached_sequences:
-            assert sorted(memory.sequences.get(cached_seq.seq_id, {})) == list(
-                range(len(cached_seq.tokens))
-            )
+            places = sorted(memory.sequences.get(cached_seq.seq_id, {}))
+            assert [pos for pos, _ in places] == list(range(len(cached_seq.tokens)))
     for cached_seq in active:
         kv.release(cached_seq, keep=False)
     kv.drop_idle(pinned=True)
@@ -260,33 +265,106 @@ def test_random_histories_keep_the_accounting_right(seed: int) -> None:
     assert kv.cached_sequences == []
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_prompts_reuse_their_pictures_whole(seed: int) -> None:
-    """Against a model that cuts prompts into words and pictures, and compares those."""
-    rng = random.Random(seed)
-    kv, memory = make(n_cells=400, n_seq_max=6)
-    pieces = [[1], [2], *(row_tokens(b"picture %d" % i, n) for i, n in enumerate((1, 5, 9)))]
-    held: dict[int, list[int]] = {}
-    for _ in range(200):
-        prompt = [rng.randrange(len(pieces)) for _ in range(rng.randrange(1, 9))] + [rng.randrange(2)]
-        tokens = [token for piece in prompt for token in pieces[piece]]
-        shared = max((common_prefix(other, prompt[:-1]) for other in held.values()), default=0)
-        wanted = sum(len(pieces[piece]) for piece in prompt[:shared])
-        found, n = kv.match(tokens, ())
-        assert n == wanted
-        assert (found is None) == (n == 0)
-        cached_seq = kv.claim(tokens, ())
-        assert cached_seq is not None
-        kept = picture_start(tokens, common_prefix(cached_seq.tokens, tokens[:-1]))
+#: Two tokens, and three pictures of so many rows.
+_ROWS = (1, 5, 9)
+_PIECES = [[1], [2], *(row_tokens(b"picture %d" % i, n) for i, n in enumerate(_ROWS))]
+#: Rows that share a position with M-RoPE: a picture takes as many as its longer side has rows.
+_SAVED = {_PIECES[2 + i][0]: n - math.isqrt(n) for i, n in enumerate(_ROWS)}
+
+
+class Histories:
+    """Random operations on sequences of tokens and pictures, and the pieces that each sequence id must
+    hold after them.
+    """
+
+    def __init__(self, seed: int, *, is_mrope: bool) -> None:
+        self.rng, self.saved = random.Random(seed), _SAVED if is_mrope else {}
+        self.kv, self.memory = make(n_cells=400, n_seq_max=6)
+        self.kv.position_behind = lambda tokens, n: n - sum(self.saved.get(t, 0) for t in tokens[:n])
+        self.held: dict[int, list[int]] = {}
+        self.active: list[CachedSequence] = []
+
+    def pieces(self, most: int) -> list[int]:
+        return self.rng.choices(range(len(_PIECES)), k=self.rng.randrange(1, most))
+
+    def compute(self, seq: CachedSequence, pieces: list[int]) -> None:
+        """Store pieces behind a sequence, each at positions of its own."""
+        held = self.memory.sequences.setdefault(seq.seq_id, {})
+        for piece in pieces:
+            tokens = _PIECES[piece]
+            start = self.n_positions(self.held[seq.seq_id])
+            n_own = len(tokens) - self.saved.get(tokens[0], 0)
+            for row in range(len(tokens)):
+                held[start + row % n_own, row] = object()
+            self.held[seq.seq_id].append(piece)
+            self.kv.extend(seq, tokens)
+
+    def n_positions(self, pieces: list[int]) -> int:
+        tokens = [_PIECES[piece] for piece in pieces]
+        return sum(len(one) - self.saved.get(one[0], 0) for one in tokens)
+
+    def claim(self) -> None:
+        prompt = [*self.pieces(9), self.rng.randrange(2)]
+        tokens = [token for piece in prompt for token in _PIECES[piece]]
+        usable = [self.held[c.seq_id] for c in self.kv.cached_sequences if not c.pending_free]
+        shared = max((common_prefix(other, prompt[:-1]) for other in usable), default=0)
+        wanted = sum(len(_PIECES[piece]) for piece in prompt[:shared])
+        assert self.kv.match(tokens, ())[1] == wanted
+        seq = self.kv.claim(tokens, ())
+        if seq is None:
+            assert len(self.active) == 6
+            return
+        kept = picture_start(tokens, common_prefix(seq.tokens, tokens[:-1]))
         assert kept == wanted
-        kv.truncate(cached_seq, kept)
-        assert kv.make_room(len(tokens) - kept)
-        fill(kv, memory, cached_seq, tokens)
-        kv.release(cached_seq, keep=True)
-        held[cached_seq.seq_id] = prompt
-        live = {c.seq_id: c for c in kv.cached_sequences if not c.pending_free}
-        held = {seq_id: prompt for seq_id, prompt in held.items() if seq_id in live}
-        assert kv.used_cells == memory.cells
+        self.kv.truncate(seq, kept)
+        self.held[seq.seq_id] = prompt[:shared]
+        self.active.append(seq)
+        if self.kv.make_room(len(tokens) - kept):
+            self.compute(seq, prompt[shared:])
+
+    def extend(self) -> None:
+        pieces = self.pieces(4)
+        if self.active and self.kv.make_room(sum(len(_PIECES[piece]) for piece in pieces)):
+            self.compute(self.rng.choice(self.active), pieces)
+
+    def truncate(self) -> None:
+        """A cut inside a picture drops it whole."""
+        if not self.active:
+            return
+        seq = self.rng.choice(self.active)
+        at = picture_start(seq.tokens, self.rng.randrange(len(seq.tokens) + 1))
+        self.kv.truncate(seq, at)
+        pieces = self.held[seq.seq_id]
+        while sum(len(_PIECES[piece]) for piece in pieces) > at:
+            pieces.pop()
+
+    def release(self) -> None:
+        if self.active:
+            seq = self.active.pop(self.rng.randrange(len(self.active)))
+            self.kv.release(seq, keep=self.rng.random() < 0.8)
+
+    def drop(self) -> None:
+        self.kv.make_room(self.rng.randrange(300))
+
+    def check(self) -> None:
+        """Compare tokens, positions and cells with the pieces."""
+        assert self.kv.used_cells == self.memory.cells
+        for seq in self.kv.cached_sequences:
+            pieces = self.held[seq.seq_id]
+            assert seq.tokens == [token for piece in pieces for token in _PIECES[piece]]
+            places = self.memory.sequences.get(seq.seq_id, {})
+            assert len(places) == len(seq.tokens) == len(seq.cells)
+            assert {pos for pos, _ in places} == set(range(self.n_positions(pieces)))
+
+
+@pytest.mark.parametrize("is_mrope", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_histories_hold_pictures_whole(seed: int, is_mrope: bool) -> None:
+    histories = Histories(seed, is_mrope=is_mrope)
+    actions = (histories.claim, histories.extend, histories.truncate, histories.release, histories.drop)
+    for _ in range(200):
+        histories.rng.choices(actions, (4, 2, 2, 4, 1))[0]()
+        histories.check()
 
 
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
