@@ -11,8 +11,8 @@
 #                        libmtmd, which encodes pictures (native/mtmd.sh, 80 s of one core): what tests and the shipped file
 #                        need (docs/decisions/001-one-build.md)
 #   gpu                  `run`, and the Vulkan backend. It lies in .venv/lib/edgeinfer/backends, opened when a GPU is asked for
-#   test                 `full`; the two real models of the tests, in the build cache; tmux, qemu-user, zsh and fish, which some
-#                        tests drive, through apt where this is root's call (else it says what to type, and those tests are
+#   test                 `full`; the two real models of the tests, in the build cache; tmux, qemu-user, zsh, fish and Chromium, which
+#                        some tests drive, through apt where this is root's call (else it says what to type, and those tests are
 #                        skipped); glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from; a
 #                        Vulkan device in software; as root also podman and Debian 13's systemd, which run the units and
 #                        manifests of docs/
@@ -179,6 +179,7 @@ test_programs() {
   command -v zsh >/dev/null || missing+=(zsh)
   command -v fish >/dev/null || missing+=(fish)
   command -v node >/dev/null || missing+=(nodejs npm)
+  command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
   [ "$(id -u)" != 0 ] || command -v runc >/dev/null || missing+=(podman runc)
   [ ${#missing[@]} = 0 ] && return
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
@@ -186,6 +187,18 @@ test_programs() {
     { apt-get update -qq && apt-get install -qq -y --no-install-recommends "${missing[@]}"; } >/dev/null && return
   fi
   say "tests that need ${missing[*]} are skipped: apt-get install ${missing[*]}"
+}
+
+test_axe() {  # checks the page for accessibility
+  local axe=$cache/axe version=4.14.1 sum=29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c
+  [ ! -f "$axe/axe.min.js" ] || return 0
+  mkdir -p "$axe.tmp"
+  if (cd "$axe.tmp" && npm pack --silent "axe-core@$version" >/dev/null && tar xzf axe-core-*.tgz && sha256sum package/axe.min.js | grep -q "^$sum "); then
+    mkdir -p "$axe" && mv "$axe.tmp/package/axe.min.js" "$axe/"
+  else
+    say "could not get axe-core $version: the tests of the page's accessibility are skipped"
+  fi
+  rm -rf "$axe.tmp"
 }
 
 test_libc() {
@@ -229,6 +242,6 @@ build_llama $variants; install_packages $packages; install; install_native $leve
 [ -z "$vulkan" ] || wait $vulkan
 install_vulkan
 case $mode in
-  test) test_programs; test_models; test_libc; test_registry; test_vulkan; test_systemd ;;
+  test) test_programs; test_axe; test_models; test_libc; test_registry; test_vulkan; test_systemd ;;
   bench) test_models; peers ;;
 esac

@@ -46,6 +46,17 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         models = self.request("GET", "/props")["models"]
         return next((int(one["info"].get("n_ctx", 0)) for one in models if one["id"] == model), 0)
 
+    def has(self, path: str) -> bool:
+        """Return whether a GET of `path`, which needs no key, is answered. Raises ServeError."""
+        place = urlsplit(self.url)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_HEALTH_S)
+        try:
+            with contextlib.closing(connection):
+                connection.request("HEAD", path)
+                return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException) as error:
+            raise ServeError(f"{self.url} does not answer: {error}") from error
+
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
         """Return the JSON of an answer. Raises ServeError if there is none, or an error."""
         place = urlsplit(self.url)

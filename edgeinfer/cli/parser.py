@@ -54,6 +54,9 @@ VERBS = {
         ("serve qwen3-4b --port 8080",),
         has_json=False,
     ),
+    "web": Verb(
+        "chat in the browser, in the same conversations as in the terminal", ("web", "web --no-open")
+    ),
     "launch": Verb(
         "run a coding agent (claude, codex, …) on a model of this machine",
         ("launch codex", "launch --model qwen3-4b claude --resume"),

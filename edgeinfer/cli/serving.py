@@ -34,6 +34,9 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.web.access import Access
+from edgeinfer.server.web.conversations import Conversations
+from edgeinfer.server.web.routes import Web
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
@@ -118,6 +121,10 @@ async def _serve(
         batches=Batches(paths.data_dir() / "batches"),
         model_admin=ModelAdmin(host) if _speaks_ollama(options, host) else None,
     )
+    if pick(options.web, config.web):
+        name_of_socket = listeners[0].getsockname()
+        port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0
+        endpoint.web = Web(Access(port, gate.keys), Conversations(endpoint))
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )

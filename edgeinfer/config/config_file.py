@@ -143,6 +143,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     ollama: Annotated[
         bool, key_doc("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
     ] = False
+    web: Annotated[bool, key_doc("Answer browsers with the chat page.")] = True
     allowed_origins: Annotated[
         tuple[str, ...], key_doc("Origins of web pages that may call the endpoint.")
     ] = ()

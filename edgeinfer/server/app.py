@@ -28,6 +28,8 @@ from edgeinfer.server.openapi import document
 from edgeinfer.server.problems import Problem, from_error, internal
 from edgeinfer.server.request_body import decode, decode_query, read_body
 from edgeinfer.server.responses.routes import RESPONSES
+from edgeinfer.server.web.access import PATH as PAGE
+from edgeinfer.server.web.routes import WEB
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
@@ -70,7 +72,13 @@ class App:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        match = match_route(scope["path"])
+        path = scope["path"]
+        has_page = self._endpoint.web is not None
+        if path == "/" and has_page and "text/html" in headers.get("accept", ""):
+            path = PAGE
+        match = match_route(path)
+        if match.dialect is WEB and not has_page:
+            match = RouteMatch({}, WEB)
         context = RequestContext(
             self._endpoint,
             request_id,
@@ -111,11 +119,15 @@ class App:
 
     def _admit(self, context: RequestContext, connection: Connection | None) -> None:
         gate, operation = self._gate, context.operation
-        context.key = gate.check_key(context.headers, context.route)
+        page = operation.web if operation is not None else ""
+        if page == "cookie":
+            context.key = self._endpoint.web.access.check(context.headers.get("cookie", ""))
+        elif not page:
+            context.key = gate.check_key(context.headers, context.route)
         if context.route not in OPEN_ROUTES:
             gate.check_user(connection)
             context.is_admin = gate.is_admin(context.key, connection)
-        if operation is not None and operation.is_admin and not context.is_admin:
+        if operation is not None and (operation.is_admin or page == "cookie") and not context.is_admin:
             message = (
                 "This needs the endpoint's first API key or, without keys, the user who started it."
             )
@@ -180,7 +192,7 @@ async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
     context: RequestContext = scope["edgeinfer"]
     operation = context.operation
     if operation is None:
-        raise _nothing_here(scope["path"])
+        raise _nothing_here(scope["path"], hides_page=context.endpoint.web is None)
     context.request = Request(scope, receive, send)
     taken: dict[str, object] = {}
     if "body" in operation.takes:
@@ -193,15 +205,18 @@ async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(scope, receive, send)
 
 
-def _nothing_here(path: str) -> Problem:
-    methods = sorted(method for method in match_route(path).methods if method != "HEAD")
+def _nothing_here(path: str, *, hides_page: bool) -> Problem:
+    match = match_route(path)
+    hidden = hides_page and match.dialect is WEB
+    methods = sorted(method for method in match.methods if method != "HEAD" and not hidden)
     if not methods:
         return Problem(404, "No such route.", code="not_found")
     allow = {"allow": ", ".join(methods)}
     return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
 
 
-#: Unknown paths get the first dialect's error envelope.
+#: Unknown paths get the first dialect's error envelope. The page's requests (WEB) are not described: no
+#: other client is promised them.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
@@ -223,7 +238,7 @@ def _routes() -> dict[str, RouteMatch]:
         method="GET", path="/openapi.json", handler=_openapi, summary="This document.", uses_model=False
     )
     places = {description.path: RouteMatch({"GET": description, "HEAD": description}, OPENAI)}
-    for dialect in DIALECTS:
+    for dialect in (*DIALECTS, WEB):
         for operation in dialect.operations:
             here = places.get(operation.path, RouteMatch({}, dialect))
             methods = {**here.methods, operation.method: operation}
@@ -272,5 +287,5 @@ def match_route(path: str) -> RouteMatch:
         if found is not None:
             return found
     above = [match.dialect for known, match in _EXACT.items() if path.startswith(f"{known}/")]
-    above += [d for d in DIALECTS if d.prefix and path.startswith(d.prefix)]
+    above += [d for d in (*DIALECTS, WEB) if d.prefix and path.startswith(d.prefix)]
     return RouteMatch({}, above[0] if above else DIALECTS[0])

@@ -44,7 +44,8 @@ Envelope = Callable[[Problem, str], bytes]
 class Operation(msgspec.Struct, frozen=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
-    `is_admin`: it changes what others get, or tells of it. `may_store`: its answers may be kept, to be
+    `is_admin`: it changes what others get, or tells of it. `web`: of the page, for which a cookie
+    stands for the API key, or which is open. `may_store`: its answers may be kept, to be
     read again by id. `body` and `reply` are types of JSON; `also` are further answers by status, for
     the OpenAPI document. Of body and query, the handler is given those that `takes` names.
     """
@@ -60,6 +61,7 @@ class Operation(msgspec.Struct, frozen=True):
     streams: bool = False
     uses_model: bool = True
     is_admin: bool = False
+    web: Literal["", "open", "cookie"] = ""
     may_store: bool = False
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct]] = {}

@@ -44,6 +44,8 @@ class Endpoint:
     journal: AnswerJournal | None = None
     #: Files and batches; None where none are kept.
     batches: Batches | None = None
+    #: The page (`web.routes.Web`); None if it is switched off.
+    web: Any = None
     #: Adds and removes models; None if no client may do so.
     model_admin: ModelAdministrator | None = None
 

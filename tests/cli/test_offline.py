@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": ((MODEL, "--plain", *LAUNCH), 0),
     "run": ((MODEL, "Hello", "--max-tokens", "2", *LAUNCH), 0),
     "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
+    "web": (("--no-open",), None),  # no endpoint is started: the default model is not here
     "launch": (("--list",), 0),  # what it launches is a third-party program
     "pull": (("qwen3-4b",), 4),
     "list": ((), 0),

@@ -359,10 +359,17 @@ class ConversationStore:
 
     # following what other processes write
 
-    def change_count(self) -> int:
-        """Return a number that differs after another connection has written (6 µs)."""
+    def change_count(self) -> tuple[int, int]:
+        """Return what differs after a write, by another connection or this one (6 µs)."""
         with _store_errors(self.name):
-            return int(self.db.execute("PRAGMA data_version").fetchone()[0])
+            return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
+
+    def newest_change(self) -> tuple[int, int]:
+        """Return what differs after a conversation was added, changed or deleted."""
+        with _store_errors(self.name):
+            sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
+            newest, number = self.db.execute(sql).fetchone()
+        return newest or 0, number
 
     def glance(self, conversation_id: int) -> tuple[Any, ...] | None:
         """Return what changes with every write but an answer's pieces; None if it was deleted."""

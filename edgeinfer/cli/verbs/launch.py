@@ -133,7 +133,7 @@ def _find_endpoint(
     """Return an endpoint, started if necessary, its model, and that model's large enough context."""
     key = keys.own_key()
     needs = 0 if options.anyway else agent.needs_tokens
-    remote, pid = endpoint.find(_urls(host.config), key), 0
+    remote, pid = endpoint.find(urls(host.config), key), 0
     if remote is not None:
         model = host.files(options.model).name if options.model else remote.model
     else:
@@ -141,7 +141,7 @@ def _find_endpoint(
         model = host.files(ref).name
         if ref.pulled is not None and 0 < ref.pulled.n_ctx_train < needs:
             raise _too_small(agent, model, ref.pulled.n_ctx_train)
-        remote, pid = endpoint.start(_serve_command(ref.text, options, host.config), key)
+        remote, pid = endpoint.start(serve_command(ref.text, host.config, options.n_ctx), key)
     n_ctx = remote.n_ctx(model)
     if n_ctx < needs:
         if pid:
@@ -157,7 +157,8 @@ def _find_endpoint(
     return remote, model, n_ctx
 
 
-def _urls(config: Config) -> Iterator[str]:
+def urls(config: Config) -> Iterator[str]:
+    """Yield where this user's endpoints may listen."""
     host = config.serve.host
     yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, str(config.serve.port))
     for launched in processes():
@@ -170,12 +171,12 @@ def _url(host: str, port: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _serve_command(typed: str, options: argparse.Namespace, config: Config) -> list[str]:
+def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[str]:
     """Return the command of an endpoint, on a free port if the configured one is taken."""
     arguments = [*_own_command(), "serve", typed, "--log", "json"]
     arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
     arguments += ["--port", str(_free_port(config.serve.port))]
-    return arguments + (["--ctx", str(options.n_ctx)] if options.n_ctx else [])
+    return arguments + (["--ctx", str(n_ctx)] if n_ctx else [])
 
 
 def _own_command() -> list[str]:

@@ -40,6 +40,13 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         help="also listen at Ollama's place, 127.0.0.1:11434, and let its clients change the models",
     )
     where.add_argument(
+        "--no-web",
+        dest="web",
+        action="store_false",
+        default=None,
+        help="without the chat page that browsers get at /",
+    )
+    where.add_argument(
         "--api-key-file",
         metavar="FILE",
         help="API keys, one a line, the first one an administrator's; also EDGEINFER_API_KEY",

@@ -40,9 +40,14 @@ class Keys:
                 found = known
         return None if found is None else found.hex()[:8]
 
+    @property
+    def first(self) -> str:
+        """Return the first key's name, "" without keys."""
+        return self._digests[0].hex()[:8] if self._digests else ""
+
     def is_first(self, name: str) -> bool:
         """Return whether `name` is the first key, the owner's, which has admin rights."""
-        return bool(self._digests) and self._digests[0].hex()[:8] == name
+        return bool(self._digests) and self.first == name
 
     def cache_salt(self, name: str) -> str:
         """Return a salt that separates this key's cached prefixes; "" with fewer than two keys."""

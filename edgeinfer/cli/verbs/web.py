@@ -1,0 +1,57 @@
+"""`edgeinfer web`: the chat page in the browser, with an endpoint started for it if none runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from edgeinfer.agents import endpoint
+from edgeinfer.cli.options import add_model
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.verbs.launch import serve_command, urls
+from edgeinfer.errors import ServeError
+from edgeinfer.host import Host
+from edgeinfer.server.guards import keys
+from edgeinfer.server.web.access import PATH, make_code
+
+
+class WebResult(Result, frozen=True, kw_only=True):
+    """The page's address, good for one visit within two minutes; whether a browser was opened."""
+
+    url: str
+    opened: bool
+
+    def human(self) -> str:
+        return self.url
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "model of a new conversation, if an endpoint is started for it")
+    parser.add_argument("--no-open", action="store_true", help="only print the address")
+
+
+def run(options: argparse.Namespace, host: Host) -> WebResult:
+    """Open the page of this user's endpoint. Raises ServeError, and what naming a model raises."""
+    key = keys.own_key()
+    remote = endpoint.find(urls(host.config), key)
+    if remote is None:
+        ref = host.resolve(options.model or host.config.default_model)
+        host.files(ref)  # an error here is plainer than one in the endpoint's log
+        remote, _ = endpoint.start(serve_command(ref.text, host.config), key)
+    if not remote.has(PATH):
+        raise ServeError(
+            f"{remote.url} serves no page",
+            hint="start it without --no-web, and without `web = false` in [serve]",
+        )
+    url = f"{remote.url}/#code={make_code()}"
+    return WebResult(url=url, opened=not options.no_open and _open(url))
+
+
+def _open(url: str) -> bool:
+    """Open a browser that has a window of its own; one in the terminal would hide the address."""
+    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return False
+    import webbrowser  # 20 ms
+
+    return webbrowser.open(url)

@@ -1,0 +1,119 @@
+"""Sign-in of the page: a one-time code, or the first API key, for a cookie that no script can read.
+
+Codes and cookies are signed with a secret in the data folder (0600), so `edgeinfer web` makes a code
+without asking the endpoint, and a restarted endpoint knows its cookies. A code is good for two minutes,
+once, and only at an endpoint that was running when it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from functools import cached_property
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+
+from edgeinfer.errors import ServeError
+from edgeinfer.platform import paths
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.problems import Problem
+
+_CODE_S = 120
+_COOKIE_S = 30 * 24 * 3600
+#: The page asks below this path alone, so no other route sees the cookie.
+PATH = "/web"
+
+
+def _secret_path() -> Path:
+    return paths.data_dir() / "web-secret"
+
+
+def read_secret() -> bytes:
+    """Return this user's secret, made on first use. Raises ServeError."""
+    path = _secret_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        if not path.exists():  # linked whole: a second process never reads half of it
+            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+            try:
+                os.link(fresh, path)
+            except FileExistsError:
+                pass
+            finally:
+                fresh.unlink()
+        info = path.stat()
+        found = path.read_bytes()
+    except OSError as error:
+        raise ServeError(f"{path}: {error.strerror}", hint="check the data folder") from error
+    if info.st_mode & 0o077 or len(found) < 32:
+        raise ServeError(f"{path} must be readable by you alone", hint="remove it: a new one is made")
+    return found
+
+
+def _sign(secret: bytes, *parts: str) -> str:
+    return hmac.digest(secret, "\0".join(parts).encode(), hashlib.sha256).hex()
+
+
+def make_code() -> str:
+    """Make a code for the page's URL. Raises ServeError."""
+    made, nonce = f"{time.time():.6f}", secrets.token_hex(8)
+    return f"{made}-{nonce}-{_sign(read_secret(), 'code', made, nonce)}"
+
+
+class Access:
+    """Codes and cookies of one endpoint at `port`; the first API key's holder gets one."""
+
+    def __init__(self, port: int, keys: Keys) -> None:
+        self._keys = keys
+        self._name = f"edgeinfer-{port}"
+        self._began = time.time()
+        self._used: set[str] = set()
+
+    @cached_property
+    def _secret(self) -> bytes:
+        return read_secret()
+
+    def accepts_key(self, key: str) -> bool:
+        """Return whether this is the first API key."""
+        name = self._keys.name(key)
+        return name is not None and self._keys.is_first(name)
+
+    def redeem(self, code: str) -> bool:
+        """Use up a code; False if it is not one, too old, or used."""
+        made, _, rest = code.partition("-")
+        nonce, _, signature = rest.partition("-")
+        if not hmac.compare_digest(
+            signature.encode("utf-8", "replace"), _sign(self._secret, "code", made, nonce).encode()
+        ):
+            return False
+        age_s = time.time() - float(made)
+        if code in self._used or not -1 < age_s < _CODE_S or float(made) < self._began:
+            return False
+        self._used.add(code)
+        return True
+
+    def cookie(self, *, secure: bool) -> str:
+        """Return a Set-Cookie header; another first API key ends it."""
+        until = str(int(time.time()) + _COOKIE_S)
+        value = f"{until}-{_sign(self._secret, 'cookie', until, self._keys.first)}"
+        end = "; Secure" if secure else ""
+        return f"{self._name}={value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{end}"
+
+    def check(self, cookies: str) -> str:
+        """Return the first API key's name, "" without keys. Raises Problem 401."""
+        value = ""
+        with contextlib.suppress(CookieError):
+            found = SimpleCookie(cookies).get(self._name)
+            value = found.value if found else ""
+        until, _, signature = value.partition("-")
+        expected = _sign(self._secret, "cookie", until, self._keys.first)
+        valid = hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode())
+        if not valid or int(until) < time.time():
+            raise Problem(401, "Sign in first: `edgeinfer web` opens the page.", code="not_signed_in")
+        return self._keys.first

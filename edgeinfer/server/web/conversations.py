@@ -1,0 +1,335 @@
+"""The stored conversations behind the page: what it changes, the answers it begins, what it follows.
+
+Nothing is sent to a page from memory: an answer goes to the journal of the chat's store, and each page
+follows the store, whichever process writes. So a page shows the terminal's answers too, and a reload or
+a killed endpoint loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+
+from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.chat.history.values import Attachment, branch_to, siblings
+from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.errors import EdgeInferError, EngineClosedError
+from edgeinfer.runtime.events import Finished
+from edgeinfer.server.context import RequestContext
+from edgeinfer.server.dialect import sse
+from edgeinfer.server.endpoint import Endpoint
+from edgeinfer.server.metrics import version_of
+from edgeinfer.server.model_pool import Lease
+from edgeinfer.server.problems import Problem, from_error
+from edgeinfer.server.web.render import Growing, shown
+
+T = TypeVar("T")
+Begin = Callable[[ChatSession], Answer]
+#: Pause (s) between two looks at the store; one at an unchanged store takes 0.1 ms.
+_LOOK_S = 0.05
+#: Answers of the page that are generated at once.
+_MOST_ANSWERS = 16
+#: How long (s) a request waits for its answer's turn: a model may have to be loaded first.
+_BEGIN_S = 1.0
+
+
+class Conversations:
+    """The conversations of one endpoint's user. Lives on the event loop."""
+
+    def __init__(
+        self, endpoint: Endpoint, open_store: Callable[[], ConversationStore] = ConversationStore.open
+    ) -> None:
+        self._endpoint = endpoint
+        self._open_store = open_store
+        self._reader = ThreadPoolExecutor(1, "conversations")
+        self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
+        self._store: ConversationStore | None = None
+        #: What a conversation waits for, or why its last answer failed to begin.
+        self.notices: dict[int, str] = {}
+        self._begun: dict[int, Answer | None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def use(self, work: Callable[[ConversationStore], T]) -> T:
+        """Run `work` with the store, in its thread. Raises what `work` and opening the store raise."""
+
+        def working() -> T:
+            self._store = self._store or self._open_store()
+            return work(self._store)
+
+        return await asyncio.get_running_loop().run_in_executor(self._reader, working)
+
+    async def change(self, conversation_id: int, work: Callable[[ChatSession], T]) -> T:
+        """Run `work` with a session of a stored conversation (0: a new one)."""
+
+        def changing(store: ConversationStore) -> T:
+            session = ChatSession(lambda: store)
+            if conversation_id:
+                if store.glance(conversation_id) is None:
+                    raise no_conversation()
+                session.open(conversation_id)
+            return work(session)
+
+        return await self.use(changing)
+
+    # answers
+
+    async def answer(
+        self,
+        context: RequestContext,
+        conversation_id: int,
+        prepare: Callable[[ChatSession], object],
+        begin: Begin,
+    ) -> int:
+        """Store what the user typed and begin its answer, which outlives the request.
+
+        `prepare` stores the question. Return the conversation's id. Raises Problem 409 if an answer to
+        it is being written, and what `prepare` raises.
+        """
+        if conversation_id in self._begun:
+            raise _busy()
+        if conversation_id:
+            self._begun[conversation_id] = None
+
+        def prepared(session: ChatSession) -> tuple[int, str]:
+            if conversation_id and session.store.is_answering(conversation_id):
+                raise _busy()
+            prepare(session)
+            return session.conversation.id, session.conversation.model
+
+        try:
+            found, model = await self.change(conversation_id, prepared)
+            self._endpoint.enter(context.key)
+        except BaseException:
+            self._begun.pop(conversation_id, None)
+            raise
+        self._begun[found] = None
+        self.notices.pop(found, None)
+        began = asyncio.Event()
+        task = asyncio.create_task(self._answer(context, found, model, begin, began))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        waiting = asyncio.create_task(
+            began.wait()
+        )  # so that the page sees the answer, not the old state
+        await asyncio.wait({task, waiting}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        return found
+
+    async def _answer(
+        self,
+        context: RequestContext,
+        conversation_id: int,
+        model: str,
+        begin: Begin,
+        began: asyncio.Event,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        def beginning(session: ChatSession) -> Answer:
+            answer = begin(session)
+            loop.call_soon_threadsafe(began.set)
+            return answer
+
+        try:
+            try:
+                await self._generate(context, conversation_id, model, beginning)
+            except EngineClosedError:  # its process died since the last request
+                await self._generate(context, conversation_id, model, beginning)
+            self.notices.pop(conversation_id, None)
+        except (EdgeInferError, Problem) as error:
+            problem = error if isinstance(error, Problem) else from_error(error)
+            self.notices[conversation_id] = problem.message
+        except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
+            self._endpoint.log.error("internal", error, request_id=context.id)
+            self.notices[conversation_id] = f"An internal error; the log has it ({context.id})."
+        finally:
+            self._begun.pop(conversation_id, None)
+            self._endpoint.leave(context.key)
+
+    async def _generate(
+        self, context: RequestContext, conversation_id: int, model: str, begin: Begin
+    ) -> None:
+        endpoint, models = self._endpoint, self._endpoint.models
+        context.name_model(model or None)
+        if not models.is_loaded(context.model):
+            self.notices[conversation_id] = f"Loading {context.model}…"
+        lease = await models.acquire(context.model)
+        self.notices.pop(conversation_id, None)
+        try:
+            endpoint.queue(context.model, lease.engine.info.n_parallel, 1)
+            try:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(
+                    self._writers, self._write, conversation_id, begin, lease, loop
+                )
+            finally:
+                endpoint.unqueue(context.model, 1)
+        except EngineClosedError:
+            lease.failed()
+            raise
+        finally:
+            lease.release()
+
+    def _write(
+        self, conversation_id: int, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Generate one answer into the store, in a thread with a connection of its own."""
+        endpoint, engine = self._endpoint, lease.engine
+        with contextlib.closing(self._open_store()) as store:
+            session = ChatSession(lambda: store, engine=engine)
+            session.open(conversation_id)
+            answer = self._begun[conversation_id] = begin(session)
+            loop.call_soon_threadsafe(endpoint.running.add, answer.generation)
+            try:
+                for event in answer.generation:
+                    answer.add(event)
+                    answer.flush()  # 0.05 ms; a later one would keep the last token back in a pause
+                    if isinstance(event, Finished):
+                        version = version_of(engine.info.sha256)
+                        endpoint.metrics.generation_ended(lease.model, version, event)
+            except EdgeInferError as error:
+                answer.fail(error)
+            finally:
+                if answer.done is None:
+                    answer.abandon()
+                with contextlib.suppress(RuntimeError):  # the endpoint has ended meanwhile
+                    loop.call_soon_threadsafe(endpoint.running.discard, answer.generation)
+            if answer.cache_report is not None:
+                endpoint.host.note_prompt(answer.cache_report)
+
+    def stop(self, conversation_id: int) -> None:
+        """Stop an answer that this endpoint generates. Raises Problem 409 if there is none."""
+        answer = self._begun.get(conversation_id)
+        if answer is None:
+            message = "This endpoint writes no answer here: stop it in the program that does."
+            raise Problem(409, message, code="not_answering")
+        answer.stop()
+
+    # following
+
+    async def follow(self, conversation_id: int, latest: int) -> AsyncIterator[bytes]:
+        """Yield server-sent events about the list and one conversation (0: the list alone).
+
+        The first ones give the whole state, so that a page may come back at any time.
+        """
+        follower = Follower(self, conversation_id, latest)
+        commented = time.monotonic()
+        while not self._endpoint.draining:
+            began = time.monotonic()
+            events = b"".join([sse(data, name) for name, data in await self.use(follower.look)])
+            now = time.monotonic()
+            if not events and now - commented > self._endpoint.limits.comment_s:
+                events = b": here\n\n"
+            if events:
+                commented = now
+                yield events
+            # rendering shares the processor with the engine: it may take a fifth of the time
+            await asyncio.sleep(max(_LOOK_S, 4 * (now - began) if events else 0))
+
+
+class Follower:
+    """What one page has been sent."""
+
+    def __init__(self, conversations: Conversations, conversation_id: int, latest: int) -> None:
+        self._conversations = conversations
+        self._id = conversation_id
+        self._latest = latest
+        self._changes: object = None
+        self._listed: object = None
+        self._stamp: object = None
+        self._sent: dict[int, object] = {}
+        self._turn_id = 0
+        self._journal_id = 0
+        self._growing = Growing()
+
+    def look(self, store: ConversationStore) -> Sequence[tuple[str, object]]:
+        """Return the events since the last look."""
+        changes, notice = store.change_count(), self._conversations.notices.get(self._id, "")
+        held = bool(self._id) and store.is_answering(self._id)
+        if (changes, notice, held) == self._changes:
+            return ()
+        self._changes = (changes, notice, held)
+        return list(self._events(store, notice))
+
+    def _events(self, store: ConversationStore, notice: str) -> Iterator[tuple[str, object]]:
+        listed = store.newest_change()
+        if listed != self._listed:
+            self._listed = listed
+            yield "list", {}
+        if not self._id:
+            return
+        seen = store.glance(self._id)
+        if seen is None:
+            yield "gone", {}
+        elif (seen, notice) != self._stamp:
+            self._stamp = (seen, notice)
+            with store.reading():
+                yield "branch", self._branch(store, notice)
+        elif self._turn_id:
+            yield from self._pieces(store)
+
+    def _branch(self, store: ConversationStore, notice: str) -> dict[str, object]:
+        conversation, turns = store.conversation(self._id), store.turns(self._id)
+        path = branch_to(turns, conversation.head_id)
+        self._turn_id = 0
+        changed = []
+        for turn in path[-self._latest :]:
+            found = [t.id for t in siblings(turns, turn.id)]
+            page = (found.index(turn.id) + 1, len(found))
+            key = (turn.status, len(turn.content), turn.error, page)
+            if turn.status == "streaming":
+                self._turn_id = turn.id
+                pieces = store.pieces(turn.id, 0)
+                self._journal_id = pieces[-1][0] if pieces else 0
+                self._growing = Growing(turn.content)
+            if self._sent.get(turn.id) != key:
+                self._sent[turn.id] = key
+                changed.append(shown(turn, page))
+        described = msgspec.structs.asdict(conversation)
+        return {
+            "conversation": {**described, "draft": ""},
+            "path": [turn.id for turn in path[-self._latest :]],
+            "earlier": max(0, len(path) - self._latest),
+            "turns": changed,
+            "answering": bool(self._turn_id),
+            "notice": notice,
+        }
+
+    def _pieces(self, store: ConversationStore) -> Iterator[tuple[str, object]]:
+        rows = store.pieces(self._turn_id, self._journal_id)
+        if not rows:
+            return
+        self._journal_id = rows[-1][0]
+        first = self._growing.add("".join(row[1] for row in rows))
+        yield (
+            "piece",
+            {
+                "turn": self._turn_id,
+                "from": first,
+                "blocks": self._growing.blocks[first:],
+                "reasoning": "".join(row[2] for row in rows),
+            },
+        )
+
+
+def attachments_of(files: Sequence[tuple[str, bytes]]) -> list[Attachment]:
+    """Return files as attachments. Raises UsageError for one that is neither text nor a picture."""
+    from edgeinfer.chat.attachments import from_bytes
+
+    return [from_bytes(name, data) for name, data in files]
+
+
+def no_conversation() -> Problem:
+    """Return the refusal of an id that is none."""
+    return Problem(404, "There is no such conversation.", code="not_found")
+
+
+def _busy() -> Problem:
+    message = "An answer to this conversation is being written: wait for its end, or stop it."
+    return Problem(409, message, code="conversation_busy")

@@ -1,0 +1,317 @@
+"""Routes of the page. Its files are open; all else wants the cookie of a sign-in (`access.py`)."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import mimetypes
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.responses import Response, StreamingResponse
+
+from edgeinfer import __version__
+from edgeinfer.chat import formats, presets
+from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.server.context import RequestContext
+from edgeinfer.server.dialect import Dialect, RouteTable
+from edgeinfer.server.openai.render import error_body, error_events
+from edgeinfer.server.openai.wire import ErrorReply
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.web import wire
+from edgeinfer.server.web.access import PATH, Access
+from edgeinfer.server.web.code import as_code
+from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
+
+ROUTES = RouteTable()
+_STATIC = Path(__file__).with_name("static")
+#: Model output never becomes a script, a style, a picture from elsewhere, or a frame.
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' blob: data:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types edgeinfer",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+_PICTURES = ((b"\xff\xd8", "image/jpeg"), (b"\x89PNG", "image/png"), (b"GIF8", "image/gif"))
+
+
+class Web(NamedTuple):
+    """The page of one endpoint."""
+
+    access: Access
+    conversations: Conversations
+
+
+def _of(context: RequestContext) -> Conversations:
+    web: Web = context.endpoint.web
+    return web.conversations
+
+
+def _id(context: RequestContext) -> int:
+    if not context.path_id.isdecimal() or len(context.path_id) > 18:
+        raise no_conversation()
+    return int(context.path_id)
+
+
+# the page's files
+
+
+class _File(NamedTuple):
+    raw: bytes
+    packed: bytes
+    tag: str
+    kind: str
+
+
+@cache
+def _file(name: str) -> _File | None:
+    path = _STATIC / name
+    if path.parent != _STATIC or not path.is_file():
+        return None
+    raw = path.read_bytes()
+    kind = "text/javascript" if path.suffix == ".js" else mimetypes.guess_type(name)[0] or "text/plain"
+    return _File(raw, gzip.compress(raw, 9, mtime=0), hashlib.sha256(raw).hexdigest()[:16], kind)
+
+
+def _page_file(context: RequestContext, name: str) -> Response:
+    found = _file(name)
+    if found is None:
+        raise Problem(404, "The page has no such file.", code="not_found")
+    headers = {
+        **_HEADERS,
+        "etag": f'"{found.tag}"',
+        "cache-control": "no-cache",
+        "vary": "Accept-Encoding",
+    }
+    if context.headers.get("if-none-match") == headers["etag"]:
+        return Response(status_code=304, headers=headers)
+    body = found.raw
+    if "gzip" in context.headers.get("accept-encoding", ""):
+        body, headers["content-encoding"] = found.packed, "gzip"
+    return Response(body, headers=headers, media_type=found.kind)
+
+
+@ROUTES.get(PATH, reply_type="text/html", web="open")
+async def page(context: RequestContext) -> Response:
+    """Return the page."""
+    return _page_file(context, "index.html")
+
+
+@ROUTES.get(f"{PATH}/static/{{id}}", reply_type="text/plain", web="open")
+async def static(context: RequestContext) -> Response:
+    """Return a file of the page."""
+    return _page_file(context, context.path_id)
+
+
+@ROUTES.post(f"{PATH}/session", uses_model=False, web="open")
+async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
+    """Exchange a one-time code or the first API key for the page's cookie."""
+    web: Web = context.endpoint.web
+    if body.key and not web.access.accepts_key(body.key):
+        raise Problem(401, "This is not the endpoint's first API key.", code="not_signed_in")
+    if not body.key and not web.access.redeem(body.code):
+        message = "This code is used up or too old: `edgeinfer web` makes a new one."
+        raise Problem(401, message, code="not_signed_in")
+    secure = context.request.url.scheme == "https"
+    return Response(status_code=204, headers={"set-cookie": web.access.cookie(secure=secure)})
+
+
+# what the page shows
+
+
+@ROUTES.get(f"{PATH}/setup", web="cookie")
+async def setup(context: RequestContext) -> wire.Setup:
+    """Describe models, presets and options."""
+    endpoint, models = context.endpoint, context.endpoint.models
+    pulled = await endpoint.in_thread(models.pulled)
+    warm = await endpoint.in_thread(endpoint.host.warm_models)
+    named: Mapping[str, dict[str, float | int | None]]
+    named = {name: dict(values) for name, values in endpoint.host.config.chat.presets.items()}
+    return wire.Setup(
+        version=__version__,
+        default_model=models.default,
+        models=[
+            wire.ListedModel(
+                name=one.name,
+                state="warm"
+                if models.state(one.name) == "cold" and one.name in warm
+                else models.state(one.name),
+                size_bytes=one.size_bytes,
+                can_see=one.can_see,
+            )
+            for one in pulled
+            if not one.alias_of
+        ],
+        presets={**presets.PRESETS, **named},
+        options={name: option.allowed() for name, option in presets.OPTIONS.items()},
+    )
+
+
+@ROUTES.get(f"{PATH}/conversations", web="cookie")
+async def conversations(context: RequestContext, query: wire.ListQuery) -> list[wire.Listed]:
+    """List the conversations, or search them."""
+
+    def work(store: ConversationStore) -> list[wire.Listed]:
+        found = store.search(query.q) if query.q else store.listing()
+        return [wire.Listed(**{f: getattr(one, f) for f in one.__struct_fields__}) for one in found]
+
+    return await _of(context).use(work)
+
+
+@ROUTES.get(f"{PATH}/conversations/{{id}}/events", reply_type="text/event-stream", web="cookie")
+async def events(context: RequestContext, query: wire.EventsQuery) -> Response:
+    """Follow the list and one conversation (0: none): the whole state first, then its changes."""
+    stream: AsyncIterator[bytes] = _of(context).follow(_id(context), query.latest)
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
+
+
+@ROUTES.get(f"{PATH}/conversations/{{id}}/export", reply_type="text/plain", web="cookie")
+async def export(context: RequestContext, query: wire.ExportQuery) -> Response:
+    """Return a conversation, a request as code, a turn's text, or an attached picture."""
+    base = str(context.request.base_url).rstrip("/")
+
+    def work(session: ChatSession) -> Response:
+        if query.form == "file":
+            return _attachment(session, query)
+        if query.form == "text":
+            return Response(session.turn(query.turn).content, media_type="text/plain")
+        if query.form in ("markdown", "json"):
+            write, end = (
+                (formats.to_markdown(session.conversation, session.path), ".md")
+                if query.form == "markdown"
+                else (formats.to_json(session.conversation, session.all_turns()), ".json")
+            )
+            return _download(write, formats.file_name(session.conversation, end))
+        info = context.endpoint.models.info(session.conversation.model)
+        system = info.system_prompt if info else ""
+        code = as_code(session, query.turn, query.form, base, system)
+        return Response(code, media_type="text/plain")
+
+    return await _of(context).change(_id(context), work)
+
+
+def _attachment(session: ChatSession, query: wire.ExportQuery) -> Response:
+    files = session.turn(query.turn).attachments
+    if query.file >= len(files) or not files[query.file].is_picture:
+        raise Problem(404, "There is no such picture.", code="not_found")
+    data = files[query.file].data
+    kind = next((kind for magic, kind in _PICTURES if data.startswith(magic)), "image/webp")
+    return Response(data, media_type=kind, headers=_HEADERS)
+
+
+def _download(text: str, name: str) -> Response:
+    plain = name.encode("ascii", "ignore").decode() or "conversation"
+    return Response(
+        text,
+        media_type="text/plain",
+        headers={"content-disposition": f'attachment; filename="{plain}"'},
+    )
+
+
+# what the page changes
+
+
+@ROUTES.post(f"{PATH}/conversations", uses_model=False, web="cookie")
+async def ask_new(context: RequestContext, body: wire.Question) -> wire.Opened:
+    """Ask a first question."""
+    return await _ask(context, body, 0)
+
+
+@ROUTES.post(f"{PATH}/conversations/{{id}}/questions", uses_model=False, web="cookie")
+async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
+    """Ask a question, or edit one."""
+    return await _ask(context, body, _id(context))
+
+
+async def _ask(context: RequestContext, body: wire.Question, conversation_id: int) -> wire.Opened:
+    named = [(file.name, file.data) for file in body.files]
+    files = await context.endpoint.in_thread(attachments_of, named)
+
+    def prepare(session: ChatSession) -> None:
+        _set(context, session, body)
+        if body.editing:
+            session.edit(body.editing, body.text)
+        else:
+            session.ask(body.text, files)
+
+    return wire.Opened(id=await _of(context).answer(context, conversation_id, prepare, _answer))
+
+
+def _answer(session: ChatSession) -> Answer:
+    """Answer the question at the end; once more if its answer failed."""
+    head = session.head
+    return session.begin_answer() if head is None or head.role == "user" else session.regenerate()
+
+
+def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> None:
+    """Set what the body names. Raises UsageError, UnknownModelError."""
+    fields: dict[str, object] = {}
+    if body.model is not None:
+        fields["model"] = context.endpoint.models.resolve(body.model)
+    elif not session.conversation.model:
+        fields["model"] = context.endpoint.models.default
+    if body.system_prompt is not None:
+        fields["system_prompt"] = body.system_prompt
+    if body.sampling is not None:
+        fields["sampling"] = {
+            presets.option(name): presets.value(presets.option(name), repr(value))
+            for name, value in body.sampling.items()
+        }
+    if fields:
+        session.set(**fields)
+
+
+@ROUTES.post(f"{PATH}/conversations/{{id}}", uses_model=False, web="cookie")
+async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
+    """Regenerate, continue or stop an answer; change, branch, fork or delete a conversation."""
+    conversation_id, found = _id(context), _of(context)
+    if body.action == "stop":
+        found.stop(conversation_id)
+        return wire.Opened(id=conversation_id)
+    if body.action in ("regenerate", "continue"):
+        begin: Callable[[ChatSession], Answer]
+        begin = ChatSession.regenerate if body.action == "regenerate" else ChatSession.continue_cut
+
+        def prepare(session: ChatSession) -> None:
+            _set(context, session, body)
+            if body.turn:
+                session.back_to(body.turn)
+
+        return wire.Opened(id=await found.answer(context, conversation_id, prepare, begin))
+    if body.action in ("delete", "undelete"):
+        undo = ConversationStore.delete if body.action == "delete" else ConversationStore.undelete
+        await found.use(lambda store: undo(store, conversation_id))
+        return wire.Opened(id=conversation_id)
+
+    def work(session: ChatSession) -> wire.Opened:
+        if body.action == "rename":
+            session.set(title=body.title)
+        elif body.action == "set":
+            _set(context, session, body)
+        elif body.action == "fork":
+            session.back_to(session.turn(body.turn).id if body.turn else session.conversation.head_id)
+            session.fork()
+        else:
+            session.page(session.turn(body.turn).id, body.step)
+        return wire.Opened(id=session.conversation.id)
+
+    return await found.change(conversation_id, work)
+
+
+WEB = Dialect(
+    name="web",
+    operations=ROUTES,
+    error_type=ErrorReply,
+    error_body=error_body,
+    error_events=error_events,
+    prefix=PATH,
+)

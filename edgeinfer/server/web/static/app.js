@@ -1,0 +1,329 @@
+// The chat page. The server holds every conversation and renders Markdown; this file shows and asks.
+import { html, render, Component, useState, useEffect, useLayoutEffect, useRef } from "./preact.js";
+import { api, follow, copy, base64, trusted, plain } from "./lib.js";
+
+const actions = {}; // set by App; the same object at every drawing, so unchanged turns are not drawn again
+const tokens = (n) => n.toLocaleString("en");
+
+class Block extends Component {
+  shouldComponentUpdate(next) { return next.markup !== this.props.markup; }
+  render({ markup }) {
+    return html`<div class="block" dir="auto" dangerouslySetInnerHTML=${{ __html: trusted(markup) }} />`;
+  }
+}
+
+function Edit({ turn }) {
+  const field = useRef();
+  useEffect(() => field.current.focus(), []);
+  const send = (event) => { event.preventDefault(); actions.ask(field.current.value, [], turn.id); };
+  const key = (event) => {
+    if (event.key === "Escape") { event.stopPropagation(); actions.edit(0); }
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) send(event);
+  };
+  return html`<form class="edit" onSubmit=${send}>
+    <textarea ref=${field} aria-label="Edit the question" rows="4" dir="auto" style=${{ width: "100%" }}
+      defaultValue=${turn.text} onKeyDown=${key} />
+    <button class="primary">Send</button> <button type="button" onClick=${() => actions.edit(0)}>Cancel</button>
+  </form>`;
+}
+
+function Stats({ turn }) {
+  const s = turn.stats;
+  if (!s.completion_tokens) return null;
+  return html`<span class="stats" title="${tokens(s.prompt_tokens)} prompt tokens; first token after ${Math.round(s.ttft_ms)} ms">
+    ${s.tokens_per_s.toFixed(1)} tokens/s · ${tokens(s.cached_tokens)} of ${tokens(s.prompt_tokens)} cached</span>`;
+}
+
+class Turn extends Component {
+  shouldComponentUpdate(next) {
+    return ["turn", "editing", "last", "target", "id"].some((name) => next[name] !== this.props[name]);
+  }
+  render({ turn, editing, last, target, id }) {
+    const user = turn.role === "user", streaming = turn.status === "streaming";
+    const cut = last && ["stopped", "length", "failed", "interrupted"].includes(turn.status) && turn.blocks.length;
+    return html`<article id="turn-${turn.id}" class="turn ${user ? "user" : "answer"} ${streaming ? "streaming" : ""} ${target ? "target" : ""}"
+        aria-label=${user ? "You" : turn.model || "Answer"} aria-busy=${streaming}>
+      ${turn.files.length > 0 && html`<ul class="files" aria-label="Attached files">${turn.files.map((file, n) => html`<li>
+        ${file.is_picture && html`<img alt="" loading="lazy" src="/web/conversations/${id}/export?form=file&turn=${turn.id}&file=${n}" />`}
+        ${file.name}</li>`)}</ul>`}
+      ${turn.reasoning && html`<details open=${streaming && !turn.blocks.length}><summary>Reasoning</summary><p dir="auto">${turn.reasoning}</p></details>`}
+      ${editing ? html`<${Edit} turn=${turn} />` : html`<div class="body" dir="auto">
+        ${user ? turn.text : turn.blocks.map((markup, n) => html`<${Block} key=${n} markup=${markup} />`)}
+        ${streaming && html`<span class="wait" aria-hidden="true" />`}</div>`}
+      <div class="foot">
+        ${turn.page[1] > 1 && html`<span role="group" aria-label="Alternatives">
+          <button aria-label="Earlier alternative" disabled=${turn.page[0] === 1} onClick=${() => actions.change({ action: "show", turn: turn.id, step: -1 })}>‹</button>
+          ${turn.page[0]}/${turn.page[1]}
+          <button aria-label="Later alternative" disabled=${turn.page[0] === turn.page[1]} onClick=${() => actions.change({ action: "show", turn: turn.id, step: 1 })}>›</button></span>`}
+        ${!streaming && user && html`<button onClick=${() => actions.edit(turn.id)}>Edit</button>`}
+        ${!streaming && !user && html`<button onClick=${() => actions.copyTurn(turn.id)}>Copy</button>`}
+        ${!streaming && !user && last && html`<button onClick=${() => actions.change({ action: "regenerate" })}>Regenerate</button>`}
+        ${cut && html`<button onClick=${() => actions.change({ action: "continue" })}>Continue</button>`}
+        ${!streaming && html`<button onClick=${() => actions.fork(turn.id)}>Fork</button>
+          <button onClick=${() => actions.link(turn.id)}>Link</button>`}
+        ${!streaming && !user && html`<button onClick=${() => actions.show("export", turn.id)}>Code</button>`}
+        <${Stats} turn=${turn} />
+        ${turn.note && html`<span class="note">${turn.note}</span>`}
+      </div>
+    </article>`;
+  }
+}
+
+function Sidebar({ list, id, query, shown, search }) {
+  return html`<nav class="side ${shown ? "shown" : ""}" id="side" aria-label="Conversations">
+    <div class="side-head">
+      <div class="row">edgeinfer <button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
+      <input type="search" ref=${search} placeholder="Search" aria-label="Search conversations" title="Ctrl+K"
+        value=${query} onInput=${(event) => actions.search(event.target.value)} />
+    </div>
+    <ul>${list.map((one) => html`<li key=${one.id} class=${one.id === id ? "open" : ""}>
+      <a href="#/${one.id}" aria-current=${one.id === id ? "page" : null}>
+        <span class="title" dir="auto">${one.title || "Untitled"}</span>
+        <small dir="auto">${one.snippet ? one.snippet.split(/[\u0002\u0003]/).map((part, n) => (n % 2 ? html`<mark>${part}</mark>` : part)) : `${one.turns} turns`}</small>
+      </a>
+      <button aria-label="Delete ${one.title}" onClick=${() => actions.remove(one)}>×</button></li>`)}
+      ${!list.length && html`<li><a>${query ? "Nothing found" : "No conversations yet"}</a></li>`}
+    </ul>
+  </nav>`;
+}
+
+function Composer({ id, answering, field }) {
+  const [files, setFiles] = useState([]), [drop, setDrop] = useState(false), [text, setText] = useState("");
+  const picker = useRef();
+  useEffect(() => { setText(localStorage.getItem(`draft-${id}`) ?? ""); setFiles([]); field.current.focus(); }, [id]);
+  const type = (value) => { setText(value); value ? localStorage.setItem(`draft-${id}`, value) : localStorage.removeItem(`draft-${id}`); };
+  const add = async (found) => {
+    const read = await Promise.all([...found].map(async (file) => ({ name: file.name || "pasted", data: await base64(file) })));
+    setFiles((before) => [...before, ...read]);
+  };
+  const send = async (event) => {
+    event.preventDefault();
+    if (answering || (!text.trim() && !files.length)) return;
+    type(""); setFiles([]);
+    if (!await actions.ask(text, files, 0)) { type(text); setFiles(files); }
+  };
+  const key = (event) => {
+    if (event.isComposing || event.keyCode === 229) return; // Enter ends an input method's word
+    if (event.key === "Enter" && !event.shiftKey) send(event);
+    if (event.key === "ArrowUp" && !text) actions.editLast();
+  };
+  const paste = (event) => { if (event.clipboardData.files.length) { event.preventDefault(); add(event.clipboardData.files); } };
+  return html`<div class="composer ${drop ? "drop" : ""}" onDragOver=${(event) => { event.preventDefault(); setDrop(true); }}
+      onDragLeave=${() => setDrop(false)} onDrop=${(event) => { event.preventDefault(); setDrop(false); add(event.dataTransfer.files); }}>
+    <form onSubmit=${send} aria-label="Message">
+      ${files.length > 0 && html`<ul class="files" aria-label="Files to send">${files.map((file, n) => html`<li>${file.name}
+        <button type="button" aria-label="Remove ${file.name}" onClick=${() => setFiles(files.filter((_, at) => at !== n))}>×</button></li>`)}</ul>`}
+      <textarea ref=${field} id="message" rows="1" dir="auto" aria-label="Message" placeholder="Ask something" value=${text}
+        onInput=${(event) => type(event.target.value)} onKeyDown=${key} onPaste=${paste} />
+      <div class="row">
+        <input type="file" class="hidden" multiple ref=${picker} tabindex="-1" aria-label="Files to attach"
+          onChange=${(event) => { add(event.target.files); event.target.value = ""; }} />
+        <button type="button" onClick=${() => picker.current.click()}>Attach</button>
+        ${answering ? html`<button type="button" class="primary stop" onClick=${() => actions.change({ action: "stop" })}>Stop</button>`
+          : html`<button class="primary send" disabled=${!text.trim() && !files.length}>Send</button>`}
+      </div>
+    </form></div>`;
+}
+
+function Dialog({ title, close, children }) {
+  const box = useRef();
+  useEffect(() => { box.current.showModal(); }, []);
+  return html`<dialog ref=${box} aria-label=${title} onClose=${close}><h2>${title}</h2>${children}</dialog>`;
+}
+
+function Settings({ setup, settings, title, stored, close }) {
+  const form = useRef(), preset = Object.entries(setup.presets).find(([, values]) => JSON.stringify(values) === JSON.stringify(settings.sampling));
+  const choose = (event) => {
+    for (const name of Object.keys(setup.options)) form.current.elements[name].value = setup.presets[event.target.value]?.[name] ?? "";
+  };
+  const save = (event) => {
+    event.preventDefault();
+    const fields = form.current.elements, sampling = {};
+    for (const name of Object.keys(setup.options)) if (fields[name].value !== "") sampling[name] = Number(fields[name].value);
+    actions.set({ system_prompt: fields.system.value, sampling }, stored && fields.title.value !== title ? fields.title.value : null);
+    close();
+  };
+  return html`<${Dialog} title="Settings of this conversation" close=${close}><form ref=${form} onSubmit=${save}>
+    ${stored && html`<label for="title">Title</label><input id="title" name="title" dir="auto" defaultValue=${title} />`}
+    <label for="system">System prompt</label><textarea id="system" name="system" rows="4" dir="auto" defaultValue=${settings.system_prompt} />
+    <label for="preset">Preset</label><select id="preset" onChange=${choose}>
+      <option value="">custom</option>${Object.keys(setup.presets).map((name) => html`<option value=${name} selected=${name === preset?.[0]}>${name}</option>`)}</select>
+    <div class="grid">${Object.entries(setup.options).map(([name, allowed]) => html`<div><label for=${`o-${name}`}>${name.replace(/_/g, " ")}</label>
+      <input id=${`o-${name}`} name=${name} type="number" step="any" title=${allowed} placeholder="model's own" defaultValue=${settings.sampling[name] ?? ""} /></div>`)}</div>
+    <div class="row"><button type="button" onClick=${close}>Cancel</button><button class="primary">Save</button></div>
+  </form></${Dialog}>`;
+}
+
+function Export({ id, turn, close }) {
+  const [code, setCode] = useState("");
+  const path = (form) => `/conversations/${id}/export?form=${form}&turn=${turn || 0}`;
+  const show = async (form) => setCode(await api(path(form)));
+  return html`<${Dialog} title="Export" close=${close}>
+    <p><a href="/web${path("markdown")}" download>Markdown</a> · <a href="/web${path("json")}" download>JSON with all branches</a></p>
+    <p>The request as ${["curl", "python", "javascript"].map((form) => html`<button type="button" onClick=${() => show(form)}>${form}</button>`)}</p>
+    ${code && html`<pre tabindex="0">${code}</pre>`}
+    <div class="row">${code && html`<button onClick=${() => copy(code)}>Copy</button>`}<button class="primary" onClick=${close}>Close</button></div>
+  </${Dialog}>`;
+}
+
+function SignIn({ done }) {
+  const [error, setError] = useState("");
+  const send = async (event) => {
+    event.preventDefault();
+    const typed = event.target.elements.secret.value.trim();
+    const code = typed.match(/^(?:.*#code=)?(\d+\.\d+-[0-9a-f]+-[0-9a-f]+)$/)?.[1];
+    try { await api("/session", code ? { code } : { key: typed }); done(); } catch (failure) { setError(failure.message); }
+  };
+  return html`<main class="sign-in"><h1>edgeinfer</h1>
+    <p>Type <code>edgeinfer web</code> in a terminal: it opens this page signed in. Or paste its address, or the endpoint's first API key:</p>
+    <form onSubmit=${send}><label for="secret">Address, code or API key</label><input id="secret" name="secret" type="password" autocomplete="off" />
+    <button class="primary">Sign in</button></form><p role="alert" class="note">${error}</p></main>`;
+}
+
+const NEW = { conversation: null, path: [], turns: new Map(), earlier: 0, answering: false, notice: "" };
+const address = () => { const [, id, turn] = location.hash.match(/^#\/(\d+)(?:\/(\d+))?/) ?? []; return { id: +(id ?? 0), turn: +(turn ?? 0) }; };
+
+function App({ setup: first }) {
+  const [setup, setSetup] = useState(first), [place, setPlace] = useState(address), [list, setList] = useState([]);
+  const [query, setQuery] = useState(""), [branch, setBranch] = useState(NEW), [latest, setLatest] = useState(60);
+  const [message, setMessage] = useState(null), [editing, setEditing] = useState(0), [dialog, setDialog] = useState(null);
+  const [shown, setShown] = useState(false), [online, setOnline] = useState(true);
+  const [fresh, setFresh] = useState({ model: first.default_model, system_prompt: "", sampling: {} });
+  const log = useRef(), live = useRef(), field = useRef(), search = useRef(), sticks = useRef(true), words = useRef(""), awaited = useRef(false), now = useRef();
+  const { id } = place, stored = branch.conversation?.id === id ? branch.conversation : null;
+  now.current = { shown, answering: branch.answering, dialog };
+  const settings = id ? stored ?? fresh : fresh;
+  const say = (text) => { live.current.textContent = text; };
+  const reload = async () => { setList(await api(`/conversations?q=${encodeURIComponent(words.current)}`)); };
+  const attempt = async (work) => { try { setMessage(null); return (await work()) ?? true; } catch (failure) { setMessage({ text: failure.message }); return null; } };
+
+  Object.assign(actions, {
+    open: (to) => { location.hash = to ? `#/${to}` : "#/"; setShown(false); field.current?.focus(); },
+    search: (text) => { setQuery(text); words.current = text; clearTimeout(actions.timer); actions.timer = setTimeout(reload, 120); },
+    edit: setEditing,
+    editLast: () => { const last = [...branch.turns.values()].filter((turn) => turn.role === "user" && branch.path.includes(turn.id)).pop(); if (last) setEditing(last.id); },
+    ask: (text, files, replaced) => attempt(async () => {
+      const question = { text, files, editing: replaced, ...(id ? {} : fresh) };
+      const { id: at } = await api(id ? `/conversations/${id}/questions` : "/conversations", question);
+      setEditing(0); sticks.current = awaited.current = true;
+      if (at !== id) actions.open(at);
+    }),
+    change: (body) => attempt(() => { awaited.current = body.action === "regenerate" || body.action === "continue"; return api(`/conversations/${id}`, body); }),
+    fork: (turn) => attempt(async () => actions.open((await api(`/conversations/${id}`, { action: "fork", turn })).id)),
+    link: async (turn) => { const url = `${location.origin}/#/${id}/${turn}`; history.replaceState(null, "", url); setPlace({ id, turn }); await copy(url); say("Link copied"); },
+    copyTurn: async (turn) => { await copy(await api(`/conversations/${id}/export?form=text&turn=${turn}`)); say("Copied"); },
+    show: (name, turn) => setDialog({ name, turn }),
+    set: (fields, title) => id ? attempt(async () => { await api(`/conversations/${id}`, { action: "set", ...fields }); if (title != null) await api(`/conversations/${id}`, { action: "rename", title }); })
+      : setFresh({ ...fresh, ...fields }),
+    remove: (one) => attempt(async () => {
+      await api(`/conversations/${one.id}`, { action: "delete" });
+      if (one.id === id) actions.open(0);
+      setMessage({ text: `Deleted “${one.title}”.`, undo: () => attempt(() => api(`/conversations/${one.id}`, { action: "undelete" })) });
+    }),
+  });
+
+  useEffect(() => {
+    const moved = () => setPlace(address());
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
+  useEffect(() => { setBranch(NEW); setLatest(60); setEditing(0); sticks.current = true; }, [id]);
+  useEffect(() => {
+    let spoken = 0;
+    return follow(`/web/conversations/${id}/events?latest=${latest}`, setOnline, {
+      list: reload,
+      gone: () => actions.open(0),
+      branch: (data, begins) => setBranch((before) => {
+        const turns = begins ? new Map() : new Map(before.turns);
+        for (const turn of data.turns) turns.set(turn.id, turn);
+        const end = turns.get(data.path.at(-1));
+        if (data.answering && !before.answering) { spoken = 0; say("Answering…"); }
+        else if (end?.role === "assistant" && !data.answering && (before.answering || awaited.current)) {
+          awaited.current = false;
+          say(`${plain(end.blocks.slice(before.answering ? spoken : 0).join(" "))} ${end.note || "Answer complete."}`);
+        }
+        return { ...data, turns };
+      }),
+      piece: (data) => setBranch((before) => {
+        const turns = new Map(before.turns), turn = turns.get(data.turn);
+        if (!turn) return before;
+        turns.set(turn.id, { ...turn, blocks: [...turn.blocks.slice(0, data.from), ...data.blocks], reasoning: turn.reasoning + data.reasoning });
+        if (data.from > spoken) { say(plain(turn.blocks.slice(spoken, data.from).join(" "))); spoken = data.from; }
+        return { ...before, turns };
+      }),
+    });
+  }, [id, latest]);
+  useEffect(() => { if (!branch.answering) api("/setup").then(setSetup, () => {}); }, [branch.answering, dialog]);
+  useEffect(() => { document.title = stored?.title ? `${stored.title} · edgeinfer` : "edgeinfer"; }, [stored?.title]);
+  useLayoutEffect(() => { if (sticks.current && log.current) log.current.scrollTop = log.current.scrollHeight; }, [branch]);
+  useEffect(() => { // a link to one turn: on this branch, earlier on it, or on another one
+    if (!place.turn || !stored) return;
+    if (branch.path.includes(place.turn)) { sticks.current = false; document.getElementById(`turn-${place.turn}`)?.scrollIntoView({ block: "center" }); }
+    else if (branch.earlier) setLatest(1000000);
+    else actions.change({ action: "show", turn: place.turn });
+  }, [place, stored?.id, branch.path.length]);
+  useEffect(() => {
+    const key = (event) => {
+      if (event.isComposing) return;
+      const { shown, answering, dialog } = now.current;
+      if (event.key === "Escape" && shown) setShown(false);
+      else if (event.key === "Escape" && answering && !dialog) actions.change({ action: "stop" });
+      else if ((event.ctrlKey || event.metaKey) && event.key === "k") { event.preventDefault(); setShown(true); search.current.focus(); }
+      else if (event.altKey && event.key === "n") { event.preventDefault(); actions.open(0); }
+    };
+    const click = (event) => { if (event.target.matches?.(".copy")) copy(event.target.closest(".code").querySelector("code").textContent).then(() => say("Copied")); };
+    addEventListener("keydown", key); addEventListener("click", click);
+    return () => { removeEventListener("keydown", key); removeEventListener("click", click); };
+  }, []);
+
+  const models = setup.models.some((model) => model.name === settings.model) || !settings.model ? setup.models : [{ name: settings.model, state: "missing" }, ...setup.models];
+  return html`<a class="hidden skip" href="#message" onClick=${(event) => { event.preventDefault(); field.current.focus(); }}>To the message field</a>
+    <${Sidebar} list=${list} id=${id} query=${query} shown=${shown} search=${search} />
+    <main class="main" onClick=${() => shown && setShown(false)}>
+      <header class="bar">
+        <button class="menu" aria-label="Conversations" aria-expanded=${shown} aria-controls="side" onClick=${(event) => { event.stopPropagation(); setShown(!shown); }}>☰</button>
+        <h1 dir="auto">${stored?.title || "New conversation"}</h1>
+        <select aria-label="Model" value=${settings.model} onChange=${(event) => actions.set({ model: event.target.value }, null)}>
+          ${models.map((model) => html`<option value=${model.name}>${model.name}${model.state === "cold" ? "" : ` · ${model.state}`}</option>`)}</select>
+        <button onClick=${() => actions.show("settings")}>Settings</button>
+        ${id > 0 && html`<button onClick=${() => actions.show("export")}>Export</button>`}
+      </header>
+      <div class="log" ref=${log} role="log" aria-live="off" aria-label="Conversation" tabindex="0"
+          onScroll=${(event) => { const box = event.target; sticks.current = box.scrollHeight - box.scrollTop - box.clientHeight < 80; }}>
+        ${branch.earlier > 0 && html`<p class="turn"><button onClick=${() => { sticks.current = false; setLatest(1000000); }}>Show ${tokens(branch.earlier)} earlier turns</button></p>`}
+        ${!id && html`<div class="empty"><h2>What can I help with?</h2><p>${settings.model} runs on this machine. The terminal has the same conversations.</p></div>`}
+        ${branch.path.map((turn, n) => html`<${Turn} key=${turn} id=${id} turn=${branch.turns.get(turn)} editing=${editing === turn} last=${n === branch.path.length - 1} target=${place.turn === turn} />`)}
+        ${branch.notice && html`<p class="turn note notice" role="status">${branch.notice}
+          ${!branch.answering && !branch.notice.startsWith("Loading") && html`<button onClick=${() => actions.change({ action: "regenerate" })}>Try again</button>`}</p>`}
+      </div>
+      <div class="composer-place">
+        ${(message || !online) && html`<p class="error" role="alert"><span>${online ? message.text : "The endpoint does not answer. Trying again…"}</span>
+          ${online && html`<span>${message.undo && html`<button onClick=${message.undo}>Undo</button>`}<button aria-label="Dismiss" onClick=${() => setMessage(null)}>×</button></span>`}</p>`}
+        <${Composer} id=${id} answering=${branch.answering} field=${field} />
+      </div>
+      <div class="hidden" role="status" aria-live="polite" ref=${live} id="live" />
+    </main>
+    ${dialog?.name === "settings" && html`<${Settings} setup=${setup} settings=${settings} title=${stored?.title} stored=${!!stored} close=${() => setDialog(null)} />`}
+    ${dialog?.name === "export" && html`<${Export} id=${id} turn=${dialog.turn} close=${() => setDialog(null)} />`}`;
+}
+
+async function start() {
+  const root = document.getElementById("app"), code = location.hash.match(/^#code=([\w.-]+)$/)?.[1];
+  if (code) {
+    history.replaceState(null, "", "/");
+    await api("/session", { code }).catch(() => {});
+  }
+  const begin = async () => {
+    try {
+      const setup = await api("/setup");
+      root.replaceChildren();
+      render(html`<${App} setup=${setup} />`, root);
+    } catch (failure) {
+      root.replaceChildren();
+      if (failure.status === 401) render(html`<${SignIn} done=${() => location.reload()} />`, root);
+      else { root.textContent = failure.message; setTimeout(() => location.reload(), 2000); }
+    }
+  };
+  await begin();
+}
+start();

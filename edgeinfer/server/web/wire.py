@@ -1,0 +1,110 @@
+"""Bodies and replies of the page's requests. No other client is promised them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from edgeinfer.server.wire_types import Reply, Wire
+
+
+class SignIn(Wire, frozen=True, kw_only=True):
+    """A one-time code, or the endpoint's first API key."""
+
+    code: Annotated[str, Meta(max_length=512)] = ""
+    key: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class SentFile(Wire, frozen=True, kw_only=True):
+    """A file to attach, base64."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    data: bytes
+
+
+class Settings(Wire, frozen=True, kw_only=True):
+    """What a conversation is answered with; None leaves it."""
+
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    system_prompt: str | None = None
+    sampling: dict[str, float | int] | None = None
+
+
+class Question(Settings, frozen=True, kw_only=True):
+    """A question to a new or a stored conversation; `editing` is the question that it replaces."""
+
+    text: str = ""
+    files: tuple[SentFile, ...] = ()
+    editing: int = 0
+
+
+class Change(Settings, frozen=True, kw_only=True):
+    """One change of a conversation. `show`: the branch through `turn`, or its alternative `step` on."""
+
+    action: Literal[
+        "regenerate", "continue", "stop", "set", "show", "fork", "delete", "undelete", "rename"
+    ]
+    title: Annotated[str, Meta(max_length=400)] = ""
+    turn: int = 0
+    step: Literal[-1, 0, 1] = 0
+
+
+class ListQuery(Wire, frozen=True, kw_only=True):
+    """Words to search for; none lists all."""
+
+    q: Annotated[str, Meta(max_length=1000)] = ""
+
+
+class EventsQuery(Wire, frozen=True, kw_only=True):
+    """The turns from the end that are wanted."""
+
+    latest: Annotated[int, Meta(ge=1, le=1_000_000)] = 60
+
+
+class ExportQuery(Wire, frozen=True, kw_only=True):
+    """The form; `turn` is the answer whose request, text or file is wanted, `file` the file's index."""
+
+    form: Annotated[
+        Literal["markdown", "json", "curl", "python", "javascript", "text", "file"],
+        Meta(description="What to export."),
+    ] = "markdown"
+    turn: int = 0
+    file: Annotated[int, Meta(ge=0)] = 0
+
+
+class Listed(Reply, frozen=True, kw_only=True):
+    """A conversation in the list; `snippet` marks found words with U+0002 and U+0003."""
+
+    id: int
+    title: str
+    model: str
+    turns: int
+    updated_ms: int
+    snippet: str
+
+
+class Opened(Reply, frozen=True, kw_only=True):
+    """The conversation that a request was about, or made."""
+
+    id: int
+
+
+class ListedModel(Reply, frozen=True, kw_only=True):
+    """A model to choose. `state` is "loaded", "loading", "warm" or "cold"."""
+
+    name: str
+    state: str
+    size_bytes: int
+    can_see: bool
+
+
+class Setup(Reply, frozen=True, kw_only=True):
+    """What the page needs to begin."""
+
+    version: str
+    default_model: str
+    models: list[ListedModel]
+    presets: dict[str, dict[str, float | int | None]]
+    options: dict[str, str] = msgspec.field(default_factory=dict)

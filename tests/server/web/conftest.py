@@ -1,0 +1,141 @@
+"""An endpoint with its page, and Chromium to look at it."""
+
+from __future__ import annotations
+
+import json
+
+import browser as chromium_module
+import httpx2
+import pytest
+
+from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.chat.session import ChatSession
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.web.access import Access, make_code
+from edgeinfer.server.web.conversations import Conversations
+from edgeinfer.server.web.routes import Web
+
+
+def with_page(here, keys=()):
+    """Switch the page of an endpoint on."""
+    here.endpoint.web = Web(Access(here.port, Keys(keys)), Conversations(here.endpoint))
+    return here
+
+
+class Signed:
+    """The page's requests as a program makes them, signed in."""
+
+    def __init__(self, here, keys=()):
+        self.here = here
+        self.client = httpx2.Client(base_url=f"{here.url}/web", timeout=30)
+        secret = {"key": keys[0]} if keys else {"code": make_code()}
+        assert self.client.post("/session", json=secret).status_code == 204
+
+    def get(self, path):
+        answer = self.client.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path, status=200, **body):
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def ask(self, text="hi", conversation=0, **body):
+        """Ask; return the conversation's id."""
+        path = f"/conversations/{conversation}/questions" if conversation else "/conversations"
+        return self.post(path, text=text, **body)["id"]
+
+    def follow(self, conversation, until):
+        """Read events until `until(branch, turns)` holds; return both. Pieces are joined to the turns."""
+        turns, branch = {}, None
+        with self.client.stream("GET", f"/conversations/{conversation}/events") as stream:
+            name = ""
+            for line in stream.iter_lines():
+                if line.startswith("event: "):
+                    name = line[7:]
+                if not line.startswith("data: ") or name == "list":
+                    continue
+                data = json.loads(line[6:])
+                if name == "branch":
+                    branch = data
+                    turns |= {turn["id"]: turn for turn in data["turns"]}
+                if name == "piece":
+                    turn = turns[data["turn"]]
+                    turn["blocks"][data["from"] :] = data["blocks"]
+                    turn["reasoning"] += data["reasoning"]
+                if name == "gone" or until(branch, turns):
+                    return branch, turns
+        raise AssertionError("the stream ended")
+
+    def ended(self, conversation):
+        """Wait for the end of an answer; return its turns on the branch."""
+        branch, turns = self.follow(
+            conversation,
+            lambda branch, turns: (
+                not branch["answering"]
+                and turns
+                and (branch["notice"] or turns[branch["path"][-1]]["role"] == "assistant")
+            ),
+        )
+        return [turns[turn] for turn in branch["path"]]
+
+
+@pytest.fixture
+def paged(serve):
+    """`paged(engine, keys=…)`: an endpoint with its page, signed in."""
+
+    opened = []
+
+    def start(engine=None, keys=(), **setup):
+        opened.append(Signed(with_page(serve(engine or FakeEngine(), keys=keys, **setup), keys), keys))
+        return opened[-1]
+
+    yield start
+    for page in opened:
+        page.client.close()
+
+
+@pytest.fixture
+def terminal():
+    """`terminal(engine)`: the session of a terminal's chat on the same conversations."""
+    stores = []
+
+    def opened():
+        stores.append(ConversationStore.open())
+        return stores[-1]
+
+    yield lambda engine=None: ChatSession(opened, "fake", engine)
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """One Chromium for the tests of a file."""
+    if not chromium_module.PROGRAM:
+        pytest.skip("needs chromium: apt-get install chromium")
+    with chromium_module.chromium(tmp_path_factory.mktemp("chromium") / "profile") as running:
+        yield running
+
+
+@pytest.fixture
+def tab(chromium):
+    """`tab(here, hash)`: a signed-in tab; its console must hold nothing against it at the end."""
+    opened = []
+
+    def at(here, fragment=None, **size):
+        page = chromium.page(**size)
+        opened.append(page)
+        page.open(f"{here.url}/#code={make_code()}")
+        page.wait("document.querySelector('#message')")
+        if fragment:
+            page.js(f"location.hash = {json.dumps(fragment)}")
+        return page
+
+    yield at
+    for page in opened:
+        expected = [one for one in page.problems() if "ERR_" not in one]
+        chromium.call("Target.closeTarget", targetId=page.target)
+        assert expected == []

@@ -1,0 +1,46 @@
+"""An endpoint with its page in a process of its own, around a scripted engine: something to kill.
+
+python endpoint.py PORT_FILE PORT TEXT   writes its port, answers each question with TEXT, word by word
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from edgeinfer.host import Host
+from edgeinfer.runtime.fake import Delay, FakeEngine
+from edgeinfer.server.endpoint import Endpoint
+from edgeinfer.server.guards import sockets
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
+from edgeinfer.server.lifecycle import EndpointServer, RunOptions
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.web.access import Access
+from edgeinfer.server.web.conversations import Conversations
+from edgeinfer.server.web.routes import Web
+
+
+async def main(port_file: str, port: str, text: str) -> None:
+    (listener,) = sockets.bind("127.0.0.1", int(port))
+    script = [item for word in text.split(" ") for item in (word + " ", Delay(0.02))]
+    sources = ModelSources(
+        load=lambda name, progress: LoadedEngine(engine=FakeEngine([script])),
+        pulled=lambda: [AvailableModel(name="fake")],
+    )
+    models = ModelPool(sources, default="fake", keep_alive_s=300)
+    endpoint = Endpoint(models, Limits(), Log("off"), Host())
+    port = listener.getsockname()[1]
+    endpoint.web = Web(Access(port, Keys([])), Conversations(endpoint))
+    server = EndpointServer(endpoint, Gate(keys=Keys([])), [listener], RunOptions())
+    part = Path(f"{port_file}.part")
+    part.write_text(str(port))
+    part.rename(port_file)
+    await server.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

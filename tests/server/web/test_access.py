@@ -1,0 +1,163 @@
+"""Access to the page: a code once, a cookie for its own path, the first API key, nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from edgeinfer.errors import ServeError
+from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.server.app import OPERATIONS, match_route
+from edgeinfer.server.web import access
+from edgeinfer.server.web.access import make_code
+from edgeinfer.server.web.routes import WEB
+
+from .conftest import with_page
+
+KEYS = ("first-key-0123456789", "second-key-0123456789")
+GUARDED = [one for one in WEB.operations if one.web == "cookie"]
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+def ask_for(here, operation, **kw):
+    path = operation.path.replace("{id}", "1")
+    return here.client.request(operation.method, path, **kw)
+
+
+def test_every_operation_of_the_page_is_open_or_wants_the_cookie():
+    assert {one.path for one in WEB.operations if one.web == "open"} == {
+        "/web",
+        "/web/static/{id}",
+        "/web/session",
+    }
+    assert not [one for one in OPERATIONS if one.web]
+    assert all(one.web for one in WEB.operations)
+
+
+@pytest.mark.parametrize("operation", GUARDED, ids=lambda o: f"{o.method} {o.path}")
+def test_without_the_cookie_nothing_is_told(serve, operation):
+    here = with_page(serve())
+    for cookie in ("", "edgeinfer-1=x", f"edgeinfer-{here.port}=99999999999-abc", "=;;"):
+        answer = ask_for(here, operation, headers={"cookie": cookie}, json={})
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "not_signed_in"
+
+
+@pytest.mark.parametrize("operation", WEB.operations, ids=lambda o: f"{o.method} {o.path}")
+def test_foreign_hosts_and_origins_are_refused(paged, operation):
+    page = paged()
+    for headers in (
+        {"host": "evil.example"},
+        {"origin": "https://evil.example"},
+        {"origin": "http://localhost:3000"},
+        {"sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        path = operation.path.replace("{id}", "1")
+        answer = page.client.request(
+            operation.method, f"{page.here.url}{path}", headers=headers, json={}
+        )
+        assert answer.status_code == 403, headers
+
+
+def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkeypatch):
+    early = make_code()
+    here = with_page(serve())
+    code = make_code()
+
+    def sign_in(code):
+        return here.client.post("/web/session", json={"code": code}).status_code
+
+    assert sign_in(code) == 204
+    assert sign_in(code) == 401  # used
+    assert sign_in(early) == 401  # from before the endpoint
+    assert sign_in(code[:-1] + "0") == sign_in("") == sign_in("a-b-c") == sign_in("é") == 401
+    late = make_code()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 121)
+    assert sign_in(late) == 401
+
+
+def test_the_cookie_is_for_the_page_alone_and_for_no_script(serve):
+    here = with_page(serve())
+    cookie = here.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
+    assert cookie.startswith(f"edgeinfer-{here.port}=")
+    assert cookie.partition("; ")[2] == "Path=/web; Max-Age=2592000; HttpOnly; SameSite=Strict"
+
+
+def test_a_restarted_endpoint_knows_its_cookies(paged, serve):
+    page = paged()
+    again = with_page(serve())
+    again.endpoint.web.access._name = f"edgeinfer-{page.here.port}"
+    assert page.client.get(f"{again.url}/web/setup").status_code == 200
+
+
+def test_with_keys_the_first_one_signs_in_and_no_other(serve, paged):
+    page = paged(keys=KEYS)
+    assert page.get("/setup")["default_model"] == "fake"
+    client = page.here.client
+    assert client.get("/", headers=BROWSER).status_code == 200  # the page itself holds no secret
+    assert client.get("/").status_code == 401
+    for key in (KEYS[1], "wrong"):
+        assert client.post("/web/session", json={"key": key}).status_code == 401
+    bearer = {"authorization": f"Bearer {KEYS[0]}"}
+    assert client.get("/web/setup", headers=bearer).status_code == 401
+    other = with_page(serve(keys=KEYS[1:]), KEYS[1:])
+    other.endpoint.web.access._name = f"edgeinfer-{page.here.port}"
+    assert page.client.get(f"{other.url}/web/setup").status_code == 401  # another first key
+
+
+def test_a_secret_that_others_can_read_is_refused(serve):
+    here = with_page(serve())
+    make_code()
+    path = access._secret_path()
+    assert path.stat().st_mode & 0o777 == 0o600
+    os.chmod(path, 0o644)
+    with pytest.raises(ServeError, match="readable by you alone"):
+        make_code()
+    assert here.client.post("/web/session", json={"code": "x"}).status_code >= 400
+
+
+def test_browsers_get_the_page_and_other_clients_what_they_got_before(serve):
+    here = with_page(serve())
+    page = here.client.get("/", headers=BROWSER)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = page.headers["content-security-policy"]
+    for rule in (
+        "default-src 'none'",
+        "script-src 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+    ):
+        assert rule in policy
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert here.client.get("/").text == "edgeinfer is running"
+
+
+def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
+    here = with_page(serve())
+    total = 0
+    for name in ("index.html", "app.css", "app.js", "lib.js", "preact.js", "icon.svg"):
+        answer = here.client.get(f"/web/static/{name}", headers={"accept-encoding": "gzip"})
+        assert answer.status_code == 200
+        assert answer.headers["content-encoding"] == "gzip"
+        total += int(answer.headers["content-length"])
+        again = here.client.get(
+            f"/web/static/{name}", headers={"if-none-match": answer.headers["etag"]}
+        )
+        assert (again.status_code, again.content) == (304, b"")
+    assert total < 80_000
+    for name in ("../routes.py", "..%2froutes.py", "", "nothing.js", "/etc/passwd", "%2fetc%2fpasswd"):
+        assert here.client.get(f"/web/static/{name}").status_code == 404
+
+
+def test_without_the_page_there_are_no_routes_of_it(serve):
+    here = serve(FakeEngine())
+    assert here.client.get("/", headers=BROWSER).text == "edgeinfer is running"
+    for operation in WEB.operations:
+        assert ask_for(here, operation, json={}).status_code == 404
+    assert match_route("/web/setup").dialect is WEB

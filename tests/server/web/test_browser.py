@@ -1,0 +1,342 @@
+"""The page in a real Chromium: what people do with it, on a phone, by keyboard, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from other_processes import wait_until
+
+from edgeinfer.runtime.fake import Delay, FakeEngine, StepGate
+from tests.conftest import BUILD_CACHE
+
+from .conftest import with_page
+
+pytestmark = pytest.mark.slow
+
+MESSAGE = "document.querySelector('#message')"
+IDLE = "!document.querySelector('.streaming') && !document.querySelector('.stop')"
+
+
+def say(page, text):
+    page.js(f"{MESSAGE}.focus()")
+    page.type(text)
+    page.key("Enter")
+
+
+def spoken(text):
+    return [item for word in text.split(" ") for item in (word + " ", Delay(0.005))]
+
+
+def test_chat_stream_edit_branch_and_search(serve, tab):
+    engine = FakeEngine([spoken("**Green** tea, of course."), ["Coffee."], ["Water."]])
+    page = tab(with_page(serve(engine)))
+    say(page, "What shall I drink?")
+    page.see("Green tea, of course.")
+    page.wait(IDLE)
+    assert page.js("document.querySelector('.answer strong').textContent") == "Green"
+    page.see("cached")
+    assert page.js("document.title") == "What shall I drink? · edgeinfer"
+    page.click("button", "Regenerate")
+    page.see("Coffee.")
+    page.click("button[aria-label='Earlier alternative']")
+    page.see("Green tea")
+    page.click("button", "Edit")
+    page.wait("document.activeElement.getAttribute('aria-label') === 'Edit the question'")
+    page.js("document.activeElement.value = ''")
+    page.type("And without caffeine?")
+    page.key("Enter")
+    page.see("Water.")
+    page.see("2/2")
+    page.click("button", "New")
+    page.see("What can I help with?")
+    page.wait(f"document.activeElement === {MESSAGE}")
+    page.js("document.querySelector('[type=search]').focus()")
+    page.type("coffee")
+    page.wait("document.querySelector('mark')?.textContent === 'Coffee'")
+    page.type(" nonsense")
+    page.see("Nothing found")
+
+
+def test_stop_continue_reload_and_a_second_tab_in_mid_answer(serve, tab):
+    gate, second = StepGate(), StepGate()
+    page = tab(with_page(serve(FakeEngine([["One ", "two ", gate], ["three ", second, "four"]]))))
+    say(page, "count")
+    page.see("One two")
+    page.js("location.reload()")
+    page.see("One two")
+    other = tab(SimpleNamespace(url=page.js("location.origin")), fragment=page.js("location.hash"))
+    other.see("One two")
+    other.click("button.stop")
+    for one in (page, other):
+        one.see("stopped")
+    page.click("button", "Continue")
+    for one in (page, other):
+        one.see("One two three")
+    second.opened.set()
+    for one in (page, other):
+        one.see("One two three four")
+        one.wait(IDLE)
+
+
+def test_twenty_kills_lose_nothing_that_was_shown(tab, tmp_path):
+    text = " ".join(f"w{n}" for n in range(400))
+    running, port = None, "0"
+
+    def start():
+        nonlocal running, port
+        file = tmp_path / "port"
+        file.unlink(missing_ok=True)
+        command = [sys.executable, str(Path(__file__).with_name("endpoint.py")), str(file), port, text]
+        running = subprocess.Popen(command)
+        wait_until(file.exists, "the endpoint")
+        port = file.read_text()
+
+    start()
+    try:
+        page = tab(SimpleNamespace(url=f"http://127.0.0.1:{port}"))
+        say(page, "go")
+        for _ in range(20):
+            before = page.wait(
+                "document.querySelectorAll('.streaming').length && document.querySelector('.streaming .body').textContent"
+            )
+            page.wait(f"document.querySelector('.answer .body').textContent.length > {len(before)} + 8")
+            running.kill()
+            running.wait()
+            shown = page.js("document.querySelector('.answer .body').textContent").strip()
+            start()
+            page.see("interrupted")
+            kept = page.js("document.querySelector('.answer .body').textContent").strip()
+            assert kept.startswith(shown)
+            page.click("button", "Continue")
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_terminal_and_page_follow_each_other(serve, tab, terminal):
+    gate = StepGate()
+    page = tab(with_page(serve(FakeEngine([["From the page."]]))))
+    chat = terminal(FakeEngine([["From the ", gate, "terminal."]]))
+    chat.ask("hello")
+    answer = chat.begin_answer()
+    events = iter(answer.generation)
+    while not answer.text:
+        answer.add(next(events))
+    answer.flush()
+    page.click(".side a", "hello")
+    page.see("From the")
+    say(page, "too early")
+    gate.opened.set()
+    for event in events:
+        answer.add(event)
+        answer.flush()
+    page.see("From the terminal.")
+    page.wait(IDLE)
+    page.click("button.send")
+    page.see("From the page.")
+    chat.open(chat.conversation.id)
+    assert [t.content for t in chat.path][-2:] == ["too early", "From the page."]
+
+
+def test_by_keyboard_alone_and_with_an_input_method(serve, tab):
+    gate = StepGate()
+    page = tab(with_page(serve(FakeEngine([["Good ", gate, "never"]]))))
+    page.js(f"{MESSAGE}.focus()")
+    page.call("Input.imeSetComposition", text="こん", selectionStart=2, selectionEnd=2)
+    page.js(
+        f"{MESSAGE}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Enter', isComposing: true, bubbles: true}}))"
+    )
+    page.js(
+        f"{MESSAGE}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Enter', keyCode: 229, bubbles: true}}))"
+    )
+    assert "What can I help with?" in page.text()
+    page.type("こんにちは")
+    page.key("Enter", modifiers=8)
+    page.key("Enter")
+    page.see("Good")
+    page.key("Escape")
+    page.see("stopped")
+    page.key("k", modifiers=2)
+    page.wait("document.activeElement.type === 'search'")
+    page.key("n", modifiers=1)
+    page.see("What can I help with?")
+    reached = set()
+    for _ in range(20):
+        page.key("Tab")
+        reached.add(
+            page.js(
+                "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
+            )
+        )
+    assert {"New", "Settings", "Model", "Search conversations", "Message"} <= reached
+
+
+def axe():
+    found = BUILD_CACHE / "axe/axe.min.js"
+    if not found.exists():
+        pytest.skip("needs axe-core: tools/setup.sh test")
+    return found.read_text()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 1100])
+def test_accessible_at_every_size(serve, tab, width, dark):
+    code = axe()
+    markdown = "# Plan\n\n1. one\n\n```sh\nls\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n> [x](https://e.example)"
+    page = tab(
+        with_page(serve(FakeEngine([[markdown], [markdown]]))), width=width, height=700, dark=dark
+    )
+    say(page, "plan " * 40)
+    page.see("Plan")
+    page.wait(IDLE)
+    page.click("button", "Regenerate")
+    page.see("2/2")
+    page.wait(IDLE)
+    assert page.js("document.documentElement.scrollWidth") <= width
+
+    def violations():
+        page.js(code)
+        return page.js(
+            "axe.run({resultTypes: ['violations']}).then((found) => found.violations.map((one) => [one.id, one.nodes.map((node) => node.html + node.failureSummary)]))"
+        )
+
+    assert violations() == []
+    page.click("button", "Settings")
+    page.wait("document.querySelector('dialog[open]')")
+    assert violations() == []
+    page.click("dialog button", "Cancel")
+    if width == 320:
+        page.click(".menu")
+        page.wait("document.querySelector('.side.shown')")
+        page.wait("document.getAnimations().length === 0")
+        assert violations() == []
+    page.wait("document.querySelector('#live').textContent.includes('Plan')")
+
+
+HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">
+
+[click](javascript:window.hacked=3) ![p](https://evil.example/p.png) <https://evil.example>
+
+<svg onload="window.hacked=4"></svg> <form action=/web/session> \u202eright to left\u202c
+
+```html" onmouseover="window.hacked=5
+</code></pre><script>window.hacked=6</script>
+```
+"""
+
+
+def test_a_hostile_answer_does_nothing(serve, tab):
+    here = with_page(serve(FakeEngine([[HOSTILE], ["x" * 1_000_000 + " end"]])))
+    page = tab(here, width=700)
+    say(page, HOSTILE)
+    page.wait("document.querySelector('.answer .code')")
+    page.wait(IDLE)
+    page.js(
+        "document.querySelectorAll('.answer a').forEach((one) => one.dispatchEvent(new MouseEvent('mouseover')))"
+    )
+    assert page.js("window.hacked ?? 0") == 0
+    assert (
+        page.js(
+            "document.querySelectorAll('.log img, .log svg, .log script, .log iframe, .log form').length"
+        )
+        == 0
+    )
+    assert {url.split("/")[2] for url in page.requests() if url.startswith("http")} == {here.url[7:]}
+    say(page, "more")
+    page.wait("document.querySelector('.log').textContent.length > 1000000")
+    page.wait(IDLE)
+    assert page.js("document.documentElement.scrollWidth") <= 700
+
+
+def test_settings_export_link_files_and_delete(serve, tab):
+    engine = FakeEngine([["Yes."]])
+    page = tab(with_page(serve(engine)))
+    page.click("button", "Settings")
+    page.wait("document.querySelector('#system')")
+    page.js("document.querySelector('#system').focus()")
+    page.type("Be kind.")
+    page.js(
+        "(() => { const box = document.querySelector('#preset'); box.value = 'greedy'; box.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    page.click("dialog button", "Save")
+    page.js(
+        "(() => { const data = new DataTransfer(); data.items.add(new File(['milk'], 'list.txt'));"
+        f" {MESSAGE}.dispatchEvent(new ClipboardEvent('paste', {{clipboardData: data, bubbles: true, cancelable: true}})); }})()"
+    )
+    page.see("list.txt")
+    say(page, "shall we?")
+    page.see("Yes.")
+    request = engine.requests[-1]
+    assert request.messages[0].content == "Be kind."
+    assert request.sampling.temperature == 0
+    assert "milk" in request.messages[1].content
+    page.wait(IDLE)
+    page.click(".answer button", "Code")
+    page.click("dialog button", "curl")
+    page.see("/v1/chat/completions")
+    page.click("dialog button", "Close")
+    page.click(".answer button", "Link")
+    page.wait("/#.[0-9]+.[0-9]+$/.test(location.href)")
+    link = page.js("location.hash")
+    page.click(".side button[aria-label^=Delete]")
+    page.see("Deleted")
+    page.click("button", "Undo")
+    page.see("turns")
+    page.js(f"location.hash = {json.dumps(link)}")
+    page.wait("document.querySelector('.answer.target')")
+
+
+def test_without_a_code_the_page_asks_for_one(serve, chromium):
+    here = with_page(serve())
+    chromium.call("Storage.clearCookies")
+    page = chromium.page()
+    page.open(here.url)
+    page.see("edgeinfer web")
+    page.js("document.querySelector('#secret').focus()")
+    page.type("wrong")
+    page.key("Enter")
+    page.see("first API key")
+    chromium.call("Target.closeTarget", targetId=page.target)
+
+
+PLAN = """Here is a **plan** for two cups:
+
+1. Boil half a litre of water.
+2. Warm the pot, then add two spoons of `sencha`.
+3. Wait one minute at 75 °C.
+
+```python
+def grams(cups: int) -> float:
+    return 2.5 * cups
+```
+
+| tea | °C | minutes |
+|---|---|---|
+| green | 75 | 1 |
+| black | 95 | 4 |
+"""
+
+
+def test_picture_of_the_guide(serve, tab, tmp_path):
+    """`WRITE_FIGURES=1` puts it into the docs."""
+    titles = ["Name three colours of autumn", "A regular expression for dates"]
+    page = tab(
+        with_page(serve(FakeEngine([["Red."], ["Sure."], spoken(PLAN)]))), width=1000, height=720
+    )
+    for title in [*titles, "How do I make green tea?"]:
+        page.click("button", "New")
+        page.wait("document.querySelector('.empty')")
+        say(page, title)
+        page.wait("document.querySelector('.answer .stats')")
+    picture = tmp_path / "web.png"
+    page.shot(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    if os.environ.get("WRITE_FIGURES"):
+        shutil.copy(picture, Path(__file__).parents[3] / "docs/figures/web.png")

@@ -1,0 +1,227 @@
+"""The page's requests: the chat's own conversations, answers that outlive the page, both ways."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import pytest
+
+from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.runtime.fake import FakeEngine, StepGate
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def words(turn):
+    return re.sub("<[^>]*>", "", "".join(turn["blocks"])).strip()
+
+
+def drain(answer):
+    for event in answer.generation:
+        answer.add(event)
+        answer.flush()
+
+
+def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
+    engine = FakeEngine([["Green ", "tea"], ["More"]])
+    page = paged(engine)
+    number = page.ask("What shall I drink?", system_prompt="Be brief.", sampling={"temperature": 0.5})
+    question, answer = page.ended(number)
+    assert (question["text"], words(answer), answer["status"]) == (
+        "What shall I drink?",
+        "Green tea",
+        "complete",
+    )
+    assert answer["stats"]["completion_tokens"] == 2
+    assert [one["id"] for one in page.get("/conversations?q=green")] == [number]
+    assert page.get("/conversations?q=coffee") == []
+
+    chat = terminal(engine)
+    assert chat.open_last()
+    chat.ask("And then?")
+    drain(chat.begin_answer())
+    assert [words(turn) for turn in page.ended(number)][-1] == "More"
+    sent = engine.requests[-1].messages
+    assert [m.content for m in sent] == ["Be brief.", "What shall I drink?", "Green tea", "And then?"]
+    assert engine.requests[-1].sampling.temperature == 0.5
+    assert engine.requests[-1].conversation == f"chat-{number}"
+
+
+def test_the_terminals_answer_is_seen_while_it_streams(paged, terminal):
+    gate = StepGate()
+    engine = FakeEngine([["First ", "words ", gate, "last"]])
+    page = paged()
+    chat = terminal(engine)
+    chat.ask("hi")
+    answer = chat.begin_answer()
+    events = iter(answer.generation)
+    for _ in range(3):
+        answer.add(next(events))
+        answer.flush()
+    number = chat.conversation.id
+    _branch, _turns = page.follow(
+        number, lambda b, t: b["answering"] and "words" in words(list(t.values())[-1])
+    )
+    for path, body in (("questions", {"text": "me too"}), ("", {"action": "regenerate"})):
+        refused = page.post(f"/conversations/{number}/{path}".rstrip("/"), 409, **body)
+        assert refused["error"]["code"] == "conversation_busy"
+    page.post(f"/conversations/{number}", 409, action="stop")
+    gate.opened.set()
+    for event in events:
+        answer.add(event)
+        answer.flush()
+    assert words(page.ended(number)[-1]) == "First words last"
+
+
+def test_an_answer_outlives_its_page_and_is_stopped_from_another(paged):
+    gate = StepGate()
+    page = paged(FakeEngine([["Some ", "words ", gate, "never"], ["again"]]))
+    number = page.ask()
+    assert gate.reached.wait(20)
+    page.post(f"/conversations/{number}/questions", 409, text="meanwhile")
+    page.post(f"/conversations/{number}", action="stop")
+    *_, stopped = page.ended(number)
+    assert (words(stopped), stopped["status"]) == ("Some words", "stopped")
+    page.post(f"/conversations/{number}", action="continue")
+    *_, continued = page.ended(number)
+    assert (words(continued), continued["status"]) == ("Some words again", "complete")
+
+
+def test_edit_regenerate_branches_and_fork(paged):
+    page = paged(FakeEngine([["one"], ["two"], ["three"]]))
+    number = page.ask("first")
+    question, _ = page.ended(number)
+    page.post(f"/conversations/{number}", action="regenerate")
+    _, again = page.ended(number)
+    assert (words(again), again["page"]) == ("two", [2, 2])
+    page.ask("first, edited", number, editing=question["id"])
+    edited, third = page.ended(number)
+    assert (edited["text"], edited["page"], words(third)) == ("first, edited", [2, 2], "three")
+    page.post(f"/conversations/{number}", action="show", turn=edited["id"], step=-1)
+    assert words(page.ended(number)[-1]) == "two"
+    page.post(f"/conversations/{number}", action="show", turn=third["id"])
+    assert words(page.ended(number)[-1]) == "three"
+    fork = page.post(f"/conversations/{number}", action="fork", turn=third["id"])["id"]
+    assert [words(t) for t in page.ended(fork)] == ["first, edited", "three"]
+    assert [one["title"] for one in page.get("/conversations")] == ["first (fork)", "first"]
+
+
+def test_delete_undo_rename_and_settings(paged):
+    page = paged()
+    number = page.ask("hello")
+    page.ended(number)
+    page.post(f"/conversations/{number}", action="rename", title="Greeting")
+    page.post(f"/conversations/{number}", action="set", system_prompt="S", sampling={"top_p": 0.5})
+    branch, _ = page.follow(number, lambda *_: True)
+    conversation = branch["conversation"]
+    assert (conversation["title"], conversation["system_prompt"]) == ("Greeting", "S")
+    assert conversation["sampling"] == {"top_p": 0.5}
+    page.post(f"/conversations/{number}", action="delete")
+    assert page.get("/conversations") == []
+    page.post(f"/conversations/{number}", action="undelete")
+    assert len(page.get("/conversations")) == 1
+    for bad in ({"sampling": {"top_p": 7}}, {"sampling": {"nonsense": 1}}, {"model": "nothing"}):
+        answer = page.client.post(f"/conversations/{number}", json={"action": "set", **bad})
+        assert 400 <= answer.status_code < 500
+
+
+def test_files_are_attached_and_pictures_shown(paged):
+    page = paged()
+    files = [
+        {"name": "notes.txt", "data": base64.b64encode(b"milk").decode()},
+        {"name": "dot.png", "data": base64.b64encode(PNG).decode()},
+    ]
+    number = page.ask("what is this?", files=files[:1])
+    question, _ = page.ended(number)
+    assert [(f["name"], f["is_picture"]) for f in question["files"]] == [("notes.txt", False)]
+    number = page.ask("and this?", files=files[1:])
+    branch, _turns = page.follow(number, lambda b, t: bool(t))
+    picture = f"/conversations/{number}/export?form=file&turn={branch['path'][0]}&file=0"
+    answer = page.client.get(picture)
+    assert (answer.headers["content-type"], answer.content) == ("image/png", PNG)
+    binary = [{"name": "x.bin", "data": base64.b64encode(b"\xff\0\xfe").decode()}]
+    refused = page.client.post("/conversations", json={"text": "x", "files": binary})
+    assert refused.status_code == 400
+    assert "x.bin is not UTF-8 text" in refused.text
+
+
+def test_exports(paged):
+    page = paged(FakeEngine([["It's `tea`"]]))
+    number = page.ask('What\'s "it"?', sampling={"temperature": 0.25})
+    *_, answer = page.ended(number)
+
+    def export(form, turn=0):
+        return page.client.get(f"/conversations/{number}/export?form={form}&turn={turn}")
+
+    assert "It's `tea`" in export("markdown").text
+    assert export("markdown").headers["content-disposition"].startswith("attachment; ")
+    assert json.loads(export("json").text)["conversation"]["id"] == number
+    assert export("text", answer["id"]).text == "It's `tea`"
+    messages = [{"role": "user", "content": 'What\'s "it"?'}]
+    assert repr(messages) in export("python", answer["id"]).text
+    compile(export("python").text, "export", "exec")
+    assert f'fetch("{page.here.url}/v1/chat/completions"' in export("javascript").text
+    assert "curl http://127.0.0.1" in export("curl").text
+    assert '"temperature": 0.25' in export("curl").text
+    assert export("text", 10_000).status_code == 400
+    assert page.client.get("/conversations/999/export").status_code >= 400
+    assert page.client.get("/conversations/x/export").status_code == 404
+
+
+def test_failures_are_told_and_tried_again(paged):
+    page = paged(FakeEngine([["Half ", DecodeError("the engine broke")], ["whole"]]))
+    number = page.ask()
+    *_, failed = page.ended(number)
+    assert (failed["status"], words(failed), failed["note"]) == ("failed", "Half", "the engine broke")
+    page.post(f"/conversations/{number}", action="regenerate")
+    assert words(page.ended(number)[-1]) == "whole"
+    page.post("/conversations", 400, text="  ")
+
+
+def test_a_model_that_does_not_load_leaves_the_question(paged):
+    def load(name, progress):
+        raise DecodeError("no such file")
+
+    page = paged(load=load, wait_ready=False)
+    number = page.ask("still here?")
+    branch, turns = page.follow(
+        number, lambda b, t: bool(b["notice"]) and not b["notice"].startswith("Loading")
+    )
+    assert "no such file" in branch["notice"]
+    assert [turn["text"] for turn in turns.values()] == ["still here?"]
+
+
+def test_reasoning_and_a_long_history(paged):
+    page = paged(FakeEngine([[ReasoningDelta("hmm "), ReasoningDelta("so"), "yes"]]))
+    number = page.ask()
+    *_, answer = page.ended(number)
+    assert (answer["reasoning"], words(answer)) == ("hmm so", "yes")
+    for _ in range(3):
+        page.ask("more", number)
+        page.ended(number)
+    with page.client.stream("GET", f"/conversations/{number}/events?latest=2") as stream:
+        data = next(json.loads(line[6:]) for line in stream.iter_lines() if '"path"' in line)
+    assert (len(data["path"]), data["earlier"]) == (2, 6)
+
+
+def test_a_drained_endpoint_ends_the_streams(paged):
+    page = paged()
+    with page.client.stream("GET", "/conversations/0/events") as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "event: list"
+        page.here.drain()
+        list(lines)
+    page.here.wait_ended()
+
+
+@pytest.mark.parametrize("number", ["-1", "7", "x", "999999999999999999999999", "²"])
+def test_conversations_that_are_not_there(paged, number):
+    page = paged()
+    for path, body in (("", {"action": "rename"}), ("/questions", {"text": "hi"})):
+        assert page.client.post(f"/conversations/{number}{path}", json=body).status_code == 404
+    assert page.client.get(f"/conversations/{number}/export").status_code == 404
