@@ -209,9 +209,8 @@ class ChatSession:
         """Return a function for any thread that runs the calls of the last answer."""
         tools = self.tools
         assert tools is not None
-        rounds = itertools.takewhile(lambda t: t.role == "assistant", reversed(self.path))
-        n_round = sum(bool(t.calls) for t in rounds)
-        return tools.start(turn.calls, front, n_round=n_round, conversation=turn.conversation_id)
+        past = rounds_of(self.path)[:-1]
+        return tools.start(turn.calls, front, past=past, conversation=turn.conversation_id)
 
     def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
         """Store the results of a turn's calls; return whether they are to be answered.
@@ -400,12 +399,18 @@ class ChatSession:
         limit = self.conversation.sampling.get("max_tokens")
         return GenerateRequest(
             messages=self.messages(turns),
-            tools=self.tools.shown() if self.tools is not None else (),
+            **(self.tools.fields(rounds_of(turns)) if self.tools is not None else {}),
             sampling=self.sampling(),
             continue_final=continue_final,
             max_tokens=int(limit) if limit else None,
             conversation=self.conversation.owner,
         )
+
+
+def rounds_of(turns: Sequence[Turn]) -> list[tuple[ToolUse, ...]]:
+    """Return the calls of each answer since the last question."""
+    since = itertools.takewhile(lambda turn: turn.role == "assistant", reversed(turns))
+    return [turn.calls for turn in since if turn.calls][::-1]
 
 
 def _question(turn: Turn) -> Message:

@@ -238,6 +238,10 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
     deny: Annotated[
         tuple[str, ...], key_doc("Calls that are always refused; goes before `allow`.")
     ] = ()
+    choice: Annotated[
+        Literal["auto", "required"],
+        key_doc('"required": a question is first answered by a call, which helps small models.'),
+    ] = "auto"
     max_rounds: Annotated[int, key_doc("Rounds of calls for one question at most.", ge=1, le=100)] = 10
     max_result_kib: Annotated[
         int, key_doc("KiB of one result that the model gets at most.", ge=1, le=1024)

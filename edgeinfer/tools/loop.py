@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.runtime.requests import Tool
+from edgeinfer.runtime.requests import Tool, ToolChoice
 from edgeinfer.tools.approval import Approvals, Decision, Level, argument_text, pattern_for
 from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
 from edgeinfer.tools.toolbox import BUILTIN, BoundTool, Toolbox
@@ -23,6 +23,10 @@ from edgeinfer.tools.uses import Stop, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
 _NO_MORE = "there were enough calls: answer with what you have, without another call"
+_REPEATED = "the same call was made before: answer with its result, which stands above"
+
+#: The calls of each answer since a question.
+Rounds = Sequence[Sequence[ToolUse]]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +88,18 @@ class ChatTools:
         """
         return self._tools or ()
 
+    def fields(self, past: Rounds) -> dict[str, Any]:
+        """Return tools and choice for a request behind `past` rounds of calls since its question.
+
+        After the last round, or one that only repeats calls, the answer is text: without tools.
+        """
+        mode: Literal["auto", "required", "none"] = "auto"
+        if not past and self._tools:
+            mode = self.toolbox.config.choice
+        elif past and all(use.result in (_NO_MORE, _REPEATED) for use in past[-1]):
+            mode = "none"
+        return {"tools": self.shown(), "tool_choice": ToolChoice(mode=mode)}
+
     def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools by server, each with the level of a call without arguments."""
         found: dict[str, list[tuple[ToolInfo, Level]]] = {}
@@ -108,14 +124,14 @@ class ChatTools:
         return said
 
     def start(
-        self, uses: Sequence[ToolUse], front: CallFront, *, n_round: int, conversation: int = 0
+        self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: int = 0
     ) -> Callable[[], tuple[ToolUse, ...]]:
         """Return a function that runs the calls; until it returns, `running` stops them."""
         stop = self.running = Stop()
 
         def run() -> tuple[ToolUse, ...]:
             try:
-                return self.run(uses, front, stop, n_round=n_round, conversation=conversation)
+                return self.run(uses, front, stop, past=past, conversation=conversation)
             finally:
                 self.running = None
 
@@ -143,15 +159,20 @@ class ChatTools:
         front: CallFront,
         stop: Stop,
         *,
-        n_round: int,
+        past: Rounds = (),
         conversation: int = 0,
     ) -> tuple[ToolUse, ...]:
-        """Return the uses with their results, in order. `n_round` counts from 1 since the question."""
+        """Return the uses with their results, in order. `past` are the rounds since the question."""
         ended = list(uses)
-        if n_round > self.toolbox.config.max_rounds:
+        if len(past) >= self.toolbox.config.max_rounds:
             return tuple(use.ended("refused", _NO_MORE) for use in uses)
+        made = {(use.name, use.arguments) for turn in past for use in turn if use.status == "done"}
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
+            if (use.name, use.arguments) in made:
+                ended[index] = use.ended("refused", _REPEATED)
+                front.show_use(ended[index], "")
+                continue
             begun = self._approved(use, front, stop, conversation)
             if isinstance(begun, ToolUse):
                 ended[index] = begun

@@ -51,12 +51,12 @@ def opened(tmp_path, said):
         tools.close()
 
 
-def run(tools, *calls, front=None, n_round=1, conversation=1):
+def run(tools, *calls, front=None, past=(), conversation=1):
     uses = [
         ToolUse(id=f"c{i}", name=name, arguments=json.dumps(arguments))
         for i, (name, arguments) in enumerate(calls)
     ]
-    return tools.start(uses, front or Front(), n_round=n_round, conversation=conversation)()
+    return tools.start(uses, front or Front(), past=past, conversation=conversation)()
 
 
 def outcomes(uses):
@@ -174,16 +174,29 @@ def test_new_servers_and_tools_stand_behind_known_ones(opened, tmp_path):
 def test_calls_that_cannot_be_made_are_told(opened):
     tools = opened("plain", deny=("plain.fail",))
     broken = ToolUse(id="c", name="plain__add", arguments="[1")
-    assert "no JSON object" in tools.start([broken], Front(), n_round=1)()[0].result
+    assert "no JSON object" in tools.start([broken], Front())()[0].result
     uses = run(tools, ("plain__nothing", {}), ("plain__fail", {}), ("plain__add", {"a": [], "b": 1}))
     assert [use.status for use in uses] == ["failed", "refused", "failed"]
 
 
 def test_rounds_are_limited(opened):
     tools = opened("plain", max_rounds=2)
-    assert run(tools, ("plain__add", {"a": 1, "b": 1}), n_round=2)[0].status == "done"
-    uses = run(tools, ("plain__add", {"a": 1, "b": 1}), n_round=3)
-    assert outcomes(uses)[0][0] == "refused"
+    past = []
+    for a in (1, 2, 3):
+        assert tools.fields(past)["tool_choice"].mode == "auto"
+        past.append(run(tools, ("plain__add", {"a": a, "b": 1}), past=past))
+    assert [uses[0].status for uses in past] == ["done", "done", "refused"]
+    assert tools.fields(past)["tool_choice"].mode == "none"
+
+
+def test_repeated_call_is_answered_without_tools(opened):
+    tools = opened("plain", choice="required")
+    assert tools.fields([])["tool_choice"].mode == "required"
+    past = [run(tools, ("plain__add", {"a": 1, "b": 1}))]
+    assert tools.fields(past)["tool_choice"].mode == "auto"
+    past.append(run(tools, ("plain__add", {"a": 1, "b": 1}), past=past))
+    assert outcomes(past[-1])[0][0] == "refused"
+    assert tools.fields(past)["tool_choice"].mode == "none"
 
 
 def test_built_in_reads_do_not_ask_and_writes_show_a_diff(opened, tmp_path):

@@ -167,19 +167,19 @@ def _with_tools(
     """Answer, run the calls, and answer their results, to the end. Calls are reported on stderr."""
     from edgeinfer.tools.loop import ChatTools, NoFront  # for this option alone
 
-    front, made = NoFront(sys.stderr), list[ToolUse]()
+    front, rounds = NoFront(sys.stderr), list[tuple[ToolUse, ...]]()
     with contextlib.closing(ChatTools(host.config.tools, Path.cwd())) as tools:
         front.say(tools.prepare())
-        for n_round in itertools.count(1):
-            request = msgspec.structs.replace(request, tools=tools.shown())
+        while True:
+            request = msgspec.structs.replace(request, **tools.fields(rounds))
             with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
                 result = _consume(generation, model, host.start, stream_to)
-            if result.finish_reason != "tool_calls" or n_round > host.config.tools.max_rounds + 1:
+            if result.finish_reason != "tool_calls" or request.tool_choice.mode == "none":
                 break
-            run_calls = tools.start(result.calls, front, n_round=n_round)
+            run_calls = tools.start(result.calls, front, past=rounds)
             with _cancelled_by_ctrl_c(tools):
                 uses = run_calls()
-            made += uses
+            rounds.append(uses)
             front.say(tools.notices())
             if any(use.status == "stopped" for use in uses):
                 result = msgspec.structs.replace(result, finish_reason="cancelled")
@@ -189,7 +189,7 @@ def _with_tools(
     if front.refused:
         allow = ", ".join(f'"{pattern}"' for pattern in dict.fromkeys(front.refused))
         front.say([f"refused; to allow such calls, add to `allow` under [tools]: {allow}"])
-    return msgspec.structs.replace(result, calls=tuple(made))
+    return msgspec.structs.replace(result, calls=tuple(itertools.chain(*rounds)))
 
 
 def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Message, ...]:

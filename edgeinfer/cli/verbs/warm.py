@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from edgeinfer import requesting
@@ -18,7 +19,9 @@ from edgeinfer.host import Host
 from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.platform.page_cache import cached_bytes, read_in
+from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.safe_text import without_controls
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.format import generations, read_manifest
@@ -32,11 +35,14 @@ class WarmResult(Result, frozen=True, kw_only=True):
 
     snapshot: Details
     wall_s: float
+    tool_tokens: int = 0
 
     def human(self) -> str:
         d = self.snapshot
         stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
         prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
+        if self.tool_tokens:
+            prefilled += f"; {self.tool_tokens} tokens with tools prefilled on disk"
         is_named = format.is_given(d.name, d.model, d.requested)
         start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if is_named else ""
         return (
@@ -55,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preload",
         action="store_true",
         help="no snapshot: read the model's files into memory before they are needed",
+    )
+    parser.add_argument(
+        "--tools",
+        action="store_true",
+        help="prefill the configured tools, for `chat --tools` and `run`",
     )
     parser.add_argument("--name", default="", help="name of this snapshot")
     add_attached_options(parser)
@@ -86,7 +97,26 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with stoppable("stopped; nothing of the snapshot is kept"), progress:
         details = jobs.build(inputs, config, progress.report)
-    return WarmResult(snapshot=details, wall_s=round(time.monotonic() - start_s, 2))
+    model = options.model or host.config.default_model
+    tool_tokens = _prefill_tools(model, inputs, host) if options.tools else 0
+    wall_s = round(time.monotonic() - start_s, 2)
+    return WarmResult(snapshot=details, wall_s=wall_s, tool_tokens=tool_tokens)
+
+
+def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
+    """Prefill system prompt and tools into the prefix cache on disk; return the tokens."""
+    from edgeinfer.tools.loop import ChatTools  # for this option alone
+    from edgeinfer.tools.prefix import prefill_request
+
+    with closing(ChatTools(host.config.tools, Path.cwd())) as tools:
+        for words in tools.prepare():
+            sys.stderr.write(without_controls(f"tools: {words}\n"))
+        with closing(host.engine(model, inputs.options)) as engine:
+            request = prefill_request(engine, tools.shown(), inputs.system)
+            for event in engine.submit(request):
+                if isinstance(event, Finished):
+                    return event.usage.prompt_tokens
+    return 0
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
