@@ -128,6 +128,8 @@ class Preparation:
         self._timeout_s = timeout_s
         self._plain = _Pool("prepare", 4)
         self._constrained = _Pool("compile", 2)
+        #: Decoding new pictures may take a minute, and delays no text.
+        self._pictures = _Pool("decode", 4)
 
     async def submit(self, engine: Engine, request: GenerateRequest) -> Generation:
         """Submit in a thread; if the client has left meanwhile, the generation is cancelled.
@@ -135,6 +137,7 @@ class Preparation:
         Raises what `Engine.submit` does, and Problem 503 after `timeout_s`.
         """
         pool = self._constrained if request.constraint or request.tools else self._plain
+        pool = self._pictures if request.n_pictures else pool
         submitting = pool.begin(lambda: engine.submit(request))
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -162,6 +165,7 @@ class Preparation:
         """Submit nothing more; running calls finish."""
         self._plain.close()
         self._constrained.close()
+        self._pictures.close()
 
 
 def _cancel_late(submitting: Future[Generation]) -> None:

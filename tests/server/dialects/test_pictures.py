@@ -2,6 +2,8 @@
 
 import base64
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -159,6 +161,33 @@ def test_a_model_that_sees_nothing_says_so(blind, path):
     answer = blind.client.post(path, json=BODIES[path] | {"model": "fake"})
     assert answer.status_code == 400
     assert "fake reads no pictures" in answer.text
+
+
+def test_pictures_that_are_decoded_delay_no_text(serve_module):
+    decoded, waiting = threading.Event(), threading.Semaphore(0)
+
+    class Decoding(FakeEngine):
+        def submit(self, request):
+            if request.n_pictures:
+                waiting.release()
+                decoded.wait()
+            return super().submit(request)
+
+    endpoint = serve_module(Decoding(info=SEES))
+
+    def ask(content):
+        turns = [{"role": "user", "content": content}]
+        return endpoint.client.post("/v1/chat/completions", json={"messages": turns}).status_code
+
+    with ThreadPoolExecutor() as threads:
+        seen = [threads.submit(ask, [openai_part(uri(RED))]) for _ in range(4)]
+        try:
+            for _ in seen:
+                assert waiting.acquire(timeout=60)
+            assert ask("x" * 100_000) == 200
+        finally:
+            decoded.set()
+        assert [one.result() for one in seen] == [200] * 4
 
 
 @pytest.mark.parametrize(
