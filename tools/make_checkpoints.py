@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers as hf
+from PIL import Image
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
@@ -97,7 +98,18 @@ VISION = {
     "image_size": 64,
     "patch_size": 8,
 }
-#: Those that see: their rows for `made.picture()` are kept too.
+QWEN = GROUPED | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+QWEN_VISION = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+}
+#: Those that see: their rows for `made.picture` are kept too.
 SEEING = {
     "gemma3-pictures": hf.Gemma3Config(
         text_config=hf.Gemma3TextConfig(**GEMMA).to_dict(),
@@ -112,15 +124,36 @@ SEEING = {
         image_token_id=5,
         pad_token_id=0,
     ),
+    "qwen2.5-vl": hf.Qwen2_5_VLConfig(
+        text_config=QWEN | {"model_type": "qwen2_5_vl_text"},
+        vision_config=QWEN_VISION | {"fullatt_block_indexes": [1, 3], "window_size": 112},
+    ),
+    "qwen3-vl": hf.Qwen3VLConfig(
+        text_config=QWEN | {"head_dim": 8, "model_type": "qwen3_vl_text"},
+        vision_config=QWEN_VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]},
+    ),
 }
 
 
-def rows_of(model: torch.nn.Module, pixels: torch.Tensor) -> np.ndarray:
-    """Return the rows that a picture becomes."""
+def rows_of(name: str, model: torch.nn.Module) -> np.ndarray:
+    """Return the rows that a picture becomes; Qwen3's have those of deeper layers beside them."""
+    if name.startswith("qwen"):
+        half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        reader = hf.Qwen2VLImageProcessor(patch_size=16, merge_size=2, do_resize=False, **half)
+        given = reader(images=[Image.fromarray(made.picture(128))], return_tensors="pt")
+        given = {"pixel_values": given["pixel_values"], "image_grid_thw": given["image_grid_thw"]}
+    else:
+        values = made.picture(64).transpose(2, 0, 1)[None] / 127.5 - 1
+        pixels = torch.tensor(values, dtype=torch.float32)
+        given = {"pixel_values": pixels[None] if name == "smolvlm" else pixels}
     with torch.no_grad():
-        found = model.get_image_features(pixels)
-    found = getattr(found, "pooler_output", found)
-    return torch.cat(list(found)).reshape(-1, SIZE["hidden_size"]).numpy()
+        found = model.get_image_features(**given)
+    rows = torch.cat(list(getattr(found, "pooler_output", found)))
+    deep = [
+        torch.cat(list(one)) if isinstance(one, tuple) else one
+        for one in getattr(found, "deepstack_features", None) or ()
+    ]
+    return torch.cat([rows.reshape(-1, SIZE["hidden_size"]), *deep], dim=-1).numpy()
 
 
 def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray | None]:
@@ -144,8 +177,7 @@ def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray |
         rows = model(torch.tensor([made.token_ids()])).logits[0].numpy()
     seen = None
     if name in SEEING:
-        pixels = torch.tensor(made.picture().transpose(2, 0, 1)[None] / 127.5 - 1, dtype=torch.float32)
-        seen = rows_of(model, pixels[None] if name == "smolvlm" else pixels)
+        seen = rows_of(name, model)
         print(f"{name:16} {seen.shape} of size {np.abs(seen).max():.2f}")
     print(f"{name:16} {rows.shape} of size {np.abs(rows).max():.2f}")
     return {"config": saved, "tensors": shapes}, rows[list(made.KEPT)], seen

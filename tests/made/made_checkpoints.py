@@ -32,10 +32,10 @@ def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return (raw / 128 * 2 * scale).astype(np.float32)
 
 
-def picture() -> np.ndarray:
-    """The picture that is encoded: 8-bit RGB of 64 rows by 64 columns."""
-    raw = hashlib.shake_128(b"picture").digest(64 * 64 * 3)
-    return np.frombuffer(raw, np.uint8).reshape(64, 64, 3)
+def picture(side: int) -> np.ndarray:
+    """The picture that is encoded: 8-bit RGB of as many rows and columns."""
+    raw = hashlib.shake_128(b"picture").digest(side * side * 3)
+    return np.frombuffer(raw, np.uint8).reshape(side, side, 3)
 
 
 def token_ids() -> list[int]:

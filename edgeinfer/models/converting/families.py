@@ -51,6 +51,15 @@ def _gemma3(config: Values) -> Values:
     return _gemma2(config) | {"rope.freq_base_swa": base}
 
 
+def _mrope(config: Values) -> Values:
+    """Set how many pairs of a head turn with time, height and width."""
+    sections = [int(count) for count in rope_parameters(config)["mrope_section"]]
+    deep = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
+    return {"rope.dimension_sections": [*sections, 0]} | (
+        {"n_deepstack_layers": len(deep)} if deep is not None else {}
+    )
+
+
 _SMOLVLM = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")
 _LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "LLaMAForCausalLM", *_SMOLVLM)
 _GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -74,6 +83,22 @@ FAMILIES = (
     ),
     Family("Qwen2 and 2.5", "qwen2", ("Qwen2ForCausalLM",), _SILU, needs=_NO_WINDOW),
     Family("Qwen3", "qwen3", ("Qwen3ForCausalLM",), _SILU, needs=_NO_WINDOW),
+    Family(
+        "Qwen2.5-VL (pictures)",
+        "qwen2vl",
+        ("Qwen2_5_VLForConditionalGeneration",),
+        _SILU,
+        extra=_mrope,
+        needs=_NO_WINDOW,
+    ),
+    Family(
+        "Qwen3-VL (pictures)",
+        "qwen3vl",
+        ("Qwen3VLForConditionalGeneration",),
+        _SILU,
+        extra=_mrope,
+        needs=_NO_WINDOW,
+    ),
     Family("OLMo 2", "olmo2", ("Olmo2ForCausalLM",), _SILU),
     Family("Gemma", "gemma", ("GemmaForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE),
     Family(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 
 from edgeinfer.errors import ConversionError
 from edgeinfer.models import projectors
-from edgeinfer.models.converting.checkpoint import ModelCheckpoint, conversion_errors, read_json
+from edgeinfer.models.converting.checkpoint import Array, ModelCheckpoint, conversion_errors, read_json
 from edgeinfer.models.converting.convert import VISION, Conversion, Planned, add_key
 from edgeinfer.models.converting.hyperparameters import Values
 from edgeinfer.models.converting.tensor_transforms import Heads, Transform, plus_one
@@ -63,7 +64,33 @@ def _idefics3(config: Values, vision: Values, pictures: Values) -> Values:
     }
 
 
+def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
+    whole = list(vision["fullatt_block_indexes"])
+    step = whole[0] + 1
+    if whole != list(range(step - 1, step * len(whole), step)) or vision["window_size"] != 112:
+        raise ConversionError("config.json: a vision tower with other windows than llama.cpp has")
+    return _qwen3(_config, vision | {"num_position_embeddings": 0}, _pictures) | {
+        "n_wa_pattern": step,
+        "image_size": vision["image_size"],
+    }
+
+
+def _qwen3(_config: Values, vision: Values, _pictures: Values) -> Values:
+    if vision["spatial_merge_size"] != 2 or vision["temporal_patch_size"] != 2:
+        raise ConversionError("config.json: a vision tower that does not merge 2 x 2 patches")
+    side = math.isqrt(int(vision["num_position_embeddings"]))
+    return {"image_size": side * vision["patch_size"], "spatial_merge_size": 2}
+
+
 _SIGLIP = {"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 12}
+_QWEN = {
+    "layer_norm_eps": 1e-6,
+    "num_attention_heads": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+#: Qwen's words in a vision configuration.
+_WORDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 
 TOWERS = (
     Tower(
@@ -92,6 +119,37 @@ TOWERS = (
         },
         _idefics3,
     ),
+    Tower(
+        "qwen2.5vl_merger",
+        ("Qwen2_5_VLForConditionalGeneration",),
+        _QWEN
+        | {
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_hidden_layers": 32,
+            "image_size": 560,
+            "patch_size": 14,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "hidden_act": "silu",
+        },
+        _qwen2_5,
+    ),
+    Tower(
+        "qwen3vl_merger",
+        ("Qwen3VLForConditionalGeneration",),
+        _QWEN
+        | {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "image_size": 768,
+            "patch_size": 16,
+            "num_position_embeddings": 2304,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        _qwen3,
+    ),
 )
 
 
@@ -101,7 +159,12 @@ _RENAMED = (
     ("vision_tower.vision_model.", "vision_tower."),
     ("vision_tower.", "vision_tower.vision_model."),
     ("model.multi_modal", "multi_modal"),
+    ("model.visual.", "visual."),
+    ("visual.merger.norm.", "visual.merger.ln_q."),
+    ("visual.merger.linear_fc1.", "visual.merger.mlp.0."),
+    ("visual.merger.linear_fc2.", "visual.merger.mlp.2."),
 )
+_DEEPSTACK = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc[12])\.(weight|bias)")
 
 
 def has_tower(checkpoint: ModelCheckpoint) -> bool:
@@ -120,6 +183,16 @@ def _plain(name: str) -> str:
         if name.startswith(prefix):
             name = plain + name.removeprefix(prefix)
     return re.sub(r"_weight$", ".weight", name)
+
+
+def _frame(frame: int, values: Array, _heads: Heads) -> Array:
+    taken: Array = values[:, :, frame]
+    return taken
+
+
+def _third(third: int, values: Array, _heads: Heads) -> Array:
+    rows = len(values) // 3
+    return values[third * rows : (third + 1) * rows]
 
 
 def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job: Job) -> None:
@@ -146,7 +219,8 @@ class _TowerConversion(Conversion):
     def __init__(self, checkpoint: ModelCheckpoint, tower: Tower, type_name: str) -> None:
         self.checkpoint, self.tower = checkpoint, tower
         self.type_name = type_name
-        self.vision = tower.defaults | checkpoint.whole_config["vision_config"]
+        given = checkpoint.whole_config["vision_config"]
+        self.vision = tower.defaults | {_WORDS.get(key, key): value for key, value in given.items()}
         n_layer = min(int(self.vision["num_hidden_layers"]), 512)
         self.table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, n_layer)
         self.heads, self.made = Heads(1, 1, 1), {}
@@ -154,19 +228,38 @@ class _TowerConversion(Conversion):
 
     def _plan(self) -> Iterator[Planned]:
         for source in self.checkpoint.home:
-            if (
-                not source.startswith(VISION) or ".head." in source
-            ):  # SigLIP's, which pools all to one row
+            # SigLIP's head pools a picture to one row
+            if not source.startswith(VISION) or ".head." in source:
                 continue
-            name = self.table.get_name(_plain(source), try_suffixes=(".weight", ".bias"))
+            name = self._name(_plain(source))
             if name is None:
                 raise ConversionError(f"{source} has no place in llama.cpp's {self.tower.kind}")
-            shape = self.checkpoint.tensor(source).shape
-            exact = len(shape) < 2 or "_embd" in name
-            yield Planned(name, shape, source, self._transform(name), exact)
+            whole = self.checkpoint.tensor(source).shape
+            for part, shape, transform in self._parts(name, whole):
+                exact = len(shape) < 2 or "_embd" in name
+                yield Planned(part, shape, source, transform, exact)
 
-    def _transform(self, name: str) -> Transform | None:
-        return plus_one if name == "mm.soft_emb_norm.weight" else None
+    def _name(self, plain: str) -> str | None:
+        deep = _DEEPSTACK.fullmatch(plain)
+        if deep is None:
+            known: str | None = self.table.get_name(plain, try_suffixes=(".weight", ".bias"))
+            return known
+        layer = self.vision["deepstack_visual_indexes"][int(deep[1])]
+        return f"v.deepstack.{layer}.{deep[2].removeprefix('linear_')}.{deep[3]}"
+
+    def _parts(
+        self, name: str, shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...], Transform | None]]:
+        """Yield what a tensor becomes: Qwen's have two frames, and before Qwen3 three projections."""
+        if len(shape) == 5:
+            for frame, end in enumerate(("", ".1")):
+                yield name + end, shape[:2] + shape[3:], partial(_frame, frame)
+        elif self.tower.kind == "qwen2.5vl_merger" and ".attn_qkv." in name:
+            for third, letter in enumerate("qkv"):
+                part = name.replace("attn_qkv", f"attn_{letter}")
+                yield part, (shape[0] // 3, *shape[1:]), partial(_third, third)
+        else:
+            yield name, shape, plus_one if name == "mm.soft_emb_norm.weight" else None
 
     def _metadata(self, writer: gguf.GGUFWriter) -> None:
         vision, whole = self.vision, self.checkpoint.whole_config

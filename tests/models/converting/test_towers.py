@@ -37,11 +37,10 @@ def test_rows_are_those_of_transformers(name, tmp_path) -> None:
     checkpoint = convert(folder, tmp_path / "text.gguf", "F32", Job())
     convert_tower(checkpoint, tmp_path / "mmproj.gguf", "F32", Job())
     model = rename_tokens(tmp_path / "model.gguf", tmp_path / "text.gguf", TOKENS)
-    pixels = picture()
-    height, width, _ = pixels.shape
+    side = golden(name)["config"]["vision_config"].get("image_size", 128)
     with loaded(model) as native:
         projector = Projector(str(tmp_path / "mmproj.gguf"), native, 1)
-        encoded = projector.encode(Picture(width, height, pixels.tobytes()))
+        encoded = projector.encode(Picture(side, side, picture(side).tobytes()))
         projector.free()
     theirs = np.load(GOLDEN / "logits.npz")[f"{name} rows"]
     assert encoded
@@ -71,6 +70,9 @@ def test_pulled_checkpoint_has_a_projector_and_keeps_it_quantized(tmp_path) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"fullatt_block_indexes": [1, 2]}, "with other windows"),
+        ({"window_size": 64}, "with other windows"),
+        ({"spatial_merge_size": 4}, "does not merge 2 x 2"),
         ({"hidden_act": "relu"}, "with the activation 'relu'"),
         ({"num_hidden_layers": 1}, "layers.1.*has no place in llama.cpp's idefics3"),
         ({"patch_size": 0}, "ZeroDivision|patch_size is 0"),
@@ -78,7 +80,12 @@ def test_pulled_checkpoint_has_a_projector_and_keeps_it_quantized(tmp_path) -> N
     ],
 )
 def test_tower_that_is_refused_leaves_a_model_of_text(changes, words, tmp_path) -> None:
-    folder = make_checkpoint("smolvlm", tmp_path / "smolvlm")
+    name = (
+        "smolvlm"
+        if changes.keys() <= golden("smolvlm")["config"]["vision_config"].keys()
+        else "qwen2.5-vl"
+    )
+    folder = make_checkpoint(name, tmp_path / name)
     place = folder / "config.json"
     config = json.loads(place.read_text())
     config["vision_config"] |= changes
