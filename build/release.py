@@ -123,6 +123,7 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     _name_by_version(tree / "_internal/libstdc++.so.6")
     shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
     shutil.copytree(NATIVE, tree / "_internal/native", ignore=shutil.ignore_patterns(".*"))
+    _strip(tree / "_internal")
     floor.build(tree / "_internal")
     floor.lower_all(tree)
     _describe_again(tree / "_internal/backends")
@@ -135,6 +136,16 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     if criu:
         shutil.copytree(criu, tree / "criu", symlinks=True)
     return tree
+
+
+def _strip(internal: Path) -> None:
+    """Strip Python's extensions and PDFium: 2 MB of the file. Those in `*.libs` were moved by patchelf,
+    and do not load any more when they are stripped.
+    """
+    found = [
+        p for p in internal.rglob("*.so") if not (p.is_symlink() or p.parent.name.endswith(".libs"))
+    ]
+    subprocess.run(["strip", "--strip-unneeded", *found], check=True)
 
 
 def publish(tree: Path, out: Path) -> None:

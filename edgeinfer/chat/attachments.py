@@ -1,4 +1,4 @@
-"""Text files and pictures that ride with a turn: found as `@path`, read, and shown to the model."""
+"""Text, documents and pictures that ride with a turn: found as `@path`, read, shown to the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 
 from edgeinfer.chat.formats import fenced
 from edgeinfer.chat.history.values import Attachment
-from edgeinfer.errors import UsageError
-from edgeinfer.runtime import picture_files
+from edgeinfer.errors import InvalidRequestError, UsageError
+from edgeinfer.runtime import document_files, picture_files
 from edgeinfer.runtime.interface import Engine
 
 #: Larger than any context we run; a file beyond it is a mistake.
@@ -34,14 +34,15 @@ def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def dropped_picture(text: str) -> str:
-    """Return a mention of the picture whose path a terminal pastes when it is dropped there, or ""."""
+    """Return a mention of the picture or PDF whose path a terminal pastes when it is dropped, or ""."""
     try:
         words = shlex.split(text.strip().removeprefix("file://"))
         path = Path(words[0]) if len(words) == 1 else None
         if path is None or not path.is_absolute():
             return ""
         with open(path, "rb") as file:
-            is_picture = picture_files.is_picture(file.read(16))
+            head = file.read(16)
+            is_picture = picture_files.is_picture(head) or document_files.is_pdf(head)
     except (OSError, ValueError):
         return ""
     return f'@"{path}" ' if is_picture and '"' not in str(path) else ""
@@ -57,12 +58,17 @@ def read(path: Path) -> Attachment:
 
 
 def from_bytes(name: str, data: bytes) -> Attachment:
-    """Make an attachment of bytes. Raises UsageError unless they are UTF-8 text or a picture."""
+    """Make an attachment of bytes. Raises UsageError unless they are text, a document or a picture."""
     if picture_files.is_picture(data):
         if len(data) > picture_files.MAX_FILE_BYTES:
             limit = f"{picture_files.MAX_FILE_BYTES >> 20} MiB"
             raise UsageError(f"{name} is larger than {limit}", hint="attach a smaller picture")
         return Attachment(name=name, data=data)
+    if document_files.is_document(data):
+        try:
+            return Attachment(name=name, text=document_files.text_of(data, name))
+        except InvalidRequestError as error:
+            raise UsageError(error.message, hint=error.hint) from error
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
     try:
@@ -72,7 +78,7 @@ def from_bytes(name: str, data: bytes) -> Attachment:
             f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`"
         ) from error
     if "\0" in text:
-        raise UsageError(f"{name} is a binary file", hint="only text and pictures can be attached")
+        raise UsageError(f"{name} is a binary file", hint="attach text, PDF, DOCX or a picture")
     return Attachment(name=name, text=text)
 
 

@@ -84,7 +84,9 @@ COMMANDS: tuple[Slash, ...] = (
         "let the model call tools; alone lists them, `check` asks servers",
         "tools",
     ),
-    Slash("file", "PATH", "attach a text file or a picture to the next question", "path", ("attach",)),
+    Slash(
+        "file", "PATH", "attach text, a document or a picture to the next question", "path", ("attach",)
+    ),
     Slash("new", "", "begin a new conversation", aliases=("clear",)),
     Slash(
         "sessions", "[WORDS]", "list or search conversations, open one", "text", ("search", "history")

@@ -52,25 +52,26 @@ def main() -> int:
     die_with_parent()
     data = sys.stdin.buffer.read()
     warnings.simplefilter("ignore")
-    _limit()
+    limit(CPU_S)
     try:
         _write(_decoded(data))
     except MemoryError:
-        _refuse(f"decoding it takes more than {MEMORY_BYTES >> 20} MB of memory")
+        refuse(f"decoding it takes more than {MEMORY_BYTES >> 20} MB of memory")
     except Exception as error:  # noqa: BLE001  a decoder raises what it likes for a broken file
-        _refuse(str(error) or type(error).__name__)
+        refuse(str(error) or type(error).__name__)
     return 0
 
 
-def _limit() -> None:
-    for limit, most in (
+def limit(cpu_s: int) -> None:
+    """Limit memory and processor time (s) of this process, and its system calls to computing."""
+    for limited, most in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_CPU, CPU_S),
+        (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 0),
     ):
-        resource.setrlimit(limit, (most, most))
+        resource.setrlimit(limited, (most, most))
     allow_computing_alone()
 
 
@@ -122,7 +123,8 @@ def _write(picture: Image.Image) -> None:
     out.flush()
 
 
-def _refuse(reason: str) -> None:
+def refuse(reason: str) -> None:
+    """Answer that the file cannot be read."""
     sys.stdout.buffer.write(b"error " + reason.encode("utf-8", "replace")[:500])
     sys.stdout.buffer.flush()
 

@@ -80,26 +80,37 @@ def decode(data: bytes, param: str = "messages") -> Picture:
     too large.
     """
     try:
+        head, pixels = answer_of(_HELPER, data)
+        width, height = map(int, head.split())
+        return Picture(width, height, pixels)
+    except ValueError as error:
+        raise _refusal(str(error), param) from None
+
+
+def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
+    """Return what a process that reads one file answers: its first line, and the rest.
+
+    Raises ValueError with the reason that it, or its limits, refuse the file for.
+    """
+    try:
         with _decoders:
             done = subprocess.run(
-                child_command(_HELPER),
+                child_command(helper, *arguments),
                 input=data,
                 capture_output=True,
                 timeout=_PATIENCE_S,
                 check=False,
             )
     except subprocess.TimeoutExpired:
-        raise _refusal(f"decoding it takes more than {_PATIENCE_S:.0f} s", param) from None
-    head, _, pixels = done.stdout.partition(b"\n")
+        raise ValueError(f"decoding it takes more than {_PATIENCE_S:.0f} s") from None
+    head, line_end, rest = done.stdout.partition(b"\n")
     if head.startswith(b"error "):
-        raise _refusal(done.stdout[6:].decode("utf-8", "replace"), param)
+        raise ValueError(done.stdout[6:].decode("utf-8", "replace"))
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise _refusal("decoding it takes too much processor time", param)
-    try:
-        width, height = map(int, head.split())
-        return Picture(width, height, pixels)
-    except ValueError:
-        raise _refusal(f"its decoder ended with status {done.returncode}", param) from None
+        raise ValueError("decoding it takes too much processor time")
+    if not line_end or done.returncode:
+        raise ValueError(f"its decoder ended with status {done.returncode}")
+    return head, rest
 
 
 def _refusal(reason: str, param: str) -> InvalidRequestError:

@@ -71,7 +71,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
     try:
         info = lease.engine.info
         context.version = version_of(info.sha256)
-        if _may_have_pictures(context.body or b""):  # 32 MB of base64 take 30 ms
+        if _may_have_files(context.body or b""):  # 32 MB of base64 take 30 ms
             requests = await context.endpoint.in_thread(spec.requests, info)
         else:
             requests = spec.requests(info)
@@ -87,9 +87,10 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
         raise
 
 
-def _may_have_pictures(body: bytes) -> bool:
-    """Tell if the body has the word of every dialect for a picture, perhaps escaped."""
-    return any(word in body for word in (b"image", b"multimodal_data", b"\\u00"))
+def _may_have_files(body: bytes) -> bool:
+    """Tell if the body has a dialect's word for a picture or a document, perhaps escaped."""
+    words = (b"image", b"multimodal_data", b"file_data", b'"document"', b"\\u00")
+    return any(word in body for word in words)
 
 
 def _prepared(context: RequestContext, request: GenerateRequest) -> GenerateRequest:

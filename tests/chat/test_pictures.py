@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from made_documents import make_docx, make_pdf
 
 from edgeinfer.chat import formats
 from edgeinfer.chat.attachments import described, dropped_picture, mentioned, read
@@ -46,6 +47,18 @@ def test_question_sends_pictures_first_and_stores_them(store, red):
     assert other.path[0].attachments[1].data == red.read_bytes()
     assert "*(picture: a red one.png)*" in formats.to_markdown(other.conversation, other.path)
     assert json.loads(formats.to_json(other.conversation, other.path))
+
+
+def test_documents_are_attached_as_their_text(tmp_path):
+    pytest.importorskip("pypdfium2")
+    (tmp_path / "a.pdf").write_bytes(make_pdf(["Seven cranes."]))
+    (tmp_path / "b.docx").write_bytes(make_docx(["One", "two"]))
+    (tmp_path / "c.pdf").write_bytes(make_pdf([""]))
+    assert read(tmp_path / "a.pdf").text == "[page 1]\nSeven cranes."
+    assert read(tmp_path / "b.docx").text == "One\ntwo"
+    assert dropped_picture(str(tmp_path / "a.pdf")) == f'@"{tmp_path / "a.pdf"}" '
+    with pytest.raises(UsageError, match="holds no text"):
+        read(tmp_path / "c.pdf")
 
 
 @pytest.mark.parametrize("form", ["{}", "'{}'", '"{}"', "escaped", "file://'{}'"])

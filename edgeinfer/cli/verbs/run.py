@@ -25,7 +25,7 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
-from edgeinfer.runtime import picture_files
+from edgeinfer.runtime import document_files
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
@@ -86,14 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens")
     parser.add_argument(
-        "--file", action="append", default=[], metavar="FILE", help="a text file, put before the prompt"
+        "--file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="text, PDF or DOCX, before the prompt",
     )
     parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="FILE",
-        help="a JPEG, PNG, WebP or GIF file, put before the prompt",
+        help="a JPEG, PNG, WebP or GIF file, or a PDF's pages, put before the prompt",
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")
@@ -122,7 +126,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
         )
-    files = [picture_files.read(Path(path)) for path in options.image]
+    files = [one for path in options.image for one in document_files.pictures_in(Path(path))]
     prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
     prompt, pictures = join_parts([*files, prompt])
     if options.tools and options.raw:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.runtime import document_files
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.picture_files import from_base64
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
@@ -95,7 +96,8 @@ def _user(turn: wire.UserTurn) -> list[Message]:
     if isinstance(turn.content, str):
         return [Message(role="user", content=turn.content)]
     results = [block for block in turn.content if isinstance(block, wire.ToolResultBlock)]
-    parts = [_part(block) for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
+    others = [block for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
+    parts = [one for block in others for one in _parts(block)]
     turns = [
         Message(role="tool", tool_call_id=block.tool_use_id, **_result(block)) for block in results
     ]
@@ -104,8 +106,13 @@ def _user(turn: wire.UserTurn) -> list[Message]:
     return turns
 
 
-def _part(block: _Blocks) -> str | bytes:
-    return from_base64(block.source.data) if isinstance(block, wire.ImageBlock) else _text(block)
+def _parts(block: _Blocks) -> Sequence[str | bytes]:
+    match block:
+        case wire.ImageBlock(source=source):
+            return [from_base64(source.data)]
+        case wire.DocumentBlock(source=wire.FileSource(data=data), title=title, context=context):
+            return [*filter(None, [context]), *document_files.parts_of(data, title or "document")]
+    return [_text(block)]
 
 
 def _text(block: _Texts) -> str:
@@ -116,14 +123,18 @@ def _text(block: _Texts) -> str:
             return f"The tool {name} is there now."
         case wire.DocumentBlock(source=source):
             body = (
-                source.data if isinstance(source, wire.PlainSource) else _joined(source.content, "\n")
+                _joined(source.content, "\n") if isinstance(source, wire.BlocksSource) else source.data
             )
             return "\n".join(filter(None, [block.title, block.context, body]))
 
 
 def _result(block: wire.ToolResultBlock) -> dict[str, Any]:
     given = block.content or ""
-    found = {"content": given} if isinstance(given, str) else content_of(map(_part, given), "\n")
+    found = (
+        {"content": given}
+        if isinstance(given, str)
+        else content_of((one for block in given for one in _parts(block)), "\n")
+    )
     return found | {"content": f"Error: {found['content']}"} if block.is_error else found
 
 

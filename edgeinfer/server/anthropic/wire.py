@@ -66,10 +66,17 @@ class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
 
     hints: ClassVar = frozenset({"media_type"})
     other_types: ClassVar[Mapping[str, str]] = {
-        "base64": "documents are read as text alone",
         "url": "nothing is fetched",
         "file": "no files are stored",
     }
+
+    data: Text
+
+
+class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
+    """A document's file: PDF, DOCX or text."""
+
+    hints: ClassVar = frozenset({"media_type"})
 
     data: Text
 
@@ -85,7 +92,7 @@ class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
 
     hints: ClassVar = _CACHE | {"citations"}
 
-    source: PlainSource | BlocksSource
+    source: PlainSource | BlocksSource | FileSource
     title: Text | None = None
     context: Text | None = None
 

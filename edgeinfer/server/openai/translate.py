@@ -12,6 +12,7 @@ import msgspec
 
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime import document_files
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.picture_files import from_base64
 from edgeinfer.runtime.requests import (
@@ -161,21 +162,25 @@ def _message(turn: wire.ChatMessage) -> Message:
     )
 
 
-_Part = wire.TextPart | wire.ImagePart | wire.RefusalPart
+_Part = wire.TextPart | wire.ImagePart | wire.FilePart | wire.RefusalPart
 
 
 def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
-    return {"content": content} if isinstance(content, str) else content_of(map(_part, content))
+    if isinstance(content, str):
+        return {"content": content}
+    return content_of(one for part in content for one in _parts(part))
 
 
-def _part(part: _Part) -> str | bytes:
+def _parts(part: _Part) -> Sequence[str | bytes]:
     match part:
         case wire.TextPart(text=text):
-            return text
+            return [text]
         case wire.ImagePart(image_url=image):
-            return from_base64(image.url)
+            return [from_base64(image.url)]
+        case wire.FilePart(file=file):
+            return document_files.parts_of(file.file_data, file.filename)
         case wire.RefusalPart(refusal=refusal):
-            return refusal
+            return [refusal]
 
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:

@@ -46,7 +46,6 @@ class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
     hints: ClassVar = CACHE_HINTS
     other_types: ClassVar[Mapping[str, str]] = {
         "input_audio": "sound cannot be heard",
-        "file": "files cannot be read, send their text",
         "video_url": "videos cannot be seen",
     }
 
@@ -75,7 +74,24 @@ class ImagePart(Wire, frozen=True, tag="image_url", tag_field="type"):
     image_url: ImageUrl
 
 
-Content = str | Annotated[list[TextPart | ImagePart], Meta(max_length=1024)]
+class FileData(Wire, frozen=True, kw_only=True):
+    """A PDF, a DOCX file or text in base64 or a `data:` URI; nothing is fetched."""
+
+    refused: ClassVar[Mapping[str, str]] = {"file_id": "stored files are not read, send `file_data`"}
+
+    file_data: Text
+    filename: ShortText = "document"
+
+
+class FilePart(Wire, frozen=True, tag="file", tag_field="type"):
+    """A document of a message: its text, or its pages as pictures if it has none."""
+
+    hints: ClassVar = CACHE_HINTS
+
+    file: FileData
+
+
+Content = str | Annotated[list[TextPart | ImagePart | FilePart], Meta(max_length=1024)]
 
 
 class FunctionCall(Wire, frozen=True, kw_only=True):

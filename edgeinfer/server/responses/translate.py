@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime import document_files
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.picture_files import from_base64
 from edgeinfer.runtime.requests import (
@@ -136,20 +137,24 @@ def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
     return ""
 
 
-_Part = wire.InputText | wire.InputImage | wire.OutputText | RefusalPart
+_Part = wire.InputText | wire.InputImage | wire.InputFile | wire.OutputText | RefusalPart
 
 
 def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
-    return {"content": content} if isinstance(content, str) else content_of(map(_part, content))
+    if isinstance(content, str):
+        return {"content": content}
+    return content_of(one for part in content for one in _parts(part))
 
 
-def _part(part: _Part) -> str | bytes:
+def _parts(part: _Part) -> Sequence[str | bytes]:
     match part:
         case wire.InputImage(image_url=url):
-            return from_base64(url)
+            return [from_base64(url)]
+        case wire.InputFile(file_data=data, filename=name):
+            return document_files.parts_of(data, name)
         case RefusalPart(refusal=refusal):
-            return refusal
-    return part.text
+            return [refusal]
+    return [part.text]
 
 
 def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolChoice:

@@ -25,10 +25,7 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-_OTHER_PARTS = {
-    "input_file": "files cannot be read, send their text",
-    "input_audio": "sound cannot be heard",
-}
+_OTHER_PARTS = {"input_audio": "sound cannot be heard"}
 
 
 class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
@@ -45,6 +42,19 @@ class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
     refused: ClassVar[Mapping[str, str]] = {"file_id": "stored files are no pictures, send a data: URI"}
 
     image_url: Text
+
+
+class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
+    """A PDF, a DOCX file or text in base64 or a `data:` URI; nothing is fetched."""
+
+    hints: ClassVar = frozenset({"detail", "prompt_cache_breakpoint"})
+    refused: ClassVar[Mapping[str, str]] = {
+        "file_id": "stored files are not read, send `file_data`",
+        "file_url": "nothing is fetched, send `file_data`",
+    }
+
+    file_data: Text
+    filename: ShortText = "document"
 
 
 class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
@@ -64,7 +74,10 @@ class SummaryText(Wire, frozen=True, tag="summary_text", tag_field="type"):
 
 
 MessageContent = (
-    str | Annotated[list[InputText | InputImage | OutputText | RefusalPart], Meta(max_length=1024)]
+    str
+    | Annotated[
+        list[InputText | InputImage | InputFile | OutputText | RefusalPart], Meta(max_length=1024)
+    ]
 )
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -108,7 +108,9 @@ def help_content(rebound: dict[str, str], width: int) -> Content:
         usage = f"/{command.name} {command.argument}".rstrip()
         also = f"also /{', /'.join(command.aliases)}" if command.aliases else ""
         rows.append(_row(usage, command.summary, also, width))
-    rows.append(_row("@PATH", "attach a text file or a picture, anywhere in a question", "", width))
+    rows.append(
+        _row("@PATH", "attach text, a document or a picture, anywhere in a question", "", width)
+    )
     for where, heading in HEADINGS.items():
         rows.append([(f"\n{heading}", "bold $primary")])
         rows += [

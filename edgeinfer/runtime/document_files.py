@@ -1,0 +1,128 @@
+"""Read documents: PDF and DOCX as text, with numbers of pages, or the pages of a PDF as pictures.
+
+Each file is read in a process of its own with a picture's limits (`document_reader_process`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import struct
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+
+from edgeinfer.errors import InvalidRequestError, UsageError
+from edgeinfer.runtime import picture_files
+
+_HELPER = "edgeinfer.runtime.document_reader_process"
+_DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
+_SCHEME = re.compile(r"(https?|file|ftp):", re.IGNORECASE)
+#: Texts of the last documents by the SHA-256 of their file: a conversation sends them again each turn.
+_KEPT = 8
+_kept: OrderedDict[bytes, str] = OrderedDict()
+
+
+def is_document(data: bytes) -> bool:
+    """Tell by its magic bytes if a file is a PDF or a DOCX file."""
+    return is_pdf(data) or (data.startswith(b"PK\x03\x04") and b"word/" in data)
+
+
+def is_pdf(data: bytes) -> bool:
+    """Tell by its magic bytes if a file is a PDF."""
+    return b"%PDF-" in data[:1024]
+
+
+def text_of(data: bytes, name: str, param: str = "messages") -> str:
+    """Return a document's text, each page of a PDF below a line with its number.
+
+    Raises InvalidRequestError, which names `param`, for a broken or encrypted file, one that is too
+    large, and one without text.
+    """
+    text = _text(data, name, param)
+    if not text:
+        raise InvalidRequestError(
+            f"{name} holds no text",
+            hint="its pages are pictures: `edgeinfer run --image` shows them to a model that sees",
+            param=param,
+        )
+    return text
+
+
+def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
+    """Return the pages of a PDF as pictures' files. Raises as `text_of`."""
+    rest, pages = _read(data, name, "pages", param), []
+    while rest:
+        (size,) = struct.unpack_from("<I", rest)
+        pages.append(rest[4 : 4 + size])
+        rest = rest[4 + size :]
+    return pages
+
+
+def pictures_in(path: Path) -> list[bytes]:
+    """Read a picture's file, or the pages of a PDF. Raises UsageError."""
+    with suppress(OSError):
+        data = path.expanduser().read_bytes()
+        if is_pdf(data):
+            try:
+                return pages_of(data, path.name)
+            except InvalidRequestError as error:
+                raise UsageError(error.message, hint="give another file") from error
+    return [picture_files.read(path)]
+
+
+def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]:
+    """Return the parts of a message that a file in base64, alone or as a `data:` URI, becomes.
+
+    A PDF without text becomes pictures. Raises as `text_of`.
+    """
+    found = _DATA_URI.match(text)
+    if _SCHEME.match(text):
+        raise _refusal(name, "addresses are not fetched", param)
+    try:
+        data = base64.b64decode(text[found.end() if found else 0 :], validate=True)
+    except (binascii.Error, ValueError):
+        raise _refusal(name, "it is not valid base64", param) from None
+    if picture_files.is_picture(data):
+        return [picture_files.checked(data, param)]
+    if not is_document(data):
+        try:
+            return [f"File `{name}`:\n{data.decode('utf-8-sig')}\n\n"]
+        except UnicodeDecodeError:
+            raise _refusal(name, "it is no PDF, DOCX or UTF-8 text", param) from None
+    if is_pdf(data) and not _text(data, name, param):
+        return list(pages_of(data, name, param))
+    return [f"File `{name}`:\n{text_of(data, name, param)}\n\n"]
+
+
+def _text(data: bytes, name: str, param: str) -> str:
+    key = hashlib.sha256(data).digest()
+    if key in _kept:
+        return _kept[key]
+    pages = _read(data, name, "text", param).decode("utf-8", "replace").replace("\0", "").split("\f")
+    has_text = any(page.strip() for page in pages)
+    if is_pdf(data):
+        pages = [f"[page {number}]\n{page.strip()}" for number, page in enumerate(pages, 1)]
+    text = _kept[key] = "\n\n".join(pages) if has_text else ""
+    while len(_kept) > _KEPT:
+        _kept.popitem(last=False)
+    return text
+
+
+def _read(data: bytes, name: str, wanted: str, param: str) -> bytes:
+    if len(data) > picture_files.MAX_FILE_BYTES:
+        raise _refusal(name, f"it has more than {picture_files.MAX_FILE_BYTES >> 20} MB", param)
+    try:
+        return picture_files.answer_of(_HELPER, data, wanted)[1]
+    except ValueError as error:
+        raise _refusal(name, str(error), param) from None
+
+
+def _refusal(name: str, reason: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} cannot be read: {reason}",
+        hint="send a PDF, a DOCX file or UTF-8 text in base64, or its text",
+        param=param,
+    )

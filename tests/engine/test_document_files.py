@@ -1,0 +1,115 @@
+"""Documents are read in a process with limits: text with numbers of pages, pages as pictures, refusals."""
+
+import base64
+import contextlib
+
+import numpy as np
+import pytest
+from made_documents import make_docx, make_pdf
+
+from edgeinfer.errors import InvalidRequestError, UsageError
+from edgeinfer.runtime import document_files, picture_files
+from edgeinfer.runtime.document_files import pages_of, parts_of, pictures_in, text_of
+
+pytest.importorskip("pypdfium2")
+
+PDF = make_pdf(["The harbour has seven cranes.", "Page two."])
+
+
+def test_text_of_a_pdf_has_the_numbers_of_its_pages():
+    said = "[page 1]\nThe harbour has seven cranes.\n\n[page 2]\nPage two."
+    assert document_files.is_document(PDF)
+    assert text_of(PDF, "a.pdf") == said
+
+
+def test_the_same_document_is_read_once(monkeypatch):
+    text = text_of(PDF, "a.pdf")
+    monkeypatch.setattr(picture_files, "answer_of", lambda *_: pytest.fail("read again"))
+    assert text_of(PDF, "b.pdf") == text
+
+
+def test_pages_become_pictures(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(make_pdf(["", "words"]))
+    first, second = map(picture_files.decode, pictures_in(tmp_path / "a.pdf"))
+    assert (first.width, first.height) == (1086, 1536)
+    pixels = np.frombuffer(first.rgb, np.uint8).reshape(first.height, first.width, 3)
+    assert (pixels[0] == 255).all()
+    assert (pixels[-400, 400] == 0).all()  # inside the square
+    assert 0 < np.frombuffer(second.rgb, np.uint8).min() + 1 < 100
+
+
+def test_text_of_a_docx_is_its_paragraphs():
+    data = make_docx(["One &amp; two", "a\tb", "", "ünï"])
+    assert document_files.is_document(data)
+    assert text_of(data, "a.docx") == "One & two\na\tb\n\nünï"
+
+
+def test_a_pdf_without_text_says_how_it_is_seen():
+    with pytest.raises(InvalidRequestError, match=r"a\.pdf holds no text") as caught:
+        text_of(make_pdf([""]), "a.pdf")
+    assert "--image" in (caught.value.hint or "")
+    (page,) = parts_of(base64.b64encode(make_pdf([""])).decode(), "a.pdf")
+    assert isinstance(page, bytes)
+    assert picture_files.is_picture(page)
+
+
+@pytest.mark.parametrize("head", ["", "data:text/plain;base64,", "data:;charset=utf-8;base64,"])
+def test_text_and_pictures_are_what_their_bytes_say(head):
+    text = head + base64.b64encode("grün".encode()).decode()
+    assert parts_of(text, "n.txt") == ["File `n.txt`:\ngrün\n\n"]
+    (page,) = pages_of(make_pdf([""]), "a.pdf")
+    assert parts_of(head + base64.b64encode(page).decode(), "p") == [page]
+
+
+BOMB = (
+    '<!DOCTYPE a [<!ENTITY b "lololololololololol">'
+    + "".join(f'<!ENTITY b{n} "{f"&b{n - 1 if n else str()};" * 20}">' for n in range(12))
+    + "]>"
+)
+REFUSED = {
+    r"a cannot be read: .*(PDF|format|Data)": PDF[:60],
+    "it has 1001 pages, and 1000 are read": make_pdf(["x"] * 1001),
+    "more than 32 MB": b"%PDF-" + bytes(33 << 20),
+    "no item named|not a zip": b"PK\x03\x04word/" + bytes(100),
+    "limit on|memory|processor time|undefined entity": make_docx(["&b11;"], head=BOMB),
+    "takes more than 64 MB": make_docx(["x" * (65 << 20)]),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_document_is_refused_with_a_reason(words):
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        text_of(REFUSED[words], "a", "messages[0]")
+    assert caught.value.param == "messages[0]"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("https://a.example/x.pdf", "addresses are not fetched"),
+        ("file:///etc/passwd", "addresses are not fetched"),
+        ("***", "not valid base64"),
+        (base64.b64encode(b"\xff\x00\xfe").decode(), "no PDF, DOCX or UTF-8 text"),
+    ],
+)
+def test_what_is_no_document_is_refused(text, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        parts_of(text, "a")
+
+
+def test_as_many_pages_become_pictures_as_a_request_may_have(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(make_pdf([""] * 65))
+    with pytest.raises(UsageError, match="it has 65 pages, and 64 are read at most"):
+        pictures_in(tmp_path / "a.pdf")
+
+
+@pytest.mark.parametrize("kind", ["pdf", "docx"])
+def test_mutated_documents_are_text_or_a_refusal(kind):
+    original = PDF if kind == "pdf" else make_docx(["The harbour", "has cranes"])
+    rng = np.random.default_rng(28)
+    for _ in range(20):
+        data = bytearray(original)
+        for place in rng.integers(8, len(data), 12):
+            data[place] = rng.integers(256)
+        with contextlib.suppress(InvalidRequestError):
+            assert isinstance(text_of(bytes(data), "a"), str)

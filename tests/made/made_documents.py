@@ -1,0 +1,42 @@
+"""Small documents: a PDF of a line a page, and a DOCX file of paragraphs."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Sequence
+
+_NAMESPACE = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+
+
+def make_pdf(lines: Sequence[str]) -> bytes:
+    """A PDF of as many pages; one without a line has a black square and no text."""
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b""]
+    objects.append(b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
+    pages = []
+    for line in lines:
+        drawn = f"BT /F1 24 Tf 72 700 Td ({line}) Tj ET" if line else "100 100 300 300 re f"
+        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn.encode()))
+        about = b"/Parent 2 0 R /MediaBox [0 0 595 842] /Resources << /Font << /F1 3 0 R >> >>"
+        objects.append(b"<< /Type /Page %s /Contents %d 0 R >>" % (about, len(objects)))
+        pages.append(b"%d 0 R" % len(objects))
+    objects[1] = b"<< /Type /Pages /Kids [%s] /Count %d >>" % (b" ".join(pages), len(pages))
+    out, places = b"%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    size, start = len(objects) + 1, len(out)
+    out += b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table)
+    return out + b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (size, start)
+
+
+def make_docx(paragraphs: Sequence[str], *, head: str = "") -> bytes:
+    """A DOCX file; a tab in a paragraph is one in the file too."""
+    tab = "</w:t><w:tab/><w:t>"
+    body = "".join(f"<w:p><w:r><w:t>{one.replace(chr(9), tab)}</w:t></w:r></w:p>" for one in paragraphs)
+    xml = f'{head}<w:document xmlns:w="{_NAMESPACE}"><w:body>{body}</w:body></w:document>'
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", xml)
+    return out.getvalue()

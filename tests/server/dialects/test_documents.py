@@ -1,0 +1,80 @@
+"""Documents in three dialects: their text stands where the message has them; one without text is seen."""
+
+import base64
+
+import msgspec
+import pytest
+from made_documents import make_docx, make_pdf
+
+from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
+from edgeinfer.runtime.pictures import PICTURE_MARK
+
+pytest.importorskip("pypdfium2")
+
+PDF = base64.b64encode(make_pdf(["Seven cranes."])).decode()
+SCAN = base64.b64encode(make_pdf([""])).decode()
+DOCX = base64.b64encode(make_docx(["One", "two"])).decode()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, can_see=True, can_shift=True))
+
+
+def openai(data: str, **fields) -> dict:
+    file = {"file_data": f"data:application/pdf;base64,{data}", "filename": "a.pdf"} | fields
+    parts = [{"type": "file", "file": file}, {"type": "text", "text": "How many?"}]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+def responses(data: str, **fields) -> dict:
+    file = {"type": "input_file", "file_data": data, "filename": "a.pdf"} | fields
+    return {"input": [{"role": "user", "content": [file, {"type": "input_text", "text": "How many?"}]}]}
+
+
+def anthropic(data: str, **fields) -> dict:
+    source = {"type": "base64", "media_type": "application/pdf", "data": data} | fields
+    parts = [
+        {"type": "document", "title": "a.pdf", "source": source},
+        {"type": "text", "text": "How many?"},
+    ]
+    return {"max_tokens": 8, "messages": [{"role": "user", "content": parts}]}
+
+
+PATHS = {"/v1/chat/completions": openai, "/v1/responses": responses, "/v1/messages": anthropic}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_text_of_a_document_stands_before_the_question(here, engine, path):
+    for data, said in ((PDF, "[page 1]\nSeven cranes."), (DOCX, "One\ntwo")):
+        answer = here.client.post(path, json=PATHS[path](data) | {"model": "fake"})
+        assert answer.status_code == 200, answer.text
+        (turn,) = engine.requests[-1].messages
+        assert turn.content.startswith(f"File `a.pdf`:\n{said}\n\n")
+        assert turn.content.endswith("How many?")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_pages_without_text_are_pictures(here, engine, path):
+    answer = here.client.post(path, json=PATHS[path](SCAN) | {"model": "fake"})
+    assert answer.status_code == 200, answer.text
+    (turn,) = engine.requests[-1].messages
+    assert turn.content.startswith(PICTURE_MARK)
+    assert len(turn.pictures) == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_broken_document_is_the_clients_error(here, path):
+    answer = here.client.post(path, json=PATHS[path](PDF[:80]) | {"model": "fake"})
+    assert answer.status_code == 400
+    assert "cannot be read" in answer.text
+
+
+def test_stored_and_distant_files_are_refused(here):
+    for path, body in (
+        ("/v1/chat/completions", openai(PDF, file_id="file-1")),
+        ("/v1/responses", responses(PDF, file_url="https://a.example/a.pdf")),
+    ):
+        answer = here.client.post(path, json=body | {"model": "fake"})
+        assert answer.status_code == 400
+        assert "file_data" in answer.text
