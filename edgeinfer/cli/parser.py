@@ -115,9 +115,6 @@ VERBS = {
         "print a script that completes command lines in bash, zsh or fish",
         ("completion bash > ~/.local/share/bash-completion/completions/edgeinfer",),
     ),
-    "uninstall": Verb(
-        "list everything edgeinfer has on this machine, ask, and remove it", ("uninstall --keep-data",)
-    ),
 }
 
 #: More choices than this are not listed in an error.

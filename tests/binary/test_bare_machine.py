@@ -7,7 +7,6 @@ import signal
 import ssl
 import subprocess
 import threading
-import time
 
 import httpx2
 import pexpect
@@ -126,52 +125,3 @@ def test_completions_and_names(used):
     script = used.run("completion", "bash").stdout
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     assert MODEL in used.run("completion", "words", "run", "").stdout.split()
-
-
-def once_nothing_runs(call, refused):
-    """Call `call` until it is not refused because edgeinfer is running.
-
-    Background builds of other tests may run: an ordinary user's roots see each other's processes.
-    """
-    deadline = time.monotonic() + 240
-    while refused(found := call()):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    return found
-
-
-def uninstall(machine, *arguments):
-    return once_nothing_runs(
-        lambda: machine.run("uninstall", *arguments, check=False),
-        lambda done: "close them first" in done.stderr,
-    )
-
-
-def asked_to_uninstall(machine):
-    """`uninstall` at a terminal, which has begun to list."""
-
-    def ask():
-        asking = machine.on_a_terminal("uninstall")
-        return asking, asking.expect(["models: ", "close them first"])
-
-    return once_nothing_runs(ask, lambda asked: asked[1] == 1)[0]
-
-
-def test_uninstall_lists_asks_and_removes(binary, tmp_path, used):
-    listed = uninstall(used)
-    assert listed.returncode == 2
-    assert "--yes" in listed.stderr
-    asking = asked_to_uninstall(used)
-    asking.expect(r"\[y/N\]")
-    asking.sendline("n")
-    asking.expect("nothing was removed")
-    asking.expect(pexpect.EOF)
-    asking.close()
-    assert used.apps
-
-
-def test_uninstall_leaves_nothing(machine):
-    machine.run("--version")
-    assert uninstall(machine, "--yes").returncode == 0
-    left = [p for p in machine.home.rglob("*") if p.is_file()]
-    assert left == []

@@ -1,4 +1,4 @@
-"""uninstall, `doctor --verify` and the man page, run from this checkout."""
+"""`version --licenses`, `doctor --verify` and the man page, run from this checkout."""
 
 import argparse
 import json
@@ -12,26 +12,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 import manual
 
 from edgeinfer.cli.parser import VERBS
-from edgeinfer.cli.verbs import doctor, uninstall, version
-from edgeinfer.errors import EdgeInferError, InterruptedByUser, ShippingError, UsageError
+from edgeinfer.cli.verbs import doctor, version
+from edgeinfer.errors import EdgeInferError, ShippingError
 from edgeinfer.host import Host
-from edgeinfer.platform import paths
 from edgeinfer.shipping import shipped
 
 
 def options(**values):
-    return argparse.Namespace(**{"yes": False, "keep_data": False, "name": None, **values})
-
-
-def fill():
-    """A model, a snapshot and a configuration, as a person has them."""
-    for path in (
-        paths.models_dir() / "m/m.gguf",
-        paths.snapshots_dir() / "s/memory.img",
-        paths.config_dir() / "config.toml",
-    ):
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"x" * 5000)
+    return argparse.Namespace(**{"name": None, **values})
 
 
 def test_licences_are_listed_from_the_shipped_file(tmp_path, monkeypatch):
@@ -47,44 +35,6 @@ def test_licences_are_listed_from_the_shipped_file(tmp_path, monkeypatch):
 def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
     with pytest.raises(ShippingError, match="not the shipped file"):
         version.run(options(licenses=True), Host())
-
-
-def test_uninstall_asks_with_everything_it_would_remove(answer_no, capsys):
-    fill()
-    with pytest.raises(InterruptedByUser):
-        uninstall.run(options(), Host())
-    asked = capsys.readouterr().err
-    for path in (paths.models_dir(), paths.snapshots_dir(), paths.config_dir()):
-        assert str(path) in asked
-        assert path.exists()
-
-
-def test_uninstall_without_a_terminal_is_refused(monkeypatch):
-    fill()
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(UsageError, match="not a terminal"):
-        uninstall.run(options(), Host())
-
-
-def test_uninstall_removes_everything():
-    fill()
-    found = uninstall.run(options(yes=True), Host())
-    assert {"models", "snapshots", "configuration"} <= {part.what for part in found.removed}
-    assert not paths.models_dir().exists()
-    assert not paths.snapshots_dir().exists()
-    assert not paths.data_dir().exists()
-
-
-def test_uninstall_keeps_what_a_person_made():
-    fill()
-    found = uninstall.run(options(keep_data=True, yes=True), Host())
-    assert {part.what for part in found.kept} == {"models", "configuration"}
-    assert (paths.models_dir() / "m/m.gguf").exists()
-    assert not paths.snapshots_dir().exists()
-
-
-def test_uninstall_with_nothing_there():
-    assert uninstall.run(options(), Host()).human() == "there was nothing to remove"
 
 
 def test_self_check_is_for_the_shipped_file():

@@ -10,7 +10,7 @@ from terminal import PROMPT, Terminal, shell_environment
 
 BIN = Path(sys.executable).parent
 TYPED = [
-    ("edgeinfer unins", "uninstall"),
+    ("edgeinfer quan", "quantize"),
     ("edgeinfer run --resu", "--resume"),
     ("edgeinfer run --resume ne", "never"),
     ("edgeinfer completion fi", "fish"),

@@ -41,7 +41,7 @@ def test_kinds_of_results_are_those_that_scripts_know():
     kinds = """
         agents batch chat completion config doctor forget launch licenses list preload ps pull
         pull-adapter quantize rm run self-check serve show snapshot snapshots snapshots-export
-        snapshots-import snapshots-removed snapshots-take snapshots-trust snapshots-verify stop tools uninstall
+        snapshots-import snapshots-removed snapshots-take snapshots-trust snapshots-verify stop tools
         version warm web
     """.split()
     for verb in (*VERBS, "snapshots_transfer"):

@@ -39,7 +39,6 @@ COMMANDS = {
     "version": ((), 0),
     "config": ((), 0),
     "completion": (("words", "run", ""), 0),
-    "uninstall": (("--yes",), None),
 }
 #: What only some words of a verb would ask the network for. Addresses are of TEST-NET-1.
 ASKING = {

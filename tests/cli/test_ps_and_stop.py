@@ -1,4 +1,4 @@
-"""`ps`, `stop` and `uninstall` and the processes of this home and of others."""
+"""`ps` and `stop`, and the processes of this home and of others."""
 
 from __future__ import annotations
 
@@ -64,10 +64,3 @@ def test_another_home_is_left_alone_unless_everywhere_is_asked(launched, tmp_pat
 def test_chat_without_its_verb_is_listed(launched, capsys):
     process = launched("--continue")
     assert process.pid in pids(capsys, "ps")
-
-
-def test_uninstall_names_the_launches_that_run(launched, capsys):
-    Path(os.environ["EDGEINFER_HOME"], "config").mkdir(parents=True)
-    process = launched("chat", "m")
-    assert main(["uninstall", "--yes"]) == 1
-    assert f"edgeinfer is running: {process.pid} (chat m)" in capsys.readouterr().err

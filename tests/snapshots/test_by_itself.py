@@ -154,22 +154,6 @@ def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
             endpoint.kill_app()
 
 
-def test_uninstall_refuses_while_an_endpoint_runs_and_not_for_one_with_another_home(warm):
-    with Endpoint(warm, MODEL) as endpoint:
-        outcome = warm.run("uninstall", "--yes", "--json")
-        assert outcome.code == 1
-        assert "edgeinfer is running" in outcome.error["message"]
-        assert str(endpoint.process.pid) in outcome.error["message"]
-        assert "edgeinfer stop" in outcome.error["hint"]
-        assert warm.snapshot().is_dir()
-        elsewhere = warm.home / "elsewhere"
-        there = {"EDGEINFER_HOME": str(elsewhere)}
-        warm.run("pull", str(warm.model), "--name", "x", "--quiet", env=there).check()
-        warm.run("uninstall", "--yes", env=there).check()
-        assert not (elsewhere / "data").exists()
-        assert endpoint.ask()["usage"]["completion_tokens"] == 3
-
-
 def test_ps_shows_a_launch_and_where_its_prompt_differed_and_stop_ends_it(warm):
     with Endpoint(warm, MODEL) as endpoint:
         for last in ("sparrow", "hammer"):
