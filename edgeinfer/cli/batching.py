@@ -67,35 +67,11 @@ def batch(options: argparse.Namespace, host: Host) -> BatchResult:
 
 def read_input(path: Path) -> list[BatchLine]:
     """Read every request. Raises UsageError naming the line."""
-    decoder = msgspec.json.Decoder(BatchLine)
-    lines: list[BatchLine] = []
-    seen: dict[str, int] = {}
     try:
         with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if raw.strip():
-                    lines.append(_checked(decoder, raw, f"{path}:{number}"))
-                    first = seen.setdefault(lines[-1].custom_id, number)
-                    if first != number:
-                        raise UsageError(
-                            f"{path}:{number}: custom_id {lines[-1].custom_id!r} is also on line "
-                            f"{first}"
-                        )
+            return batches.read_lines(file, lambda number, why: UsageError(f"{path}:{number}: {why}"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
-    return lines
-
-
-def _checked(decoder: msgspec.json.Decoder[BatchLine], raw: bytes, where: str) -> BatchLine:
-    try:
-        line = decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(
-            f"{where}: {error}", hint="a line is {custom_id, method, url, body}"
-        ) from error
-    if line.body.get("stream"):
-        raise UsageError(f"{where}: a batch does not stream", hint='leave "stream" out')
-    return line
 
 
 def read_output(output: int) -> set[str]:

@@ -8,7 +8,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,33 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     url: BatchUrl
     body: dict[str, Any]
     method: Literal["POST"] = "POST"
+
+
+#: Makes an error of a line's number and what is wrong with it.
+Refuse = Callable[[int, str], Exception]
+
+
+def read_lines(raw: Iterable[bytes], refuse: Refuse, url: str = "") -> list[BatchLine]:
+    """Decode a batch's requests, one a line, all for `url` if given. Raises what `refuse` returns."""
+    decoder = msgspec.json.Decoder(BatchLine)
+    first: dict[str, int] = {}
+    lines = []
+    for number, text in enumerate(raw, 1):
+        if not text.strip():
+            continue
+        try:
+            line = decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise refuse(number, f"{error}; a line is {{custom_id, method, url, body}}") from error
+        if line.body.get("stream"):
+            raise refuse(number, 'a batch does not stream: leave "stream" out')
+        if url and line.url != url:
+            raise refuse(number, f"its url must be {url}")
+        before = first.setdefault(line.custom_id, number)
+        if before != number:
+            raise refuse(number, f"custom_id {line.custom_id!r} is also on line {before}")
+        lines.append(line)
+    return lines
 
 
 class BatchReply(msgspec.Struct, frozen=True):

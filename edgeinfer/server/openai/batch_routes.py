@@ -10,19 +10,18 @@ import time
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import msgspec
 from starlette.responses import Response
 
 from edgeinfer.server.batches import (
     MOST_BYTES,
     BatchCounts,
     Batches,
-    BatchLine,
     BatchObject,
     BatchUrl,
     FileObject,
     ask_again,
     new_file,
+    read_lines,
     read_record,
     write_record,
 )
@@ -125,7 +124,7 @@ async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
         raise shutting_down()
     source = read_record(folder, body.input_file_id, FileObject)
     raw = await asyncio.to_thread((folder / f"{source.id}.jsonl").read_bytes)
-    lines = await asyncio.to_thread(_lines, raw, body.endpoint)
+    lines = await asyncio.to_thread(read_lines, raw.splitlines(), _refuse_line, body.endpoint)
     now = int(time.time())
     batch = BatchObject(
         id=f"batch_{secrets.token_hex(12)}",
@@ -142,22 +141,8 @@ async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
     return batch
 
 
-def _lines(raw: bytes, url: str) -> list[BatchLine]:
-    decoder = msgspec.json.Decoder(BatchLine)
-    lines: dict[str, BatchLine] = {}
-    for number, text in enumerate(raw.splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            message = f"Line {number}: {error}; a line is {{custom_id, method, url, body}}."
-            raise Problem(400, message, param="input_file_id", code="invalid_value") from None
-        if line.url != url or line.body.get("stream") or line.custom_id in lines:
-            message = f"Line {number}: its url must be {url}, its custom_id unique, and stream off."
-            raise Problem(400, message, param="input_file_id", code="invalid_value")
-        lines[line.custom_id] = line
-    return list(lines.values())
+def _refuse_line(number: int, why: str) -> Problem:
+    return Problem(400, f"Line {number}: {why}.", param="input_file_id", code="invalid_value")
 
 
 @ROUTES.get("/v1/batches/{id}")
