@@ -94,8 +94,9 @@ def test_an_adapter_that_is_not_there_is_refused(smol, lora):
 
 @pytest.mark.model
 def test_speculation_changes_nothing_but_the_counts(smol):
-    off = _completed(smol, speculative="off", lora=[])
-    ngram = _completed(smol, speculative="ngram", lora=[])
+    asked = {"prompt": "one two three " * 8, "lora": []}
+    off = _completed(smol, speculative="off", **asked)
+    ngram = _completed(smol, speculative="ngram", **asked)
     texts = {answer["choices"][0]["text"] for answer in (off, ngram)}
     assert len(texts) == 1
     assert off["timings"]["draft_n"] == 0
