@@ -110,6 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
+    parser.add_argument(
+        "--without-projector", action="store_true", help="leave out what lets it read pictures"
+    )
     parser.add_argument("--again", action="store_true", help="fetch it even if it is already here")
     add_quiet(parser)
 
@@ -139,6 +142,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         sha256=options.sha256,
         in_place=options.in_place,
         again=options.again,
+        without_projector=options.without_projector,
     )
     fetched = False
 
