@@ -45,6 +45,7 @@ SPDX = {
     "apache license 2.0": "Apache-2.0",
     "python software foundation license": "PSF-2.0",
     "apache license, version 2.0": "Apache-2.0",
+    "bsd-3-clause, apache-2.0, dependency licenses": "BSD-3-Clause AND Apache-2.0",
 }
 
 
@@ -140,7 +141,8 @@ def _distributions(collected: set[Path], texts: Path) -> list[Component]:
         legal = [
             f
             for f in files
-            if re.search(r"(?i)(licen[cs]e|copying|notice|authors)", f.name) and f.is_file()
+            if re.search(r"(?i)(licen[cs]e|copying|notice|authors)", f.name + _legal_folder(f))
+            and f.is_file()
         ]
         copied = _copy(texts / name, [f for f in legal if f.suffix not in (".py", ".pyc", ".so")])
         found.append(
@@ -149,6 +151,11 @@ def _distributions(collected: set[Path], texts: Path) -> list[Component]:
             )
         )
     return found
+
+
+def _legal_folder(file: Path) -> str:
+    """Return "licenses" for a file below that folder of a distribution: PDFium's are named by library."""
+    return "licenses" if re.search(r"\.dist-info/licenses/", file.as_posix()) else ""
 
 
 def _licence(dist: importlib.metadata.Distribution) -> str:
