@@ -22,7 +22,6 @@ COMMANDS = {
     "chat": ((MODEL, "--plain", *LAUNCH), 0),
     "run": ((MODEL, "Hello", "--max-tokens", "2", *LAUNCH), 0),
     "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
-    "web": (("--no-open",), None),  # no endpoint is started: the default model is not here
     "launch": (("--list",), 0),  # what it launches is a third-party program
     "pull": (("qwen3-4b",), 4),
     "list": ((), 0),
@@ -102,7 +101,7 @@ def _seen(home: Path, *words: str, stdin: int = subprocess.DEVNULL):
 
 
 def test_every_verb_is_here():
-    assert set(VERBS) == {*COMMANDS, "serve"}
+    assert set(VERBS) == {*COMMANDS, "serve", "web"}
 
 
 def test_endpoint_only_listens(home):
@@ -123,6 +122,13 @@ def test_endpoint_only_listens(home):
     process.communicate(timeout=60)
     watch.join()
     assert set(watch.seen) == {"socket 2 1"}
+
+
+def test_web_asks_this_machine_alone_for_an_endpoint(home):
+    process, watch = _seen(home, "web", "--no-open")  # starts none: the default model is not here
+    process.communicate(timeout=250)
+    watch.join()
+    assert set(watch.seen) <= {"socket 2 1", "connect 2 127.0.0.1"}
 
 
 @pytest.mark.parametrize("command", ASKING)
