@@ -663,6 +663,8 @@ def test_places_survive_a_template_that_moves_messages() -> None:
     )
     one, two = places.marked([first, second])
     assert list(places.split(two.content + one.content, [a, b])) == ["", b, "yx", a, ""]
+    spaced = f"User: {two.content}; User: {one.content}"
+    assert list(places.split(spaced, [a, b], is_tight=True)) == ["User:", b, "y; User: x", a, ""]
     for prompt in (one.content, one.content + two.content * 2):
         with pytest.raises(InvalidRequestError, match="the chat template renders"):
             list(places.split(prompt, [a, b]))

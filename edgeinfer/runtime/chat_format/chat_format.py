@@ -166,7 +166,8 @@ class ChatFormat:
         Raises InvalidRequestError if the template dropped or doubled a picture.
         """
         pictures = [picture for message in request.messages for picture in message.pictures]
-        return self._places.split(prompt, pictures)
+        is_tight = self._template.traits.tight_pictures
+        return self._places.split(prompt, pictures, is_tight=is_tight)
 
     def shown(self, prompt: str) -> str:
         """Return a rendered prompt as a person reads it."""

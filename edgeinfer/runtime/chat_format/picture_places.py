@@ -27,7 +27,7 @@ class PicturePlaces:
 
     @cached_property
     def _marker(self) -> re.Pattern[str]:
-        return re.compile(rf"picture{self._word}n(\d+)e")
+        return re.compile(rf"picture{self._word}n(\d+)[be]")
 
     def marked(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Replace the marks of pictures by markers. Raises InvalidRequestError."""
@@ -41,19 +41,27 @@ class PicturePlaces:
                         f"a message has {len(message.pictures)} pictures at {len(texts) - 1} places",
                         param="messages",
                     )
+                begins = [texts[0] == "", *(False for _ in texts[2:])]
                 content = texts[0] + "".join(
-                    f"picture{self._word}n{next(numbers)}e{text}" for text in texts[1:]
+                    f"picture{self._word}n{next(numbers)}{'b' if first else 'e'}{text}"
+                    for first, text in zip(begins, texts[1:], strict=True)
                 )
                 message = msgspec.structs.replace(message, content=content)
             made.append(message)
         return tuple(made)
 
-    def split(self, prompt: str, pictures: Sequence[bytes]) -> Iterator[str | bytes]:
-        """Yield the texts and pictures of a rendered prompt, in order. Raises InvalidRequestError."""
+    def split(
+        self, prompt: str, pictures: Sequence[bytes], *, is_tight: bool = False
+    ) -> Iterator[str | bytes]:
+        """Yield the texts and pictures of a rendered prompt, in order. Raises InvalidRequestError.
+
+        `is_tight` leaves out the space before a picture that begins a message.
+        """
         end = 0
         seen = []
         for found in self._marker.finditer(prompt):
-            yield prompt[end : found.start()]
+            text = prompt[end : found.start()]
+            yield text.removesuffix(" ") if is_tight and found[0].endswith("b") else text
             seen.append(int(found[1]))
             yield pictures[seen[-1]]
             end = found.end()

@@ -76,6 +76,7 @@ TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
 class TemplateTraits:
     """Features that probing found in a template. `late_system`: a system turn behind other turns.
     `typed_content`: it reads a content as a list of parts alone, as some of models with pictures do.
+    `tight_pictures`: no space stands before a picture that begins a turn (SmolVLM's `User:`).
     """
 
     system: bool = True
@@ -87,6 +88,7 @@ class TemplateTraits:
     string_arguments: bool = False
     null_content: bool = False
     typed_content: bool = False
+    tight_pictures: bool = False
     short_ids: bool = False
     reasoning_key: str = ""
 
@@ -246,6 +248,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
         string_arguments=calls is not None and calls[0],
         null_content=calls is not None and calls[1],
         typed_content=typed_content,
+        tight_pictures=typed_content and _probe_tight_pictures(template),
         short_ids="length != 9" in source or "length == 9" in source,
         reasoning_key=next(
             (key for key in ("reasoning_content", "thinking", "reasoning") if _reads(source, key)), ""
@@ -271,6 +274,13 @@ def _probe_late_system(template: ChatTemplate) -> bool:
     said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
     text = _rendered(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
     return -1 < text.find(_MARKS["value"]) < text.find(_MARKS["system"]) < text.find(_MARKS["result"])
+
+
+def _probe_tight_pictures(template: ChatTemplate) -> bool:
+    parts = [{"type": "image"}, {"type": "text", "text": _MARKS["user"]}]
+    head = _rendered(template, _USER).partition(_MARKS["user"])[0]
+    pictured = _rendered(template, {"role": "user", "content": parts})
+    return head.endswith(" ") and pictured.startswith(head[:-1]) and not pictured.startswith(head)
 
 
 def _reads(source: str, key: str) -> bool:

@@ -235,4 +235,16 @@ def test_template_that_reads_parts_gets_parts():
     assert template.traits.typed_content
     assert template.traits.system
     assert template.render((SYSTEM, USER)) == f"system: {SYSTEM.content};user: {USER.content};"
+    assert not template.traits.tight_pictures
     assert not any(load(name).traits.typed_content for name in FAMILIES)
+
+
+def test_template_that_writes_no_space_before_a_picture_is_known():
+    """As SmolVLM's: `User:` before a picture, `User: ` before words."""
+    template = ChatTemplate.load(
+        "{% for m in messages %}{{ m['role'] | capitalize }}"
+        "{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}{% for part in m['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};"
+        "{% endfor %}"
+    )
+    assert template.traits.tight_pictures
