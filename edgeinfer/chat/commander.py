@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from edgeinfer.chat import attachments, commands, context, formats, presets
 from edgeinfer.chat.formats import code_blocks
@@ -19,6 +19,8 @@ from edgeinfer.runtime.options import parse_adapters
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import ChatTools
+
+T = TypeVar("T")
 
 
 class Front(Protocol):
@@ -58,8 +60,8 @@ class Front(Protocol):
 
     def fold_reasoning(self) -> None: ...
 
-    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
-        """Prepare tools, which blocks, then offer them to the model; `refresh` asks every server."""
+    def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Call `then` with the result of `work`, which asks tool servers and may take seconds."""
 
     def use_theme(self, name: str) -> None: ...
 
@@ -102,6 +104,9 @@ class Commander:
 
     def run(self, line: str) -> None:
         """Run one command line. Raises EdgeInferError to show, and changes nothing then."""
+        if ":" in line.split(None, 1)[0]:
+            self._prompt(line)
+            return
         typed = commands.parse(line)
         if typed.name in _SHOWN:
             arguments = [typed.argument] if commands.BY_NAME[typed.name].argument else []
@@ -198,6 +203,12 @@ class Commander:
     # attachments and copies
 
     def _file(self, argument: str) -> None:
+        tools = self.session.tools
+        if tools is not None and tools.has_resource(argument):
+            self.front.wait_for(
+                lambda: Attachment(name=argument, text=tools.resource(argument)), self.front.attach
+            )
+            return
         self.front.attach(attachments.read(Path(argument.removeprefix("@").strip('"')).expanduser()))
 
     def _copy(self, argument: str) -> None:
@@ -242,11 +253,31 @@ class Commander:
             if tools is None and self._make_tools is not None:
                 tools = self._make_tools()
             if tools is not None:
-                self.front.use_tools(tools, refresh=argument == "check")
+                self._use_tools(tools, refresh=argument == "check")
         elif argument:
             raise UsageError(f"/tools has no {argument!r}", hint="/tools on, /tools off, /tools check")
         else:
             self.front.show_text(tools.text() if tools is not None else "No tools. `/tools on`")
+
+    def _use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
+        def offer(said: list[str]) -> None:
+            self.session.tools = tools
+            self.front.show_text("\n".join([tools.text(), *said]))
+
+        self.front.wait_for(lambda: tools.prepare(refresh=refresh), offer)
+
+    def _prompt(self, line: str) -> None:
+        """Ask what a server's prompt says: `/SERVER:PROMPT ARGUMENTS`."""
+        name, _, words = line[1:].strip().partition(" ")
+        tools = self.session.tools
+        if tools is None:
+            raise UsageError(f"/{name} needs tools", hint="/tools on")
+        self.session.refuse_busy()
+
+        def ask(text: str) -> None:
+            self.front.answer_edited(self.session.ask(text))
+
+        self.front.wait_for(lambda: tools.prompt(name, words), ask)
 
     # conversations
 

@@ -85,7 +85,11 @@ COMMANDS: tuple[Slash, ...] = (
         "tools",
     ),
     Slash(
-        "file", "PATH", "attach text, a document or a picture to the next question", "path", ("attach",)
+        "file",
+        "PATH",
+        "attach text, a document, a picture or SERVER:URI to the next question",
+        "path",
+        ("attach",),
     ),
     Slash("new", "", "begin a new conversation", aliases=("clear",)),
     Slash(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from edgeinfer.chat import attachments, commands, context, model_choices
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
@@ -33,6 +33,8 @@ from edgeinfer.tools.uses import ToolUse
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
+
+T = TypeVar("T")
 
 
 class Repl:
@@ -227,11 +229,8 @@ class Repl:
         if self.session.note_calls(turn, calls):
             self.show_answer(self.session.begin_answer())
 
-    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
-        for words in tools.prepare(refresh=refresh):
-            self.show_text(f"Note: {words}")
-        self.session.tools = tools
-        self.show_text(tools.text())
+    def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        then(work())
 
     # CallFront
 

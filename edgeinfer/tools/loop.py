@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TextIO
 import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
 from edgeinfer.runtime.requests import Tool, ToolChoice
 from edgeinfer.tools.approval import Approvals, Decision, Level, argument_text, pattern_for
 from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
@@ -99,6 +99,37 @@ class ChatTools:
         elif past and all(use.result in (_NO_MORE, _REPEATED) for use in past[-1]):
             mode = "none"
         return {"tools": self.shown(), "tool_choice": ToolChoice(mode=mode)}
+
+    def prompt(self, name: str, words: str) -> str:
+        """Return the text of the prompt `SERVER:PROMPT`; several arguments are `NAME=VALUE` words.
+
+        Raises UsageError for other arguments, ToolServerError.
+        """
+        server, _, prompt = name.partition(":")
+        client = self.toolbox.client(server)
+        known = {str(row.get("name")): row for row in client.prompts()}
+        if prompt not in known:
+            raise UsageError(
+                f"{server} has no prompt {prompt!r}", hint=f"it has: {', '.join(known) or 'none'}"
+            )
+        wanted = [str(row.get("name")) for row in known[prompt].get("arguments") or ()]
+        given = dict(word.split("=", 1) for word in words.split() if "=" in word)
+        if len(wanted) == 1 and not set(given) & set(wanted):
+            given = {wanted[0]: words}
+        if set(given) != set(wanted) or (words and not wanted):
+            usage = f"/{name} " + " ".join(f"{argument}=…" for argument in wanted)
+            raise UsageError(f"/{name} has other arguments", hint=usage.rstrip())
+        return safe_text(client.prompt(prompt, given), self.toolbox.config.max_result_kib << 10)
+
+    def has_resource(self, name: str) -> bool:
+        """Return whether `name` is `SERVER:URI` of an enabled server."""
+        return name.partition(":")[0] in self.toolbox.servers()
+
+    def resource(self, name: str) -> str:
+        """Return the text of the resource `SERVER:URI`. Raises ToolServerError."""
+        server, _, uri = name.partition(":")
+        limit = self.toolbox.config.max_result_kib << 10
+        return safe_text(self.toolbox.client(server).read(uri), limit)
 
     def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools by server, each with the level of a call without arguments."""
@@ -257,7 +288,10 @@ class ChatTools:
         if decision.choice == "conversation":
             self._approvals.allow_here(conversation, server, tool)
         elif decision.choice == "pattern":
-            self._approvals.allow_always(card.pattern)
+            try:
+                self._approvals.allow_always(card.pattern)
+            except ConfigError as error:
+                self.toolbox.notices.append(f"the pattern holds in this chat alone: {error.message}")
         return None
 
     def _call(

@@ -178,7 +178,10 @@ class HttpTransport:
         from edgeinfer.models.fetching.http_client import is_loopback
 
         self._url = url
-        host = httpx2.URL(url).host
+        try:
+            host = httpx2.URL(url).host
+        except httpx2.InvalidURL as error:
+            raise ToolServerError(f"{url}: {error}", hint="correct `url`") from error
         if not is_loopback(host):
             refuse_offline(host)
         self._received = received

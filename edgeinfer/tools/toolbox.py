@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
-from edgeinfer.errors import ConfigError, ToolServerError
+from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import Tool
@@ -106,7 +106,7 @@ class Toolbox:
             if refresh or known is None or known.digest != self._specs[name].digest:
                 try:
                     self.start(name)
-                except ToolServerError as error:
+                except EdgeInferError as error:
                     self.notices.append(error.message)
 
     def bound(self) -> dict[str, BoundTool]:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from textual.app import App, SuspendNotSupported
 
@@ -28,8 +28,7 @@ from edgeinfer.tui.view import View
 from edgeinfer.tui.widgets.composer import AttachmentList
 from edgeinfer.tui.widgets.transcript import Transcript
 
-if TYPE_CHECKING:
-    from edgeinfer.tools.loop import ChatTools
+T = TypeVar("T")
 
 
 class AppFront:
@@ -92,8 +91,8 @@ class AppFront:
         if not found or not self._view.transcript.toggle_fold(found[0]):
             raise UsageError("there is no reasoning to unfold", hint="")
 
-    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
-        self._answering.use_tools(tools, refresh=refresh)
+    def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        self._answering.wait_for(work, then)
 
     # models
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from textual.message import Message
@@ -23,6 +23,8 @@ from edgeinfer.tui.view import Streaming, View
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
+
+T = TypeVar("T")
 
 
 class Answering:
@@ -125,19 +127,22 @@ class Answering:
 
     # calls of tools
 
-    def use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
-        """Offer tools to the model, once their servers have listed them."""
+    def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Call `then` with the result of `work`, which asks tool servers in a thread."""
         self._view.calling = "asking tool servers…"
-        self._view.transcript.run_worker(self._use_tools(tools, refresh), group="tools")
+        self._view.refresh_status()
+        self._view.transcript.run_worker(self._wait_for(work, then), group="tools")
 
-    async def _use_tools(self, tools: ChatTools, refresh: bool) -> None:
+    async def _wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         try:
-            said = await asyncio.to_thread(tools.prepare, refresh=refresh)
+            found = await asyncio.to_thread(work)
+            self._view.calling = ""
+            then(found)
+        except EdgeInferError as error:
+            self._view.show_error(error)
         finally:
             self._view.calling = ""
-        self._session.tools = tools
-        self._view.add_remark(Remark("\n".join([tools.text(), *said])))
-        self._view.refresh_status()
+            self._view.refresh_status()
 
     async def _run_calls(self, turn: Turn) -> None:
         tools, run = self._session.tools, self._session.start_calls(turn, self)
