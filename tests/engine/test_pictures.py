@@ -486,6 +486,10 @@ def test_refused_beside_pictures(engine: LlamaEngine) -> None:
     broken = Message(role="user", content="no place", pictures=(picture(),))
     with pytest.raises(InvalidRequestError, match="1 pictures at 0 places"):
         engine.submit(GenerateRequest(messages=(broken,)))
+    with pytest.raises(InvalidRequestError, match="more than 64 pictures"):
+        engine.submit(chat(*[picture()] * 65))
+    with pytest.raises(InvalidRequestError, match="the picture cannot be read"):
+        engine.submit(chat(picture()[:100]))
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 200), (200, 1)])
@@ -519,7 +523,7 @@ def test_failed_encoder_fails_its_request_alone(
 def test_model_without_projector_refuses(smol: LlamaEngine) -> None:
     assert not smol.info.can_see
     with pytest.raises(InvalidRequestError, match="reads no pictures"):
-        smol.submit(chat(picture(), "What is in it?"))
+        smol.submit(chat(b"a file that nobody decodes", "What is in it?"))
 
 
 @pytest.mark.parametrize(("make", "kind"), [(make_lfm2, "lfm2"), (make_qwen35, "qwen2vl_merger")])
