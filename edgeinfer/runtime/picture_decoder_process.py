@@ -1,8 +1,9 @@
-"""Decode one picture under limits: reads the file's bytes from stdin, writes size and pixels to stdout.
+"""Decode one picture under limits: `python -m` this, FORMAT.
 
-The answer is `WIDTH HEIGHT\\n` and 8-bit RGB, row by row; a refusal is `error MESSAGE`. The file may
-come from anyone, and decoders have had errors: before the first byte is decoded, the process gives up
-opening files and sockets, starting programs, and reaching other processes.
+It reads the file's bytes from stdin and writes size and pixels to stdout: `WIDTH HEIGHT\\n` and 8-bit
+RGB, row by row; a refusal is `error MESSAGE`. The file may come from anyone, and decoders have had
+errors: before the first byte is decoded, the process gives up opening files and sockets, starting
+programs, and reaching other processes.
 """
 
 from __future__ import annotations
@@ -37,24 +38,23 @@ MAX_RATIO = 200
 #: Larger pictures are reduced to so many pixels: no projector takes more into its rows, and a request
 #: may have many.
 KEPT_PIXELS = 4_000_000
-#: What a file begins with, and its format; the first 4 bytes of a WebP file are those of any RIFF.
-_FORMATS = (
-    (b"\xff\xd8\xff", 0, JpegImagePlugin.JpegImageFile),
-    (b"\x89PNG\r\n\x1a\n", 0, PngImagePlugin.PngImageFile),
-    (b"WEBP", 8, WebPImagePlugin.WebPImageFile),
-    (b"GIF8", 0, GifImagePlugin.GifImageFile),
-)
+_FORMATS = {
+    "JPEG": JpegImagePlugin.JpegImageFile,
+    "PNG": PngImagePlugin.PngImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+}
 _ROWS = 256
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Decode the picture of stdin; return 0 if there was an answer."""
     die_with_parent()
     data = sys.stdin.buffer.read()
     warnings.simplefilter("ignore")
     limit(CPU_S)
     try:
-        _write(_decoded(data))
+        _write(_decoded(data, argv[0]))
     except MemoryError:
         refuse(f"decoding it takes more than {MEMORY_BYTES >> 20} MB of memory")
     except Exception as error:  # noqa: BLE001  a decoder raises what it likes for a broken file
@@ -75,12 +75,9 @@ def limit(cpu_s: int) -> None:
     allow_computing_alone()
 
 
-def _decoded(data: bytes) -> Image.Image:
-    kind = next((kind for magic, at, kind in _FORMATS if data[at:].startswith(magic)), None)
-    if kind is None:
-        raise ValueError("it is no JPEG, PNG, WebP or GIF file")
+def _decoded(data: bytes, kind: str) -> Image.Image:
     Image.MAX_IMAGE_PIXELS = None  # the next lines are stricter, before any pixel is decoded
-    picture: Image.Image = kind(BytesIO(data))
+    picture: Image.Image = _FORMATS[kind](BytesIO(data))
     size = f"{picture.width} x {picture.height}"
     if max(picture.size) > MAX_RATIO * min(picture.size):
         raise ValueError(f"it has {size} pixels: one side is more than {MAX_RATIO} times the other")
@@ -130,4 +127,4 @@ def refuse(reason: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

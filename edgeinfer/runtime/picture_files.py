@@ -24,7 +24,10 @@ MAX_FILE_BYTES = 32 << 20
 #: The decoder's own limit is on its processor time; a busy machine takes longer.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:(image/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
-_MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8|RIFF....WEBP", re.DOTALL)
+_MAGIC = re.compile(
+    rb"(?P<JPEG>\xff\xd8\xff)|(?P<PNG>\x89PNG\r\n\x1a\n)|(?P<GIF>GIF8)|(?P<WEBP>RIFF....WEBP)",
+    re.DOTALL,
+)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Most pictures of one request.
@@ -33,9 +36,15 @@ MAX_PICTURES = 64
 _decoders = BoundedSemaphore(2)
 
 
+def format_of(data: bytes) -> str:
+    """Return a picture's format by its magic bytes, "" for another file."""
+    found = _MAGIC.match(data)
+    return (found and found.lastgroup) or ""
+
+
 def is_picture(data: bytes) -> bool:
     """Tell by its magic bytes if a file is a picture."""
-    return _MAGIC.match(data) is not None
+    return bool(format_of(data))
 
 
 def checked(data: bytes, param: str = "messages") -> bytes:
@@ -80,7 +89,7 @@ def decode(data: bytes, param: str = "messages") -> Picture:
     too large.
     """
     try:
-        head, pixels = answer_of(_HELPER, data)
+        head, pixels = answer_of(_HELPER, checked(data, param), format_of(data))
         width, height = map(int, head.split())
         return Picture(width, height, pixels)
     except ValueError as error:

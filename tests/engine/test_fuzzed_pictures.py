@@ -53,10 +53,11 @@ def child(work):
 
 _DECODING = f"""{_FORKING}
 from edgeinfer.runtime import picture_decoder_process as decoder
+from edgeinfer.runtime.picture_files import format_of
 def decoded(data):
-    decoder._limit()
+    decoder.limit(decoder.CPU_S)
     try:
-        picture = decoder._decoded(data)
+        picture = decoder._decoded(data, format_of(data))
         return f"ok {{len(picture.tobytes()) == 3 * picture.width * picture.height}}"
     except Exception as error:
         return "refused: " + (str(error) or type(error).__name__)
