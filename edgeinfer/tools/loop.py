@@ -197,7 +197,8 @@ class ChatTools:
         ended = list(uses)
         if len(past) >= self.toolbox.config.max_rounds:
             return tuple(use.ended("refused", _NO_MORE) for use in uses)
-        made = {(use.name, use.arguments) for turn in past for use in turn if use.status == "done"}
+        # small models repeat their last call for ever; reading again what an edit changed is fine
+        made = {(use.name, use.arguments) for use in (past[-1] if past else ()) if use.status == "done"}
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
             if (use.name, use.arguments) in made:

@@ -282,6 +282,7 @@ def test_tools_without_configuration_are_explained(tmp_path):
     assert "no tools are configured" in out
 
 
+@pytest.mark.slow  # the SDK's server
 def test_prompts_and_resources_of_a_server(tmp_path):
     server = ToolServerConfig(command=command("stdio"))
     engine = FakeEngine([words("It is fine."), words("Milk.")])

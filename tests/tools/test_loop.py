@@ -199,6 +199,13 @@ def test_repeated_call_is_answered_without_tools(opened):
     assert tools.fields(past)["tool_choice"].mode == "none"
 
 
+def test_call_may_be_made_again_after_another_one(opened):
+    tools, past = opened("plain"), []
+    for a in (1, 2, 1):
+        past.append(run(tools, ("plain__add", {"a": a, "b": 1}), past=past))
+    assert [uses[0].status for uses in past] == ["done", "done", "done"]
+
+
 def test_built_in_reads_do_not_ask_and_writes_show_a_diff(opened, tmp_path):
     (tmp_path / "a.txt").write_text("one\n")
     tools, front = opened(builtin=("read", "edit")), Front()
