@@ -26,6 +26,8 @@ _LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
 _LONGEST, _LONGEST_LINE = 16 << 10, 4 << 10
 _LONGEST_CODE = 256 << 10
 _PIECE = 8 << 10
+#: A tool call's arguments are cut to this (characters).
+_CALL = 200
 
 
 @cache
@@ -128,6 +130,7 @@ class ShownTurn(Reply, frozen=True, kw_only=True):
     reasoning: str
     blocks: tuple[str, ...]
     files: list[ShownFile]
+    calls: list[str]
     page: tuple[int, int]
     model: str
     note: str
@@ -145,6 +148,9 @@ def shown(turn: Turn, page: tuple[int, int]) -> ShownTurn:
         reasoning=without_controls(turn.reasoning),
         blocks=blocks(turn.content),
         files=[_file(attachment) for attachment in turn.attachments],
+        calls=[
+            without_controls(f"{use.name} {use.arguments} · {use.status}")[:_CALL] for use in turn.calls
+        ],
         page=page,
         model=turn.model,
         note=turn.error or turn.cut.partition(" · ")[0],

@@ -50,6 +50,7 @@ class Turn extends Component {
       ${editing ? html`<${Edit} turn=${turn} />` : html`<div class="body" dir="auto">
         ${user ? turn.text : turn.blocks.map((markup, n) => html`<${Block} key=${n} markup=${markup} />`)}
         ${streaming && html`<span class="wait" aria-hidden="true" />`}</div>`}
+      ${turn.calls.length > 0 && html`<ul class="files" aria-label="Tools used">${turn.calls.map((call) => html`<li dir="auto">${call}</li>`)}</ul>`}
       <div class="foot">
         ${turn.page[1] > 1 && html`<span role="group" aria-label="Alternatives">
           <button aria-label="Earlier alternative" disabled=${turn.page[0] === 1} onClick=${() => actions.change({ action: "show", turn: turn.id, step: -1 })}>‹</button>
