@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from edgeinfer.errors import ServeError
 from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.app import OPERATIONS, match_route
-from edgeinfer.server.web import access
+from edgeinfer.server.web import access, routes
 from edgeinfer.server.web.access import make_code
 from edgeinfer.server.web.routes import WEB
 
@@ -161,3 +163,9 @@ def test_without_the_page_there_are_no_routes_of_it(serve):
     for operation in WEB.operations:
         assert ask_for(here, operation, json={}).status_code == 404
     assert match_route("/web/setup").dialect is WEB
+
+
+def test_the_vendored_file_is_the_one_that_its_notice_names():
+    folder = Path(routes.__file__).with_name("static")
+    digest = hashlib.sha256((folder / "preact.js").read_bytes()).hexdigest()
+    assert digest in (folder / "preact.LICENSE.txt").read_text()
