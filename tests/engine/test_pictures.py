@@ -312,7 +312,10 @@ def test_prompt_cut_beside_a_picture_continues_exactly(
     start = spans_of(engine, cut)[1][0].start
     cached = answer(engine, cut)
     fresh = answer(engine, msgspec.structs.replace(cut, cache_prompt=False))
-    assert (0 < usage(cached)[1] < start) if before else (usage(cached)[1] > start)
+    if before and not engine._loaded.supports_truncation:  # no checkpoint lies in the text before
+        assert usage(cached)[1] == 0
+    else:
+        assert (0 < usage(cached)[1] < start) if before else (usage(cached)[1] > start)
     assert cached.logprobs == fresh.logprobs
 
 
