@@ -8,6 +8,7 @@ and both logits must be bit-identical. Both sides use the same batches, because 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -65,7 +66,7 @@ class RoundtripCheck:
         return next(self._work)
 
     def _compare(self) -> Iterator[str | None]:
-        self._tokens = np.random.default_rng(7).integers(0, self._n_vocab, self.n_tokens).tolist()
+        self._tokens = random.Random(7).choices(range(self._n_vocab), k=self.n_tokens)
         context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
         try:
             probe = _Probe(context, self._n_vocab, supports_truncation=self._supports_truncation)
