@@ -84,6 +84,20 @@ def test_config_shows_what_is_in_force(capsys):
     assert 'default-model = "smollm2-135m-instruct"' in capsys.readouterr().out
 
 
+def test_config_hides_the_secrets_of_tool_servers(capsys):
+    path = paths.config_dir() / "config.toml"
+    path.parent.mkdir(parents=True)
+    servers = 'home = { url = "http://127.0.0.1/", headers = { Authorization = "Bearer s3cret" } }\n'
+    servers += 'files = { command = ["cat"], env = { TOKEN = "s3cret" } }\n'
+    path.write_text(f"[tools.servers]\n{servers}")
+    for argv in (["config"], ["config", "--json"]):
+        assert main(argv) == 0
+        said = capsys.readouterr().out
+        assert "TOKEN" in said
+        assert "Authorization" in said
+        assert "s3cret" not in said
+
+
 @pytest.mark.parametrize("argv", [["--version"], ["--help"], ["run", "--help"]])
 def test_help_and_version_exit_0(argv):
     import sys

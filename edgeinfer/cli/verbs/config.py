@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 
+import msgspec
+
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import Config, config_path, load_config
 from edgeinfer.host import Host
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):
-    """Every key with its effective value."""
+    """Every key with its effective value; tool servers' variables and headers, often keys, by name."""
 
     path: str
     exists: bool
     config: Config
 
     def human(self) -> str:
-        import msgspec
         import tomlkit  # 20 ms, for this verb alone
 
         values = msgspec.to_builtins(self.config)
@@ -28,4 +29,17 @@ class ConfigResult(Result, frozen=True, kw_only=True):
 def run(_options: argparse.Namespace, _host: Host) -> ConfigResult:
     """Show the configuration. Raises ConfigError if the file has a mistake."""
     path = config_path()
-    return ConfigResult(path=str(path), exists=path.is_file(), config=load_config(path))
+    return ConfigResult(
+        path=str(path), exists=path.is_file(), config=_without_secrets(load_config(path))
+    )
+
+
+def _without_secrets(config: Config) -> Config:
+    replace = msgspec.structs.replace
+    servers = {
+        name: replace(
+            server, env=dict.fromkeys(server.env, "…"), headers=dict.fromkeys(server.headers, "…")
+        )
+        for name, server in config.tools.servers.items()
+    }
+    return replace(config, tools=replace(config.tools, servers=servers))
