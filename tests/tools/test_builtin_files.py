@@ -2,6 +2,7 @@
 
 import pytest
 
+from edgeinfer.tools import builtin_files
 from edgeinfer.tools.builtin_files import TOOLS, BuiltinFiles
 from edgeinfer.tools.mcp_client import StoppedError
 from edgeinfer.tools.uses import Stop
@@ -44,6 +45,15 @@ def test_glob_and_grep(files):
     assert call(files, "grep", pattern="tw.") == "a.txt:2: two\nsrc/b.py:1: x = 1  # two"
     assert call(files, "grep", pattern="two", glob="*.py") == "src/b.py:1: x = 1  # two"
     assert "the pattern is wrong" in call(files, "grep", pattern="(")
+
+
+def test_hostile_grep_ends_after_its_time(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin_files, "_GREP_S", 1)
+    (tmp_path / "project" / "long.txt").write_text("a" * 100_003 + "\n")
+    assert call(files, "grep", pattern=r"^(aa+)\1+$") == "error: the search took more than 1 s"
+    assert call(files, "grep", pattern="-e two") == "nothing found"
+    (tmp_path / "project" / "-r:1.txt").write_text("x\n")
+    assert call(files, "grep", pattern="^x$") == "-r:1.txt:1: x"
 
 
 def test_write_and_edit_show_a_diff_first(files, tmp_path):
