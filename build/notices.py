@@ -3,7 +3,8 @@ all of them.
 
 Components are found, not listed by hand: the Python distributions whose files PyInstaller collected,
 the Debian packages whose libraries it copied, CRIU's packages, those of the headers in the Vulkan
-backend, and the three that have no package of their own here (CPython comes with Debian's).
+backend, and those that have no package of their own here: llama.cpp, the chat page's library and
+PyInstaller's bootloader (CPython comes with Debian's).
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Component:
         place = {
             "deb": f"deb/debian/{self.name}@{self.version}",
             "pypi": f"pypi/{self.name.lower()}@{self.version}",
+            "npm": f"npm/{self.name}@{self.version}",
         }
         return "pkg:" + place.get(self.kind, f"generic/{self.name}@{self.version}").replace("+", "%2B")
 
@@ -97,7 +99,8 @@ def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
         *_debian(collected, texts),
         *_criu(tree, texts),
         *_headers(backends / "share", texts),
-        _fixed("llama.cpp", _llama_commit(), "MIT", texts, HERE / "licences/llama.cpp.txt"),
+        _llama_cpp(texts),
+        _page_library(texts),
         _bootloader(texts),
     ]
     components.sort()
@@ -248,15 +251,18 @@ def _listed(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Compon
     return found
 
 
-def _fixed(name: str, version: str, licence: str, texts: Path, text: Path) -> Component:
-    return Component(
-        name,
-        version,
-        "generic",
-        licence,
-        _copy(texts / name, [text]),
-        "https://github.com/ggml-org/llama.cpp",
-    )
+def _llama_cpp(texts: Path) -> Component:
+    copied = _copy(texts / "llama.cpp", [HERE / "licences/llama.cpp.txt"])
+    source = "https://github.com/ggml-org/llama.cpp"
+    return Component("llama.cpp", _llama_commit(), "generic", "MIT", copied, source)
+
+
+def _page_library(texts: Path) -> Component:
+    """The one vendored file of the chat page; its notice names the version."""
+    notice = HERE.parent / "edgeinfer/server/web/static/preact.LICENSE.txt"
+    version = re.search(r"npm package htm ([\d.]+),", notice.read_text())[1]  # type: ignore[index]
+    copied = _copy(texts / "htm", [notice])
+    return Component("htm", version, "npm", "MIT AND Apache-2.0", copied, f"pkg:npm/htm@{version}")
 
 
 def _llama_commit() -> str:

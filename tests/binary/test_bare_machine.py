@@ -60,7 +60,7 @@ def test_licenses_name_criu_with_its_text_and_the_offer(used):
     found = used.json("version", "--licenses")
     names = {c["name"]: c for c in found["components"]}
     assert names["criu"]["licence"] == "GPL-2.0-only"
-    assert {"llama.cpp", "numpy", "textual", "libpython3.11", "pyinstaller"} <= set(names)
+    assert {"llama.cpp", "htm", "numpy", "textual", "libpython3.11", "pyinstaller"} <= set(names)
     assert names["criu"]["source"].startswith("pkg:deb/debian/criu@")
     folder = used.root / found["folder"].lstrip("/") / "criu"
     text = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
