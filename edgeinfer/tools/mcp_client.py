@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 import edgeinfer
-from edgeinfer.errors import EdgeInferError, ToolServerError
+from edgeinfer.errors import ToolServerError
 from edgeinfer.tools.mcp_servers import ServerSpec
 from edgeinfer.tools.mcp_transports import HttpTransport, StdioTransport
 from edgeinfer.tools.uses import Stop
@@ -45,13 +45,13 @@ class CallResult(msgspec.Struct, frozen=True):
     is_error: bool = False
 
 
-class StoppedError(EdgeInferError):
-    """The user stopped the call."""
+class StoppedError(Exception):
+    """The user stopped the call: no failure, so it has no code."""
 
 
 class _Pending:
     def __init__(self, on_progress: Callable[[str], object] | None) -> None:
-        self.answer: queue.SimpleQueue[dict[str, Any] | EdgeInferError] = queue.SimpleQueue()
+        self.answer: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self.on_progress = on_progress
 
 
@@ -203,7 +203,7 @@ class McpClient:
             self._cancel(message["id"])
             waited = "no answer" if self.spec.url else f"no answer within {timeout_s:g} s"
             raise self._error(f"{message['method']}: {waited}") from None
-        if isinstance(answer, EdgeInferError):
+        if isinstance(answer, Exception):
             raise answer
         failure = answer.get("error")
         if isinstance(failure, dict):

@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a JPEG, PNG, WebP or GIF file, or a PDF's pages, put before the prompt",
+        help="a picture, or a PDF's pages, before the prompt",
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")

@@ -127,7 +127,7 @@ class FunctionOutputItem(Wire, frozen=True, tag="function_call_output", tag_fiel
     hints: ClassVar = frozenset({"caller", "name", "namespace"})
 
     call_id: ShortText
-    output: str | Annotated[list[InputText | InputImage], Meta(max_length=1024)]
+    output: str | Annotated[list[InputText | InputImage | InputFile], Meta(max_length=1024)]
     id: ShortText | None = None
     status: ItemStatus | None = None
 
