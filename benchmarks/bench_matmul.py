@@ -32,7 +32,7 @@ _MATRICES = 12
 #: Many rows read the weights once for all: fewer matrices say the same.
 _MATRICES_OF_MANY = 3
 _ROW_WEIGHTS = 0.807e9
-#: What llama.cpp repacks for AVX2 and AVX-512.
+#: What llama.cpp repacks for AVX2 and AVX-512; Q2_K for AVX-512 alone.
 _REPACKED = ("Q4_0", "Q4_K", "Q2_K", "IQ4_NL")
 #: Level of our kernels → the variant of ggml's CPU backend that has it.
 _VARIANTS = {"v3": "haswell", "v3-vnni": "alderlake", "v4": "zen4"}
@@ -129,13 +129,14 @@ def measure(
         )
         for side in names
     }
+    repacked = [k for k in _REPACKED if k != "Q2_K" or level in ("", "v4")]
     for kind in kinds:
         found: dict[str, dict[int, float]] = {side: {} for side in sides}
         for n in rows:
             times: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(rounds):
                 for side, process in sides.items():
-                    if side == "repacked" and kind not in _REPACKED:
+                    if side == "repacked" and kind not in repacked:
                         continue
                     process.stdin.write(f"{kind} {n}\n")
                     times[side] += json.loads(process.stdout.readline())
