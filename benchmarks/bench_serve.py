@@ -45,7 +45,7 @@ TOPICS = "rivers bread clocks wool bridges owls glass maps tides salt bells ink"
 
 
 def prompt(number: int) -> str:
-    """Different from its neighbours after a shared beginning, as prompts of one application are.
+    """Different from its neighbours after a shared prefix, as prompts of one application are.
 
     1,728 sets of topics, so that few answers repeat a past one, of which drafts would be made.
     """

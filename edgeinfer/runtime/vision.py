@@ -35,7 +35,7 @@ Rows = npt.NDArray[np.float32]
 #: Rows that are kept for the same picture behind another prompt (bytes). They stay in f32: in f16 they
 #: move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
-#: Files whose size, and so whose place among tokens, is remembered.
+#: Files whose size, and so whose tokens, are kept.
 _KNOWN_FILES = 256
 
 

@@ -114,9 +114,8 @@ class Conversations:
         task = asyncio.create_task(self._answer(context, found, model, begin, began))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        waiting = asyncio.create_task(
-            began.wait()
-        )  # so that the page sees the answer, not the old state
+        # so that the page sees the answer, not the old state
+        waiting = asyncio.create_task(began.wait())
         await asyncio.wait({task, waiting}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         return found
@@ -131,16 +130,16 @@ class Conversations:
     ) -> None:
         loop = asyncio.get_running_loop()
 
-        def beginning(session: ChatSession) -> Answer:
+        def begin_and_say(session: ChatSession) -> Answer:
             answer = begin(session)
             loop.call_soon_threadsafe(began.set)
             return answer
 
         try:
             try:
-                await self._generate(context, conversation_id, model, beginning)
+                await self._generate(context, conversation_id, model, begin_and_say)
             except EngineClosedError:  # its process died since the last request
-                await self._generate(context, conversation_id, model, beginning)
+                await self._generate(context, conversation_id, model, begin_and_say)
             self.notices.pop(conversation_id, None)
         except (EdgeInferError, Problem) as error:
             problem = error if isinstance(error, Problem) else from_error(error)

@@ -16,6 +16,7 @@ from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.runtime import picture_files
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.openai.render import error_body, error_events
@@ -38,9 +39,6 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-
-
-_PICTURES = ((b"\xff\xd8", "image/jpeg"), (b"\x89PNG", "image/png"), (b"GIF8", "image/gif"))
 
 
 class Web(NamedTuple):
@@ -204,8 +202,8 @@ def _attachment(session: ChatSession, query: wire.ExportQuery) -> Response:
     if query.file >= len(files) or not files[query.file].is_picture:
         raise Problem(404, "There is no such picture.", code="not_found")
     data = files[query.file].data
-    kind = next((kind for magic, kind in _PICTURES if data.startswith(magic)), "image/webp")
-    return Response(data, media_type=kind, headers=_HEADERS)
+    kind = picture_files.format_of(data).lower()
+    return Response(data, media_type=f"image/{kind}", headers=_HEADERS)
 
 
 def _download(text: str, name: str) -> Response:
