@@ -145,11 +145,11 @@ def long_text(lines: int) -> str:
 
 
 async def _scroll(updates: int) -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "tests/tui"))
+    sys.path[:0] = [str(ROOT / "tests/tui"), str(ROOT / "tests/made")]
+    from fake_engine import FakeEngine
     from fixed_chat import FixedHost, make_app, wait_until
 
     from edgeinfer.chat.history.values import Turn
-    from edgeinfer.runtime.fake import FakeEngine
     from edgeinfer.tui.drawing.entry import AnswerEntry, Question
 
     app = make_app(Path(tempfile.mkdtemp()), FixedHost(FakeEngine()))
@@ -247,7 +247,7 @@ def _into_nothing(engine: Any) -> float:
 
 
 async def _into_app(engine: Any) -> float:
-    sys.path.insert(0, str(ROOT / "tests/tui"))
+    sys.path[:0] = [str(ROOT / "tests/tui"), str(ROOT / "tests/made")]
     from fixed_chat import FixedHost, make_app, wait_until
 
     class Endless:

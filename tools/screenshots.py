@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs/figures"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/tui")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/tui"), str(ROOT / "tests/made")]
 SHOTS = (
     ("chat-dark", "answered", (92, 28), "edgeinfer-dark"),
     ("chat-light", "answered", (92, 28), "edgeinfer-light"),

@@ -1,8 +1,8 @@
 """The interface between the engine and its front ends, which import this and never the engine.
 
-Four things stand behind it: `runtime.engine.LlamaEngine` (in this process),
-`workers.remote_engine.RemoteEngine` (in a worker process), `workers.replicas.ReplicatedEngine`
-(several of those), and `runtime.fake.FakeEngine` (scripted, for tests of the fronts).
+Three engines implement it: `runtime.engine.LlamaEngine` (in this process),
+`workers.remote_engine.RemoteEngine` (in a worker process) and `workers.replicas.ReplicatedEngine`
+(several of those). Tests of front ends have a scripted one, `tests/made/fake_engine.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from textual import events
 from textual.cache import LRUCache
@@ -21,9 +21,11 @@ from edgeinfer.chat.history.store import ConversationStore, migrate
 from edgeinfer.chat.launch import Launch
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
-from edgeinfer.runtime.fake import FakeEngine
+from edgeinfer.runtime.events import Finished, TextDelta, Timings, Usage
+from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.options import EngineInfo, LoadOptions
+from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tui import app as app_module
 from edgeinfer.tui.app import ChatApp
 from edgeinfer.tui.textual_internals import use_parsed
@@ -46,15 +48,33 @@ _PAINT_S = 0.2
 _LONGEST_S = 20.0
 
 
+class _ScriptedEngine:
+    """The part of an engine that the rehearsal asks for; every answer is `_ANSWER`."""
+
+    is_open = True
+    info = EngineInfo(model="rehearsal", n_ctx=4096, n_ctx_train=4096)
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        stream = EventStream(on_cancel=lambda: None)
+        stream.put(TextDelta(_ANSWER))
+        stream.put(Finished(reason="stop", usage=Usage(), timings=Timings()))
+        return stream
+
+    def tokenize_chat(self, request: GenerateRequest) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class _RehearsalHost(Host):
     """Never loads a model, never reads a configuration."""
 
     def __init__(self) -> None:
         super().__init__(Start(how="resumed"), Config())
-        self._fake = FakeEngine([[_ANSWER]])
 
     def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        return self._fake
+        return cast(Engine, _ScriptedEngine())
 
     def note_prompt(self, last: CacheReport) -> None:
         """Leave nothing: a process that is parked holds no descriptor."""

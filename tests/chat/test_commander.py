@@ -4,12 +4,12 @@ import json
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.chat.commander import Commander, sessions_text
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import EdgeInferError, UsageError
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 
 
 class Remembering:

@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 
 HOLDER = """
 import sys

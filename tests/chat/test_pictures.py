@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from fake_engine import FakeEngine
 from made_documents import make_docx, make_pdf
 
 from edgeinfer.chat import formats
@@ -10,7 +11,6 @@ from edgeinfer.chat.attachments import described, dropped_picture, mentioned, re
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.pictures import PICTURE_MARK
 
 

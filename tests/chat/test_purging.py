@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from fake_engine import FakeEngine
 from fixed_chat import FixedHost, make_app, make_launch, words
 from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
@@ -15,7 +16,6 @@ from edgeinfer.chat.history.values import Conversation, Turn
 from edgeinfer.chat.repl import Repl
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore

@@ -3,12 +3,12 @@
 import threading
 
 import pytest
+from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.read_ahead import ALONG_S, ReadAhead, whole_words
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 NOTES = Attachment(name="notes.txt", text="the word is swordfish")

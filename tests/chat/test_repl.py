@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
@@ -19,7 +20,6 @@ from edgeinfer.config.config_file import Config, ToolsConfig, ToolServerConfig, 
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 
 
 class Tty(io.StringIO):

@@ -4,6 +4,7 @@ import json
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.chat import context
 from edgeinfer.chat.history.values import Attachment
@@ -18,7 +19,6 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import ChatTools

@@ -24,7 +24,7 @@ def modules_after(statement):
     [
         ("import edgeinfer.launcher", (*HEAVY, "msgspec", "argparse", "asyncio", "platformdirs")),
         ("from edgeinfer.cli.parser import build_parser; build_parser()", HEAVY),
-        ("import edgeinfer.runtime.interface, edgeinfer.runtime.fake", HEAVY),
+        ("import edgeinfer.runtime.interface", HEAVY),
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
         ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),
         # it clones into namespaces, where a lock that another thread holds is never released

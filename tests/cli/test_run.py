@@ -6,6 +6,7 @@ import sys
 
 import msgspec
 import pytest
+from fake_engine import FakeEngine
 from tools_here import tools_config
 
 from edgeinfer import requesting
@@ -16,7 +17,6 @@ from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling

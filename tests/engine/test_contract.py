@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from fake_engine import Delay, FakeEngine
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError, UsageError
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
-from edgeinfer.runtime.fake import Delay, FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
 

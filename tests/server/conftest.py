@@ -20,12 +20,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from fake_engine import FakeEngine, StepGate
 from made_models import make_llama
 from other_processes import wait_until
 
 from edgeinfer.host import Host, LoadProgress
-from edgeinfer.runtime import fake
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.endpoint import Endpoint
@@ -69,7 +68,7 @@ class Served:
         """Open the stream of an answer, to be read piece by piece."""
         return self.client.stream("POST", CHAT, json={"messages": HI, "stream": True} | body)
 
-    def begin(self, gate: fake.StepGate, **body: Any) -> Future[httpx2.Response]:
+    def begin(self, gate: StepGate, **body: Any) -> Future[httpx2.Response]:
         """Ask in a thread; return once the scripted answer waits at `gate`."""
         asking = self.pool.submit(self.chat, **body)
         assert gate.reached.wait(20)

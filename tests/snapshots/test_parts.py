@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+from fake_engine import FakeEngine
 from other_processes import run_python
 
 from edgeinfer.cli.main import main
@@ -29,7 +30,6 @@ from edgeinfer.launcher import selection
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import locked
 from edgeinfer.platform.page_cache import is_cold
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.llama.mappings import Area, areas
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots import criu, fingerprint, format, registry

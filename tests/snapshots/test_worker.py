@@ -7,11 +7,11 @@ import socket
 import threading
 
 import pytest
+from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadError, QueueFullError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine

@@ -7,6 +7,7 @@ import itertools
 import time
 
 import msgspec
+from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.launch import Launch
@@ -15,7 +16,6 @@ from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, Start
 from edgeinfer.models.fits import FirstRunChoice
 from edgeinfer.runtime.events import Finished, Timings, Usage
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.tui.app import ChatApp
 

@@ -8,12 +8,12 @@ import threading
 from typing import Any, NamedTuple
 
 import msgspec
+from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from fixed_chat import EMPTY_SHELF, MODEL, SHELF, Driven, FixedHost, end, words
 
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError
 from edgeinfer.runtime.events import ReasoningDelta
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 
 ANSWER = """Quicksort picks a *pivot* and sorts what is **smaller** and what is larger:
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_app, wait_until, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
@@ -24,7 +25,6 @@ from edgeinfer.errors import (
     OutOfMemoryError,
 )
 from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen

@@ -3,13 +3,13 @@
 import threading
 
 import pytest
+from fake_engine import FakeEngine
 from fixed_chat import MODEL, SHELF, FixedHost
 
 from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.models.progress import PullProgress, progress_text
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.dialogs import ChoiceScreen, HelpScreen, help_content

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from other_processes import wait_until
 
 from edgeinfer.config.config_file import load_config, replica_range
 from edgeinfer.errors import ConfigError, EngineClosedError, ModelLoadError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fake_engine import FakeEngine
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.chat_format.reasoning import THINK, ReasoningParser
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget

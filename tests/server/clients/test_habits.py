@@ -6,9 +6,9 @@ import math
 
 import msgspec
 import pytest
+from fake_engine import FakeEngine
 
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.app import match_route
 from edgeinfer.server.model_pool import LoadedEngine
 

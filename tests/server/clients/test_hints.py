@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from fake_engine import FakeEngine
 from least_requests import HI, STREAMING
 
 from edgeinfer.runtime.events import ToolCallDelta
-from edgeinfer.runtime.fake import FakeEngine
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 from made_models import make_llama
 
 from edgeinfer.agents import endpoint
@@ -20,7 +21,6 @@ from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.agents.table import AGENTS, AgentTarget, agent_of
 from edgeinfer.cli.main import main
 from edgeinfer.errors import ServeError
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 
 #: Writes down what it was given, asks the endpoint that aider would ask, and ends with 7.
 AGENT = """#!{python}

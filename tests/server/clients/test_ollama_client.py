@@ -74,7 +74,7 @@ def test_format_is_followed(client):
 
 
 def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
-    from edgeinfer.runtime.fake import FakeEngine
+    from fake_engine import FakeEngine
 
     here = serve(FakeEngine(), keys=["test-key-0123456789abcdef"])
     with ollama.Client(here.url) as client, pytest.raises(ollama.ResponseError) as refused:

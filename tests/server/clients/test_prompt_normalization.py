@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import FakeEngine
 
 from edgeinfer.agents.prompt_normalization import NAMES, PromptNormalizer, Reminders, normalize
 from edgeinfer.config.config_file import ServeConfig
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.requests import Message
 
 TOOL = {"name": "read", "description": "Read a file.", "input_schema": {"type": "object"}}

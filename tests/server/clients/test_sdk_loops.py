@@ -6,9 +6,9 @@ import anthropic
 import openai
 import pydantic
 import pytest
+from fake_engine import FakeEngine
 
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
-from edgeinfer.runtime.fake import FakeEngine
 
 HI = [{"role": "user", "content": "hi"}]
 

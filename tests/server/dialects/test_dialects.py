@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from fake_engine import FakeEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.app import DIALECTS, OPERATIONS, match_route
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.openapi import document

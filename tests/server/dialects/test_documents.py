@@ -4,9 +4,9 @@ import base64
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 from made_documents import make_docx, make_pdf
 
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.pictures import PICTURE_MARK
 
 pytest.importorskip("pypdfium2")

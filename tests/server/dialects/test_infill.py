@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import FakeEngine
 from made_models import FIM, make_llama
-
-from edgeinfer.runtime.fake import FakeEngine
 
 #: What llama.vscode 0.0.3x sends, field by field, from its source.
 VSCODE = {

@@ -6,10 +6,10 @@ import json
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Infill, JsonSchema
 from edgeinfer.server.model_pool import LoadedEngine
 from edgeinfer.server.request_fields import keep_alive_s

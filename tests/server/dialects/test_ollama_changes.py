@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 from fake_hub import Fault, FaultServer
 from found_stores import OllamaStore
 from made_models import FIM, make_llama
@@ -17,7 +18,6 @@ from edgeinfer.host import Host
 from edgeinfer.models import pull, store
 from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.server.model_pool import LoadedEngine
 

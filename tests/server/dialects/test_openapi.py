@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from fake_engine import FakeEngine
 
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.app import DIALECTS, OPERATIONS
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.model_pool import LoadedEngine

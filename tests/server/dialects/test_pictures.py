@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.pictures import PICTURE_MARK as HERE
 
 Image = pytest.importorskip("PIL.Image")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
 from least_requests import HI, STREAMING
 
 from edgeinfer.errors import DecodeError
@@ -19,7 +20,6 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.runtime.requests import Sampling
 
 CHAT = "/v1/chat/completions"

@@ -7,8 +7,8 @@ import threading
 
 import openai
 import pytest
+from fake_engine import FakeEngine, StepGate
 
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server.limits import Limits
 
 URL = "/v1/responses"

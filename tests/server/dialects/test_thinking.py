@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import FakeEngine
 from least_requests import STREAMING
 
 from edgeinfer.runtime.events import ReasoningDelta
-from edgeinfer.runtime.fake import FakeEngine
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from fake_engine import FakeEngine, StepGate
 from least_requests import STREAMING
 
 from edgeinfer.errors import ContextLengthError, from_fields, to_fields
 from edgeinfer.runtime.events import Progress
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server.anthropic.render import MessageRenderer
 from edgeinfer.server.limits import Limits
 

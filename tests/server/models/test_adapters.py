@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import FakeEngine
 from made_models import make_adapter, make_llama
 
 from edgeinfer.platform import paths
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.model_pool import LoadedEngine
 
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}

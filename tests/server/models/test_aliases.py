@@ -5,9 +5,9 @@ from __future__ import annotations
 from urllib.parse import quote
 
 import pytest
+from fake_engine import FakeEngine
 from least_requests import GENERATING
 
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.model_pool import LoadedEngine
 
 SLASHED = "ollama/someone/tiny:1b"

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 
 from edgeinfer.cli.batching import batch
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.server import batches
 
@@ -232,7 +232,7 @@ sys.path.insert(0, sys.argv.pop(1))
 import test_batch as t
 from edgeinfer.cli import batching
 from edgeinfer.errors import DecodeError
-from edgeinfer.runtime.fake import Delay, FakeEngine
+from fake_engine import Delay, FakeEngine
 def script(request):
     number = int(request.messages[-1].content)
     return [Delay(0.01 if number < 45 else rest_s), "fine" if number % 3 else DecodeError("broken")]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from fake_engine import FakeEngine
 from least_requests import GENERATING
 from made_decoders import make_reader
 from made_models import make_llama
@@ -19,7 +20,6 @@ from other_processes import engines_below, free_port
 from edgeinfer.models import pull
 from edgeinfer.platform.paths import config_dir
 from edgeinfer.runtime.events import Finished, Timings, Usage
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.runtime.prefix_cache import lookup, writer
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation

@@ -8,10 +8,10 @@ import threading
 
 import msgspec
 import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from least_requests import READING
 
 from edgeinfer.errors import EngineClosedError, ModelLoadError
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine, StepGate
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.model_pool import LoadedEngine

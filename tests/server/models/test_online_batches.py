@@ -8,8 +8,8 @@ import time
 
 import openai
 import pytest
+from fake_engine import FakeEngine, StepGate
 
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server import batches
 from edgeinfer.server.batches import Batches
 

@@ -9,9 +9,9 @@ import json
 import socket
 
 import pytest
+from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.server.connection import Connection
 

@@ -10,10 +10,10 @@ import re
 from pathlib import Path
 
 import msgspec
+from fake_engine import DEFAULT_INFO, FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgeinfer.runtime.events import Finished, Timings, Usage
-from edgeinfer.runtime.fake import DEFAULT_INFO, FakeEngine
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import MAX_KEYS, Metrics

@@ -11,8 +11,8 @@ import socket
 import struct
 
 import pytest
+from fake_engine import FakeEngine, StepGate
 
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server.limits import Limits
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()

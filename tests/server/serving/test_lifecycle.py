@@ -8,10 +8,10 @@ import time
 
 import httpx2
 import pytest
+from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.cli.main import main
 from edgeinfer.platform.process import activated_descriptors
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits

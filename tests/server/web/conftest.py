@@ -7,10 +7,10 @@ import json
 import browser as chromium_module
 import httpx2
 import pytest
+from fake_engine import FakeEngine
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.web.access import Access, make_code
 from edgeinfer.server.web.conversations import Conversations

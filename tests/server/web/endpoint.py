@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from edgeinfer.host import Host
-from edgeinfer.runtime.fake import Delay, FakeEngine
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
@@ -25,6 +24,9 @@ from edgeinfer.server.web.routes import Web
 
 
 async def main(port_file: str, port: str, text: str) -> None:
+    sys.path.append(str(Path(__file__).parents[2] / "made"))
+    from fake_engine import Delay, FakeEngine
+
     (listener,) = sockets.bind("127.0.0.1", int(port))
     script = [item for word in text.split(" ") for item in (word + " ", Delay(0.02))]
     sources = ModelSources(

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 
 from edgeinfer.errors import ServeError
-from edgeinfer.runtime.fake import FakeEngine
 from edgeinfer.server.app import OPERATIONS, match_route
 from edgeinfer.server.web import access, routes
 from edgeinfer.server.web.access import make_code

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_engine import Delay, FakeEngine, StepGate
 from other_processes import wait_until
 
-from edgeinfer.runtime.fake import Delay, FakeEngine, StepGate
 from tests.conftest import BUILD_CACHE
 
 from .conftest import with_page

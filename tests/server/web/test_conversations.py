@@ -7,10 +7,10 @@ import json
 import re
 
 import pytest
+from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.events import ReasoningDelta
-from edgeinfer.runtime.fake import FakeEngine, StepGate
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
