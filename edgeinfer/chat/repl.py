@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from edgeinfer.chat import attachments, commands, context, model_choices
@@ -76,7 +76,7 @@ class Repl:
                 self._take(line)
         finally:
             self._read_ahead.stop()
-            if self.session.answer is not None and self.session.busy:
+            if self.session.answer is not None and self.session.answers:
                 self.session.answer.abandon()
             if self.session.tools is not None:
                 self.session.tools.close()
@@ -133,6 +133,7 @@ class Repl:
     def _take(self, line: str) -> None:
         self._read_ahead.stop()
         try:
+            self._look()
             if commands.is_command(line.strip()):
                 self.commander.run(line.strip())
             elif line.strip():
@@ -144,6 +145,17 @@ class Repl:
             )
         except EdgeInferError as error:
             self._trouble(error)
+
+    def _look(self) -> None:
+        """Show the turns that another process has added."""
+        known = {turn.id for turn in self.session.path}
+        if self.session.refresh():
+            self.show_text("The conversation was changed elsewhere.")
+            self._show_turns([turn for turn in self.session.path if turn.id not in known])
+
+    def _show_turns(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            self.show_text(f"{'You' if turn.role == 'user' else 'Answer'}: {turn.content}")
 
     def _ask(self, text: str) -> None:
         named = map(attachments.read, attachments.mentioned(text))
@@ -185,8 +197,7 @@ class Repl:
         self._editing = None
         title = self.session.conversation.title
         self.show_text(f"Conversation: {title}" if title else "A new conversation.")
-        for turn in self.session.path:
-            self.show_text(f"{'You' if turn.role == 'user' else 'Answer'}: {turn.content}")
+        self._show_turns(self.session.path)
         if self.session.retries_after_cut:
             self.show_answer(self.session.regenerate())
 

@@ -20,7 +20,7 @@ from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import with_attachments
 from edgeinfer.chat.history.lease import Lease
-from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.chat.history.store import ConversationStore, written_elsewhere
 from edgeinfer.chat.history.values import (
     CUT,
     Attachment,
@@ -60,6 +60,8 @@ class ChatSession:
         self.tools: ChatTools | None = None
         self.conversation = Conversation(model=model)
         self._turns: dict[int, Turn] = {}
+        self._seen: object = None
+        self._journal_id = 0
 
     @cached_property
     def store(self) -> ConversationStore:
@@ -88,16 +90,30 @@ class ChatSession:
         return failed and any(t.cut_summary is not None for t in self.path)
 
     @property
-    def busy(self) -> bool:
-        """Return True while an answer is generated, or its calls run."""
+    def answers(self) -> bool:
+        """Return True while this session generates an answer, or runs its calls."""
         if self.tools is not None and self.tools.running is not None:
             return True
         return self.answer is not None and self.answer.done is None
 
+    @property
+    def followed(self) -> Turn | None:
+        """Return the answer that another process writes, as of the last `refresh`."""
+        head = self.head
+        is_streaming = head is not None and head.status == "streaming"
+        return head if is_streaming and not self.answers else None
+
+    @property
+    def busy(self) -> bool:
+        """Return True while an answer to this conversation is written, by any process."""
+        return self.answers or self.followed is not None
+
     def refuse_busy(self) -> None:
-        """Raise UsageError while an answer is generated."""
-        if self.busy:
+        """Raise UsageError while an answer is written."""
+        if self.answers:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
+        if self.followed is not None:
+            raise written_elsewhere()
 
     def all_turns(self) -> list[Turn]:
         """Return every turn of every branch, by id, for a JSON export."""
@@ -125,6 +141,46 @@ class ChatSession:
         turns = self.store.turns(conversation_id)
         self._leave()
         self.conversation, self._turns = conversation, turns
+
+    def refresh(self) -> bool:
+        """Read the conversation again if another process changed it; return whether one did.
+
+        A look at an unchanged one takes 0.05 ms. A deleted conversation is left for a new one. Raises
+        StoreError.
+        """
+        own = self.conversation
+        if not own.id or self.answers:
+            return False
+        seen = own.id, self.store.glance(own.id)
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        if seen[1] is None:
+            self.new()
+            return True
+        with self.store.reading():
+            found, turns = self.store.conversation(own.id), self.store.turns(own.id)
+            rows = self.store.pieces(found.head_id or 0, 0)
+        found = msgspec.structs.replace(found, draft=own.draft, updated_ms=own.updated_ms)
+        is_new = (found, turns) != (own, self._turns)
+        self.conversation, self._turns = found, turns
+        self._journal_id = rows[-1][0] if rows else 0
+        return is_new
+
+    def follow(self) -> Collected:
+        """Return what another process has added to its answer since the last call. Raises StoreError.
+
+        It stands in its turn already.
+        """
+        turn = self.followed
+        rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
+        new = Collected("".join(row[1] for row in rows), "".join(row[2] for row in rows))
+        if turn is not None and rows:
+            self._journal_id = rows[-1][0]
+            self._turns[turn.id] = msgspec.structs.replace(
+                turn, content=turn.content + new.text, reasoning=turn.reasoning + new.reasoning
+            )
+        return new
 
     def open_last(self) -> bool:
         """Open the conversation used last; return False if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -11,6 +12,7 @@ import msgspec
 from textual.message import Message
 
 from edgeinfer.chat import context
+from edgeinfer.chat.history.store import written_elsewhere
 from edgeinfer.chat.history.values import Turn
 from edgeinfer.chat.session import Answer
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
@@ -125,6 +127,24 @@ class Answering:
             message = f"the context of {turn.stats.n_ctx:,} tokens is full"
             self.want_room(ContextLengthError(message, param="messages"))
 
+    # what other processes write
+
+    def look(self) -> None:
+        """Show what another process has changed, and its answer as it streams."""
+        before = self._session.followed
+        with contextlib.suppress(StoreError):  # the next look may succeed
+            if self._session.refresh():
+                self._show_changed(before)
+            elif (new := self._session.follow()).text or new.reasoning:
+                self._view.grow(before, new)
+
+    def _show_changed(self, before: Turn | None) -> None:
+        self._view.show_session(stays=True)
+        if not self._session.conversation.id:
+            self._view.add_remark(Remark("The conversation was deleted elsewhere."))
+        if before is not None and self._session.followed is None:
+            self._view.transcript.post_message(self.Ended(self._session.head or before))
+
     # calls of tools
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
@@ -234,5 +254,8 @@ class Answering:
             return True
         if self._view.summarising is not None:
             self._view.summarising.cancel()
+            return True
+        if self._session.followed is not None:
+            self._view.show_error(written_elsewhere())
             return True
         return self._session.tools is not None and self._session.tools.stop()

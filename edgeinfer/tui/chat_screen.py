@@ -85,6 +85,7 @@ class ChatScreen(Screen[None]):
         self.loader.start(self.view.model)
         self.refresh_status()
         self.set_interval(0.25, self._tick)
+        self.set_interval(0.1, self.answering.look)
         self.set_timer(2.0, self._clean_up)
         if self.launch.with_tools:
             self.run_command("/tools on")
@@ -156,6 +157,7 @@ class ChatScreen(Screen[None]):
     @on(Composer.Sent)
     def _sent(self, message: Composer.Sent) -> None:
         self.completions.offer([])
+        self.answering.look()
         line = message.text.strip()
         if not is_command(line) and self.answering.take_decision(line):
             self.composer.clear()
@@ -381,7 +383,7 @@ class ChatScreen(Screen[None]):
     def leave(self) -> None:
         """Store the draft and the partial answer before the app ends."""
         self.read_ahead.stop()
-        if self.session.answer is not None and self.session.busy:
+        if self.session.answer is not None and self.session.answers:
             self.session.answer.flush()
             self.session.answer.abandon()
         if self.session.tools is not None:

@@ -23,6 +23,7 @@ from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Progress
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.tools.uses import ToolUse
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
@@ -203,12 +204,18 @@ class View:
         self.transcript.show([Welcome(self.model)])
         self.refresh_status()
 
-    def show_session(self) -> None:
+    def show_session(self, *, stays: bool = False) -> None:
+        """Show the branch and its end; the place that is read, if it `stays`."""
+        transcript = self.transcript
+        place = None if not stays or transcript.following else transcript.scroll_y
         entries = [self.entry(turn) for turn in self.session.path]
         if not entries:
             self.show_welcome()
             return
-        self.transcript.show(entries)
+        transcript.show(entries)
+        if place is not None:
+            transcript.following = False
+            transcript.scroll_to(y=place, animate=False, force=True)
         self.refresh_status()
 
     def entry(self, turn: Turn) -> Entry:
@@ -217,7 +224,14 @@ class View:
             return Question(turn, page)
         if self.streaming is not None and self.streaming.answer.turn.id == turn.id:
             return self.streaming.entry
-        return AnswerEntry(turn, page)
+        return AnswerEntry(turn, page, streaming=turn.status == "streaming")
+
+    def grow(self, turn: Turn | None, new: Collected) -> None:
+        """Show what has been added to an answer that another process writes."""
+        for entry in self.transcript.entries:
+            if turn is not None and isinstance(entry, AnswerEntry) and entry.turn_id == turn.id:
+                entry.grow(new.text, new.reasoning)
+                self.transcript.redrawn(entry)
 
     def note_prompt(self, answer: Answer) -> None:
         """Report the cached tokens of its prompt to `edgeinfer ps`."""
@@ -268,6 +282,8 @@ class View:
             rate = self.streaming.tokens_per_s
             text = f"writing {rate:.0f} tok/s" if rate else "writing"
             return [Part(text, 10, "$accent")], "Esc stops"
+        if self.session.followed is not None:
+            return [Part("another program is writing", 10, "$accent")], "F1 help"
         if self.summarising is not None:
             return [Part("summarising…", 10, "$accent")], "Esc stops"
         if self.calling:

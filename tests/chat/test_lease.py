@@ -63,6 +63,7 @@ def test_a_second_writer_is_refused_until_the_answer_ends(open_store):
 
     gate.opened.set()
     drain(answer)
+    assert other.refresh()
     drain(other.regenerate())
     other.open(session.conversation.id)
     assert [turn.status for turn in other.all_turns()] == ["complete"] * 3

@@ -1,5 +1,6 @@
 """The plain chat on two text streams: the same commands, no escape sequence ever."""
 
+import functools
 import io
 import os
 import signal
@@ -14,8 +15,10 @@ from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from tools_here import command, tools_config
 
+from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import Config, ToolsConfig, ToolServerConfig, load_config
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.models.progress import PullProgress
@@ -154,6 +157,28 @@ def test_continue_opens_the_last_conversation(tmp_path):
     out, repl = talk(tmp_path, "second", continue_last=True)
     assert "You: first question" in out
     assert len(repl.session.path) == 4
+
+
+def test_turns_of_another_program_are_shown_and_continued(tmp_path):
+    def lines():
+        yield "hello\n"
+        store = ConversationStore.open(tmp_path / "conversations.db")
+        other = ChatSession(lambda: store, engine=FakeEngine([["Said there."]]))
+        other.open_last()
+        other.ask("From the page.")
+        answer = other.begin_answer()
+        for event in answer.generation:
+            answer.add(event)
+        store.close()
+        yield "again\n"
+
+    launch = make_launch(tmp_path, FixedHost(FakeEngine([["One."], ["Two."]])))
+    out, source = Tty(), Tty()
+    source.readline = functools.partial(next, lines(), "")  # type: ignore[method-assign]
+    Repl(launch, source, out).run()
+    assert (
+        "changed elsewhere.\nYou: From the page.\nAnswer: Said there.\nAnswer: Two." in out.getvalue()
+    )
 
 
 def test_files_are_attached(tmp_path):

@@ -1,5 +1,6 @@
 """The chat screen with a scripted engine: asking, stopping, branches, commands, files, trouble."""
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tools_here import tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, Config, load_config
 from edgeinfer.errors import (
     ContextLengthError,
@@ -559,6 +561,73 @@ async def test_queued_message_comes_back_after_a_failure(drive):
         gate.opened.set()
         await d.until(lambda: d.idle() and d.chat.composer.text == "second")
         assert len(d.turns()) == 2
+
+
+@pytest.fixture
+def page(tmp_path):
+    """`page(d, engine)`: another program with the chat's conversation open."""
+    with contextlib.ExitStack() as stores:
+
+        def opened(d, engine=None):
+            store = ConversationStore.open(tmp_path / "conversations.db")
+            session = ChatSession(lambda: store, engine=engine or FakeEngine())
+            stores.callback(store.close)
+            session.open(d.session.conversation.id)
+            return session
+
+        yield opened
+
+
+async def test_answer_of_another_program_is_followed_while_it_streams(drive, page):
+    engine, gate = gated("**One** ", ReasoningDelta("hm"))
+    async with drive(FakeEngine([["Ready."], ["Mine."]])) as d:
+        await d.ask("hello")
+        d.chat.run_command("/stats")
+        other = page(d, engine)
+        other.ask("count")
+        await d.until(lambda: "count" in d.shown())
+        assert d.chat.streaming is None
+        answer = other.begin_answer()
+        events = iter(answer.generation)
+        while "hm" not in answer.reasoning:
+            answer.add(next(events))
+            answer.flush()
+        await d.until(lambda: "One" in d.shown())
+        await d.until(lambda: "Thought" in d.shown())
+        assert "another program is writing" in [p.text for p in d.chat.status._parts]
+        d.chat.run_command("/regen")
+        assert "being written elsewhere" in d.shown()
+        await d.type("and then?", "enter")
+        assert "queued: and then?" in str(d.chat.query_one("#queued", Static).render())
+        await d.press("up", "escape")
+        assert "stop it there" in d.shown()
+        await d.press("enter")
+        gate.opened.set()
+        for event in events:
+            answer.add(event)
+            answer.flush()
+        await d.until(lambda: d.idle() and len(d.turns()) == 6)
+        assert d.turns()[2:] == ["count", "**One** done", "and then?", "Mine."]
+        messages = d.host.fake.requests[-1].messages
+        assert [m.content for m in messages[-3:]] == ["count", "**One** done", "and then?"]
+
+
+async def test_changes_of_another_program_are_shown_and_the_place_kept(drive, page):
+    async with drive(FakeEngine([["one\n\n" * 60], ["Yes."]])) as d:
+        await d.ask("long")
+        d.chat.run_command("/stats")
+        await d.press("pageup")
+        place = d.chat.transcript.scroll_y
+        await d.until(lambda: d.session._seen)
+        assert "tok/s" in d.shown()  # an answer of its own is no change
+        other = page(d)
+        other.set(title="Another title")
+        await d.until(lambda: d.session.conversation.title == "Another title")
+        assert abs(d.chat.transcript.scroll_y - place) < 3
+        other.store.delete(other.conversation.id)
+        await d.until(lambda: "deleted elsewhere" in d.shown())
+        await d.ask("anew")
+        assert d.turns() == ["anew", "Yes."]
 
 
 async def test_long_paste_is_attached_with_its_tokens(drive):

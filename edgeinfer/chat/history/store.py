@@ -281,10 +281,7 @@ class ConversationStore:
         except OSError as error:
             raise StoreError(f"{self._leases}: {error.strerror}", hint="check the directory") from error
         if found is None:
-            raise UsageError(
-                "an answer to this conversation is being written elsewhere",
-                hint="wait for its end, or stop it there",
-            )
+            raise written_elsewhere()
         return found
 
     def is_answering(self, conversation_id: int) -> bool:
@@ -481,6 +478,14 @@ class ConversationStore:
         columns = ", ".join(f"{name} = ?" for name in fields)
         values = [_column(name, value) for name, value in fields.items()]
         self.db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values, row_id))
+
+
+def written_elsewhere() -> UsageError:
+    """Return the refusal of a second writer."""
+    return UsageError(
+        "an answer to this conversation is being written elsewhere",
+        hint="wait for its end, or stop it there",
+    )
 
 
 def _column(name: str, value: object) -> object:

@@ -21,6 +21,7 @@ from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation import answer
 from edgeinfer.server.native import llama_routes, wire
 from edgeinfer.server.openai import translate as openai
@@ -300,7 +301,12 @@ def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
 @ROUTES.get("/health", reply=wire.Health, also={"503": wire.Health})
 async def health(context: RequestContext) -> Response:
     """Report whether the default model is ready; 503 while it loads, has failed, or drains."""
-    endpoint = context.endpoint
+    report = _health(context.endpoint)
+    is_ok = report.status == "ok"
+    return json_reply(report) if is_ok else json_reply(report, 503, {"retry-after": "1"})
+
+
+def _health(endpoint: Endpoint) -> wire.Health:
     models = endpoint.models
     state = models.state(models.default)
     endpoint.was_ready = endpoint.was_ready or state == "loaded"
@@ -313,10 +319,9 @@ async def health(context: RequestContext) -> Response:
     elif not endpoint.was_ready:
         error = models.last_error
         status = "error" if state == "cold" and error else "loading"
-    report = wire.Health(
+    return wire.Health(
         status=status, model=models.default, loading=models.loading(), error=error or msgspec.UNSET
     )
-    return json_reply(report) if status == "ok" else json_reply(report, 503, {"retry-after": "1"})
 
 
 @ROUTES.get("/metrics", reply_type="text/plain", is_admin=True)
@@ -344,6 +349,7 @@ def _replicas(engines: Sequence[tuple[str, Engine]]) -> dict[str, ReplicasInfo]:
     return {name: engine.replicas() for name, engine in engines if isinstance(engine, HasReplicas)}
 
 
+@ROUTES.get("/status")
 @ROUTES.get("/props")
 async def props(context: RequestContext) -> wire.Props:
     """Describe the endpoint and its loaded models."""
@@ -356,6 +362,8 @@ async def props(context: RequestContext) -> wire.Props:
     )
     return wire.Props(
         version=__version__,
+        health=_health(endpoint),
+        requests=endpoint.in_flight,
         default_model=endpoint.models.default,
         models=[msgspec.structs.replace(one, replicas=replicas.get(one.id)) for one in models],
         how_started=endpoint.host.start.how,

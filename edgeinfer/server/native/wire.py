@@ -248,9 +248,14 @@ class LlamaDefaults(Reply, frozen=True, kw_only=True):
 
 
 class Props(Reply, frozen=True, kw_only=True):
-    """The endpoint and its models; the default model in the fields of llama.cpp's server."""
+    """The endpoint and its models; the default model in the fields of llama.cpp's server.
+
+    `requests` use a model now.
+    """
 
     version: str
+    health: Health
+    requests: int
     default_model: str
     models: list[LoadedReply]
     how_started: str

@@ -138,6 +138,10 @@ def test_browsers_get_the_page_and_other_clients_what_they_got_before(serve):
     assert page.headers["x-content-type-options"] == "nosniff"
     assert page.headers["referrer-policy"] == "no-referrer"
     assert here.client.get("/").text == "edgeinfer is running"
+    status = here.client.get("/status").json()
+    assert status["health"]["status"] == "ok"
+    assert status["requests"] == 0
+    assert status.keys() == here.client.get("/props").json().keys()
 
 
 def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
