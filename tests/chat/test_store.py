@@ -229,6 +229,19 @@ def test_two_processes_may_write(store, tmp_path, clock):
     other.close()
 
 
+def test_process_that_closes_the_store_leaves_the_log_of_another(store, tmp_path):
+    path = tmp_path / "c.db"
+    store.listing()
+    again = ConversationStore.open(path)
+    script = f"import sqlite3; db = sqlite3.connect({str(path)!r}); db.execute('PRAGMA user_version'); db.close()"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    again.close()
+    made = store.create(Conversation(title="kept"))
+    other = ConversationStore.open(path)
+    assert other.conversation(made.id).title == "kept"
+    other.close()
+
+
 def test_locked_store_says_so(store, tmp_path):
     holder = sqlite3.connect(tmp_path / "c.db", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")

@@ -176,7 +176,11 @@ class ConversationStore:
         file = path or store_path()
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            # never an existing one: closing any descriptor of a file ends SQLite's locks on it in this
+            # process, and another one that closes the store would then delete the log in use
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            pass
         except OSError as error:
             raise StoreError(
                 f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME"
