@@ -136,6 +136,9 @@ bench-typing: full  ## the chat: 300 words typed, read ahead and not
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_typing.py $(ARGS)
 
+bench-web: full    ## the page in Chromium: first paint, frames while an answer streams into 10,000 lines
+	$(BIN)/python benchmarks/bench_web.py $(ARGS)
+
 bench-replicas: full  ## what replicas of a model in one endpoint give and cost
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_replicas.py $(ARGS)
