@@ -210,7 +210,7 @@ class ToolServerConfig(_Section, frozen=True, kw_only=True):
 
 
 #: The built-in tools.
-BuiltinTool = Literal["read", "glob", "grep", "write", "edit"]
+BuiltinTool = Literal["read", "glob", "grep", "write", "edit", "shell", "python", "fetch"]
 
 
 class ToolsConfig(_Section, frozen=True, kw_only=True):
@@ -218,7 +218,13 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
 
     builtin: Annotated[
         tuple[BuiltinTool, ...],
-        key_doc('Built-in tools for the files below the current folder, e.g. `["read", "grep"]`.'),
+        key_doc('Built-in tools for the current folder and the web, e.g. `["read", "grep", "shell"]`.'),
+    ] = ()
+    fetch_hosts: Annotated[
+        tuple[str, ...],
+        key_doc(
+            'Hosts that the tool `fetch` may ask, e.g. `["*.python.org"]`; private ones by address too.'
+        ),
     ] = ()
     servers: Annotated[
         dict[str, ToolServerConfig],

@@ -14,8 +14,8 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import os
 import sys
 
-from edgeinfer.platform import process
-from edgeinfer.snapshots import criu, linux
+from edgeinfer.platform import linux, process
+from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.format import IMAGES, Manifest
 
 TYPE_CHECKING = False

@@ -26,6 +26,8 @@ _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
 _CLONE_THREAD = 0x00010000
+#: The bit of a call's number in the 32-bit interface of x86-64.
+_X32 = 0x40000000
 
 #: For each architecture its audit number; `clone` and `clone3`; the calls that compute, use memory and
 #: open descriptors, or end the process: read write close fstat lseek mmap mprotect munmap brk
@@ -43,6 +45,12 @@ _ARCHITECTURES = {
         "63 64 57 80 62 222 226 215 214 134 135 139 216 233 93 94 98 113 278 178 131 172 124 99 293",
     ),
 }
+#: memfd_create memfd_secret shmget add_key request_key keyctl userfaultfd bpf perf_event_open
+#: io_uring_setup.
+_HIDDEN = {
+    "x86_64": "319 447 29 248 249 250 323 321 298 425",
+    "aarch64": "279 447 194 217 218 219 282 280 241 425",
+}
 
 
 class _Program(ctypes.Structure):
@@ -56,9 +64,21 @@ def allow_computing_alone() -> None:
     on Linux, and on other processors than x86-64 and arm64, nothing happens. Raises OSError.
     """
     known = _ARCHITECTURES.get(platform.machine())
-    if sys.platform != "linux" or known is None:
-        return
-    code = _filter(*known)
+    if sys.platform == "linux" and known is not None:
+        _install(_filter(*known))
+
+
+def refuse_hidden_memory() -> None:
+    """Refuse calls for memory that belongs to no process, for keys, and those that exploits begin with.
+
+    Other calls stay. Does nothing where `allow_computing_alone` does nothing. Raises OSError.
+    """
+    machine = platform.machine()
+    if sys.platform == "linux" and machine in _ARCHITECTURES:
+        _install(_refusing(_ARCHITECTURES[machine][0], _HIDDEN[machine]))
+
+
+def _install(code: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
@@ -76,12 +96,7 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
     by `clone`, which may make threads and no processes.
     """
     clone, clone3 = clones
-    steps = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_IF_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER),
-    ]
+    steps = _of_architecture(architecture)
     for call in map(int, calls.split()):
         steps += [(_IF_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
     steps += [
@@ -93,4 +108,25 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
+    return _assembled(steps)
+
+
+def _refusing(architecture: int, calls: str) -> bytes:
+    steps = _of_architecture(architecture)
+    steps += [(_IF_BITS, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    for call in map(int, calls.split()):
+        steps += [(_IF_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    return _assembled([*steps, (_RETURN, 0, 0, _ALLOW)])
+
+
+def _of_architecture(architecture: int) -> list[tuple[int, int, int, int]]:
+    return [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_IF_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+
+
+def _assembled(steps: list[tuple[int, int, int, int]]) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

@@ -15,8 +15,7 @@ import os
 import sys
 
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
-from edgeinfer.platform import paths
-from edgeinfer.snapshots import linux
+from edgeinfer.platform import linux, paths
 from edgeinfer.snapshots.format import Manifest, refuse_unsafe
 
 TYPE_CHECKING = False

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.platform.disk import new_file
-from edgeinfer.tools.mcp_client import CallResult, StoppedError, ToolInfo
+from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
+from edgeinfer.tools.mcp_client import StoppedError
 from edgeinfer.tools.uses import Stop
 
 #: Bytes of a file that is read, searched or edited; larger ones are named in the answer.
@@ -24,87 +25,50 @@ _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
 #: Seconds of a search, and the files that one grep is given.
 _GREP_S, _GREP_FILES = 10, 500
-_TEXT = {"type": "string"}
 _WHOLE = {"type": "integer", "minimum": 1}
-
-
-def _info(name: str, description: str, needed: dict[str, Any], optional: dict[str, Any]) -> ToolInfo:
-    schema = {
-        "type": "object",
-        "properties": {**needed, **optional},
-        "required": list(needed),
-        "additionalProperties": False,
-    }
-    reads = name in ("read", "glob", "grep")
-    return ToolInfo(name=name, description=description, parameters=schema, read_only=reads)
-
-
 TOOLS = {
     info.name: info
     for info in (
-        _info(
+        tool_info(
             "read",
             "Read a text file of the folder. Lines are numbered from 1.",
-            {"path": _TEXT},
+            {"path": TEXT},
             {"first_line": _WHOLE, "lines": _WHOLE},
+            read_only=True,
         ),
-        _info(
-            "glob", "List files whose path matches a pattern such as **/*.py.", {"pattern": _TEXT}, {}
+        tool_info(
+            "glob",
+            "List files whose path matches a pattern such as **/*.py.",
+            {"pattern": TEXT},
+            read_only=True,
         ),
-        _info(
+        tool_info(
             "grep",
             "Search the folder's text files for an extended regular expression; glob limits the files.",
-            {"pattern": _TEXT},
-            {"glob": _TEXT},
+            {"pattern": TEXT},
+            {"glob": TEXT},
+            read_only=True,
         ),
-        _info("write", "Write a whole file.", {"path": _TEXT, "content": _TEXT}, {}),
-        _info(
+        tool_info("write", "Write a whole file.", {"path": TEXT, "content": TEXT}),
+        tool_info(
             "edit",
             "Replace a text that stands in a file exactly once.",
-            {"path": _TEXT, "old": _TEXT, "new": _TEXT},
-            {},
+            {"path": TEXT, "old": TEXT, "new": TEXT},
         ),
     )
 }
 
 
-class RefusedError(Exception):
-    """A call that cannot be made, in words for the model."""
-
-
-class BuiltinFiles:
+class BuiltinFiles(Builtin):
     """The enabled tools over `folder`. Links that lead out of it are not followed. Any thread."""
 
+    server = "files"
+
     def __init__(self, folder: Path, enabled: Sequence[str]) -> None:
+        super().__init__(TOOLS[name] for name in TOOLS if name in enabled)
         self._folder = folder.resolve()
-        self._enabled = [TOOLS[name] for name in TOOLS if name in enabled]
-
-    def tools(self) -> list[ToolInfo]:
-        return self._enabled
-
-    def call(
-        self,
-        name: str,
-        arguments: dict[str, Any],
-        stop: Stop | None = None,
-        on_progress: Callable[[str], object] | None = None,
-    ) -> CallResult:
-        """Run a tool. Raises StoppedError."""
-        try:
-            return CallResult(getattr(self, f"_{name}")(stop or Stop(), **arguments))
-        except RefusedError as error:
-            return CallResult(str(error), is_error=True)
-        except TypeError:
-            return CallResult("wrong arguments", is_error=True)
-        except (OSError, UnicodeError, ValueError) as error:
-            words = error.strerror if isinstance(error, OSError) else str(error)
-            return CallResult(words or type(error).__name__, is_error=True)
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the change that a call would make, as a diff; "" for a tool that only reads."""
         if name not in ("write", "edit"):
             return ""
         try:

@@ -18,7 +18,7 @@ from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
 from edgeinfer.runtime.requests import Tool, ToolChoice
 from edgeinfer.tools.approval import Approvals, Decision, Level, argument_text, pattern_for
 from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
-from edgeinfer.tools.toolbox import BUILTIN, BoundTool, Toolbox
+from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
@@ -254,14 +254,13 @@ class ChatTools:
         return bound, arguments
 
     def _level(self, bound: BoundTool, arguments: dict[str, Any], conversation: int) -> Level:
-        is_ours = bound.server == BUILTIN and self.toolbox.builtin is not None
         return self._approvals.level(
             bound.server,
             bound.info.name,
             arguments,
             conversation=conversation,
             destructive=bound.info.destructive,
-            harmless=is_ours and bound.info.read_only,
+            harmless=bound.server in self.toolbox.builtin and bound.info.read_only,
         )
 
     def _asked(
@@ -269,7 +268,7 @@ class ChatTools:
     ) -> str | None:
         """Ask the user; return why the call is refused, None if it is allowed."""
         server, tool = bound.server, bound.info.name
-        preview = self.toolbox.builtin.preview if server == BUILTIN and self.toolbox.builtin else None
+        builtin = self.toolbox.builtin.get(server)
         warnings = [
             "its server has added or changed this tool since you first saw it" if bound.is_new else "",
             "its server says that it may destroy things" if bound.info.destructive else "",
@@ -279,7 +278,7 @@ class ChatTools:
             tool=tool,
             arguments=arguments,
             pattern=pattern_for(server, tool, arguments),
-            diff=preview(tool, arguments) if preview else "",
+            diff=builtin.preview(tool, arguments) if builtin else "",
             warning="; ".join(filter(None, warnings)),
         )
         decision = front.decide(card)

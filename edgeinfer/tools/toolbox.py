@@ -20,13 +20,14 @@ from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import Tool
+from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
 from edgeinfer.tools.mcp_client import CallResult, McpClient, ToolInfo
 from edgeinfer.tools.mcp_servers import configured
+from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.uses import Stop, safe_text
+from edgeinfer.tools.web import Web
 
-#: The server of the built-in tools.
-BUILTIN = "files"
 #: Between server and tool in the name that the model sees.
 SEPARATOR = "__"
 #: Characters of a description that the model sees.
@@ -77,10 +78,18 @@ class Toolbox:
         self.config = config
         self.folder = folder
         self.notices: list[str] = []
-        self.builtin = BuiltinFiles(folder, config.builtin) if config.builtin else None
+        self.builtin: dict[str, Builtin] = {
+            made.server: made
+            for made in (
+                BuiltinFiles(folder, config.builtin),
+                Sandbox(folder, config.builtin, config.timeout_s),
+                Web(config.fetch_hosts, config.builtin),
+            )
+            if made.tools()
+        }
         self._specs = {spec.name: spec for spec in configured(config, folder)}
-        if self.builtin is not None and BUILTIN in self._specs:
-            raise ConfigError(f"{BUILTIN} is the built-in tools: give the server another name")
+        for name in self.builtin.keys() & self._specs.keys():
+            raise ConfigError(f"{name} is a built-in server: give yours another name")
         self._started: dict[str, McpClient] = {}
         self._lock = threading.RLock()
         self._known = _read_records()
@@ -99,8 +108,13 @@ class Toolbox:
     def prepare(self, *, refresh: bool = False) -> None:
         """Ask each server whose list is not known yet (or every one) for it.
 
-        A server that fails is left out, and `notices` says so.
+        A server that fails is left out, and `notices` says so; built-in tools that cannot run, too.
         """
+        for name, builtin in list(self.builtin.items()):
+            if why := builtin.unavailable():
+                del self.builtin[name]
+                tools = " and ".join(tool.name for tool in builtin.tools())
+                self.notices.append(f"{tools}: not offered: {why}")
         for name in self.servers():
             known = self._known.get(name)
             if refresh or known is None or known.digest != self._specs[name].digest:
@@ -112,9 +126,9 @@ class Toolbox:
     def bound(self) -> dict[str, BoundTool]:
         """Return the tools by the name that the model sees, in their order."""
         found: dict[str, BoundTool] = {}
-        if self.builtin is not None:
-            for info in self.builtin.tools():
-                found[_seen(BUILTIN, info)] = BoundTool(BUILTIN, info)
+        for name, builtin in self.builtin.items():
+            for info in builtin.tools():
+                found[_seen(name, info)] = BoundTool(name, info)
         for name in self.servers():
             known = self._known.get(name)
             for info in known.tools if known is not None else ():
@@ -136,8 +150,8 @@ class Toolbox:
     def start(self, name: str) -> Session:
         """Return the session of a server, started if need be. Raises ToolServerError."""
         with self._lock:
-            if name == BUILTIN and self.builtin is not None:
-                return self.builtin
+            if name in self.builtin:
+                return self.builtin[name]
             client = self._started.get(name)
             if client is not None and not client.lost:
                 if client.list_changed:

@@ -283,7 +283,7 @@ def test_a_criu_that_is_gone_at_launch_makes_it_cold(spoiled):
 
 WITHOUT_NAMESPACES = """
 import os, sys
-from edgeinfer.snapshots import linux
+from edgeinfer.platform import linux
 pid = linux.clone(linux.CLONE_NEWUSER)
 if pid == 0:
     linux.map_this_user({uid}, {gid})

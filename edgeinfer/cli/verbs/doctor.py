@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -189,6 +190,16 @@ def _snapshots() -> Finding:
     return Finding("ok", f"{found.tier}: {found.reason}")
 
 
+def _sandbox() -> Finding:
+    from edgeinfer.tools.sandbox import Sandbox  # for this check alone
+
+    if sys.platform != "linux":
+        return Finding("ok", "none: the tools shell and python need Linux")
+    if refused := Sandbox(Path(tempfile.gettempdir()), ("shell",), 10.0).refused():
+        return Finding("warn", f"the tools shell and python are not offered: {refused}")
+    return Finding("ok", "the tools shell and python can be enabled")
+
+
 def _directories() -> Finding:
     places = {
         "config": paths.config_dir(),
@@ -244,6 +255,7 @@ CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
     "llama.cpp": _llama,
     "gpu": _gpu,
     "snapshots": _snapshots,
+    "sandbox": _sandbox,
     "directories": _directories,
     "configuration": _configuration,
     "catalogue": _catalogue,

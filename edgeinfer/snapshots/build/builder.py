@@ -36,9 +36,9 @@ from edgeinfer.errors import (
     to_fields,
 )
 from edgeinfer.launcher import messages
-from edgeinfer.platform import process
+from edgeinfer.platform import linux, process
 from edgeinfer.platform.disk import free_bytes, sha256_of, sync, write_whole
-from edgeinfer.snapshots import criu, fingerprint, format, linux, registry
+from edgeinfer.snapshots import criu, fingerprint, format, registry
 from edgeinfer.snapshots.build.bake import Baked, bake
 from edgeinfer.snapshots.build.park import Parked, Stages
 from edgeinfer.snapshots.inputs import SnapshotInputs

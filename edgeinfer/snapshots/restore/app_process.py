@@ -23,9 +23,8 @@ import msgspec
 from edgeinfer.host import Start
 from edgeinfer.launcher import messages
 from edgeinfer.launcher.messages import LaunchRequest
-from edgeinfer.platform import process, tcp
+from edgeinfer.platform import linux, process, tcp
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots import linux
 from edgeinfer.snapshots.restore import reinitialize
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel

@@ -19,10 +19,10 @@ import msgspec
 from edgeinfer.errors import RestoreError
 from edgeinfer.launcher import messages, supervise
 from edgeinfer.launcher.messages import LaunchRequest
+from edgeinfer.platform.linux import getrandom
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.format import Manifest
-from edgeinfer.snapshots.linux import getrandom
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
 _SAMPLED_TOKENS = 12

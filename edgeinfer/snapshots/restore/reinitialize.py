@@ -20,8 +20,8 @@ import time
 
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.launcher.process_env import LIMITS
+from edgeinfer.platform import linux
 from edgeinfer.runtime.llama.mappings import Range
-from edgeinfer.snapshots import linux
 
 
 def droppable_ranges(smaps: str) -> list[Range]:

@@ -10,7 +10,15 @@ _SIGCHLD = 17
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
+#: Of cgroups, host name, System V IPC and network too.
+SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUSER | CLONE_NEWPID | 0x4E000000 | 0x02000000
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MOUNT_SETATTR = 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+MS_NOSUID, MS_NODEV = 2, 4
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
+_MS_BIND = 0x1000
+_MNT_DETACH = 2
 _PR_SET_NAME = 15
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT = 47
@@ -66,11 +74,31 @@ def map_this_user(uid: int, gid: int) -> None:
 
 def own_proc() -> None:
     """Mount a /proc for this pid namespace; later mounts outside are seen here, ours not outside."""
-    _checked(
-        _libc().mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None),
-        "mount --make-rslave /",
-    )
-    _checked(_libc().mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(0), None), "mount /proc")
+    mount("none", "/", "", _MS_REC | _MS_SLAVE)
+    mount("proc", "/proc", "proc", 0)
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """Call mount(2). Raises OSError."""
+    texts = [os.fsencode(text) for text in (source, target, kind, options)]
+    _checked(_libc().mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
+
+
+def bind(source: str, target: str, *, read_only: bool) -> None:
+    """Show `source`, with what is mounted below it, at `target` too. Raises OSError."""
+    mount(source, target, "", _MS_BIND | _MS_REC)
+    if read_only:
+        attributes = (ctypes.c_uint64 * 4)(1)  # MOUNT_ATTR_RDONLY
+        arguments = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, attributes, ctypes.c_size_t(32))
+        _checked(_libc().syscall(_MOUNT_SETATTR, *arguments), f"mount --bind -r {target}")
+
+
+def pivot_root(folder: str) -> None:
+    """Make a mounted folder the root, and lose the old one. Raises OSError."""
+    os.chdir(folder)
+    _checked(_libc().syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _checked(_libc().umount2(b".", _MNT_DETACH), "umount")
+    os.chdir("/")
 
 
 def become_init(flags: int, uid: int, gid: int) -> None:

@@ -1,0 +1,94 @@
+"""Built-in tools that run code in a sandbox over one folder: shell and python (`sandbox_process`)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.platform.process import child_command
+from edgeinfer.tools.builtin import TEXT, Builtin, tool_info
+from edgeinfer.tools.mcp_client import CallResult, StoppedError
+from edgeinfer.tools.uses import Stop
+
+#: Bytes of output that end a command.
+MAX_OUTPUT = 1 << 20
+_WHERE = "It runs in the folder, in a sandbox without a network, and sees nothing outside of it."
+TOOLS = {
+    "shell": tool_info("shell", f"Run a shell command. {_WHERE}", {"command": TEXT}),
+    "python": tool_info(
+        "python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}
+    ),
+}
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+_VARIABLES = {"PATH": _PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
+
+
+class Sandbox(Builtin):
+    """The enabled tools over `folder`; a command ends after `timeout_s`."""
+
+    server = "sandbox"
+
+    def __init__(self, folder: Path, enabled: Sequence[str], timeout_s: float) -> None:
+        super().__init__(TOOLS[name] for name in TOOLS if name in enabled)
+        self._folder = folder.resolve()
+        self._timeout_s = timeout_s
+        frozen = getattr(sys, "frozen", False)
+        self._interpreter = shutil.which("python3", path=_PATH) if frozen else sys.executable
+        self._readable = [] if frozen else sorted({sys.prefix, sys.base_prefix})
+
+    def unavailable(self) -> str:
+        if sys.platform != "linux":
+            return "it needs Linux"
+        if Path.home().is_relative_to(self._folder):
+            return f"{self._folder} holds your home folder: start in a project's"
+        if self._interpreter is None and "python" in (tool.name for tool in self._tools):
+            return "there is no python3 in /usr/bin"
+        return self.refused()
+
+    def refused(self) -> str:
+        """Return why this machine has no sandbox, or ""."""
+        found = self._run(Stop(), ["/bin/sh", "-c", ":"])
+        return found.text.partition("\n")[0] if found.is_error else ""
+
+    def _shell(self, stop: Stop, command: str) -> CallResult:
+        return self._run(stop, ["/bin/sh", "-c", command])
+
+    def _python(self, stop: Stop, code: str) -> CallResult:
+        return self._run(stop, [str(self._interpreter), "-c", code])
+
+    def _run(self, stop: Stop, command: list[str]) -> CallResult:
+        job = {
+            "command": command,
+            "folder": str(self._folder),
+            "readable": self._readable,
+            "timeout_s": self._timeout_s,
+        }
+        helper = child_command("edgeinfer.tools.sandbox_process", msgspec.json.encode(job).decode())
+        with subprocess.Popen(
+            helper,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",  # `-m` imports from there first
+            env=_VARIABLES,
+        ) as child:
+            stop.add(child.kill)
+            assert child.stdout is not None
+            out = child.stdout.read(MAX_OUTPUT)
+            if len(out) == MAX_OUTPUT:
+                child.kill()
+                out += b"\nended: it wrote more than 1 MiB"
+            child.wait()
+            stop.remove(child.kill)
+        if stop.is_set:
+            raise StoppedError("stopped")
+        text = out.decode("utf-8", "replace")
+        if child.returncode:
+            text += f"\n(exit status {child.returncode})"
+        return CallResult(text, is_error=child.returncode != 0)

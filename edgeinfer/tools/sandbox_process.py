@@ -1,0 +1,172 @@
+"""Run one command in a sandbox: `python -m` this, a `Job` in JSON.
+
+Three processes: this one waits; the first of the new namespaces watches what rlimits cannot bound, and
+all others die with it; the command, under Landlock and seccomp, sees a root of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from typing import NamedTuple
+
+from edgeinfer.platform import landlock, linux
+from edgeinfer.platform.process import die_with_parent
+from edgeinfer.platform.system_calls import refuse_hidden_memory
+
+#: Limits of one call: memory of all processes, and what the disk may lose meanwhile (bytes).
+MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
+_PROCESSES, _FILES = 256, 256
+_FILE_BYTES = 512 << 20
+_ROOT_OPTIONS = "size=256m,nr_inodes=16k,mode=755"
+_WATCH_S = 0.05
+_READABLE = """
+    /usr /bin /sbin /lib /lib32 /lib64 /etc/alternatives /etc/group /etc/ld.so.cache /etc/localtime
+    /etc/nsswitch.conf /etc/passwd /etc/ssl/certs /etc/ssl/openssl.cnf /sys/devices/system/cpu
+""".split()
+_DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
+_NEW_ROOT = "/sys"  # nobody's folder lies there
+_AT_LIMIT = 124
+
+
+class Job(NamedTuple):
+    """A command over `folder`, which it may change; `readable` are further folders that it needs."""
+
+    command: list[str]
+    folder: str
+    readable: list[str]
+    timeout_s: float
+
+
+def main(argv: list[str]) -> int:
+    """Run the job of argv; return its status, 124 at a limit, 125 if there is no sandbox."""
+    die_with_parent()
+    job = Job(**json.loads(argv[0]))
+    user, group = os.getuid(), os.getgid()
+    try:
+        init = linux.clone(linux.SANDBOX_NAMESPACES)
+    except OSError as error:
+        return _refused(f"namespaces: {error.strerror}")
+    if init:
+        return os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
+    status = 125
+    try:
+        die_with_parent()
+        status = _run(job, user, group)
+    except OSError as error:
+        _refused(str(error))
+    finally:
+        os._exit(status)
+
+
+def _refused(why: str) -> int:
+    print(f"no sandbox: {why}", flush=True)  # noqa: T201  it is the answer
+    return 125
+
+
+def _run(job: Job, user: int, group: int) -> int:
+    linux.map_this_user(user, group)
+    _write("/proc/sys/user/max_user_namespaces", "0")
+    _write("/proc/self/oom_score_adj", "1000")
+    linux.own_proc()
+    with contextlib.suppress(OSError):  # Linux 6.14; RLIMIT_NPROC does not hold for root
+        _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
+    _change_root(job)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    child = os.fork()
+    if child == 0:
+        try:
+            _confine(job)
+            os.execve(job.command[0], job.command, os.environ)
+        except OSError as error:
+            _refused(str(error))
+        finally:
+            os._exit(125)
+    return _watched(job, child)
+
+
+def _change_root(job: Job) -> None:
+    """Move to a root with programs and the folder alone: no socket of another program is there."""
+    linux.mount("tmpfs", _NEW_ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _ROOT_OPTIONS)
+    for path in [*_READABLE, *_DEVICES, *job.readable, "/proc", job.folder]:
+        target = _NEW_ROOT + path
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), target)
+        elif os.path.exists(path):
+            os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
+            if not os.path.isdir(path):
+                os.close(os.open(target, os.O_CREAT))
+            linux.bind(path, target, read_only=path != job.folder)
+    os.makedirs(f"{_NEW_ROOT}/tmp", exist_ok=True)  # noqa: S108
+    os.symlink("/tmp", f"{_NEW_ROOT}/dev/shm")  # noqa: S108
+    os.symlink("/proc/self/fd", f"{_NEW_ROOT}/dev/fd")
+    linux.pivot_root(_NEW_ROOT)
+
+
+def _confine(job: Job) -> None:
+    os.chdir(job.folder)
+    for limited, most in (
+        (resource.RLIMIT_CPU, int(job.timeout_s) + 1),
+        (resource.RLIMIT_AS, 4 * MEMORY_BYTES),
+        (resource.RLIMIT_NPROC, _PROCESSES),
+        (resource.RLIMIT_NOFILE, _FILES),
+        (resource.RLIMIT_FSIZE, _FILE_BYTES),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(limited)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limited, (most, most))
+    linux.drop_privileges()
+    landlock.confine([job.folder, "/tmp", *_DEVICES[:3]])  # noqa: S108
+    refuse_hidden_memory()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _watched(job: Job, child: int) -> int:
+    """Wait for the command; return its status, or 124 with the limit that it broke."""
+    end_s, free = time.monotonic() + job.timeout_s, _free(job.folder)
+    while True:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                return os.waitstatus_to_exitcode(ended[1]) & 255
+        why = ""
+        if time.monotonic() > end_s:
+            why = f"it took more than {job.timeout_s:g} s"
+        elif _memory() > MEMORY_BYTES:
+            why = f"its processes took more than {MEMORY_BYTES >> 30} GiB of memory"
+        elif _free(job.folder) < free - DISK_BYTES:
+            why = f"the disk lost more than {DISK_BYTES >> 30} GiB meanwhile"
+        if why:
+            print(f"\nended: {why}", flush=True)  # noqa: T201
+            return _AT_LIMIT
+        signal.sigtimedwait([signal.SIGCHLD], _WATCH_S)
+
+
+def _memory() -> int:
+    """Return the memory of all processes but this one (bytes), without what files back."""
+    pages = 0
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+            pages += resident - shared
+    return pages * resource.getpagesize()
+
+
+def _free(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

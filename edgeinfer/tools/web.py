@@ -1,0 +1,184 @@
+"""A built-in tool that fetches pages as text, from listed hosts alone.
+
+A name is resolved once, its addresses are checked, and the connection goes to one of those. Each
+redirect is checked like the first address.
+"""
+
+from __future__ import annotations
+
+import html
+import ipaddress
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from edgeinfer.config.config_file import refuse_offline
+from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
+from edgeinfer.tools.mcp_client import StoppedError
+from edgeinfer.tools.uses import Stop
+
+if TYPE_CHECKING:
+    import httpx2
+
+_MAX_BYTES = 2 << 20
+_MAX_REDIRECTS = 5
+_TIMEOUT_S = 30.0
+_TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml)")
+#: Addresses that a translator turns into others.
+_TRANSLATED = [ipaddress.ip_network(text) for text in ("64:ff9b::/32", "2002::/16", "2001::/32")]
+_TAG = re.compile(r"[/!]?[a-zA-Z0-9-]*")
+_HIDDEN = {"!--", "script", "style", "svg", "template", "noscript"}
+_BLOCKS = set(
+    "address article aside blockquote br dd div dl dt footer form h1 h2 h3 h4 h5 h6 header hr li main"
+    " nav ol option p pre section table td th title tr ul".split()
+)
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Web(Builtin):
+    """`fetch`, if it is enabled. `hosts`: names with `*`, and private addresses."""
+
+    server = "web"
+
+    def __init__(self, hosts: Sequence[str], enabled: Sequence[str]) -> None:
+        self._names = [host.lower() for host in hosts]
+        self._networks = [found for host in hosts if (found := _network(host))]
+        words = f"Fetch a web page as text. Hosts: {', '.join(hosts)}"
+        super().__init__([tool_info("fetch", words, {"url": TEXT})] if "fetch" in enabled else [])
+
+    def unavailable(self) -> str:
+        return "" if self._names else "no host is listed: set tools.fetch-hosts in config.toml"
+
+    def _fetch(self, stop: Stop, url: str) -> str:
+        import httpx2  # 75 to 120 ms, for this tool alone
+
+        from edgeinfer.models.fetching.http_client import refuse_downgrade
+
+        end_s = time.monotonic() + _TIMEOUT_S
+        try:
+            asked = httpx2.URL(url)
+            for _ in range(_MAX_REDIRECTS + 1):
+                with self._answer(asked, stop) as response:
+                    if response.has_redirect_location:
+                        target = asked.join(response.headers["Location"])
+                        refuse_downgrade(asked.host, asked, target)
+                        asked = target
+                        continue
+                    return _text(response, stop, end_s)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            if stop.is_set:
+                raise StoppedError("stopped") from error
+            raise RefusedError(f"{url}: {str(error) or type(error).__name__}") from error
+        raise RefusedError(f"{url}: more than {_MAX_REDIRECTS} redirects")
+
+    @contextmanager
+    def _answer(self, url: httpx2.URL, stop: Stop) -> Iterator[httpx2.Response]:
+        """Ask one of the host's addresses, under the host's name. Raises RefusedError."""
+        import httpx2
+
+        from edgeinfer.models.fetching.http_client import hang_up, range_headers
+
+        address = self._address(url)
+        headers = {"Host": url.netloc.decode("ascii"), **range_headers(0, "")}
+        with (
+            httpx2.Client(trust_env=False, timeout=_TIMEOUT_S, follow_redirects=False) as client,
+            client.stream(
+                "GET",
+                url.copy_with(host=str(address)),
+                headers=headers,
+                extensions={"sni_hostname": url.raw_host.decode("ascii")},
+            ) as response,
+        ):
+            stop.add(lambda: hang_up(response))
+            yield response
+
+    def _address(self, url: httpx2.URL) -> _Address:
+        host = url.host.lower()
+        literal = _network(host)
+        listed = any(fnmatchcase(host, name) for name in self._names)
+        if not listed and not (literal and any(literal[0] in one for one in self._networks)):
+            raise RefusedError(f"{host} is not listed in tools.fetch-hosts: {', '.join(self._names)}")
+        if url.scheme not in ("http", "https") or url.userinfo:
+            raise RefusedError("give an http or https address without a name and password")
+        refuse_offline(host)
+        found = socket.getaddrinfo(host, url.port or 0, type=socket.SOCK_STREAM)
+        addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found]
+        for address in addresses:
+            if not _is_public(address) and not any(address in one for one in self._networks):
+                raise RefusedError(
+                    f"{host} is the private address {address}: tools.fetch-hosts lacks it"
+                )
+        return addresses[0]
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text.strip("[]"), strict=False)
+    except ValueError:
+        return None
+
+
+def _is_public(address: _Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return _is_public(address.ipv4_mapped)
+        if any(address in network for network in _TRANSLATED):
+            return False
+    return address.is_global and not address.is_multicast
+
+
+def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
+    """Read an answer's text. Raises RefusedError for another kind, a status or a size."""
+    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if response.status_code != 200:
+        raise RefusedError(f"the server answers {response.status_code}")
+    if not _TEXTS.match(kind):
+        raise RefusedError(f"the server sends {kind or 'something'}, and text is read alone")
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RefusedError("the server sends the page in an encoding that was not asked for")
+    data = bytearray()
+    for piece in response.iter_bytes():
+        data += piece
+        if len(data) > _MAX_BYTES:
+            raise RefusedError(f"the page has more than {_MAX_BYTES >> 20} MiB")
+        if time.monotonic() > end_s:
+            raise RefusedError(f"the page took more than {_TIMEOUT_S:g} s")
+    if stop.is_set:
+        raise StoppedError("stopped")
+    try:
+        text = data.decode(response.charset_encoding or "utf-8", "replace")
+    except LookupError:
+        text = data.decode("utf-8", "replace")
+    return html_text(text) if "html" in kind else text
+
+
+def html_text(page: str) -> str:
+    """Return the text of a page. Linear in its length, which html.parser is not for broken pages."""
+    first, *pieces = page.split("<")
+    out, is_code = [first], False
+    hidden = ""
+    for piece in pieces:
+        tag, _, text = piece.partition(">")
+        name = "!--" if piece.startswith("!--") else _TAG.match(tag)[0].lower()  # type: ignore[index]
+        if not hidden and name in _HIDDEN:
+            hidden = name
+        if hidden:
+            _, end, rest = piece.partition("-->")
+            if hidden == "!--" and end:
+                hidden = ""
+                out.append(rest)
+            elif name == f"/{hidden}":
+                hidden = ""
+                out.append(text)
+            continue
+        if name.lstrip("/") == "pre":
+            is_code = name == "pre"
+        out.append("\n" if name.lstrip("/") in _BLOCKS else "")
+        out.append(text if is_code else re.sub(r"\s+", " ", text))
+    lines = [line.rstrip() for line in html.unescape("".join(out)).split("\n")]
+    return "\n".join(line for line in lines if line.strip())
