@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,16 +19,21 @@ from edgeinfer.runtime.interface import Engine
 #: Larger than any context we run; a file beyond it is a mistake.
 MAX_BYTES = 4 << 20
 
+#: Files of a folder that is attached, and folders in it that are left out beside hidden ones.
+_MAX_FILES = 1000
+_LEFT_OUT = ("CVS", "node_modules", "__pycache__")
+
 #: `@path` or `@"path with spaces"` at the start of a word.
 MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))')
 
 
 def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
-    """List the files that `text` names with `@`, once each; other mentions (`@home`) stay text."""
+    """List the files and folders (`@docs/`) that `text` names, once each; other mentions stay text."""
     found: dict[Path, None] = {}
     for match in MENTION.finditer(text):
-        path = (cwd or Path.cwd()) / Path(match[1] or match[2]).expanduser()
-        if path.is_file():
+        named = match[1] or match[2]
+        path = (cwd or Path.cwd()) / Path(named).expanduser()
+        if path.is_file() or (named.endswith("/") and path.is_dir()):
             found[path] = None
     return list(found)
 
@@ -49,12 +54,53 @@ def dropped_picture(text: str) -> str:
 
 
 def read(path: Path) -> Attachment:
-    """Read a file as an attachment, uncounted. Raises UsageError: too large, not text, unreadable."""
+    """Read a file, or the text files of a folder, as an attachment, uncounted.
+
+    Raises UsageError: too large, not text, unreadable.
+    """
+    if path.is_dir():
+        return _folder(path)
     try:
         with open(path, "rb") as file:
             return from_bytes(path.name, file.read(picture_files.MAX_FILE_BYTES + 1))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
+
+
+def _folder(folder: Path) -> Attachment:
+    texts: list[str] = []
+    left_out: list[str] = []
+    for path in _files(folder):
+        text, name = _plain_text(path), str(path.relative_to(folder))
+        if text is None:
+            left_out.append(name)
+        else:
+            texts.append(f"File `{name}`:\n{fenced(text)}")
+        if sum(map(len, texts)) > MAX_BYTES or len(texts) + len(left_out) > _MAX_FILES:
+            limit = f"{MAX_BYTES >> 20} MiB of text or {_MAX_FILES:,} files"
+            raise UsageError(f"{folder} holds more than {limit}", hint="attach a folder in it")
+    if not texts:
+        raise UsageError(f"{folder} holds no text file", hint="attach its other files one by one")
+    more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+    without = f", without {', '.join(left_out[:5])}{more}" if left_out else ""
+    return Attachment(name=f"{folder.resolve().name}/{without}", text="\n\n".join(texts))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in _LEFT_OUT)
+        yield from (Path(path, name) for name in sorted(names) if name[0] != ".")
+
+
+def _plain_text(path: Path) -> str | None:
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_BYTES:
+            return None
+        with open(path, "rb") as file:
+            data = file.read(1 << 13)
+            return None if b"\0" in data else (data + file.read(MAX_BYTES)).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def from_bytes(name: str, data: bytes) -> Attachment:
@@ -78,7 +124,7 @@ def from_bytes(name: str, data: bytes) -> Attachment:
             f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`"
         ) from error
     if "\0" in text:
-        raise UsageError(f"{name} is a binary file", hint="attach text, PDF, DOCX or a picture")
+        raise UsageError(f"{name} is a binary file", hint="attach text, PDF, DOCX, HTML or a picture")
     return Attachment(name=name, text=text)
 
 

@@ -1,38 +1,42 @@
-"""Read documents: PDF and DOCX as text, with numbers of pages, or the pages of a PDF as pictures.
+"""Read documents: PDF, DOCX and HTML as text, with numbers of pages, or a PDF's pages as pictures.
 
 Each file is read in a process of its own with a picture's limits (`document_reader_process`).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import re
 import struct
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime import picture_files
 
 _HELPER = "edgeinfer.runtime.document_reader_process"
-_DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
-_SCHEME = re.compile(r"(https?|file|ftp):", re.IGNORECASE)
+_HTML = re.compile(
+    rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 #: Texts of the last documents by the SHA-256 of their file: a conversation sends them again each turn.
 _KEPT = 8
 _kept: OrderedDict[bytes, str] = OrderedDict()
 
 
 def is_document(data: bytes) -> bool:
-    """Tell by its magic bytes if a file is a PDF or a DOCX file."""
-    return is_pdf(data) or (data.startswith(b"PK\x03\x04") and b"word/" in data)
+    """Tell by its first bytes if a file is a PDF, a DOCX file or an HTML page."""
+    is_docx = data.startswith(b"PK\x03\x04") and b"word/" in data
+    return is_docx or is_pdf(data) or _is_html(data)
 
 
 def is_pdf(data: bytes) -> bool:
     """Tell by its magic bytes if a file is a PDF."""
     return b"%PDF-" in data[:1024]
+
+
+def _is_html(data: bytes) -> bool:
+    return bool(_HTML.match(data[:4096]))
 
 
 def text_of(data: bytes, name: str, param: str = "messages") -> str:
@@ -63,14 +67,15 @@ def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
 
 def pictures_in(path: Path) -> list[bytes]:
     """Read a picture's file, or the pages of a PDF. Raises UsageError."""
-    with suppress(OSError):
-        data = path.expanduser().read_bytes()
-        if is_pdf(data):
-            try:
-                return pages_of(data, path.name)
-            except InvalidRequestError as error:
-                raise UsageError(error.message, hint="give another file") from error
-    return [picture_files.read(path)]
+    try:
+        with open(path.expanduser(), "rb") as file:
+            data = file.read(picture_files.MAX_FILE_BYTES + 1)
+        return pages_of(data, path.name) if is_pdf(data) else [picture_files.checked(data)]
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
+    except InvalidRequestError as error:
+        hint = "give a JPEG, PNG, WebP, GIF or PDF file"
+        raise UsageError(f"{path}: {error.message}", hint=hint) from error
 
 
 def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]:
@@ -78,20 +83,14 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
     A PDF without text becomes pictures. Raises as `text_of`.
     """
-    found = _DATA_URI.match(text)
-    if _SCHEME.match(text):
-        raise _refusal(name, "addresses are not fetched", param)
-    try:
-        data = base64.b64decode(text[found.end() if found else 0 :], validate=True)
-    except (binascii.Error, ValueError):
-        raise _refusal(name, "it is not valid base64", param) from None
+    data = picture_files.file_in(text, lambda reason: _refusal(name, reason, param))
     if picture_files.is_picture(data):
         return [picture_files.checked(data, param)]
     if not is_document(data):
         try:
             return [f"File `{name}`:\n{data.decode('utf-8-sig')}\n\n"]
         except UnicodeDecodeError:
-            raise _refusal(name, "it is no PDF, DOCX or UTF-8 text", param) from None
+            raise _refusal(name, "it is no PDF, DOCX, HTML or UTF-8 text", param) from None
     if is_pdf(data) and not _text(data, name, param):
         return list(pages_of(data, name, param))
     return [f"File `{name}`:\n{text_of(data, name, param)}\n\n"]
@@ -101,7 +100,8 @@ def _text(data: bytes, name: str, param: str) -> str:
     key = hashlib.sha256(data).digest()
     if key in _kept:
         return _kept[key]
-    pages = _read(data, name, "text", param).decode("utf-8", "replace").replace("\0", "").split("\f")
+    kind = "html" if _is_html(data) else "text"
+    pages = _read(data, name, kind, param).decode("utf-8", "replace").replace("\0", "").split("\f")
     has_text = any(page.strip() for page in pages)
     if is_pdf(data):
         pages = [f"[page {number}]\n{page.strip()}" for number, page in enumerate(pages, 1)]

@@ -1,17 +1,20 @@
-"""Read one document under limits: `python -m` this, `text` or `pages`; the file's bytes come on stdin.
+"""Read one document under limits: `python -m` this, `text`, `html` or `pages`; its bytes come on stdin.
 
-The answer to `text` is a line "ok" and the text, a form feed between pages; to `pages` "ok" and each
-page's picture (PNG) behind its length (u32); a refusal is `error MESSAGE`. The limits are those of
-`picture_decoder_process`, with more processor time.
+The answer to `text` and `html` is a line "ok" and the text, a form feed between pages; to `pages` "ok"
+and each picture of a page (PNG) behind its length (u32); a refusal is `error MESSAGE`. The limits are
+those of `picture_decoder_process`, with more processor time.
 """
 
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
+from html.parser import HTMLParser
 from io import BytesIO
 from xml.etree import ElementTree
 
@@ -29,6 +32,12 @@ PAGE_PIXELS = 1536
 #: The largest document part of a DOCX file, unpacked (bytes).
 _MOST_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
+_HIDDEN = ("script", "style", "template", "noscript", "svg")
+_LINES = frozenset(
+    "address article aside blockquote br dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 "
+    "header hr li main nav ol p pre section table title tr ul".split()
+)
 _BREAKS = {f"{_WORD}tab": "\t", f"{_WORD}br": "\n", f"{_WORD}cr": "\n"}
 
 
@@ -38,11 +47,17 @@ def main() -> int:
     data = sys.stdin.buffer.read()
     wanted = sys.argv[1]
     Image.preinit()
-    for codec in ("utf-16-le", "cp437"):  # imported late, when nothing can be opened any more
-        codecs.lookup(codec)
+    charset = _CHARSET.search(data[:4096])
+    codec = charset[1].decode("latin-1") if charset else "cp1252"
+    for late in ("utf-16-le", "cp437", "utf-8-sig", codec):  # imported late, when nothing can be opened
+        with suppress(LookupError):
+            codecs.lookup(late)
     limit(CPU_S)
     try:
-        parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, wanted))
+        if wanted == "html":
+            parts = [_html(data, codec)]
+        else:
+            parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, wanted))
     except MemoryError:
         refuse("reading it takes too much memory")
     except Exception as error:  # noqa: BLE001  a parser raises what it likes for a broken file
@@ -91,6 +106,46 @@ def _paragraph(paragraph: ElementTree.Element) -> str:
     return "".join(
         (one.text or "") if one.tag == f"{_WORD}t" else _BREAKS.get(one.tag, "") for one in runs
     )
+
+
+class _Page(HTMLParser):
+    """Collect the text of an HTML page, a line for each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = ["\n"]
+        self._depth = dict.fromkeys((*_HIDDEN, "pre"), 0)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag in self._depth:
+            self._depth[tag] += 1
+        self.text += "\n" * (tag in _LINES) + "\t" * (tag in ("td", "th")) + "- " * (tag == "li")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._depth.get(tag):
+            self._depth[tag] -= 1
+        self.text += "\n" * (tag in _LINES)
+
+    def handle_data(self, data: str) -> None:
+        if any(self._depth[tag] for tag in _HIDDEN):
+            return
+        if not self._depth["pre"]:
+            data = re.sub(r"\s+", " ", data)
+            data = data.lstrip() if self.text[-1][-1].isspace() else data
+        if data:
+            self.text.append(data)
+
+
+def _html(data: bytes, codec: str) -> bytes:
+    try:
+        source = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        source = data.decode(codec, "replace")
+    page = _Page()
+    page.feed(source)
+    page.close()
+    lines = "\n".join(line.rstrip() for line in "".join(page.text).splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip().encode("utf-8", "replace")
 
 
 if __name__ == "__main__":

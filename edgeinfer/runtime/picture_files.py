@@ -11,10 +11,10 @@ import binascii
 import re
 import signal
 import subprocess
-from pathlib import Path
+from collections.abc import Callable
 from threading import BoundedSemaphore
 
-from edgeinfer.errors import InvalidRequestError, UsageError
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.pictures import Picture
 
@@ -23,7 +23,7 @@ _HELPER = "edgeinfer.runtime.picture_decoder_process"
 MAX_FILE_BYTES = 32 << 20
 #: The decoder's own limit is on its processor time; a busy machine takes longer.
 _PATIENCE_S = 60.0
-_DATA_URI = re.compile(r"data:(image/[\w.+-]+)?(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
+_DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _MAGIC = re.compile(
     rb"(?P<JPEG>\xff\xd8\xff)|(?P<PNG>\x89PNG\r\n\x1a\n)|(?P<GIF>GIF8)|(?P<WEBP>RIFF....WEBP)",
     re.DOTALL,
@@ -57,29 +57,20 @@ def checked(data: bytes, param: str = "messages") -> bytes:
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Return the file in base64, alone or as a `data:` URI. Raises as `checked`."""
+    """Return the picture's file in base64, alone or as a `data:` URI. Raises as `checked`."""
+    return checked(file_in(text, lambda reason: _refusal(reason, param)), param)
+
+
+def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
+    """Return any file in base64, alone or as a `data:` URI. Raises the `refusal` for a reason."""
     found = _DATA_URI.match(text)
     scheme = None if found else _SCHEME.match(text)
     if scheme is not None:
-        raise _refusal(f"{scheme[1].lower()}: addresses are not fetched", param)
+        raise refusal(f"{scheme[1].lower()}: addresses are not fetched")
     try:
-        data = base64.b64decode(text[found.end() if found else 0 :], validate=True)
+        return base64.b64decode(text[found.end() if found else 0 :], validate=True)
     except (binascii.Error, ValueError):
-        raise _refusal("it is not valid base64", param) from None
-    return checked(data, param)
-
-
-def read(path: Path) -> bytes:
-    """Read a file. Raises UsageError if it cannot be read or is no picture."""
-    try:
-        with open(path.expanduser(), "rb") as file:
-            return checked(file.read(MAX_FILE_BYTES + 1))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
-    except InvalidRequestError as error:
-        raise UsageError(
-            f"{path}: {error.message}", hint="give a JPEG, PNG, WebP or GIF file"
-        ) from error
+        raise refusal("it is not valid base64") from None
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:

@@ -1,6 +1,7 @@
 """Commands, completions, `@paths`, options, and exports."""
 
 import json
+import os
 
 import pytest
 
@@ -86,8 +87,10 @@ class TestAttachments:
     def test_mentions_are_the_files_that_are_there(self, tmp_path):
         (tmp_path / "a.txt").write_text("x")
         (tmp_path / "b c.txt").write_text("x")
-        text = 'see @a.txt and @"b c.txt", @a.txt again, not me@a.txt nor @home'
-        assert attachments.mentioned(text, tmp_path) == [tmp_path / "a.txt", tmp_path / "b c.txt"]
+        (tmp_path / "home").mkdir()
+        text = 'see @a.txt and @"b c.txt", @a.txt again, not me@a.txt nor @home but @home/'
+        names = ("a.txt", "b c.txt", "home")
+        assert attachments.mentioned(text, tmp_path) == [tmp_path / name for name in names]
 
     def test_text_is_read_whatever_its_mark(self, tmp_path):
         (tmp_path / "a").write_bytes(b"\xef\xbb\xbfGr\xc3\xbc\xc3\x9fe")
@@ -106,6 +109,27 @@ class TestAttachments:
             attachments.read(tmp_path / "big")
         with pytest.raises(UsageError, match="No such file"):
             attachments.read(tmp_path / "missing")
+
+    def test_folder_is_its_text_files_in_order(self, tmp_path):
+        files = {"b.txt": b"B", "a/z.html": b"<html>Z", "a/pic": b"\x89PNG\0", "latin": b"\xff"}
+        for name in (*files, ".git/x", ".env", "a/node_modules/x.js"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(files.get(name, b"left out"))
+        (tmp_path / "link").symlink_to("/etc/passwd")
+        os.mkfifo(tmp_path / "fifo")
+        read = attachments.read(tmp_path)
+        assert read.name == f"{tmp_path.name}/, without fifo, latin, link, a/pic"
+        assert read.text == "File `b.txt`:\n```\nB\n```\n\nFile `a/z.html`:\n```\n<html>Z\n```"
+
+    @pytest.mark.parametrize(
+        ("sizes", "word"),
+        [([3 << 20, 3 << 20], "holds more than"), ([1] * 1001, "1,000 files"), ([], "no text file")],
+    )
+    def test_folder_has_limits(self, tmp_path, sizes, word):
+        for number, size in enumerate(sizes):
+            (tmp_path / str(number)).write_bytes(b"x" * size)
+        with pytest.raises(UsageError, match=word):
+            attachments.read(tmp_path)
 
 
 class TestPresets:

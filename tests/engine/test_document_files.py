@@ -44,6 +44,21 @@ def test_text_of_a_docx_is_its_paragraphs():
     assert text_of(data, "a.docx") == "One & two\na\tb\n\nünï"
 
 
+PAGE = """<!-- saved --><!DOCTYPE html><html><head><title>Boats  &amp; cranes</title><style>p { }</style>
+<script>let x = "<p>no</p>"</script></head><body><p>One <b>two</b>
+three<ul><li>a<li>b</ul><pre>
+if x:
+    y</pre><table><tr><td>1<td>2</table><template><p>no</p></template>grün"""
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "iso-8859-1", "windows-1252"])
+def test_text_of_a_page_is_what_a_reader_sees(charset):
+    data = PAGE.replace("<head>", f'<head><meta charset="{charset}">').encode(charset)
+    said = "Boats & cranes\n\nOne two three\n\n- a\n- b\n\nif x:\n    y\n\n\t1\t2\n\ngrün"
+    assert parts_of(base64.b64encode(data).decode(), "a.html") == [f"File `a.html`:\n{said}\n\n"]
+    assert not document_files.is_document(b"<p>a note</p>" + data)
+
+
 def test_a_pdf_without_text_says_how_it_is_seen():
     with pytest.raises(InvalidRequestError, match=r"a\.pdf holds no text") as caught:
         text_of(make_pdf([""]), "a.pdf")
@@ -83,13 +98,19 @@ def test_a_document_is_refused_with_a_reason(words):
     assert caught.value.param == "messages[0]"
 
 
+@pytest.mark.slow
+def test_a_page_that_takes_the_parser_minutes_is_refused():
+    with pytest.raises(InvalidRequestError, match="too much processor time"):
+        text_of(b"<html>" + b"<!--" * 2_000_000, "a")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("https://a.example/x.pdf", "addresses are not fetched"),
         ("file:///etc/passwd", "addresses are not fetched"),
         ("***", "not valid base64"),
-        (base64.b64encode(b"\xff\x00\xfe").decode(), "no PDF, DOCX or UTF-8 text"),
+        (base64.b64encode(b"\xff\x00\xfe").decode(), "no PDF, DOCX, HTML or UTF-8 text"),
     ],
 )
 def test_what_is_no_document_is_refused(text, words):
@@ -103,9 +124,8 @@ def test_as_many_pages_become_pictures_as_a_request_may_have(tmp_path):
         pictures_in(tmp_path / "a.pdf")
 
 
-@pytest.mark.parametrize("kind", ["pdf", "docx"])
-def test_mutated_documents_are_text_or_a_refusal(kind):
-    original = PDF if kind == "pdf" else make_docx(["The harbour", "has cranes"])
+@pytest.mark.parametrize("original", [PDF, make_docx(["The harbour", "has cranes"]), PAGE.encode()])
+def test_mutated_documents_are_text_or_a_refusal(original):
     rng = np.random.default_rng(28)
     for _ in range(20):
         data = bytearray(original)
