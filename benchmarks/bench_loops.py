@@ -208,7 +208,7 @@ def main() -> None:
     add_out(parser)
     options = parser.parse_args()
     asked = prompts()[:: options.every]
-    catalog = load_catalog(None)
+    catalog = load_catalog()
     rows = []
     for short in [options.model] if options.model else MODELS:
         entry = catalog.get(MODELS[short])

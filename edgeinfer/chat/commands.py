@@ -15,21 +15,8 @@ from edgeinfer.chat import attachments, presets
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
 
-#: What an argument is, so that it can be completed.
-Kind = Literal[
-    "none",
-    "text",
-    "number",
-    "model",
-    "path",
-    "prompt",
-    "preset",
-    "adapter",
-    "tools",
-    "theme",
-    "setting",
-    "copy",
-]
+#: What an argument is, so that it can be completed; "" is not.
+Kind = Literal["", "model", "path", "prompt", "preset", "adapter", "tools", "theme", "setting", "copy"]
 
 
 class Slash(msgspec.Struct, frozen=True):
@@ -38,7 +25,7 @@ class Slash(msgspec.Struct, frozen=True):
     name: str
     argument: str
     summary: str
-    kind: Kind = "none"
+    kind: Kind = ""
     aliases: tuple[str, ...] = ()
 
 
@@ -58,19 +45,15 @@ COMMANDS: tuple[Slash, ...] = (
         "show or set the system prompt; a saved one by its name; `none` for none",
         "prompt",
     ),
-    Slash("save-system", "NAME", "save the system prompt under a name", "text"),
+    Slash("save-system", "NAME", "save the system prompt under a name"),
     Slash(
-        "temp",
-        "[NUMBER]",
-        "temperature: 0 always picks the likeliest token",
-        "number",
-        ("temperature",),
+        "temp", "[NUMBER]", "temperature: 0 always picks the likeliest token", aliases=("temperature",)
     ),
     Slash(
         "set", "[OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; alone shows all", "setting"
     ),
     Slash("preset", "[NAME]", "several sampling options at once", "preset"),
-    Slash("ctx", "[TOKENS]", "context length; the model is loaded again", "number"),
+    Slash("ctx", "[TOKENS]", "context length; the model is loaded again"),
     Slash(
         "lora",
         "[NAME[:SCALE] …]",
@@ -93,10 +76,10 @@ COMMANDS: tuple[Slash, ...] = (
     ),
     Slash("new", "", "begin a new conversation", aliases=("clear",)),
     Slash(
-        "sessions", "[WORDS]", "list or search conversations, open one", "text", ("search", "history")
+        "sessions", "[WORDS]", "list or search conversations, open one", aliases=("search", "history")
     ),
-    Slash("open", "NUMBER", "open a conversation by its number", "number"),
-    Slash("save", "[TITLE]", "name this conversation (it is always stored)", "text", ("rename",)),
+    Slash("open", "NUMBER", "open a conversation by its number"),
+    Slash("save", "[TITLE]", "name this conversation (it is always stored)", aliases=("rename",)),
     Slash("delete", "", "delete this conversation; `/undo` brings it back"),
     Slash("undo", "", "bring back what was deleted last"),
     Slash("export", "[PATH.md|PATH.json]", "write this conversation to a file", "path"),
@@ -106,7 +89,7 @@ COMMANDS: tuple[Slash, ...] = (
     Slash("next", "", "show the next alternative"),
     Slash("prev", "", "show the previous alternative"),
     Slash("continue", "", "continue an answer that was cut"),
-    Slash("edit", "[TEXT]", "change your last question and ask again; the old branch is kept", "text"),
+    Slash("edit", "[TEXT]", "change your last question and ask again; the old branch is kept"),
     Slash("fork", "", "copy this branch into a new conversation"),
     Slash("copy", "[code [N]|all]", "copy the answer, a code block, or everything", "copy"),
     Slash("reasoning", "", "unfold or fold the model's reasoning"),

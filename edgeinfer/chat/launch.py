@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Launch:
-    """One start of the chat, for either front end. `terminal` is the terminal's descriptor."""
+    """One start of the chat, for either front end."""
 
     host: Host
     model: str
@@ -35,7 +35,6 @@ class Launch:
     continue_last: bool = False
     conversation: Conversation = field(default_factory=Conversation)
     attachments: list[Attachment] = field(default_factory=list)
-    terminal: int = 0
     with_tools: bool = False
 
     def tools(self) -> ChatTools:

@@ -189,14 +189,14 @@ def user_path() -> Path:
     return paths.config_dir() / FILE_NAME
 
 
-def load_catalog(shipped: Path | None = None, user: Path | None = None) -> Catalog:
+def load_catalog(user: Path | None = None) -> Catalog:
     """Load the shipped catalogue, overridden by the user's.
 
     Raises ConfigError naming file, model, key and the nearest valid key.
     """
-    shipped, user = shipped or shipped_path(), user or user_path()
-    tables = _read(shipped)
-    origin = dict.fromkeys(tables, shipped)
+    user = user or user_path()
+    tables = _read(shipped_path())
+    origin = dict.fromkeys(tables, shipped_path())
     for name, table in _read(user).items() if user.exists() else ():
         tables[name] = _overlaid(tables.get(name, {}), table)
         origin[name] = user

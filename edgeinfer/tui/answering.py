@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,33 +33,29 @@ T = TypeVar("T")
 class Answering:
     """Streams answers to questions. `unanswered`: the last question waits for its model."""
 
+    @dataclass
     class RoomWanted(Message):
         """The context is full: the user must choose what to leave out."""
 
-        def __init__(self, error: EdgeInferError) -> None:
-            super().__init__()
-            self.error = error
+        error: EdgeInferError
 
+    @dataclass
     class Ended(Message):
-        def __init__(self, turn: Turn) -> None:
-            super().__init__()
-            self.turn = turn
+        turn: Turn
 
+    @dataclass
     class CardShown(Message):
         """A call waits for the user's decision, which goes into `decided`."""
 
-        def __init__(self, card: Card, decided: SimpleQueue[Decision]) -> None:
-            super().__init__()
-            self.card = card
-            self.decided = decided
+        card: Card
+        decided: SimpleQueue[Decision]
 
+    @dataclass
     class UseShown(Message):
         """A call of a turn goes on, in words, or has ended."""
 
-        def __init__(self, use: ToolUse, words: str) -> None:
-            super().__init__()
-            self.use = use
-            self.words = words
+        use: ToolUse
+        words: str
 
     def __init__(self, view: View) -> None:
         self._view = view

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from textual.message import Message
@@ -35,14 +36,13 @@ from edgeinfer.tui.widgets.transcript import Transcript
 class Loader:
     """Loads a model; a later load replaces an earlier one. Its thread posts `Ended`."""
 
+    @dataclass
     class Ended(Message):
         """A load has ended: with an engine, or with an error."""
 
-        def __init__(self, serial: int, model: str, outcome: Engine | EdgeInferError) -> None:
-            super().__init__()
-            self.serial = serial
-            self.model = model
-            self.outcome = outcome
+        serial: int
+        model: str
+        outcome: Engine | EdgeInferError
 
     def __init__(self, engines: Engines, post: Callable[[Message], object]) -> None:
         self._engines = engines

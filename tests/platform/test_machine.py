@@ -1,7 +1,7 @@
 """`doctor`, `version` and `config` on this very machine."""
 
-import json
 import subprocess
+import sys
 
 import pytest
 
@@ -14,40 +14,30 @@ from edgeinfer.platform import paths
 DEFAULT = "smollm2-135m-instruct"
 
 
-def result_of(capsys, *argv):
-    code = main([*argv, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+@pytest.fixture
+def checks(as_json):
+    """Run `doctor`, which exits with `code`; return its checks by name."""
+    return lambda code=0: {one["name"]: one for one in as_json("doctor", code=code)["checks"]}
 
 
-def checks(body):
-    return {check["name"]: check for check in body["result"]["checks"]}
+def test_doctor_calls_a_default_model_that_is_not_pulled_a_todo(checks):
+    found = checks()["catalogue"]
+    assert (found["status"], found["fix"]) == ("todo", f"edgeinfer pull {DEFAULT}")
 
 
-def test_doctor_calls_a_default_model_that_is_not_pulled_a_todo(capsys):
-    code, body = result_of(capsys, "doctor")
-    assert (code, body["ok"]) == (0, True)
-    assert checks(body)["catalogue"]["status"] == "todo"
-    assert checks(body)["catalogue"]["fix"] == f"edgeinfer pull {DEFAULT}"
-
-
-def test_doctor_is_content_once_the_main_job_works(capsys, smollm2):
+def test_doctor_is_content_once_the_main_job_works(checks, smollm2):
     assert main(["pull", str(smollm2), "--name", DEFAULT]) == 0
-    capsys.readouterr()
-    code, body = result_of(capsys, "doctor")
-    found = checks(body)
+    found = checks()
     assert {name: c["found"] for name, c in found.items() if c["status"] == "fail"} == {}
-    assert code == 0
     assert "threads" in found["cpu"]["found"]
     assert "LLAMAFILE" in found["llama.cpp"]["found"]
     assert str(paths.data_dir()) in found["directories"]["found"]
 
 
-def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(capsys):
+def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(checks):
     paths.config_dir().mkdir(parents=True)
     (paths.config_dir() / "config.toml").write_text("[lod]\n")
-    code, body = result_of(capsys, "doctor")
-    found = checks(body)
-    assert code == 1
+    found = checks(code=1)
     assert 'unknown key "lod"; did you mean "load"?' in found["configuration"]["found"]
     assert found["llama.cpp"]["status"] == "ok"
 
@@ -57,29 +47,27 @@ def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
         raise EngineError("no CPU backend")
 
     assert doctor_module._guarded("llama.cpp", broken) == [
-        Check("llama.cpp", "fail", "no CPU backend", "run `edgeinfer doctor`")
+        Check("fail", "no CPU backend", "run `edgeinfer doctor`", name="llama.cpp")
     ]
 
 
 def test_doctor_reads_without_colour():
     shown = DoctorResult(
-        version="1", checks=(Check("a", "ok", "fine"), Check("bb", "fail", "no", "do this"))
+        version="1", checks=(Check("ok", "fine", name="a"), Check("fail", "no", "do this", name="bb"))
     ).human()
     assert shown == "edgeinfer 1\n  ok    a   fine\n  FAIL  bb  no\n            → do this"
 
 
-def test_version_names_llama_cpps_commit(capsys):
-    code, body = result_of(capsys, "version")
-    assert code == 0
-    assert len(body["result"]["llama_cpp_commit"]) >= 7
-    assert body["result"]["cpu_variant"].isalnum()
-    assert body["result"]["llama_cpp_python"] == "0.3.36"
+def test_version_names_llama_cpps_commit(as_json):
+    found = as_json("version")
+    assert len(found["llama_cpp_commit"]) >= 7
+    assert found["cpu_variant"].isalnum()
+    assert found["llama_cpp_python"] == "0.3.36"
 
 
-def test_config_shows_what_is_in_force(capsys):
-    code, body = result_of(capsys, "config")
-    assert (code, body["result"]["exists"]) == (0, False)
-    assert body["result"]["config"]["default-model"] == DEFAULT
+def test_config_shows_what_is_in_force(as_json, capsys):
+    shown = as_json("config")
+    assert (shown["exists"], shown["config"]["default-model"]) == (False, DEFAULT)
     assert main(["config"]) == 0
     assert 'default-model = "smollm2-135m-instruct"' in capsys.readouterr().out
 
@@ -100,8 +88,6 @@ def test_config_hides_the_secrets_of_tool_servers(capsys):
 
 @pytest.mark.parametrize("argv", [["--version"], ["--help"], ["run", "--help"]])
 def test_help_and_version_exit_0(argv):
-    import sys
-
     done = subprocess.run([sys.executable, "-m", "edgeinfer", *argv], capture_output=True, text=True)
     assert done.returncode == 0
     assert "edgeinfer" in done.stdout

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -39,7 +39,7 @@ GIB = 1 << 30
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
-class Finding(NamedTuple):
+class Finding(msgspec.Struct, frozen=True):
     """The outcome of a check; `fix` is the command that mends it.
 
     "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the main job.
@@ -50,13 +50,10 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-class Check(msgspec.Struct, frozen=True):
+class Check(Finding, frozen=True, kw_only=True):
     """A finding under the name of its check."""
 
     name: str
-    status: Status
-    found: str
-    fix: str = ""
 
 
 class DoctorResult(Result, frozen=True, kw_only=True):
@@ -102,7 +99,8 @@ def _guarded(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Ch
         found = Finding("fail", error.message, error_text.hint(error))
     except Exception as error:  # noqa: BLE001  # one broken check must not end the others
         found = Finding("fail", f"could not be looked at: {error!r}")
-    return [Check(name, *one) for one in (found if isinstance(found, list) else [found])]
+    findings = found if isinstance(found, list) else [found]
+    return [Check(**msgspec.structs.asdict(one), name=name) for one in findings]
 
 
 def _python() -> Finding:

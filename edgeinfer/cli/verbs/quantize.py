@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 
+import msgspec
+
 from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable, table
@@ -109,21 +111,16 @@ def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
     )
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
         quantized = quantize(options.model, options.type, report, options=quantize_options)
+    figures = msgspec.structs.asdict(quantized)
+    model = figures.pop("model")
     return QuantizeResult(
+        **figures,
         source=options.model,
-        source_type=quantized.before_type,
-        source_bytes=quantized.before_bytes,
-        name=quantized.model.name,
-        type=quantized.model.quantization,
-        size_bytes=quantized.model.size_bytes,
-        sha256=quantized.model.sha256,
-        path=str(quantized.model.paths[0]),
-        source_perplexity=quantized.before_perplexity,
-        perplexity=quantized.after_perplexity,
-        divergence=quantized.divergence,
-        same_top=quantized.same_top,
-        n_scored_tokens=quantized.n_scored_tokens,
+        name=model.name,
+        type=model.quantization,
+        size_bytes=model.size_bytes,
+        sha256=model.sha256,
+        path=str(model.paths[0]),
         text=options.text,
-        quantized_twice=quantized.twice,
         wall_s=round(time.monotonic() - start_s, 3),
     )

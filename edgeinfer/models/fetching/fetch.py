@@ -85,15 +85,16 @@ def _url_files(source: sources.Url, todo: PullPlan) -> list[Remote]:
 
     name = todo.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
     siblings = names.split_names(name)
-    if not siblings:
-        origin, size = str(source), todo.size_bytes
-        return [
-            Remote(url=source.url, file_name=name, origin=origin, size_bytes=size, sha256=todo.sha256)
-        ]
-    urls = [source.url.replace(name, sibling) for sibling in siblings]
+    urls = {one: source.url.replace(name, one) for one in siblings or [name]}
     return [
-        Remote(url=url, file_name=sibling, origin=str(sources.Url(url)))
-        for url, sibling in zip(urls, siblings, strict=True)
+        Remote(
+            url=url,
+            file_name=file_name,
+            origin=str(sources.Url(url)),
+            size_bytes=0 if siblings else todo.size_bytes,
+            sha256="" if siblings else todo.sha256,
+        )
+        for file_name, url in urls.items()
     ]
 
 

@@ -36,21 +36,21 @@ _SCORED_TOKENS = 1024
 
 
 class Quantized(msgspec.Struct, frozen=True, kw_only=True):
-    """Before and after. Perplexities are of the shipped text, None if not measured.
+    """The result beside its source. Perplexities are of the shipped text, None if not measured.
 
     `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
     the share of tokens of which both think the same is likeliest.
     """
 
     model: PulledModel
-    before_bytes: int
-    before_type: str
-    before_perplexity: float | None = None
-    after_perplexity: float | None = None
+    source_bytes: int
+    source_type: str
+    source_perplexity: float | None = None
+    perplexity: float | None = None
     divergence: float | None = None
     same_top: float | None = None
     n_scored_tokens: int = 0
-    twice: bool = False
+    quantized_twice: bool = False
 
 
 def quantize(
@@ -92,14 +92,14 @@ def quantize(
         score = scored(str(record.paths[0]), job, options, compared=source.paths[0])
     return Quantized(
         model=record,
-        before_bytes=sum(Path(path).stat().st_size for path in source.paths),
-        before_type=before.quantization,
-        before_perplexity=score.get("compared_perplexity"),
-        after_perplexity=score.get("perplexity"),
+        source_bytes=sum(Path(path).stat().st_size for path in source.paths),
+        source_type=before.quantization,
+        source_perplexity=score.get("compared_perplexity"),
+        perplexity=score.get("perplexity"),
         divergence=score.get("divergence"),
         same_top=score.get("same_top"),
         n_scored_tokens=int(score.get("n_tokens", 0)),
-        twice=before.quantization not in FULL_PRECISION,
+        quantized_twice=before.quantization not in FULL_PRECISION,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,29 +35,27 @@ class Composer(TextArea):
 
     editing: reactive[int | None] = reactive(None, init=False)
 
+    @dataclass
     class Sent(Message):
         """The user pressed Enter on this text."""
 
-        def __init__(self, text: str, editing: int | None) -> None:
-            super().__init__()
-            self.text, self.editing = text, editing
+        text: str
+        editing: int | None
 
+    @dataclass
     class Choosing(Message):
         """Up (-1), down (1) or take (0) while completions are shown."""
 
-        def __init__(self, step: int) -> None:
-            super().__init__()
-            self.step = step
+        step: int
 
     class Left(Message):
         """Ctrl-D in an empty field."""
 
+    @dataclass
     class Pasted(Message):
         """A long text was pasted; it was not typed into the field."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
     class Removed(Message):
         """Backspace in an empty field."""

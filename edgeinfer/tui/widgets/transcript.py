@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -36,13 +37,12 @@ class Transcript(ScrollView, can_focus=True):
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"transcript--{name}" for name in _NAMES}
 
+    @dataclass
     class Clicked(Message):
         """A mark in an entry was clicked: `what` is "copy:N", "fold" or "page"."""
 
-        def __init__(self, entry: Entry, what: str) -> None:
-            super().__init__()
-            self.entry = entry
-            self.what = what
+        entry: Entry
+        what: str
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)

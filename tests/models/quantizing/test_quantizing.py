@@ -56,11 +56,9 @@ def test_smollm2_to_q2_k(smol: str) -> None:
     """
     seen: list[PullProgress] = []
     done = quantize(smol, "q2_k", seen.append, options=QuantizeOptions(score_tokens=160))
-    assert (done.model.name, done.before_type, done.twice) == ("smol:Q2_K", "Q4_1", True)
-    assert done.model.size_bytes < done.before_bytes
-    assert done.before_perplexity is not None
-    assert done.after_perplexity is not None
-    assert 10 < done.before_perplexity < done.after_perplexity < 10_000
+    assert (done.model.name, done.source_type, done.quantized_twice) == ("smol:Q2_K", "Q4_1", True)
+    assert done.model.size_bytes < done.source_bytes
+    assert 10 < done.source_perplexity < done.perplexity < 10_000
     assert done.n_scored_tokens == 160 - 1 - 32
     tensors = [now for now in seen if now.stage == "quantizing" and now.total_bytes]
     assert tensors[-1].done_bytes == tensors[-1].total_bytes == len(check(done.model.paths[0]).tensors)
@@ -71,7 +69,7 @@ def test_smollm2_to_q2_k(smol: str) -> None:
 def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     done = quantize(gemma, "Q8_0", options=QuantizeOptions(perplexity=False))
     assert done.model.quantization == "Q8_0"
-    assert done.before_perplexity is None
+    assert done.source_perplexity is None
     assert check(done.model.paths[0]).n_params == check(resolve(gemma).files().paths[0]).n_params
     assert "capital" in generated("gemma:Q8_0")
 
@@ -88,9 +86,8 @@ def test_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> No
     assert not (paths.models_dir() / ".partial/small").exists()
 
 
-def test_quantize_writes_a_model_and_says_so(smol: str, capsys) -> None:
-    assert main(["quantize", smol, "q4_0", "--name", "small", "--no-perplexity", "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)["result"]
+def test_quantize_writes_a_model_and_says_so(smol: str, as_json) -> None:
+    body = as_json("quantize", smol, "q4_0", "--name", "small", "--no-perplexity")
     assert (body["name"], body["type"], body["perplexity"]) == ("small", "Q4_0", None)
     assert Path(body["path"]).stat().st_size == body["size_bytes"]
 
