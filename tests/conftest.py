@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.abc
+import json
 import os
 import re
 import signal
@@ -12,8 +13,9 @@ import sys
 import threading
 import tomllib
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -233,6 +235,22 @@ def flip_bit(path: Path, at: int) -> None:
     with path.open("r+b") as file:
         byte = os.pread(file.fileno(), 1, at)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+
+
+@pytest.fixture
+def as_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run a command line with `--json`, which exits with `code`; return its result, or its error."""
+
+    def run(*typed: str, code: int = 0) -> Any:
+        from edgeinfer.cli.main import main
+
+        capsys.readouterr()
+        assert main([*typed, "--json"]) == code
+        body = json.loads(capsys.readouterr().out)
+        assert body["schema"] == "edgeinfer/1"
+        return body["result"] if "result" in body else body["error"]
+
+    return run
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from other_processes import run
 
 from ..conftest import BUILD_CACHE
 
@@ -57,8 +58,8 @@ def floor_libc(root: Path) -> None:
 
 def own_libc(root: Path) -> None:
     """Put this machine's libc into a root: the libraries of the package libc6."""
-    listed = subprocess.run(["dpkg", "-L", "libc6"], capture_output=True, text=True, check=True)
-    wanted = [f for f in listed.stdout.split() if ".so" in f and "gconv" not in f and os.path.isfile(f)]
+    listed = run("dpkg", "-L", "libc6").stdout.split()
+    wanted = [f for f in listed if ".so" in f and "gconv" not in f and os.path.isfile(f)]
     for file in [*wanted, "/lib64/ld-linux-x86-64.so.2"]:
         (root / file[1:]).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, root / file[1:])
@@ -105,20 +106,13 @@ class Machine:
     def run(
         self, *args: str, options: tuple[str, ...] = (), check: bool = True, **more: str | None
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.command(*args, options=options),
+        return run(
+            *self.command(*args, options=options),
+            check=check,
             env=self.environment(**more),
-            capture_output=True,
-            text=True,
             errors="backslashreplace",  # a path may be anything
-            timeout=300,
-            check=False,
             stdin=subprocess.DEVNULL,
         )
-        assert not check or done.returncode == 0, (
-            f"{args}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        )
-        return done
 
     def json(self, *args: str, **more: str):
         """The result of a verb run with --json."""

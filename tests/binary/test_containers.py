@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from other_processes import run
 
 from ..conftest import BUILD_CACHE, ROOT
 
@@ -63,13 +63,7 @@ class Podman:
             self.volume.chmod(0o2775)
 
     def __call__(self, *words: str, check: bool = True) -> str:
-        done = subprocess.run(
-            ["podman", *self._store, "--runtime=runc", *words],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert not check or done.returncode == 0, (words, done.stdout, done.stderr)
+        done = run("podman", *self._store, "--runtime=runc", *words, check=check)
         return done.stdout.strip() if check else done.stdout + done.stderr
 
     def run(self, *args: str, detach: bool = False) -> str:
@@ -87,11 +81,8 @@ class Podman:
     def ask(self, container: str, path: str, *curl: str) -> tuple[int, str]:
         """Ask the container's port in its network; returns the status and the body."""
         pid = self("inspect", "--format={{.State.Pid}}", container)
-        done = subprocess.run(
-            ["nsenter", f"--target={pid}", "--net", "curl", "-s", "-w", "\n%{http_code}", *curl,
-             f"http://127.0.0.1:8080{path}"],
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        curl = ("curl", "-s", "-w", "\n%{http_code}", *curl, f"http://127.0.0.1:8080{path}")
+        done = run("nsenter", f"--target={pid}", "--net", *curl, check=False)
         body, _, status = done.stdout.rpartition("\n")
         return int(status or 0), body
 
@@ -115,7 +106,7 @@ def podman(tmp_path_factory, binary, smollm2) -> Iterator[Podman]:
     shutil.copy(binary, folder / "context/dist/edgeinfer")
     shutil.copy(smollm2, podman.models / "model.gguf")
     base = folder / "base.tar"
-    subprocess.run(["tar", "-C", str(BUILD_CACHE / "systemd-257"), "-cf", str(base), "."], check=True)
+    run("tar", "-C", BUILD_CACHE / "systemd-257", "-cf", base, ".")
     podman("import", str(base), "localhost/base")
     podman(
         "build", "--runtime=runc", "--isolation=chroot", "--tag=edgeinfer", "--build-arg=BASE=localhost/base",
@@ -127,9 +118,7 @@ def podman(tmp_path_factory, binary, smollm2) -> Iterator[Podman]:
     finally:
         podman("rm", "--all", "--force", "--time=0")
         podman("rmi", "--all", "--force")
-        subprocess.run(
-            ["umount", "--lazy", f"{folder}/store/overlay"], check=False, capture_output=True
-        )
+        run("umount", "--lazy", f"{folder}/store/overlay", check=False)
 
 
 def test_deployment_states_what_this_test_mounts():

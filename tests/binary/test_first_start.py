@@ -3,11 +3,11 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import urllib.request
 
 import pytest
+from other_processes import run
 
 from ..conftest import flip_bit
 from .conftest import HOME, PROGRAM, ROOT
@@ -131,14 +131,8 @@ def test_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 20, 12 << 20))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    done = subprocess.run(
-        machine.command("--version"),
-        env=machine.environment(),
-        preexec_fn=limited,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, environment = machine.command("--version"), machine.environment()
+    done = run(*command, env=environment, preexec_fn=limited, check=False)
     assert done.returncode != 0
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr
@@ -212,12 +206,7 @@ def test_needs_no_newer_libc_than_promised(used):
     promise, and what the roots of these tests hold. CRIU brings a libc of its own.
     """
     app = used.home / ".local/share/edgeinfer/app" / used.apps[0]
-    found = subprocess.run(
-        ["readelf", "-VW", *elf_files(app), used.root / PROGRAM[1:]],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    found = run("readelf", "-VW", *elf_files(app), used.root / PROGRAM[1:])
     needed = re.findall(r"Name: GLIBC_(\d+)\.(\d+)\S*  Flags: none", found.stdout)
     assert max((int(major), int(minor)) for major, minor in needed) <= floor.FLOOR
     assert "glibc {}.{} or newer".format(*floor.FLOOR) in (ROOT / "docs/start/install.md").read_text()

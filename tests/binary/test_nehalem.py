@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from other_processes import run
 
 QEMU = shutil.which("qemu-x86_64")
 pytestmark = pytest.mark.skipif(not QEMU, reason="qemu-user is not installed")
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.skipif(not QEMU, reason="qemu-user is not installed")
 
 @pytest.fixture
 def emulated(used):
-    """Run the unpacked application on that processor.
+    """The command that runs the unpacked application on that processor, and its environment.
 
     qemu emulates one process and not what that executes, so the bootloader is told that it has executed
     itself already, as it does to set LD_LIBRARY_PATH.
@@ -27,18 +28,10 @@ def emulated(used):
         "_PYI_ARCHIVE_FILE": program,
         "_PYI_PARENT_PROCESS_LEVEL": "-1",
     }
-    return lambda *args: subprocess.run(
-        [QEMU, "-cpu", "Nehalem", program, *args],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        stdin=subprocess.DEVNULL,
-    )
+    return [QEMU, "-cpu", "Nehalem", program], environment
 
 
 def test_names_its_variant(emulated):
-    done = emulated("version")
-    assert done.returncode == 0, done.stderr
+    command, environment = emulated
+    done = run(*command, "version", env=environment, timeout=500, stdin=subprocess.DEVNULL)
     assert "sse42 variant" in done.stdout

@@ -1,11 +1,11 @@
 """Completion in the shells themselves."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from other_processes import run
 from terminal import PROMPT, Terminal, shell_environment
 
 BIN = Path(sys.executable).parent
@@ -48,21 +48,17 @@ def test_bash_completes(environment):
             f'eval "$(edgeinfer completion bash)"; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; '
             'IFS=" "; _edgeinfer; echo "${COMPREPLY[@]}"'
         )
-        asked = ["bash", "--norc", "-c", code]
-        done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True)
+        done = run("bash", "--norc", "-c", code, env=environment)
         assert (done.stdout.strip(), done.stderr) == (wanted, "")
 
 
 @needs("fish")
 def test_fish_completes(environment, tmp_path):
     script = tmp_path / "edgeinfer.fish"
-    with open(script, "wb") as file:
-        subprocess.run(
-            [BIN / "edgeinfer", "completion", "fish"], env=environment, stdout=file, check=True
-        )
+    script.write_text(run(BIN / "edgeinfer", "completion", "fish", env=environment).stdout)
     for typed, wanted in TYPED:
-        asked = ["fish", "--no-config", "-c", f"source {script}; complete -C '{typed}'"]
-        done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True)
+        code = f"source {script}; complete -C '{typed}'"
+        done = run("fish", "--no-config", "-c", code, env=environment)
         assert done.stdout.split("\n")[0].split("\t")[0] == wanted, typed
         assert done.stderr == ""
 

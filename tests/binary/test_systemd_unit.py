@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from other_processes import wait_until
+from other_processes import run, wait_until
 
 from ..conftest import BUILD_CACHE, ROOT
 
@@ -60,14 +60,8 @@ class Systemd:
     def run(self, *command: str, as_person: bool = True) -> subprocess.CompletedProcess[str]:
         person = (f"--setuid={UID}", f"--setgid={UID}") if as_person else ()
         entered = ["nsenter", f"--target={self.pid}", "--all", *person, "--", "env", f"--chdir={HOME}"]
-        return subprocess.run(
-            [*entered, *command],
-            env={"HOME": HOME, "XDG_RUNTIME_DIR": RUNTIME, "PATH": "/usr/bin", "LANG": "C.UTF-8"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        environment = {"HOME": HOME, "XDG_RUNTIME_DIR": RUNTIME, "PATH": "/usr/bin", "LANG": "C.UTF-8"}
+        return run(*entered, *command, env=environment, check=False)
 
     @property
     def pid(self) -> int:

@@ -72,7 +72,7 @@ def test_system_prompts(commander, front):
 
 def test_sampling(commander, front):
     commander.run("/temp 0")
-    commander.run("/set top-p 0.9")
+    commander.run("/set TOP_P 0.9")
     commander.run("/set seed=7")
     assert commander.session.conversation.sampling == {"temperature": 0.0, "top_p": 0.9, "seed": 7}
     commander.run("/set top-p default")
@@ -83,9 +83,14 @@ def test_sampling(commander, front):
     assert "● mine" in front.said
     commander.run("/set")
     assert "min-p" in front.said
-    for wrong in ("/temp hot", "/set nothing 1", "/preset loud"):
-        with pytest.raises(UsageError):
+    for wrong, hint in (
+        ("/temp hot", "default"),
+        ("/set tempreature 1", "temperature"),
+        ("/preset loud", "mine"),
+    ):
+        with pytest.raises(UsageError) as caught:
             commander.run(wrong)
+        assert hint in caught.value.hint
     assert commander.session.conversation.sampling == {"top_k": 1}
 
 
@@ -115,6 +120,7 @@ def test_answers_and_alternatives(commander, front):
     assert commander.session.head.content == "two"
     commander.run("/edit q, please")
     assert [t.content for t in commander.session.path] == ["q, please", "three"]
+    assert [m.content for m in commander.session.engine.requests[-1].messages] == ["q, please"]
     commander.run("/edit")
     assert front.asked[-1] == ("put_back", "q, please", commander.session.path[0].id)
 
@@ -143,9 +149,12 @@ def test_conversations(commander, front, tmp_path, monkeypatch):
     commander.run("/export")
     assert (tmp_path / "my-title.md").read_text().startswith("# My title\n")
     commander.run("/export all.json")
-    assert len(json.loads((tmp_path / "all.json").read_text())["turns"]) == 2
+    exported = json.loads((tmp_path / "all.json").read_text())
+    assert exported["schema"] == "edgeinfer-conversation/1"
+    assert [turn["parent_id"] for turn in exported["turns"]] == [None, exported["turns"][0]["id"]]
     commander.run("/fork")
     assert commander.session.conversation.id != first
+    assert commander.session.path[0].content == "q"
     commander.run("/delete")
     assert commander.session.conversation.id == 0
     commander.run("/undo")

@@ -7,7 +7,6 @@ import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.chat import context
-from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession, title_of
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import (
@@ -49,14 +48,6 @@ def reread(session):
     return other
 
 
-def test_question_is_stored_before_the_engine_is_asked(store):
-    session, engine = session_with(store)
-    session.ask("Why?")
-    assert engine.requests == []
-    assert [t.content for t in reread(session).path] == ["Why?"]
-    assert session.conversation.title == "Why?"
-
-
 def test_answer_is_stored_with_its_figures(store):
     session, engine = session_with(store, ["Be", "cause"], system_prompt="Be brief.")
     done = ask(session, "Why?")
@@ -87,72 +78,11 @@ def test_flush_returns_only_stored_text(store):
     assert answer.done.reasoning == "hm"
 
 
-def test_stop_keeps_the_partial_answer_and_it_can_be_continued(store):
-    session, engine = session_with(store, ["one ", "two ", "three"], ["three"])
-    session.ask("count")
-    answer = session.begin_answer()
-    for event in answer.generation:
-        answer.add(event)
-        if answer.text == "one two ":
-            answer.stop()
-    assert answer.done.status in ("stopped", "complete")
-    stopped = msgspec.structs.replace(answer.done, content="one two ", status="stopped")
-    store.finish(stopped)
-    session = reread(session)
-    session.engine = engine
-    done = consume(session.continue_cut())
-    assert done.content == "one two three"
-    assert done.id == stopped.id
-    assert engine.requests[-1].continue_final
-    assert engine.requests[-1].messages[-1].content == "one two "
-    assert len(reread(session).path) == 2
-
-
 def test_whole_answer_is_not_continued(store):
     session, _ = session_with(store)
     ask(session, "x")
     with pytest.raises(UsageError, match="not cut"):
         session.continue_cut()
-
-
-def test_regenerate_keeps_the_alternatives_and_pages_through_them(store):
-    session, _ = session_with(store, ["first"], ["second"], ["third"])
-    ask(session, "q")
-    for _ in range(2):
-        consume(session.regenerate())
-    head = session.head
-    assert (head.content, session.alternatives(head.id)) == ("third", (3, 3))
-    assert session.page(head.id, -1)
-    assert (session.head.content, session.alternatives(session.head.id)) == ("second", (2, 3))
-    assert not session.page(session.head.id, 2)
-    assert [t.content for t in reread(session).path] == ["q", "second"]
-
-
-def test_edited_question_forks_and_paging_returns_to_the_old_branch(store):
-    session, engine = session_with(store, ["a1"], ["a2"], ["b1"])
-    ask(session, "q1")
-    ask(session, "q2")
-    first = session.path[0]
-    session.edit(first.id, "q1 anew")
-    consume(session.begin_answer())
-    assert [t.content for t in session.path] == ["q1 anew", "b1"]
-    assert [m.content for m in engine.requests[-1].messages] == ["q1 anew"]
-    session.page(session.path[0].id, -1)
-    assert [t.content for t in session.path] == ["q1", "a1", "q2", "a2"]
-    with pytest.raises(UsageError, match="only a question"):
-        session.edit(session.path[1].id, "no")
-
-
-def test_fork_copies_the_branch_into_a_new_conversation(store):
-    session, _ = session_with(store)
-    ask(session, "q")
-    old = session.conversation.id
-    session.fork()
-    assert session.conversation.id != old
-    assert [t.content for t in reread(session).path] == ["q", "Hello world"]
-    assert session.conversation.title == "q (fork)"
-    session.open(old)
-    assert len(session.path) == 2
 
 
 def test_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_place(store):
@@ -232,15 +162,6 @@ def test_settings_are_sent_with_the_request_and_stored(store):
     assert (request.sampling.temperature, request.sampling.top_k, request.max_tokens) == (0.0, 7, 1)
     assert done.status == "length"
     assert reread(session).conversation.sampling == {"temperature": 0.0, "max_tokens": 1}
-
-
-def test_attachments_precede_the_text_and_are_stored(store):
-    session, engine = session_with(store)
-    session.ask("Explain.", [Attachment(name="a.py", text="x = '```'\n")])
-    consume(session.begin_answer())
-    content = engine.requests[0].messages[0].content
-    assert content == "File `a.py`:\n````\nx = '```'\n````\n\nExplain."
-    assert reread(session).path[0].attachments[0].name == "a.py"
 
 
 def test_empty_question_is_refused(store):

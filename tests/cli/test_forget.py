@@ -36,9 +36,7 @@ def gguf(tmp_path: Path) -> Path:
     return path
 
 
-def test_models_blocks_go_and_the_others_stay(
-    gguf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_blocks_go_and_the_others_stay(gguf: Path, capsys, monkeypatch) -> None:
     keep(model_key("", [str(gguf)]))
     keep("another")
     monkeypatch.setattr(
@@ -49,7 +47,7 @@ def test_models_blocks_go_and_the_others_stay(
     assert len(list_blocks(paths.blocks_dir())) == 1
 
 
-def test_conversations_blocks_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_blocks_go(capsys) -> None:
     keep("one")
     assert main(["forget", "--conversation", "other"]) == 2
     assert "conversation 'other' has no cached prefixes of its own" in capsys.readouterr().err
@@ -59,7 +57,7 @@ def test_conversations_blocks_go(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
-def test_all_goes_and_nothing_named_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_goes_and_nothing_named_is_refused(capsys) -> None:
     keep("one")
     assert main(["forget"]) == 2
     assert main(["forget", "all"]) == 0

@@ -1,10 +1,10 @@
 """Import sets, read from sys.modules of a fresh interpreter: import-linter reads only text."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from other_processes import run_python
 
 HEAVY = """
     llama_cpp textual starlette uvicorn numpy jinja2 huggingface_hub httpx2 rich llguidance
@@ -12,10 +12,7 @@ HEAVY = """
 
 
 def modules_after(statement):
-    code = f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    out = run_python(f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))")
     return set(json.loads(out.splitlines()[-1]))
 
 

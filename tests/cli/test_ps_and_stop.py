@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -42,25 +41,24 @@ def launched(tmp_path: Path):
         process.communicate()
 
 
-def pids(capsys, *typed: str) -> list[int]:
-    assert main([*typed, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["result"]
-    return [one["pid"] for one in found["running"]] if "running" in found else found["stopped"]
+@pytest.fixture
+def listed(as_json):
+    return lambda *typed: {one["pid"] for one in as_json("ps", *typed)["running"]}
 
 
-def test_another_home_is_left_alone_unless_everywhere_is_asked(launched, tmp_path, capsys):
+def test_another_home_is_left_alone_unless_everywhere_is_asked(
+    launched, listed, as_json, tmp_path, capsys
+):
     mine = launched("serve", "m")
     other = launched("serve", "m", home=str(tmp_path / "other"))
-    assert mine.pid in pids(capsys, "ps")
-    assert other.pid not in pids(capsys, "ps")
-    assert {mine.pid, other.pid} <= set(pids(capsys, "ps", "--everywhere"))
+    assert listed() & {mine.pid, other.pid} == {mine.pid}
+    assert {mine.pid, other.pid} <= listed("--everywhere")
     assert main(["stop", str(other.pid)]) == 2
     assert "`edgeinfer ps --everywhere`" in capsys.readouterr().err
-    assert pids(capsys, "stop", "--all") == [mine.pid]
+    assert as_json("stop", "--all")["stopped"] == [mine.pid]
     assert other.poll() is None
-    assert pids(capsys, "stop", "--everywhere", str(other.pid)) == [other.pid]
+    assert as_json("stop", "--everywhere", str(other.pid))["stopped"] == [other.pid]
 
 
-def test_chat_without_its_verb_is_listed(launched, capsys):
-    process = launched("--continue")
-    assert process.pid in pids(capsys, "ps")
+def test_chat_without_its_verb_is_listed(launched, listed):
+    assert launched("--continue").pid in listed()

@@ -55,6 +55,14 @@ def run(engine, *typed):
     return main(["run", "tiny", *typed], ScriptedHost(engine))
 
 
+def result(engine, capsys, *typed, code=0):
+    """Return what `run --json` answers, or its error."""
+    assert run(engine, *typed, "--json") == code
+    body = json.loads(capsys.readouterr().out)
+    assert body["kind"] == ("error" if code else "run")
+    return body["result" if code == 0 else "error"]
+
+
 @pytest.fixture(autouse=True)
 def _no_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
@@ -80,18 +88,11 @@ def test_raw_prompt_is_sent_unchanged(engine, capsys):
 
 
 def test_json_is_one_envelope(engine, capsys):
-    assert run(engine, "x", "--json") == 0
-    body = json.loads(capsys.readouterr().out)
-    assert body["kind"] == "run"
-    assert body["ok"] is True
-    result = body["result"]
-    assert (result["text"], result["reasoning"], result["finish_reason"]) == (
-        "Red, green.",
-        "hm",
-        "stop",
-    )
-    assert result["usage"]["prompt_tokens"] == 5
-    assert result["start"]["how"] == "resumed"
+    found = result(engine, capsys, "x")
+    assert (found["text"], found["reasoning"]) == ("Red, green.", "hm")
+    assert found["finish_reason"] == "stop"
+    assert found["usage"]["prompt_tokens"] == 5
+    assert found["start"]["how"] == "resumed"
 
 
 @pytest.mark.parametrize(
@@ -174,8 +175,7 @@ def test_stopped_answer_keeps_its_text_and_exits_130(capsys):
 
 
 def test_engine_error_is_words_and_an_exit_code(capsys):
-    assert run(scripted(QueueFullError("full")), "x", "--json") == 8
-    assert json.loads(capsys.readouterr().out)["error"]["code"] == "queue-full"
+    assert result(scripted(QueueFullError("full")), capsys, "x", code=8)["code"] == "queue-full"
 
 
 def test_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
@@ -195,8 +195,7 @@ def test_answer_that_repeats_itself_is_ended_and_said(capsys):
     said = capsys.readouterr()
     assert said.err == "edgeinfer: the answer repeated itself; stopped\n"
     assert len(said.out) < 1000
-    assert run(looping, "x", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["result"]["finish_reason"] == "repetition"
+    assert result(looping, capsys, "x")["finish_reason"] == "repetition"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import io
 import os
 from pathlib import Path
 
+import pytest
 from made_gguf import entry, gguf_bytes, model_entries, text
 
 from edgeinfer.cli.main import main
@@ -30,31 +31,29 @@ def shown_by(*typed: str) -> tuple[int, str]:
     return code, shown
 
 
-def test_escapes_of_a_file_are_not_shown(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("typed", "status"), [(["show", "{}"], 0), (["batch", f"/nosuch{ESCAPES}", "out.jsonl"], 2)]
+)
+def test_escapes_of_a_file_or_an_error_are_not_shown(tmp_path: Path, typed, status):
     path = tmp_path / "hostile.gguf"
     licence = entry("general.license", 8, text(f"a{ESCAPES}b"))
     path.write_bytes(gguf_bytes([*model_entries(), licence]))
-    code, shown = shown_by("show", str(path))
-    assert code == 0
+    code, shown = shown_by(*(word.format(path) for word in typed))
+    assert code == status
     assert "owned" in shown
     assert not {"\x1b", "\x07", "\x9b"} & set(shown)
 
 
-def test_escapes_in_an_error_are_not_shown():
-    code, shown = shown_by("batch", f"/nosuch{ESCAPES}", "out.jsonl")
-    assert code == 2
-    assert "owned" in shown
-    assert not {"\x1b", "\x07", "\x9b"} & set(shown)
-
-
-def test_forget_asks_on_a_terminal(answer_no, capsys):
-    assert main(["forget", "all"]) == 130
-    assert "forget the cached prefixes of all? [y/N]" in capsys.readouterr().err
-
-
-def test_rm_asks_on_a_terminal(answer_no, capsys):
-    assert main(["rm", "m"]) == 130
-    assert "remove m and its snapshots? [y/N]" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("typed", "question"),
+    [
+        ("forget all", "forget the cached prefixes of all? [y/N]"),
+        ("rm m", "remove m and its snapshots? [y/N]"),
+    ],
+)
+def test_verb_that_deletes_asks_on_a_terminal(answer_no, capsys, typed, question):
+    assert main(typed.split()) == 130
+    assert question in capsys.readouterr().err
 
 
 def test_stage_shows_its_elapsed_time_and_what_it_waits_for():

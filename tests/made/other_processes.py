@@ -22,12 +22,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def run(*command: object, check: bool = True, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with output as text. Unless `check` is off, fail with what it said."""
+    usual = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([*map(str, command)], check=False, **usual | settings)
+    assert not check or done.returncode == 0, (
+        command,
+        done.returncode,
+        done.stdout,
+        done.stderr[-2000:],
+    )
+    return done
+
+
 def run_python(program: str, *arguments: object, **settings: Any) -> str:
     """Run the text of a program in a process of its own; return what it printed."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-2000:])
-    return done.stdout
+    return run(sys.executable, "-c", program, *arguments, **settings).stdout
 
 
 def wait_until(condition: Callable[[], T], what: str, seconds: float = 120.0) -> T:

@@ -60,20 +60,21 @@ def made(kind, home: Path) -> AnyStore:
     return kind(home, TINY)
 
 
-def listed(capsys) -> dict:
-    assert main(["list", "--pulled", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["result"]
+@pytest.fixture
+def listed(as_json) -> Callable[[], dict]:
+    return lambda: as_json("list", "--pulled")
 
 
-def test_model_of_another_program_is_listed_shown_and_used_in_place(made, capsys) -> None:
+def test_model_of_another_program_is_listed_shown_and_used_in_place(
+    made, capsys, listed, as_json
+) -> None:
     before = picture(made.root)
-    (row,) = listed(capsys)["models"]
+    (row,) = listed()["models"]
     assert (row["name"], row["store"], row["quantization"]) == (made.name, made.program, "F32")
     assert row["size_bytes"] == len(TINY)
     assert main(["list", "--pulled"]) == 0
     assert f"from {made.program}" in capsys.readouterr().out
-    assert main(["show", made.name, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)["result"]
+    shown = as_json("show", made.name)
     assert shown["files"][0]["path"] == str(made.file)
     assert f"from {made.program}" in shown["notes"][0]
     files = resolve(made.name).files()
@@ -176,11 +177,11 @@ BREAKS = {
 
 @pytest.mark.parametrize(("break_it", "said"), BREAKS.items(), ids=[one.__name__ for one in BREAKS])
 def test_broken_model_is_listed_with_what_to_do_and_never_written_to(
-    made, break_it, said, capsys
+    made, break_it, said, capsys, listed
 ) -> None:
     break_it(made)
     before = picture(made.root)
-    (row,) = listed(capsys)["unusable"]
+    (row,) = listed()["unusable"]
     assert (row["name"], row["store"]) == (made.name, made.program)
     assert row["fix"]
     assert main(["list"]) == 0
@@ -194,11 +195,11 @@ def test_broken_model_is_listed_with_what_to_do_and_never_written_to(
     assert picture(made.root) == before
 
 
-def test_unreadable_folder_is_reported(made, capsys) -> None:
+def test_unreadable_folder_is_reported(made, listed) -> None:
     place = made.root / "manifests" if isinstance(made, OllamaStore) else made.root
     place.chmod(0)
     try:
-        found = listed(capsys)
+        found = listed()
         if os.geteuid():
             (row,) = found["unusable"]
             assert row["name"].endswith("*")
@@ -222,11 +223,11 @@ def test_unreadable_folder_is_reported(made, capsys) -> None:
     ],
     ids=["garbage", "other-types", "deep", "no-model", "huge"],
 )
-def test_malformed_manifest_is_reported(home: Path, content: str, said: str, capsys) -> None:
+def test_malformed_manifest_is_reported(home: Path, content: str, said: str, listed) -> None:
     made = OllamaStore(home, TINY)
     made.manifest.write_text(content)
     before = picture(made.root)
-    assert said in listed(capsys)["unusable"][0]["problem"]
+    assert said in listed()["unusable"][0]["problem"]
     with pytest.raises(ModelNotPulledError, match=said):
         resolve(made.name).files()
     assert picture(made.root) == before
@@ -252,11 +253,11 @@ def test_external_file_of_another_digest_is_refused(home: Path) -> None:
         assert picture(made.root) == before
 
 
-def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, listed) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
-    found = listed(capsys)
+    found = listed()
     assert (found["models"], found["unusable"]) == ([], [])
     with pytest.raises(ModelNotPulledError, match=r"Ollama has no llama3:8b in .*nowhere"):
         resolve("ollama/llama3:8b").files()
@@ -452,10 +453,9 @@ def test_external_models_are_offered_if_none_is_pulled(made, capsys) -> None:
     assert f"from {made.program}: `edgeinfer chat {made.name}`" in capsys.readouterr().err
 
 
-def test_every_cell_layout_generates(kind, home: Path, smollm2: Path, capsys) -> None:
+def test_every_cell_layout_generates(kind, home: Path, smollm2: Path, as_json) -> None:
     made = kind(home, smollm2.read_bytes())
     before = picture(made.root)
     name = next(iter(stores.usable())).name
-    assert main(["run", name, "Hello", "--max-tokens", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["result"]["usage"]["completion_tokens"] > 0
+    assert as_json("run", name, "Hello", "--max-tokens", "4")["usage"]["completion_tokens"] > 0
     assert picture(made.root) == before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from edgeinfer.cli.main import main
@@ -29,9 +27,9 @@ def machine(monkeypatch):
     return make
 
 
-def listed(capsys, *words: str) -> list[dict]:
-    assert main(["list", "--fits", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)["result"]["models"]
+@pytest.fixture
+def listed(as_json):
+    return lambda *words: as_json("list", "--fits", *words)["models"]
 
 
 def test_memory_rate_is_measured_on_this_machine() -> None:
@@ -51,18 +49,18 @@ def test_groups_are_headed_and_in_order_of_use(machine, capsys) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_embedding_models_are_not_ranked_by_how_fast_they_write(machine, capsys) -> None:
+def test_embedding_models_are_not_ranked_by_how_fast_they_write(machine, listed) -> None:
     machine(12 * GB, 40e9, 2)
     by_group: dict[str, list[str]] = {}
-    for model in listed(capsys):
+    for model in listed():
         by_group.setdefault(model["fit"]["group"], []).append(model["purpose"])
     assert set(by_group["embedding"]) == {"embedding", "reranker"}
     assert not {"embedding", "reranker"} & {*by_group["comfortable"], *by_group["slow"]}
 
 
-def test_quantization_and_size_are_of_what_pull_stores(machine, capsys) -> None:
+def test_quantization_and_size_are_of_what_pull_stores(machine, listed) -> None:
     machine(16 * GB, 40e9, 2)
-    by_name = {model["name"]: model for model in listed(capsys)}
+    by_name = {model["name"]: model for model in listed()}
     assert by_name["qwen3-4b"]["quantization"] == "Q4_K_M"
     assert 2.2 * GB < by_name["qwen3-4b"]["size_bytes"] < 2.8 * GB
     assert by_name["gpt-oss-20b"]["quantization"] == "MXFP4_MOE"
@@ -71,9 +69,9 @@ def test_quantization_and_size_are_of_what_pull_stores(machine, capsys) -> None:
     assert not by_name["gemma-3-270m"]["size_is_estimate"]
 
 
-def test_mixture_is_as_fast_as_its_active_parameters(machine, capsys) -> None:
+def test_mixture_is_as_fast_as_its_active_parameters(machine, listed) -> None:
     machine(64 * GB, 40e9, 2)
-    speed = {model["name"]: model["fit"]["tokens_per_s"] for model in listed(capsys, "instruct")}
+    speed = {model["name"]: model["fit"]["tokens_per_s"] for model in listed("instruct")}
     assert speed["qwen3-30b-a3b-instruct-2507"] > speed["qwen3-4b-instruct-2507"]
 
 

@@ -90,11 +90,12 @@ engine.close()
 
 @pytest.mark.model
 @pytest.mark.parametrize("which", ["smollm2", "gemma3"])
-def test_show_agrees_with_the_loaded_engine(which: str, request: pytest.FixtureRequest, capsys) -> None:
+def test_show_agrees_with_the_loaded_engine(
+    which: str, request: pytest.FixtureRequest, as_json
+) -> None:
     model = str(request.getfixturevalue(which))
     *loaded, kv, compute = json.loads(run_python(_ENGINE, model))
-    assert main(["show", model, "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["result"]["memory"]
+    memory = as_json("show", model)["memory"]
     estimate = memory["estimate"]
     assert [memory["n_ctx"], memory["n_parallel"], estimate["weights_bytes"]] == loaded
     assert estimate["kv_bytes"] == pytest.approx(kv, abs=1 << 15)

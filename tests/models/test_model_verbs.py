@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -33,54 +32,44 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def result(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
-    code, out, _ = run(capsys, *argv, "--json")
-    assert code == 0, out
-    body = json.loads(out)
-    assert body["schema"] == "edgeinfer/1"
-    assert body["kind"] == argv[0]
-    assert body["ok"] is True
-    return body["result"]
-
-
-def test_pull_list_show_rm(local: Path, capsys) -> None:
+def test_pull_list_show_rm(local: Path, capsys, as_json) -> None:
     _, out, _ = run(capsys, "list", "--pulled")
     assert out == "nothing is here yet: `edgeinfer pull smollm2-135m-instruct`\n"
-    pulled = result(capsys, "pull", str(local), "--name", "mine")
+    pulled = as_json("pull", str(local), "--name", "mine")
     assert (pulled["name"], pulled["was_here"], pulled["quantization"]) == ("mine", False, "F32")
-    assert result(capsys, "pull", str(local), "--name", "mine")["was_here"] is True
-    listed = {model["name"]: model for model in result(capsys, "list")["models"]}
+    assert as_json("pull", str(local), "--name", "mine")["was_here"] is True
+    listed = {model["name"]: model for model in as_json("list")["models"]}
     assert listed["mine"]["pulled"] is True
     assert listed["qwen3-8b"]["pulled"] is False
-    assert [m["name"] for m in result(capsys, "list", "--pulled")["models"]] == ["mine"]
-    assert {m["purpose"] for m in result(capsys, "list", "embedding")["models"]} == {"embedding"}
-    shown = result(capsys, "show", "mine")
+    assert [m["name"] for m in as_json("list", "--pulled")["models"]] == ["mine"]
+    assert {m["purpose"] for m in as_json("list", "embedding")["models"]} == {"embedding"}
+    shown = as_json("show", "mine")
     assert shown["header"]["architecture"] == "llama"
     assert shown["files"][0]["sha256"] == pulled["sha256"]
     assert shown["memory"]["fits"] is True
-    removed = result(capsys, "rm", "mine")["removed"]
+    removed = as_json("rm", "mine")["removed"]
     assert removed[0]["name"] == "mine"
-    assert result(capsys, "list", "--pulled")["models"] == []
+    assert as_json("list", "--pulled")["models"] == []
 
 
-def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys) -> None:
+def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_json) -> None:
     root = paths.private_dir(paths.snapshots_dir())
     for name in ("mine@01", "mine,ctx512@02", "mine+Q8_0@03", "minest@04"):
         (root / name).mkdir(mode=0o700)
         (root / name / MANIFEST).touch(mode=0o600)
     main(["pull", str(local), "--name", "mine", "--quiet"])
     capsys.readouterr()
-    assert result(capsys, "list", "--pulled")["models"][0]["snapshots"] == 2
-    assert sorted(result(capsys, "rm", "mine")["snapshots"]) == ["mine", "mine,ctx512"]
+    assert as_json("list", "--pulled")["models"][0]["snapshots"] == 2
+    assert sorted(as_json("rm", "mine")["snapshots"]) == ["mine", "mine,ctx512"]
     assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
 
 
-def test_cached_prefixes_go_with_their_model(local: Path, capsys) -> None:
-    pulled = result(capsys, "pull", str(local), "--name", "mine")
+def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
+    pulled = as_json("pull", str(local), "--name", "mine")
     blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
     kept = BlockStore(paths.blocks_dir()).model("another", {})
     folders = [one.path(b"x").parent for one in (blocks, kept)]
-    result(capsys, "rm", "mine")
+    as_json("rm", "mine")
     assert [folder.exists() for folder in folders] == [False, True]
 
 
@@ -111,39 +100,36 @@ def test_unknown_config_key_is_warned_of_by_list(capsys) -> None:
     assert 'did you mean "default-model"' in err
 
 
-def test_wrong_local_file_is_refused_before_it_is_copied(capsys) -> None:
-    code, out, _ = run(capsys, "pull", "/etc/passwd", "--json")
-    error = json.loads(out)["error"]
-    assert (code, error["code"]) == (5, "invalid-gguf")
+def test_wrong_local_file_is_refused_before_it_is_copied(as_json) -> None:
+    error = as_json("pull", "/etc/passwd", code=5)
+    assert error["code"] == "invalid-gguf"
     assert "name a GGUF file" in error["hint"]
     assert not list((paths.models_dir() / ".partial").rglob("*passwd*"))
 
 
-def test_other_type_of_a_model_that_is_here_is_refused(local: Path, capsys) -> None:
-    run(capsys, "pull", str(local), "--name", "mine", "--quiet")
-    code, out, _ = run(capsys, "pull", str(local), "--name", "mine", "--quantize", "Q4_0", "--json")
-    error = json.loads(out)["error"]
-    assert (code, error["code"]) == (2, "usage")
+def test_other_type_of_a_model_that_is_here_is_refused(local: Path, as_json) -> None:
+    as_json("pull", str(local), "--name", "mine")
+    error = as_json("pull", str(local), "--name", "mine", "--quantize", "Q4_0", code=2)
+    assert error["code"] == "usage"
     assert "is here already, in F32" in error["message"]
     assert "edgeinfer quantize mine Q4_0" in error["hint"]
 
 
-def test_digest_that_was_typed_is_compared(server, local: Path, capsys) -> None:
+def test_digest_that_was_typed_is_compared(server, local: Path, as_json) -> None:
     server.files["/tiny.gguf"] = local.read_bytes()
     words = ("pull", f"{server.url}/tiny.gguf", "--name", "mine", "--quiet")
     digest = hashlib.sha256(local.read_bytes()).hexdigest()
-    code, out, _ = run(capsys, *words, "--sha256", "0" * 64, "--json")
-    assert (code, json.loads(out)["error"]["code"]) == (5, "checksum")
-    assert "as --sha256 says" in json.loads(out)["error"]["message"]
-    assert run(capsys, *words, "--sha256", "12", "--json")[0] == 2
-    assert result(capsys, *words, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
-    assert result(capsys, *words, "--sha256", digest)["was_here"]
-    code, out, _ = run(capsys, *words, "--sha256", "0" * 64, "--json")
-    assert code == 5, "a model that is here is no answer to another digest"
+    error = as_json(*words, "--sha256", "0" * 64, code=5)
+    assert error["code"] == "checksum"
+    assert "as --sha256 says" in error["message"]
+    as_json(*words, "--sha256", "12", code=2)
+    assert as_json(*words, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
+    assert as_json(*words, "--sha256", digest)["was_here"]
+    as_json(*words, "--sha256", "0" * 64, code=5)  # a model that is here is no answer to another
     assert list_pulled()[0].sha256 == digest
 
 
-def test_purpose_follows_from_header(tmp_path: Path, capsys) -> None:
+def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
     with_template = [*model_entries(), entry("tokenizer.chat_template", 8, text("{{ messages }}"))]
     encoder = [*model_entries(), entry("llama.attention.causal", 7, b"\0")]
     for name, entries in (("b", model_entries()), ("c", with_template), ("e", encoder)):
@@ -151,7 +137,7 @@ def test_purpose_follows_from_header(tmp_path: Path, capsys) -> None:
         _, out, _ = run(capsys, "pull", str(tmp_path / f"{name}.gguf"), "--name", name, "--quiet")
         tries = {"b": 'run b "The sea is"', "c": 'run c "Name three colours."', "e": "serve e"}
         assert out.splitlines()[-1] == f"try it: edgeinfer {tries[name]}"
-    listed = result(capsys, "list", "--pulled")["models"]
+    listed = as_json("list", "--pulled")["models"]
     assert [one["purpose"] for one in listed] == ["base", "chat", "embedding"]
     assert listed[0]["parameters"] == "72"
 
@@ -181,11 +167,11 @@ def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
     assert "unfinished" not in run(capsys, "list")[1]
 
 
-def test_show_reports_a_changed_file(local: Path, capsys) -> None:
+def test_show_reports_a_changed_file(local: Path, capsys, as_json) -> None:
     _, _, err = run(capsys, "pull", str(local), "--name", "mine", "--quiet")
     assert err == ""
     list_pulled()[0].paths[0].touch()
-    shown = result(capsys, "show", "mine")
+    shown = as_json("show", "mine")
     assert "was changed after mine was pulled" in shown["notes"][0]
 
 
@@ -202,16 +188,13 @@ def test_show_reports_a_changed_file(local: Path, capsys) -> None:
         (("quantize", "qwen3-4b", "Q99"), 2, "usage"),
     ],
 )
-def test_errors_have_codes_and_no_traceback(argv, code, kind, capsys) -> None:
-    got, out, err = run(capsys, *argv, "--json")
-    body = json.loads(out)
-    assert (got, body["error"]["code"], body["ok"]) == (code, kind, False)
-    assert "Traceback" not in err
+def test_errors_have_codes_and_no_traceback(argv, code, kind, capsys, as_json) -> None:
+    assert as_json(*argv, code=code)["code"] == kind
     got, out, err = run(capsys, *argv)
-    assert got == code
-    assert out == ""
+    assert (got, out) == (code, "")
     assert "error: " in err
     assert "\nhint: " in err
+    assert "Traceback" not in err
 
 
 def test_progress_is_one_line_with_what_is_known() -> None:

@@ -12,21 +12,22 @@ from edgeinfer.models.reference import is_model
 from edgeinfer.platform import paths
 
 
-@pytest.mark.parametrize("name", ["a", "qwen3-0.6b", "x_y", "a" * 96])
-def test_good_names(name: str) -> None:
-    assert names.model_name(name) == name
+@pytest.mark.parametrize(
+    ("check", "text", "name"),
+    [
+        *((names.model_name, name, name) for name in ("a", "qwen3-0.6b", "x_y", "a" * 96)),
+        (names.file_name, "a/b/x.gguf", "x.gguf"),
+        (names.digest, "SHA256:" + "Ab" * 32, "ab" * 32),
+    ],
+)
+def test_good_text_is_taken(check: Callable[[str], str], text: str, name: str) -> None:
+    assert check(text) == name
 
 
 def test_reference_has_a_folder_of_its_own() -> None:
     assert names.folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
     assert names.folder(names.parse_reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
     assert str(names.parse_reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
-    assert names.digest("SHA256:" + "Ab" * 32) == "ab" * 32
-
-
-@pytest.mark.parametrize("text", ["a/b/x.gguf", "x-00001-of-00002.gguf"])
-def test_file_names(text: str) -> None:
-    assert names.file_name(text) == text.rsplit("/", 1)[-1]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,9 @@ def test_file_names_are_sanitized(text: str, name: str) -> None:
         ("file:/m/x.gguf", sources.LocalFile("/m/x.gguf")),
         ("file:///m/x%20y.gguf", sources.LocalFile("/m/x y.gguf")),
         ("wheel:n-a==1.0/p/x.gguf", sources.WheelFile("n-a", "1.0", "p/x.gguf")),
+        ("oci://h.example/library/m3.2:1b", sources.OciArtifact("h.example", "library/m3.2", "1b")),
+        ("oci://docker.io/ai/m", sources.OciArtifact("docker.io", "ai/m", "latest")),
+        ("gs://bucket/a/b.gguf", sources.StoredObject("bucket", "a/b.gguf", "gs")),
     ],
 )
 def test_sources(text: str, source: sources.Source) -> None:
@@ -74,6 +78,7 @@ BAD = {
     sources.parse: [
         *"x hf:x hf:a/b:Q9 hf:a/../x.gguf hf:a/b/../x.gguf hf:a/b//x hf:a/b@../x:Q8_0".split(),
         *"https:///x https://user@h/x https://h/x#y wheel:n/x wheel:n==1/../x wheel:-n==1/x".split(),
+        *"s3://bucket s3://bucket/../x.gguf oci://here oci://h/Name:x gs:x".split(),
         "wheel:n==--index-url/x y/../z",
         "",
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -19,18 +18,17 @@ from .conftest import HASTY
 
 
 @pytest.fixture
-def model(tmp_path: Path, capsys) -> Path:
+def model(tmp_path: Path) -> Path:
     """A model called "mine", pulled."""
     path = tmp_path / "mine.gguf"
     path.write_bytes(gguf_bytes(tensors=[("token_embd.weight", 3 << 20)]))
     assert main(["pull", str(path), "--name", "mine", "--quiet"]) == 0
-    capsys.readouterr()
     return path
 
 
-def preloaded(capsys, *more: str) -> dict:
-    assert main(["warm", "--preload", "mine", "--json", *more]) == 0
-    return json.loads(capsys.readouterr().out)["result"]
+@pytest.fixture
+def preloaded(as_json):
+    return lambda: as_json("warm", "--preload", "mine")
 
 
 def drop(path: Path) -> None:
@@ -45,18 +43,18 @@ def is_in_page_cache(path: Path) -> bool:
     return cached_bytes(path) > 0.95 * path.stat().st_size
 
 
-def test_models_file_is_in_memory_afterwards(model, capsys) -> None:
-    first = preloaded(capsys)
+def test_models_file_is_in_memory_afterwards(model, preloaded) -> None:
+    first = preloaded()
     [path] = map(Path, first["files"])
     drop(path)
     dropped = cached_bytes(path)
-    again = preloaded(capsys)
+    again = preloaded()
     assert again["was_resident_bytes"] == dropped
     assert again["size_bytes"] == path.stat().st_size
     assert is_in_page_cache(path)
 
 
-def test_snapshot_is_loaded_before_the_model(model, capsys) -> None:
+def test_snapshot_is_loaded_before_the_model(model, preloaded) -> None:
     folder = Path(paths.snapshots_path()) / "mine@1-program"
     for one in (folder.parent, folder, folder / "images"):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,7 +66,7 @@ def test_snapshot_is_loaded_before_the_model(model, capsys) -> None:
         manifest.images[name] = 10_000
     (folder / MANIFEST).write_text(manifest_text(manifest))
     (folder / MANIFEST).chmod(0o600)
-    files = preloaded(capsys)["files"]
+    files = preloaded()["files"]
     assert [Path(file).name for file in files[:2]] == ["memory.img", "pages.img"]
     assert len(files) == 3
 

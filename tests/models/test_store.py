@@ -70,19 +70,18 @@ def test_changed_local_file_may_be_imported_again(local: Path) -> None:
 
 
 def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:
-    with pytest.raises(SourceNotFoundError):
-        pull(str(tmp_path / "none.gguf"))
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(b"not one")
-    with pytest.raises(InvalidGgufError):
-        pull(str(bad))
-    assert bad.exists()
+    (tmp_path / "bad.gguf").write_bytes(b"not one")
+    (tmp_path / "qwen3-4b.gguf").write_bytes(local.read_bytes())
+    for name, error, said in (
+        ("none.gguf", SourceNotFoundError, "there is no file"),
+        ("bad.gguf", InvalidGgufError, "begins with"),
+        ("qwen3-4b.gguf", UsageError, "the catalogue has a model called"),
+    ):
+        with pytest.raises(error, match=said):
+            pull(str(tmp_path / name))
+    assert (tmp_path / "bad.gguf").exists()
     with pytest.raises(UsageError, match="in place"):
         pull("https://example.invalid/x.gguf", options=PullOptions(in_place=True))
-    same = tmp_path / "qwen3-4b.gguf"
-    same.write_bytes(local.read_bytes())
-    with pytest.raises(UsageError, match="the catalogue has a model called"):
-        pull(str(same))
     assert store.list_pulled() == []
 
 

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from other_processes import descendants
+from other_processes import command_name, descendants, run
 
 PROMPT = "ready$ "
 
@@ -34,32 +33,18 @@ class Terminal:
 
     def __init__(self, folder: Path, environment: dict[str, str], become: Sequence[str] = ()):
         self._socket = str(folder / "tmux")
-        shell = [
-            *become,
-            "env",
-            "-i",
-            *(f"{k}={v}" for k, v in environment.items()),
-            "bash",
-            "--norc",
-            "--noprofile",
-            "-i",
-        ]
+        variables = (f"{k}={v}" for k, v in environment.items())
+        shell = [*become, "env", "-i", *variables, *"bash --norc --noprofile -i".split()]
         size = ("-x", "80", "-y", "24")
         self._tmux("new-session", "-d", *size, "-c", environment["HOME"], *shell)
         self._tmux("set-option", "-g", "escape-time", "0")
         self.until(lambda: "ready$" in self.screen())
 
     def _tmux(self, *words):
-        done = subprocess.run(
-            ["tmux", "-S", self._socket, "-f", "/dev/null", *words],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout
+        return run("tmux", "-S", self._socket, "-f", "/dev/null", *words).stdout
 
     def close(self):
-        with contextlib.suppress(subprocess.CalledProcessError):
+        with contextlib.suppress(AssertionError):
             self._tmux("kill-server")
 
     def screen(self):
@@ -93,15 +78,10 @@ class Terminal:
 
     def modes(self):
         """The modes that tmux sees (alternate screen, mouse, cursor, paste), and the tty's own."""
-        flags = self._tmux(
-            "display-message",
-            "-p",
-            "#{alternate_on} #{mouse_any_flag} #{cursor_flag} #{mouse_sgr_flag}",
-        )
+        seen = "#{alternate_on} #{mouse_any_flag} #{cursor_flag} #{mouse_sgr_flag}"
+        flags = self._tmux("display-message", "-p", seen)
         tty = self._tmux("display-message", "-p", "#{pane_tty}").strip()
-        stty = subprocess.run(
-            ["stty", "-a", "-F", tty], capture_output=True, text=True, check=True
-        ).stdout
+        stty = run("stty", "-a", "-F", tty).stdout
         return flags.strip(), stty.split("\n", 1)[1]  # the first line holds the size
 
     def shell_pid(self):
@@ -112,7 +92,6 @@ class Terminal:
         found = []
         for child in descendants(pid or self.shell_pid()):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                name = Path(f"/proc/{child}/comm").read_text().strip()
                 command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found.append((child, name, command))
+                found.append((child, command_name(child), command))
         return found

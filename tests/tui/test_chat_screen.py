@@ -108,6 +108,8 @@ async def test_partial_answer_is_kept_on_leaving_and_continued_later(drive):
         await d.press("ctrl+g")
         await d.until(lambda: d.turns() == ["q", "half an answer and the rest"] and d.idle())
         assert d.session.head.status == "complete"
+        (request,) = d.host.fake.requests
+        assert (request.continue_final, request.messages[-1].content) == (True, "half an answer")
 
 
 async def test_regenerated_answers_are_paged_through(drive):

@@ -5,11 +5,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from other_processes import run
 from terminal import PROMPT, Terminal, shell_environment
 
 from edgeinfer.chat.history.store import ConversationStore
@@ -32,15 +32,7 @@ def home(smollm2, tmp_path_factory):
     home = tmp_path_factory.mktemp("terminal-home")
     environment = clean(home)
     for words in (["pull", str(smollm2), "--in-place", "--name", MODEL], ["warm", MODEL]):
-        done = subprocess.run(
-            [EDGEINFER, *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        run(EDGEINFER, *words, env=environment)
     return home
 
 
@@ -55,9 +47,9 @@ def how(request):
 
 @pytest.fixture
 def terminal(home, tmp_path):
+    """A terminal, whose modes must be in the end what they were before."""
     for path in (home / "edgeinfer/data").glob("conversations.db*"):
         path.unlink()
-    """A terminal, whose modes must be in the end what they were before."""
     with contextlib.closing(Terminal(tmp_path, clean(home))) as terminal:
         terminal.home = home
         terminal.modes_before = terminal.modes()
@@ -122,11 +114,9 @@ def words_of(text):
 
 
 def app_of(terminal):
-    return next(pid for pid, name, _ in terminal.children() if name == "edgeinfer" and has_threads(pid))
-
-
-def has_threads(pid):
-    return len(os.listdir(f"/proc/{pid}/task")) > 1
+    """The descendant that has threads; the launcher has none."""
+    found = (pid for pid, name, _ in terminal.children() if name == "edgeinfer")
+    return next(pid for pid in found if len(os.listdir(f"/proc/{pid}/task")) > 1)
 
 
 def test_question_typed_before_the_screen_is_there_is_asked(terminal, how):

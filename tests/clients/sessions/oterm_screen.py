@@ -7,7 +7,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tui"))
+sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("tui", "made"))
 
 from terminal import PROMPT, Terminal
 

@@ -226,6 +226,7 @@ REFUSED = {
         folder, vocab_size=1 << 40
     ),
     "says 129 tokens, the embedding has 128 rows": lambda folder: config_with(folder, vocab_size=129),
+    "has no config.json: it is no checkpoint": with_a_pipe_for_config,
     "1 of 2 shards are missing: model-00002": without_a_shard,
     "bytes past the end of the file": with_a_torn_shard,
     "its header would be": with_a_header_beyond_the_file,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,9 +20,8 @@ from edgeinfer.errors import (
     DownloadError,
     InvalidGgufError,
     SourceNotFoundError,
-    UsageError,
 )
-from edgeinfer.models import names, sources, store
+from edgeinfer.models import sources, store
 from edgeinfer.models.fetching import s3
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import pull
@@ -199,14 +197,3 @@ def test_artifact_of_several_files_and_one_without(registry, options) -> None:
     push(registry, "ai/none", "latest", [("application/vnd.docker.ai.safetensors", b"x")])
     with pytest.raises(SourceNotFoundError, match="safetensors"):
         pull(f"oci://{registry}/ai/none", options=msgspec.structs.replace(options, name="x"))
-
-
-def test_names_of_stores() -> None:
-    parsed = sources.parse("oci://registry.ollama.ai/library/llama3.2:1b")
-    assert parsed == sources.OciArtifact("registry.ollama.ai", "library/llama3.2", "1b")
-    assert str(sources.parse("oci://docker.io/ai/smollm2")) == "oci://docker.io/ai/smollm2:latest"
-    assert str(sources.parse("gs://bucket/a/b.gguf")) == "gs://bucket/a/b.gguf"
-    for bad in ("s3://bucket", "s3://bucket/../x.gguf", "oci://here", "oci://h/Name:x", "gs:x"):
-        with pytest.raises(UsageError):
-            sources.parse(bad)
-    assert not names.is_path("s3://bucket/x.gguf") or Path("s3:").exists()
