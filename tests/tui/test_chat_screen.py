@@ -621,7 +621,7 @@ async def test_changes_of_another_program_are_shown_and_the_place_kept(drive, pa
         await d.press("pageup")
         place = d.chat.transcript.scroll_y
         await d.until(lambda: d.session._seen)
-        assert "tok/s" in d.shown()  # an answer of its own is no change
+        assert "tokens/s" in d.shown()  # an answer of its own is no change
         other = page(d)
         other.set(title="Another title")
         await d.until(lambda: d.session.conversation.title == "Another title")

@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="text, PDF, DOCX or HTML, or a folder's text files, before the prompt",
+        help="text, PDF, DOCX, HTML or a folder, before the prompt",
     )
     parser.add_argument(
         "--image",
