@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -201,21 +200,6 @@ def test_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced
     with unpack.locked():
         assert unpack.remove_unused(keep=after) == [first]
     assert unpack.versions() == [after]
-
-
-def test_version_in_use_is_not_removed(shipped_file):
-    app = unpack.ensure_unpacked(shipped_file)
-    shipped_file.unlink()
-    process = subprocess.Popen(
-        [app / PROGRAM, "-c", "input()"], stdin=subprocess.PIPE, env={"PYTHONHOME": sys.base_prefix}
-    )
-    try:
-        while not unpack.users(app):
-            assert process.poll() is None
-        assert unpack.remove_unused() == []
-    finally:
-        process.communicate(b"\n")
-    assert unpack.remove_unused() == [app]
 
 
 @pytest.mark.binary

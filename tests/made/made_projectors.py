@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import numpy.typing as npt
+from made_families import finish
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,8 @@ def make_projector(
             "v.position_embd.weight", random((image // patch) ** 2, encoder.width, scale=0.5)
         )
     layer = {f"attn_{name}": (encoder.width, encoder.width) for name in ("q", "k", "v", "out")}
-    layer |= {
-        "ffn_up": (encoder.feed_forward, encoder.width),
-        "ffn_down": (encoder.width, encoder.feed_forward),
-    }
+    wide = encoder.feed_forward
+    layer |= {"ffn_up": (wide, encoder.width), "ffn_down": (encoder.width, wide)}
     for i in range(encoder.layers):
         for name, shape in layer.items():
             matrix(f"v.blk.{i}.{name}", *shape)
@@ -111,11 +110,7 @@ def make_projector(
         for number, rows in (("1" if kind == "lfm2" else "0", wide), ("2", n_text)):
             matrix(f"mm.{number}", rows, wide)
             writer.add_tensor(f"mm.{number}.bias", random(rows, scale=0.02))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def rename_tokens(path: Path, source: Path, names: dict[str, str], template: str = "") -> Path:
@@ -136,8 +131,4 @@ def rename_tokens(path: Path, source: Path, names: dict[str, str], template: str
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     if template:
         writer.add_chat_template(template)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)

@@ -183,6 +183,7 @@ def test_show_reports_a_changed_file(local: Path, capsys, as_json) -> None:
         (("pull", "/no/such.gguf"), 4, "source-not-found"),
         (("show", "nope"), 3, "unknown-model"),
         (("show", "/no/such.gguf"), 5, "invalid-gguf"),
+        (("rm", "nope"), 3, "unknown-model"),
         (("rm", "qwen3-4b"), 3, "model-not-pulled"),
         (("quantize", "qwen3-4b", "Q8_0"), 3, "model-not-pulled"),
         (("quantize", "qwen3-4b", "Q99"), 2, "usage"),

@@ -3,6 +3,7 @@
 import gguf
 import numpy as np
 import pytest
+from made_families import finish
 from made_models import make_llama
 from made_projectors import make_projector
 
@@ -34,11 +35,7 @@ def write(path, architecture="clip", **sizes):
     for key, value in {"projection_dim": 64, "image_size": 64, "patch_size": 16, **sizes}.items():
         writer.add_uint32(f"clip.vision.{key}", value)
     writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "idefics3", "qwen2vl_merger"])

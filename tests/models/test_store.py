@@ -62,13 +62,6 @@ def test_file_in_place_that_is_gone_or_changed(local: Path) -> None:
         resolve("mine").files()
 
 
-def test_changed_local_file_may_be_imported_again(local: Path) -> None:
-    pull(str(local), options=PullOptions(name="mine"))
-    local.write_bytes(gguf_bytes(seed=3))
-    record = pull(str(local), options=PullOptions(name="mine", again=True))
-    assert record.paths[0].read_bytes() == local.read_bytes()
-
-
 def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"not one")
     (tmp_path / "qwen3-4b.gguf").write_bytes(local.read_bytes())
@@ -176,13 +169,6 @@ def test_record_that_cannot_be_read(local: Path) -> None:
         resolve("mine").files()
     remove("mine")
     assert not record.folder.exists()
-
-
-def test_remove_refuses_absent_models() -> None:
-    with pytest.raises(ModelNotPulledError):
-        remove("qwen3-4b")
-    with pytest.raises(UnknownModelError):
-        remove("nope")
 
 
 def test_remove_needs_the_lock(local: Path) -> None:

