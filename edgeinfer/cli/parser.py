@@ -57,6 +57,11 @@ VERBS = {
     "web": Verb(
         "chat in the browser, in the same conversations as in the terminal", ("web", "web --no-open")
     ),
+    "mcp": Verb(
+        "be an MCP server on standard streams: other programs ask a model of this machine",
+        ("mcp", "mcp qwen3-4b"),
+        has_json=False,
+    ),
     "launch": Verb(
         "run a coding agent (claude, codex, …) on a model of this machine",
         ("launch codex", "launch --model qwen3-4b claude --resume"),

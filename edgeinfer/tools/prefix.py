@@ -1,25 +1,38 @@
-"""The part of a prompt that every session with the same tools has: system prompt and tool list."""
+"""The part of a prompt that does not depend on the question: system prompt, tool list, a document."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import takewhile
 
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
-def prefill_request(engine: Engine, tools: Sequence[Tool], system: str) -> GenerateRequest:
-    """Return the request that prefills the tools, for whatever is asked then.
+def prefill_request(
+    engine: Engine, asked: Callable[[str], GenerateRequest], cache_salt: str = ""
+) -> GenerateRequest:
+    """Return the request that prefills what `asked` begins with, whatever the question.
 
     It is the common prefix of two questions: a template may put tools where it likes.
     """
-    first = [Message(role="system", content=system)] if system else []
-    a, b = (
-        engine.tokenize_chat(
-            GenerateRequest(messages=(*first, Message(role="user", content=text)), tools=tuple(tools))
-        )
-        for text in ("Why?", "0 or 1")
-    )
+    a, b = (_tokens(engine, asked(text)) for text in ("Why?", "0 or 1"))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return GenerateRequest(prompt=tuple(pair[0] for pair in shared), max_tokens=0)
+    prompt = tuple(pair[0] for pair in shared)
+    return GenerateRequest(prompt=prompt, max_tokens=0, cache_salt=cache_salt)
+
+
+def with_tools(tools: tuple[Tool, ...], system: str) -> Callable[[str], GenerateRequest]:
+    """Return what asks a question in a conversation with tools and a system prompt."""
+    first = [Message(role="system", content=system)] if system else []
+
+    def asked(text: str) -> GenerateRequest:
+        return GenerateRequest(messages=(*first, Message(role="user", content=text)), tools=tools)
+
+    return asked
+
+
+def _tokens(engine: Engine, request: GenerateRequest) -> list[int]:
+    if isinstance(request.prompt, str):
+        return engine.tokenize(request.prompt, add_special=True)
+    return engine.tokenize_chat(request)

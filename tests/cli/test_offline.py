@@ -101,7 +101,7 @@ def _seen(home: Path, *words: str, stdin: int = subprocess.DEVNULL):
 
 
 def test_every_verb_is_here():
-    assert set(VERBS) == {*COMMANDS, "serve", "web"}
+    assert set(VERBS) == {*COMMANDS, "serve", "web", "mcp"}
 
 
 def test_endpoint_only_listens(home):
@@ -124,8 +124,9 @@ def test_endpoint_only_listens(home):
     assert set(watch.seen) == {"socket 2 1"}
 
 
-def test_web_asks_this_machine_alone_for_an_endpoint(home):
-    process, watch = _seen(home, "web", "--no-open")  # starts none: the default model is not here
+@pytest.mark.parametrize("words", [("web", "--no-open"), ("mcp",)])
+def test_this_machine_alone_is_asked_for_an_endpoint(home, words):
+    process, watch = _seen(home, *words)  # starts none: the default model is not here
     process.communicate(timeout=250)
     watch.join()
     assert set(watch.seen) <= {"socket 2 1", "connect 2 127.0.0.1"}

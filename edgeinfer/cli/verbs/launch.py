@@ -157,6 +157,17 @@ def _find_endpoint(
     return remote, model, n_ctx
 
 
+def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
+    """Find this user's endpoint, or start one. Raises ServeError, and what naming a model raises."""
+    key = keys.own_key()
+    remote = endpoint.find(urls(host.config), key)
+    if remote is None:
+        ref = host.resolve(options.model or host.config.default_model)
+        host.files(ref)  # an error here is plainer than one in the endpoint's log
+        remote, _ = endpoint.start(serve_command(ref.text, host.config), key)
+    return remote
+
+
 def urls(config: Config) -> Iterator[str]:
     """Yield where this user's endpoints may listen."""
     host = config.serve.host

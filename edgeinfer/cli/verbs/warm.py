@@ -106,13 +106,13 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
     """Prefill system prompt and tools into the prefix cache on disk; return the tokens."""
     from edgeinfer.tools.loop import ChatTools  # for this option alone
-    from edgeinfer.tools.prefix import prefill_request
+    from edgeinfer.tools.prefix import prefill_request, with_tools
 
     with closing(ChatTools(host.config.tools, Path.cwd())) as tools:
         for words in tools.prepare():
             sys.stderr.write(without_controls(f"tools: {words}\n"))
         with closing(host.engine(model, inputs.options)) as engine:
-            request = prefill_request(engine, tools.shown(), inputs.system)
+            request = prefill_request(engine, with_tools(tools.shown(), inputs.system))
             for event in engine.submit(request):
                 if isinstance(event, Finished):
                     return event.usage.prompt_tokens

@@ -6,13 +6,11 @@ import argparse
 import os
 import sys
 
-from edgeinfer.agents import endpoint
 from edgeinfer.cli.options import add_model
 from edgeinfer.cli.result import Result
-from edgeinfer.cli.verbs.launch import serve_command, urls
+from edgeinfer.cli.verbs.launch import own_endpoint
 from edgeinfer.errors import ServeError
 from edgeinfer.host import Host
-from edgeinfer.server.guards import keys
 from edgeinfer.server.web.access import PATH, make_code
 
 
@@ -33,12 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> WebResult:
     """Open the page of this user's endpoint. Raises ServeError, and what naming a model raises."""
-    key = keys.own_key()
-    remote = endpoint.find(urls(host.config), key)
-    if remote is None:
-        ref = host.resolve(options.model or host.config.default_model)
-        host.files(ref)  # an error here is plainer than one in the endpoint's log
-        remote, _ = endpoint.start(serve_command(ref.text, host.config), key)
+    remote = own_endpoint(options, host)
     if not remote.has(PATH):
         raise ServeError(
             f"{remote.url} serves no page",

@@ -208,7 +208,7 @@ class _InferRenderer(ChatRenderer):
         )
 
 
-def _infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
+def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
     """Make a request of one user turn, with the model's system prompt unless another is given."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
@@ -235,7 +235,7 @@ async def infer(context: RequestContext) -> Response:
     return await answer(
         context,
         body,
-        lambda info: [_infer_request(body, info)],
+        lambda info: [infer_request(body, info)],
         lambda model, info: _InferRenderer(context.id, model, info, chat),
         stream=False,
     )

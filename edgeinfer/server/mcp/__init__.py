@@ -1,0 +1,1 @@
+"""The endpoint as a server of the Model Context Protocol."""
