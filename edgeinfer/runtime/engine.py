@@ -21,6 +21,7 @@ from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
+from edgeinfer.runtime.pictures import position_behind
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import run_check
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
@@ -68,7 +69,7 @@ class LlamaEngine:
         self._vision, self._preparer.no_vision = open_vision(files, loaded)
         self._preparer.vision = self._vision
         if self._vision is not None:
-            self._scheduler.kv.position_behind = self._vision.position_behind
+            self._scheduler.kv.position_behind = position_behind
             self._vision.disk = lambda: None if self._cache is None else self._cache.blocks
         self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
         self._blocks = PrefixCacheSwitch(files, options, self._active, self._scheduler)

@@ -103,8 +103,6 @@ class Vision:
         self._thread: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[bytes, Encoding] = OrderedDict()
         self._known: OrderedDict[bytes, tuple[tuple[int, int], list[Chunk]]] = OrderedDict()
-        #: With M-RoPE: a span's first token → its rows beyond its positions.
-        self._saved: dict[int, int] = {}
 
     def append(
         self, tokens: list[int], spans: list[Span], file: bytes, request: GenerateRequest
@@ -119,21 +117,12 @@ class Vision:
             if not chunk.n_rows:
                 tokens += chunk.tokens
                 continue
-            start = len(tokens)
+            n, places = chunk.n_rows, chunk.positions
             spans.append(
-                Span(
-                    start,
-                    chunk.n_rows,
-                    source,
-                    n_spans,
-                    chunk.is_whole,
-                    chunk.n_positions,
-                    chunk.positions,
-                )
+                Span(len(tokens), n, source, n_spans, chunk.is_whole, chunk.n_positions, places)
             )
-            tokens += row_tokens(b"%s %d %d" % (source.digest, n_spans, chunk.n_rows), chunk.n_rows)
-            if chunk.positions is not None:
-                self._saved[tokens[start]] = chunk.n_rows - chunk.n_positions
+            key = b"%s %d %d" % (source.digest, n_spans, n)
+            tokens += row_tokens(key, n, 0 if places is None else chunk.n_positions)
             n_spans += 1
 
     def _source(self, file: bytes, request: GenerateRequest) -> tuple[Source, list[Chunk]]:
@@ -205,12 +194,6 @@ class Vision:
             return
         header = Header("rows", name, b"", disk.names.identity, pack_tokens(source.size), ())
         disk.write(KvBlock(header, tuple(whole(one.data.cast("B")) for one in rows)))
-
-    def position_behind(self, tokens: Sequence[int], n: int) -> int:
-        """Return the position behind the first `n` tokens, which cut no picture."""
-        if not self._saved:
-            return n
-        return n - sum(self._saved.get(token, 0) for token in tokens[:n] if token < 0)
 
     def encode(self, span: Span) -> Future[list[Rows]]:
         """Return the rows of the spans of this one's picture, known or to be encoded.
@@ -334,11 +317,6 @@ class PromptPictures:
         """Return how many of `n_past` tokens can be kept: not a part of rows that share positions."""
         span = self.at(n_past)
         return n_past if span is None or span.positions is None else span.start
-
-    @property
-    def memory_only_from(self) -> int | None:
-        """The first token that is not stored on disk: no block can end where rows share positions."""
-        return next((span.start for span in self.spans if span.positions is not None), None)
 
     def is_pending(self, n_past: int) -> bool:
         """Tell if a picture lies behind the first `n_past` tokens."""

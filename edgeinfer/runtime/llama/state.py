@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,16 +39,25 @@ class SequenceStates:
         self._scratch = scratch
         self._supports_truncation = supports_truncation
 
-    def read(self, seq_id: int, start: int, end: int, shift: int = 0) -> State | None:
-        """Save positions [start, end); None if the context does not have all of them.
+    def read(
+        self,
+        seq_id: int,
+        start: int,
+        end: int,
+        shift: int = 0,
+        position: Callable[[int], int] = lambda n: n,
+    ) -> State | None:
+        """Save tokens [start, end); None if the context does not have all of them.
 
-        The layout suits a restore `shift` cells behind those that the positions number.
+        The layout suits a restore `shift` cells behind those that the tokens number; `position` tells
+        the position behind so many tokens.
         """
+        low, high = position(start), position(end)
         first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
-        if self._supports_truncation and first > start:
+        if self._supports_truncation and first > low:
             return None  # cells behind a sliding window may have been taken for others
         self._clear()
-        self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, start, end)
+        self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, low, high)
         state = self._get_in_pieces(end - start, start + shift)
         self._clear()
         return state

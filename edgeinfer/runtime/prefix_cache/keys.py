@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.platform.disk import new_file, open_own, stamps
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, common_prefix
+from edgeinfer.runtime.pictures import uncut_end
 from edgeinfer.runtime.prefix_cache.format import Header, pack_tokens, unpack_tokens
 
 if TYPE_CHECKING:
@@ -88,6 +91,18 @@ def owner_name(secret: bytes, conversation: str) -> str:
     return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()
 
 
+@dataclass(slots=True)
+class Chain:
+    """The names of a prefix's root and of its whole blocks, and how many tokens end with each."""
+
+    names: list[bytes]
+    ends: list[int] = field(default_factory=lambda: [0])
+
+    def at(self, n_tokens: int) -> int:
+        """Return the place of the last block that ends within the first `n_tokens`."""
+        return bisect_right(self.ends, n_tokens) - 1
+
+
 class PrefixKeys:
     """Names of one model's blocks of `block_tokens`."""
 
@@ -99,17 +114,22 @@ class PrefixKeys:
         words = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._blocks.names.root(salt, words)
 
-    def chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> list[bytes]:
+    def chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> Chain:
         """Return the root, and the name of every whole block."""
-        chain = [self.root(adapters, salt)]
+        chain = Chain([self.root(adapters, salt)])
         self.extend(chain, tokens)
         return chain
 
-    def extend(self, chain: list[bytes], tokens: list[int]) -> None:
-        """Append the names of the whole blocks of `tokens` that `chain` lacks."""
-        size = self.block_tokens
-        for at in range((len(chain) - 1) * size, len(tokens) - size + 1, size):
-            chain.append(self._blocks.names.full(chain[-1], tokens[at : at + size]))
+    def extend(self, chain: Chain, tokens: list[int]) -> None:
+        """Append the whole blocks of `tokens` that `chain` lacks.
+
+        A block is longer if it would end inside a picture whose rows lie in one place.
+        """
+        start = chain.ends[-1]
+        while (end := uncut_end(tokens, start + self.block_tokens)) <= len(tokens):
+            chain.names.append(self._blocks.names.full(chain.names[-1], tokens[start:end]))
+            chain.ends.append(end)
+            start = end
 
     def begun_with(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
         """Return the tokens that sessions of `agent` share, and those behind them in the latest one.

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.prefix_cache.format import KvBlock
-from edgeinfer.runtime.prefix_cache.keys import PrefixKeys
+from edgeinfer.runtime.prefix_cache.keys import Chain, PrefixKeys
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
@@ -76,44 +77,44 @@ class PrefixCache:
         """
         if self.verdict.is_refused or len(tokens) - cached <= _WORTH_READING:
             return None
-        size = self.block_tokens
         chain = self.names.chain(tokens, adapters, salt)
+        names, ends = chain.names, chain.ends
         n_full = next(
-            (i for i, name in enumerate(chain[1:]) if not self.blocks.has(name)), len(chain) - 1
+            (i for i, name in enumerate(names[1:]) if not self.blocks.has(name)), len(names) - 1
         )
         if self._kv.checkpoints is not None:
-            n_full, tail, n_tail = self._last_checkpoint(chain[: n_full + 1], tokens)
+            n_full, tail, n_tail = self._last_checkpoint(chain, n_full, tokens)
             first = 0
         else:
-            rest = tokens[n_full * size :]
+            rest = tokens[ends[n_full] :]
             tail, n_tail = max(
-                self.names.tail(chain[n_full], rest),
-                self.names.boundary_blocks(chain[n_full], rest),
+                self.names.tail(names[n_full], rest),
+                self.names.boundary_blocks(names[n_full], rest),
                 key=lambda found: found[1],
             )
-            first = min(cached // size, n_full)
-        end = min(n_full * size + n_tail, len(tokens) - 1)
+            first = min(chain.at(cached), n_full)
+        end = min(ends[n_full] + n_tail, len(tokens) - 1)
         if end - cached < _WORTH_READING or not self._is_verified(end - cached, is_alone=is_alone):
             return None
-        wanted = [*chain[1 + first : 1 + n_full], *([tail] if n_tail else [])]
-        self.blocks.touch([*chain[1 : 1 + n_full], tail])
-        make_room = self._populating(first * size)
-        return Restore(self.blocks.read_ahead(wanted, make_room), first * size, end)
+        wanted = [*names[1 + first : 1 + n_full], *([tail] if n_tail else [])]
+        self.blocks.touch([*names[1 : 1 + n_full], tail])
+        make_room = self._populating([*ends[first : 1 + n_full], end])
+        return Restore(self.blocks.read_ahead(wanted, make_room), ends[first], end)
 
-    def _populating(self, start: int) -> Callable[[int], None]:
+    def _populating(self, ends: list[int]) -> Callable[[int], None]:
         """Make a callback that populates the memory of each block's cells, unless they are mapped."""
-        at, size = self._kv.used_cells, self.block_tokens
+        shift = self._kv.used_cells - ends[0]
         cells = self._active.cells
-        if cells.can_be_pages_of(at - start - self._kv.pinned_cells):
+        if cells.can_be_pages_of(shift - self._kv.pinned_cells):
             return lambda i: None
-        return lambda i: cells.populate(at + i * size, at + (i + 1) * size)
+        return lambda i: cells.populate(shift + ends[i], shift + ends[i + 1])
 
-    def _last_checkpoint(self, chain: list[bytes], tokens: list[int]) -> tuple[int, bytes, int]:
+    def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
         """Find the last checkpoint: whole blocks before it, name, own tokens (0 for none)."""
-        size = self.block_tokens
-        for i in range(len(chain) - 1, -1, -1):
-            end = min((i + 1) * size, len(tokens) - 1)
-            name, n = self.names.last_checkpoint(chain[i], tokens[i * size : end])
+        ends = [*chain.ends, len(tokens)]
+        for i in range(n_full, -1, -1):
+            end = min(ends[i + 1], len(tokens) - 1)
+            name, n = self.names.last_checkpoint(chain.names[i], tokens[ends[i] : end])
             if n:
                 return i, name, n
         return 0, b"", 0
@@ -140,7 +141,7 @@ class PrefixCache:
     def note_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
         """Record the blocks of an agent's session, so that the shared ones are evicted last."""
         if request.preamble and not self.verdict.is_refused:
-            names = self.names.chain(tokens, adapters, request.cache_salt)[1:]
+            names = self.names.chain(tokens, adapters, request.cache_salt).names[1:]
             self.blocks.note_session(request.preamble, names, request.cache_salt)
 
     def read(self, restore: Restore, cached_seq: CachedSequence, tokens: list[int]) -> bool:
@@ -150,7 +151,7 @@ class PrefixCache:
         if block is None:
             return False
         its = block.tokens
-        n = min(common_prefix(its, tokens[at:]), restore.end - at)
+        n = picture_start(its, min(common_prefix(its, tokens[at:]), restore.end - at))
         fits = n > 0 and self._kv.make_room(len(its))
         if not fits or not self._states.write(cached_seq.seq_id, block.states[0]):
             return False

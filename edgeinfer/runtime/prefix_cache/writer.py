@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.kv_cache.sequence_state import State, whole
 from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.prefix_cache.format import Header, Kind, KvBlock, pack_tokens, unpack_tokens
-from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, PrefixKeys
+from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, Chain, PrefixKeys
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 
@@ -29,7 +31,7 @@ _Missing = tuple[Header, int, bytes | None]
 class _Pass:
     """`chain` names a sequence's root and whole blocks; the first `n_seen` are done."""
 
-    chain: list[bytes]
+    chain: Chain
     n_seen: int = 0
     conversations: set[str] = field(default_factory=set)
 
@@ -72,7 +74,7 @@ class BlockWriter:
             if self._blocks.writer.is_idle:
                 self._queued.clear()  # blocks deleted meanwhile are stored again
             root = self._names.root(cached_seq.adapters, cached_seq.salt)
-            found = self._passes[cached_seq] = _Pass([root])
+            found = self._passes[cached_seq] = _Pass(Chain([root]))
             cached_seq.n_unchanged = 0
         if cached_seq.conversation:
             found.conversations.add(cached_seq.conversation)
@@ -144,7 +146,8 @@ class BlockWriter:
     ) -> tuple[State, ...] | None:
         """Save a block's state, and its checkpoint; None if llama.cpp lacks a part."""
         end = start + len(unpack_tokens(header.tokens))
-        state = self._states.read(cached_seq.seq_id, start, end, self._kv.pinned_cells)
+        position = partial(self._kv.position_behind, cached_seq.tokens)
+        state = self._states.read(cached_seq.seq_id, start, end, self._kv.pinned_cells, position)
         if state is None or self._kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
         checkpoint = next(
@@ -163,50 +166,51 @@ class BlockWriter:
 
     def _name(self, cached_seq: CachedSequence, tokens: list[int], found: _Pass) -> None:
         """Extend the chain by new tokens, and rename blocks whose tokens have changed."""
-        n_same = cached_seq.n_unchanged // self._names.block_tokens
-        del found.chain[n_same + 1 :]
+        n_same = found.chain.at(cached_seq.n_unchanged)
+        del found.chain.names[n_same + 1 :], found.chain.ends[n_same + 1 :]
         found.n_seen = min(found.n_seen, n_same)
         self._names.extend(found.chain, tokens)
         cached_seq.n_unchanged = len(cached_seq.tokens)
 
     def _missing_whole(self, tokens: list[int], found: _Pass) -> Iterator[_Missing]:
-        size, chain = self._names.block_tokens, found.chain
-        for i in range(found.n_seen, len(chain) - 1):
+        names, ends = found.chain.names, found.chain.ends
+        for i in range(found.n_seen, len(names) - 1):
             found.n_seen = i + 1
-            if self._blocks.has(chain[i + 1]):
+            if self._blocks.has(names[i + 1]):
                 continue
-            part = tokens[i * size : (i + 1) * size]
-            header = self._header("full", chain[i + 1], chain[i], part)
+            part = tokens[ends[i] : ends[i + 1]]
+            header = self._header("full", names[i + 1], names[i], part)
             if not self._is_queued(header):
-                yield header, i * size, self._names.superseded(chain[i], part, header.name)
+                yield header, ends[i], self._names.superseded(names[i], part, header.name)
 
-    def _missing_tail(self, tokens: list[int], chain: list[bytes]) -> Iterator[_Missing]:
-        start = (len(chain) - 1) * self._names.block_tokens
+    def _missing_tail(self, tokens: list[int], chain: Chain) -> Iterator[_Missing]:
+        start, parent = chain.ends[-1], chain.names[-1]
         rest = tokens[start:]
         if not rest:
             return
-        _, n = self._names.tail(chain[-1], rest)
-        header = self._header("tail", self._blocks.names.tail(chain[-1], rest), chain[-1], rest)
+        _, n = self._names.tail(parent, rest)
+        header = self._header("tail", self._blocks.names.tail(parent, rest), parent, rest)
         if n < len(rest) and not self._is_queued(header):
-            yield header, start, self._names.superseded(chain[-1], rest, header.name)
+            yield header, start, self._names.superseded(parent, rest, header.name)
 
     def _missing_checkpoints(
-        self, cached_seq: CachedSequence, tokens: list[int], chain: list[bytes]
+        self, cached_seq: CachedSequence, tokens: list[int], chain: Chain
     ) -> Iterator[_Missing]:
         if cached_seq.active:
             return
-        size, names = self._names.block_tokens, self._blocks.names
+        names = self._blocks.names
         found: dict[bytes, tuple[Header, int]] = {}
         for n_tokens in sorted(p.n_tokens for p in cached_seq.checkpoints if p.n_tokens <= len(tokens)):
-            i = n_tokens // size
-            rest = tokens[i * size : n_tokens]
+            i = chain.at(n_tokens - (tokens[n_tokens - 1] < 0))  # its block may end with a picture
+            start, parent = chain.ends[i], chain.names[i]
+            rest = tokens[start:n_tokens]
             if len(rest) < TAIL_KEY_TOKENS:
                 continue
             if n_tokens == len(tokens):
-                header = self._header("tail", names.tail(chain[i], rest), chain[i], rest)
+                header = self._header("tail", names.tail(parent, rest), parent, rest)
             else:
-                header = self._header("point", names.checkpoint(chain[i], rest), chain[i], rest)
-            found[header.name] = header, i * size
+                header = self._header("point", names.checkpoint(parent, rest), parent, rest)
+            found[header.name] = header, start
         for header, start in found.values():
             if self._is_queued(header):
                 continue
@@ -222,12 +226,12 @@ class BlockWriter:
 
     def _note_owners(self, cached_seq: CachedSequence, found: _Pass) -> None:
         """Mark the prefix as used, and record the conversation as owner of blocks that others wrote."""
-        chain, conversations = found.chain, found.conversations
-        rest = _writable(cached_seq)[(len(chain) - 1) * self._names.block_tokens :]
+        names, conversations = found.chain.names, found.conversations
+        rest = _writable(cached_seq)[found.chain.ends[-1] :]
 
         def note() -> None:  # in the writer's thread: the tail block exists only after its write
-            tail, n = self._names.tail(chain[-1], rest)
-            kept = [*chain[1:], *([tail] if n else [])]
+            tail, n = self._names.tail(names[-1], rest)
+            kept = [*names[1:], *([tail] if n else [])]
             self._blocks.touch(kept)
             for conversation in conversations:
                 self._blocks.own(conversation, kept)
@@ -236,5 +240,6 @@ class BlockWriter:
 
 
 def _writable(cached_seq: CachedSequence) -> list[int]:
-    end = cached_seq.memory_only_from
-    return cached_seq.tokens if end is None else cached_seq.tokens[:end]
+    tokens = cached_seq.tokens[: cached_seq.memory_only_from]
+    # a picture at the end may lack rows, of which no position tells
+    return tokens[: picture_start(tokens, len(tokens) - 1)] if tokens and tokens[-1] < 0 else tokens

@@ -85,8 +85,6 @@ class Prefixes:
             seq.restore.cached = kept if self._kv.supports_truncation else 0
         if not request.cache_on_disk:
             self._kv.keep_in_memory(cached_seq)
-        elif seq.pictures.memory_only_from is not None:
-            cached_seq.memory_only_from = seq.pictures.memory_only_from
         if seq.restore is None:
             self._begin(seq, kept)
 
@@ -195,7 +193,7 @@ class Prefixes:
         self._kv.release(cached_seq, keep=keep)
         if not seq.request.cache_on_disk:
             return
-        cached_seq.memory_only_from = seq.pictures.memory_only_from
+        cached_seq.memory_only_from = None
         if keep and self.blocks is not None:
             self.blocks.writing.add(cached_seq, self._chunks.s_per_token)
             self.blocks.note_preamble(seq.request, seq.tokens, seq.adapters)

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, Closest, KvCache, closest, common_prefix
 from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
-from edgeinfer.runtime.pictures import picture_start, row_tokens
+from edgeinfer.runtime.pictures import picture_start, position_behind, row_tokens
 
 #: A position, and which of the rows there: with M-RoPE those of a picture share positions.
 Place = tuple[int, int]
@@ -265,11 +265,8 @@ def test_random_histories_keep_the_accounting_right(seed: int) -> None:
     assert kv.cached_sequences == []
 
 
-#: Two tokens, and three pictures of so many rows.
+#: Pictures of so many rows; with M-RoPE each takes as many positions as its longer side has rows.
 _ROWS = (1, 5, 9)
-_PIECES = [[1], [2], *(row_tokens(b"picture %d" % i, n) for i, n in enumerate(_ROWS))]
-#: Rows that share a position with M-RoPE: a picture takes as many as its longer side has rows.
-_SAVED = {_PIECES[2 + i][0]: n - math.isqrt(n) for i, n in enumerate(_ROWS)}
 
 
 class Histories:
@@ -278,37 +275,38 @@ class Histories:
     """
 
     def __init__(self, seed: int, *, is_mrope: bool) -> None:
-        self.rng, self.saved = random.Random(seed), _SAVED if is_mrope else {}
+        self.rng = random.Random(seed)
+        n_positions = [math.isqrt(n) * is_mrope for n in _ROWS]
+        rows = (row_tokens(b"%d" % n, n, own) for n, own in zip(_ROWS, n_positions, strict=True))
+        self.pieces = [[1], [2], *rows]
         self.kv, self.memory = make(n_cells=400, n_seq_max=6)
-        self.kv.position_behind = lambda tokens, n: n - sum(self.saved.get(t, 0) for t in tokens[:n])
+        self.kv.position_behind = position_behind
         self.held: dict[int, list[int]] = {}
         self.active: list[CachedSequence] = []
 
-    def pieces(self, most: int) -> list[int]:
-        return self.rng.choices(range(len(_PIECES)), k=self.rng.randrange(1, most))
+    def some(self, most: int) -> list[int]:
+        return self.rng.choices(range(len(self.pieces)), k=self.rng.randrange(1, most))
+
+    def n_own(self, piece: int) -> int:
+        return position_behind(self.pieces[piece], len(self.pieces[piece]))
 
     def compute(self, seq: CachedSequence, pieces: list[int]) -> None:
         """Store pieces behind a sequence, each at positions of its own."""
         held = self.memory.sequences.setdefault(seq.seq_id, {})
         for piece in pieces:
-            tokens = _PIECES[piece]
-            start = self.n_positions(self.held[seq.seq_id])
-            n_own = len(tokens) - self.saved.get(tokens[0], 0)
+            tokens, n_own = self.pieces[piece], self.n_own(piece)
+            start = sum(map(self.n_own, self.held[seq.seq_id]))
             for row in range(len(tokens)):
                 held[start + row % n_own, row] = object()
             self.held[seq.seq_id].append(piece)
             self.kv.extend(seq, tokens)
 
-    def n_positions(self, pieces: list[int]) -> int:
-        tokens = [_PIECES[piece] for piece in pieces]
-        return sum(len(one) - self.saved.get(one[0], 0) for one in tokens)
-
     def claim(self) -> None:
-        prompt = [*self.pieces(9), self.rng.randrange(2)]
-        tokens = [token for piece in prompt for token in _PIECES[piece]]
+        prompt = [*self.some(9), self.rng.randrange(2)]
+        tokens = [token for piece in prompt for token in self.pieces[piece]]
         usable = [self.held[c.seq_id] for c in self.kv.cached_sequences if not c.pending_free]
         shared = max((common_prefix(other, prompt[:-1]) for other in usable), default=0)
-        wanted = sum(len(_PIECES[piece]) for piece in prompt[:shared])
+        wanted = sum(len(self.pieces[piece]) for piece in prompt[:shared])
         assert self.kv.match(tokens, ())[1] == wanted
         seq = self.kv.claim(tokens, ())
         if seq is None:
@@ -323,8 +321,8 @@ class Histories:
             self.compute(seq, prompt[shared:])
 
     def extend(self) -> None:
-        pieces = self.pieces(4)
-        if self.active and self.kv.make_room(sum(len(_PIECES[piece]) for piece in pieces)):
+        pieces = self.some(4)
+        if self.active and self.kv.make_room(sum(len(self.pieces[piece]) for piece in pieces)):
             self.compute(self.rng.choice(self.active), pieces)
 
     def truncate(self) -> None:
@@ -335,7 +333,7 @@ class Histories:
         at = picture_start(seq.tokens, self.rng.randrange(len(seq.tokens) + 1))
         self.kv.truncate(seq, at)
         pieces = self.held[seq.seq_id]
-        while sum(len(_PIECES[piece]) for piece in pieces) > at:
+        while sum(len(self.pieces[piece]) for piece in pieces) > at:
             pieces.pop()
 
     def release(self) -> None:
@@ -351,10 +349,10 @@ class Histories:
         assert self.kv.used_cells == self.memory.cells
         for seq in self.kv.cached_sequences:
             pieces = self.held[seq.seq_id]
-            assert seq.tokens == [token for piece in pieces for token in _PIECES[piece]]
+            assert seq.tokens == [token for piece in pieces for token in self.pieces[piece]]
             places = self.memory.sequences.get(seq.seq_id, {})
             assert len(places) == len(seq.tokens) == len(seq.cells)
-            assert {pos for pos, _ in places} == set(range(self.n_positions(pieces)))
+            assert {pos for pos, _ in places} == set(range(sum(map(self.n_own, pieces))))
 
 
 @pytest.mark.parametrize("is_mrope", [False, True])

@@ -165,7 +165,7 @@ def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: B
     assert engine.flush_blocks()
     written = [block.path.stem for block in list_blocks(store.root) if block.path not in others]
     cached_seq = next(r for r in engine._scheduler.kv.cached_sequences if r.conversation == "talk")
-    assert written[-1] == blocks.names.chain(cached_seq.tokens, (), "")[1].hex()
+    assert written[-1] == blocks.names.chain(cached_seq.tokens, (), "").names[1].hex()
     assert len(written) > 1
     assert forget_conversation(store.root, "talk") > 0
     assert {block.path for block in list_blocks(store.root)} == others
@@ -234,7 +234,7 @@ def test_damaged_blocks_are_prefilled_again(engine: LlamaEngine, store: BlockSto
     tokens = tuple(engine.tokenize(text(900)))
     wanted, _ = heard(engine, ask(tokens))
     store_and_drop(engine)
-    second = engine._scheduler.prefixes.blocks.names.chain(list(tokens), (), "")[2]  # type: ignore[union-attr]
+    second = engine._scheduler.prefixes.blocks.names.chain(list(tokens), (), "").names[2]  # type: ignore[union-attr]
     path = engine._scheduler.prefixes.blocks.blocks.path(second)  # type: ignore[union-attr]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

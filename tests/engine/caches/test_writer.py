@@ -22,7 +22,7 @@ LONG_S = 1.0
 
 
 class _States:
-    def read(self, seq_id: int, start: int, end: int, shift: int) -> State:
+    def read(self, seq_id: int, start: int, end: int, shift: int, position: object) -> State:
         assert shift == 0
         return whole(memoryview(bytes(end - start)))
 
@@ -64,7 +64,7 @@ class Side:
 
     def there(self, tokens: list[int]) -> int:
         """Tokens of a text that the store has, in whole blocks."""
-        chain = self.names.chain(tokens, (), "")[1:]
+        chain = self.names.chain(tokens, (), "").names[1:]
         return SIZE * sum(self.blocks.has(name) for name in chain)
 
 
