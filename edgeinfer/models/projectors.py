@@ -27,6 +27,10 @@ _MOST = {
 }
 #: Pictures that are cut into tiles are scaled to so many tiles a side; models have up to 5.
 _MOST_TILES = 8
+#: Patches of a picture that any encoder may have, and more by its width: models have up to 15 times the
+#: width (HunyuanOCR). Attention takes their square: 16,384 of width 128 took 30 to 60 s.
+_PATCHES = 1600
+_PATCHES_BY_WIDTH = 16
 
 
 def is_projector(file_name: str) -> bool:
@@ -55,7 +59,11 @@ def check(path: str | Path) -> GgufHeader:
             raise InvalidGgufError(
                 f"{path} says clip.vision.{key} is {value!r}; 1 to {most} are possible"
             )
-    size, patch = (header.number(f"clip.vision.{key}_size", 1) for key in ("image", "patch"))
+    keys = ("image_size", "patch_size", "embedding_length")
+    size, patch, width = (header.number(f"clip.vision.{key}", 1) for key in keys)
+    n_patches = max(size**2, header.number("clip.vision.image_min_pixels")) // patch**2
+    if n_patches > max(_PATCHES, _PATCHES_BY_WIDTH * width):
+        raise InvalidGgufError(f"{path} cuts pictures into {n_patches} patches of width {width}")
     if patch > size:
         raise InvalidGgufError(f"{path} has patches of {patch} pixels in pictures of {size}")
     if header.number("clip.vision.preproc_image_size") > _MOST_TILES * size:

@@ -55,12 +55,23 @@ def test_a_projector_of_each_kind_is_read(tmp_path, kind):
         ({"preproc_image_size": 513}, "more than 8 tiles a side"),
         ({"preproc_max_tiles": 1 << 20}, "preproc_max_tiles"),
         ({"image_min_pixels": 1 << 30}, "image_min_pixels"),
+        ({"image_size": 4096, "embedding_length": 128}, "65536 patches of width 128"),
+        ({"image_min_pixels": 1 << 20, "embedding_length": 128}, "4096 patches of width 128"),
         ({"attention.head_count": 0}, "head_count is 0"),
     ],
 )
 def test_a_size_that_no_projector_has_is_refused(tmp_path, sizes, said):
     with pytest.raises(InvalidGgufError, match=said):
         projectors.check(write(tmp_path / "mmproj.gguf", **sizes))
+
+
+@pytest.mark.parametrize(
+    ("image", "patch", "width"), [(896, 14, 1152), (1540, 14, 1024), (2048, 16, 1152)]
+)
+def test_the_largest_that_models_have_are_read(tmp_path, image, patch, width):
+    """Those of Gemma 3, Mistral Small 3.1 and HunyuanOCR."""
+    sizes = {"image_size": image, "patch_size": patch, "embedding_length": width}
+    projectors.check(write(tmp_path / "mmproj.gguf", **sizes))
 
 
 def test_a_model_is_no_projector(tmp_path):
