@@ -89,65 +89,40 @@ _QWEN = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+_QWEN2_5 = {"num_hidden_layers": 32, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+_QWEN3 = {"num_hidden_layers": 27, "num_position_embeddings": 2304}
 #: Qwen's words in a vision configuration.
 _WORDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
+
+
+def _sizes(width: int, feed_forward: int, image: int, patch: int, **others: Any) -> Values:
+    names = ("hidden_size", "intermediate_size", "image_size", "patch_size")
+    return dict(zip(names, (width, feed_forward, image, patch), strict=True)) | others
+
 
 TOWERS = (
     Tower(
         "gemma3",
         ("Gemma3ForConditionalGeneration",),
-        _SIGLIP
-        | {
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_attention_heads": 12,
-            "image_size": 224,
-            "patch_size": 16,
-        },
+        _SIGLIP | _sizes(768, 3072, 224, 16, num_attention_heads=12),
         _gemma3,
     ),
     Tower(
         "idefics3",
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
-        _SIGLIP
-        | {
-            "hidden_size": 1152,
-            "intermediate_size": 3072,
-            "num_attention_heads": 16,
-            "image_size": 224,
-            "patch_size": 32,
-        },
+        _SIGLIP | _sizes(1152, 3072, 224, 32, num_attention_heads=16),
         _idefics3,
     ),
     Tower(
         "qwen2.5vl_merger",
         ("Qwen2_5_VLForConditionalGeneration",),
-        _QWEN
-        | {
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_hidden_layers": 32,
-            "image_size": 560,
-            "patch_size": 14,
-            "window_size": 112,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-            "hidden_act": "silu",
-        },
+        _QWEN | _QWEN2_5 | _sizes(1280, 3420, 560, 14, hidden_act="silu"),
         _qwen2_5,
     ),
     Tower(
         "qwen3vl_merger",
         ("Qwen3VLForConditionalGeneration",),
-        _QWEN
-        | {
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_hidden_layers": 27,
-            "image_size": 768,
-            "patch_size": 16,
-            "num_position_embeddings": 2304,
-            "hidden_act": "gelu_pytorch_tanh",
-        },
+        _QWEN | _QWEN3 | _sizes(1152, 4304, 768, 16, hidden_act="gelu_pytorch_tanh"),
         _qwen3,
     ),
 )
