@@ -40,7 +40,7 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
-from edgeinfer.tools.uses import ToolUse, call_messages, uses_of
+from edgeinfer.tools.uses import Stop, ToolUse, call_messages, uses_of
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFront, ChatTools
@@ -112,7 +112,8 @@ class ChatSession:
         """Raise UsageError while an answer is written."""
         if self.answers:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
-        if self.followed is not None:
+        owner = self.conversation.id
+        if self.followed is not None or (owner and self.store.is_answering(owner)):
             raise written_elsewhere()
 
     def all_turns(self) -> list[Turn]:
@@ -190,7 +191,7 @@ class ChatSession:
         return found is not None
 
     def set(self, **fields: Any) -> None:
-        """Change title, model, system_prompt, sampling or draft, also in the store once stored."""
+        """Change fields of the conversation, e.g. its title or model, also in the store once stored."""
         self.conversation = msgspec.structs.replace(self.conversation, **fields)
         if self.conversation.id:
             self.store.update(self.conversation.id, **fields)
@@ -267,6 +268,20 @@ class ChatSession:
         assert tools is not None
         past = rounds_of(self.path)[:-1]
         return tools.start(turn.calls, front, past=past, conversation=turn.conversation_id)
+
+    def run_calls(self, turn: Turn, front: CallFront, stop: Stop) -> bool:
+        """Run and store the calls of the last answer, in this thread; return as `note_calls`.
+
+        The conversation is this session's meanwhile. Raises UsageError if another has it, StoreError.
+        """
+        assert self.tools is not None
+        past, owner = rounds_of(self.path)[:-1], turn.conversation_id
+        lease = self.store.acquire(owner)
+        try:
+            calls = self.tools.run(turn.calls, front, stop, past=past, conversation=owner)
+            return self.note_calls(turn, calls) and not stop.is_set
+        finally:
+            lease.release()
 
     def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
         """Store the results of a turn's calls; return whether they are to be answered.

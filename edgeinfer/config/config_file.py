@@ -254,6 +254,11 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
     ] = 32
     timeout_s: Annotated[float, key_doc("How long a call may take (s).", gt=0)] = 120.0
 
+    @property
+    def has_tools(self) -> bool:
+        """Return whether a tool or a server is configured."""
+        return bool(self.builtin or self.servers or self.mcp_files)
+
 
 class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""

@@ -8,7 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.errors import QueueFullError
@@ -23,6 +24,9 @@ from edgeinfer.server.metrics import Metrics
 from edgeinfer.server.model_pool import ModelAdministrator, ModelPool
 from edgeinfer.server.problems import shutting_down, too_many, unavailable
 from edgeinfer.server.wire_types import Slot
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import ChatTools
 
 #: Finished generations that /slots lists.
 _SLOTS = 64
@@ -64,6 +68,9 @@ class Endpoint:
         self._by_key: Counter[str] = Counter()
         #: The latest generations that have ended, with the names of their keys.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
+        #: Those of the configuration; None until a request wants them.
+        self.tools: ChatTools | None = None
+        self._preparing_tools = asyncio.Lock()
         #: One snapshot is taken at a time.
         self.taking = asyncio.Lock()
 
@@ -114,6 +121,21 @@ class Endpoint:
         """Return the endpoint's failure; "" if it can answer."""
         engine = dict(self.models.engines()).get(self.models.default)
         return self.preparation.failure() or (engine.health() if engine else "")
+
+    async def use_tools(self) -> ChatTools:
+        """Return the configured tools; the first call asks servers whose lists are not known.
+
+        Raises UsageError if none are configured, ConfigError.
+        """
+        async with self._preparing_tools:
+            if self.tools is None:
+                from edgeinfer.tools.loop import ChatTools  # 20 ms that few endpoints need
+
+                tools = ChatTools(self.host.config.tools, Path.cwd())
+                for words in await self.in_thread(tools.prepare):
+                    self.log.warning("tools", message=words)
+                self.tools = tools
+        return self.tools
 
     async def in_thread(self, work: Any, *args: Any) -> Any:
         """Run a blocking call of an engine, or one that takes long, beside the event loop."""

@@ -89,6 +89,8 @@ class EndpointServer(uvicorn.Server):
                 with contextlib.suppress(asyncio.CancelledError):
                     await tending
                 sockets.notify("STOPPING=1")
+                if endpoint.tools is not None:
+                    await endpoint.in_thread(endpoint.tools.close)
                 await endpoint.models.close()
                 endpoint.threads.shutdown(wait=False, cancel_futures=True)
                 endpoint.preparation.close()

@@ -22,6 +22,8 @@ from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
+#: Bytes of an argument or a diff in the page, which scrolls.
+_MOST_SCROLLED = 64 << 10
 _NO_MORE = "there were enough calls: answer with what you have, without another call"
 _REPEATED = "the same call was made before: answer with its result, which stands above"
 
@@ -32,12 +34,24 @@ Rounds = Sequence[Sequence[ToolUse]]
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """A call that waits for the user: what runs where, with which arguments, and what it changes."""
 
+    id: str
     server: str
     tool: str
     arguments: dict[str, Any]
     pattern: str
     diff: str = ""
     warning: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields without control characters, arguments as text; a diff stands for them."""
+
+        def plain(text: str) -> str:
+            return safe_text(text, _MOST_SCROLLED)
+
+        given = {"path": self.arguments.get("path")} if self.diff else self.arguments
+        arguments = {plain(name): plain(argument_text(value)) for name, value in given.items()}
+        fields = msgspec.structs.asdict(self) | {"arguments": ""}
+        return {name: plain(text) for name, text in fields.items()} | {"arguments": arguments}
 
     def text(self) -> str:
         """Return the card as lines without control characters."""
@@ -62,10 +76,13 @@ class CallFront(Protocol):
 
 
 class ChatTools:
-    """Runs the calls of answers with one toolbox. `running` stops those that run, None if none does."""
+    """Runs the calls of answers with one toolbox.
+
+    `running` stops those of `start`, None if none run; `close` also those of `run`, in any threads.
+    """
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
-        if not (config.builtin or config.servers or config.mcp_files):
+        if not config.has_tools:
             raise UsageError(
                 "no tools are configured",
                 hint='config.toml, e.g. `[tools]` and `builtin = ["read", "glob", "grep"]`',
@@ -74,6 +91,7 @@ class ChatTools:
         self._approvals = Approvals(config)
         self._tools: tuple[Tool, ...] | None = None
         self.running: Stop | None = None
+        self._stops: set[Stop] = set()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
         """Ask servers whose tools are not known; return what is to be said. Blocks: any thread."""
@@ -181,7 +199,8 @@ class ChatTools:
 
     def close(self) -> None:
         """Stop calls, and end every server."""
-        self.stop()
+        for stop in tuple(self._stops):
+            stop.set()
         self.toolbox.close()
 
     def run(
@@ -194,14 +213,23 @@ class ChatTools:
         conversation: int = 0,
     ) -> tuple[ToolUse, ...]:
         """Return the uses with their results, in order. `past` are the rounds since the question."""
+        self._stops.add(stop)
+        try:
+            return self._run(uses, front, stop, past, conversation)
+        finally:
+            self._stops.discard(stop)
+
+    def _run(
+        self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: int
+    ) -> tuple[ToolUse, ...]:
         ended = list(uses)
         if len(past) >= self.toolbox.config.max_rounds:
             return tuple(use.ended("refused", _NO_MORE) for use in uses)
-        # small models repeat their last call for ever; reading again what an edit changed is fine
-        made = {(use.name, use.arguments) for use in (past[-1] if past else ()) if use.status == "done"}
+        # small models repeat a call for ever; polling goes on while results differ
+        repeated = {call[:2] for call in _made(past[-1:]) & _made(past[-2:-1])}
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
-            if (use.name, use.arguments) in made:
+            if (use.name, use.arguments) in repeated:
                 ended[index] = use.ended("refused", _REPEATED)
                 front.show_use(ended[index], "")
                 continue
@@ -246,7 +274,7 @@ class ChatTools:
         if level == "deny":
             return use.ended("refused", "the configuration denies it")
         if level == "ask" or bound.is_new:
-            refused = self._asked(bound, arguments, front, conversation)
+            refused = self._asked(use, bound, arguments, front, conversation)
             if stop.is_set:
                 return use.ended("stopped", "the user stopped the calls")
             if refused is not None:
@@ -264,7 +292,12 @@ class ChatTools:
         )
 
     def _asked(
-        self, bound: BoundTool, arguments: dict[str, Any], front: CallFront, conversation: int
+        self,
+        use: ToolUse,
+        bound: BoundTool,
+        arguments: dict[str, Any],
+        front: CallFront,
+        conversation: int,
     ) -> str | None:
         """Ask the user; return why the call is refused, None if it is allowed."""
         server, tool = bound.server, bound.info.name
@@ -274,6 +307,7 @@ class ChatTools:
             "its server says that it may destroy things" if bound.info.destructive else "",
         ]
         card = Card(
+            id=use.id,
             server=server,
             tool=tool,
             arguments=arguments,
@@ -312,6 +346,11 @@ class ChatTools:
         took_ms = (time.monotonic() - start_s) * 1000
         text = safe_text(found.text, self.toolbox.config.max_result_kib << 10)
         return use.ended("failed" if found.is_error else "done", text or "(empty)", took_ms)
+
+
+def _made(rounds: Rounds) -> set[tuple[str, str, str]]:
+    """Return name, arguments and result of the calls of the rounds that were made."""
+    return {(u.name, u.arguments, u.result) for uses in rounds for u in uses if u.status == "done"}
 
 
 class NoFront:

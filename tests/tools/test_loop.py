@@ -189,21 +189,27 @@ def test_rounds_are_limited(opened):
     assert tools.fields(past)["tool_choice"].mode == "none"
 
 
-def test_repeated_call_is_answered_without_tools(opened):
-    tools = opened("plain", choice="required")
-    assert tools.fields([])["tool_choice"].mode == "required"
-    past = [run(tools, ("plain__add", {"a": 1, "b": 1}))]
-    assert tools.fields(past)["tool_choice"].mode == "auto"
-    past.append(run(tools, ("plain__add", {"a": 1, "b": 1}), past=past))
-    assert outcomes(past[-1])[0][0] == "refused"
+def test_third_repeat_of_a_call_is_answered_without_tools(opened):
+    tools, past = opened("plain", choice="required"), []
+    for mode in ("required", "auto", "auto"):
+        assert tools.fields(past)["tool_choice"].mode == mode
+        past.append(run(tools, ("plain__add", {"a": 1, "b": 1}), past=past))
+    assert [uses[0].status for uses in past] == ["done", "done", "refused"]
     assert tools.fields(past)["tool_choice"].mode == "none"
 
 
-def test_call_may_be_made_again_after_another_one(opened):
-    tools, past = opened("plain"), []
-    for a in (1, 2, 1):
-        past.append(run(tools, ("plain__add", {"a": a, "b": 1}), past=past))
-    assert [uses[0].status for uses in past] == ["done", "done", "done"]
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        ("plain", [("plain__add", {"a": a, "b": 1}) for a in (1, 1, 2, 1, 1)]),
+        ("changing", [("changing__go", {})] * 5),  # polls: each result is another
+    ],
+)
+def test_calls_go_on_while_they_or_their_results_differ(opened, kind, calls):
+    tools, past = opened(kind), []
+    for call in calls:
+        past.append(run(tools, call, past=past))
+    assert [uses[0].status for uses in past] == ["done"] * 5
 
 
 def test_built_in_reads_do_not_ask_and_writes_show_a_diff(opened, tmp_path):

@@ -213,7 +213,7 @@ class ConversationStore:
             return msgspec.structs.replace(new, id=self._insert("conversation", new))
 
     def update(self, conversation_id: int, **fields: Any) -> None:
-        """Set columns of a conversation: title, model, system_prompt, sampling, head_id, draft."""
+        """Set columns of a conversation, e.g. its title, model or sampling."""
         if set(fields) - {"draft"}:
             fields["updated_ms"] = self.clock()
         with _store_errors(self.name):
@@ -265,16 +265,17 @@ class ConversationStore:
             ).fetchall()
             found = {row[0]: _read(Turn, row) for row in rows}
             unfinished = [t for t in found.values() if t.status == "streaming"]
-            lives = (
-                max((t.id for t in unfinished), default=0) if self.is_answering(conversation_id) else 0
-            )
+            # while calls run, an older answer that was killed may be unfinished: only the end streams
+            head = "SELECT head_id FROM conversation WHERE id = ?"
+            row = self.db.execute(head, (conversation_id,)).fetchone()
+            live_id = row[0] if row and self.is_answering(conversation_id) else 0
             for turn in unfinished:
                 content, reasoning = self._journal(turn.id)
                 found[turn.id] = msgspec.structs.replace(
                     turn,
                     content=turn.content + content,
                     reasoning=turn.reasoning + reasoning,
-                    status="streaming" if turn.id == lives else "interrupted",
+                    status="streaming" if turn.id == live_id else "interrupted",
                 )
         return found
 
@@ -300,6 +301,12 @@ class ConversationStore:
         """Reopen an ended turn for streaming; its journal is folded in first."""
         with self._transaction():
             self._fold(turn_id, "streaming")
+            # rows of the journal are numbered from 1 again: followers must see that it is another one
+            self.db.execute(
+                "UPDATE conversation SET updated_ms = ? WHERE id ="
+                " (SELECT conversation_id FROM turn WHERE id = ?)",
+                (self.clock(), turn_id),
+            )
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
         """Add a piece of a streaming answer (0.05 ms); nothing is shown before it returns."""

@@ -109,7 +109,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation. `sampling` holds what the user set; the model's defaults fill the rest."""
+    """One conversation. `sampling` holds what the user set; the model's defaults fill the rest.
+
+    `tools`: whether the page offers tools in it.
+    """
 
     id: int = 0
     title: str = ""
@@ -118,6 +121,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, float | int | None] = {}
     head_id: int | None = None
     draft: str = ""
+    tools: bool = False
     created_ms: int = 0
     updated_ms: int = 0
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from edgeinfer.chat.history.store import ConversationStore
-from edgeinfer.chat.history.values import Attachment, branch_to, siblings
+from edgeinfer.chat.history.values import Attachment, Conversation, branch_to, siblings
 from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import sse
 from edgeinfer.server.endpoint import Endpoint
@@ -28,6 +31,11 @@ from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem, from_error
 from edgeinfer.server.web.render import Growing, shown
+from edgeinfer.tools.approval import Decision
+from edgeinfer.tools.uses import Stop, ToolUse
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import Card, ChatTools
 
 T = TypeVar("T")
 Begin = Callable[[ChatSession], Answer]
@@ -37,6 +45,69 @@ _LOOK_S = 0.05
 _MOST_ANSWERS = 16
 #: How long (s) a request waits for its answer's turn: a model may have to be loaded first.
 _BEGIN_S = 1.0
+#: How long (s) a call waits for a decision while no page shows it.
+UNSEEN_S = 600.0
+_CARDS = itertools.count(1)
+
+
+class Asked:
+    """A question being answered, as pages show it; a `CallFront` of its answers' calls. Any thread."""
+
+    def __init__(self, *, goes_on: bool = True) -> None:
+        self.goes_on = goes_on
+        self.answer: Answer | None = None
+        self.tools: ChatTools | None = None
+        self.stop = Stop()
+        #: What it waits for, or why it failed.
+        self.notice = ""
+        #: What tool servers have changed.
+        self.said: tuple[str, ...] = ()
+        #: When a page looked last.
+        self.seen = time.monotonic()
+        self._words: dict[str, str] = {}
+        self._card: dict[str, object] | None = None
+        self._decided: queue.SimpleQueue[Decision] = queue.SimpleQueue()
+
+    def decide(self, card: Card) -> Decision:
+        """Show a card in every page; wait for a decision, a stop, or too long without a page."""
+
+        def stopped() -> None:
+            decided.put(Decision("no", "stopped"))
+
+        decided = self._decided = queue.SimpleQueue()
+        self.stop.add(stopped)
+        self._words = {**self._words, card.id: "waits for you"}
+        self._card = {**card.plain(), "number": next(_CARDS)}
+        try:
+            while time.monotonic() - self.seen < UNSEEN_S:
+                with contextlib.suppress(queue.Empty):
+                    return decided.get(timeout=min(1.0, UNSEEN_S))
+            return Decision("no", "no page is open to allow it")
+        finally:
+            self._card = None
+            self.stop.remove(stopped)
+
+    def show_use(self, use: ToolUse, words: str) -> None:
+        self._words = {**self._words, use.id: words or use.status}
+
+    def take(self, card: int, decision: Decision) -> None:
+        """Take the decision about a card. Raises Problem 409 if that call no longer waits."""
+        if self._card is None or self._card["number"] != card:
+            raise Problem(409, "This call does not wait any more.", code="not_waiting")
+        self._decided.put(decision)
+
+    def cancel(self) -> None:
+        """Stop the answer and its calls."""
+        self.stop.set()
+        if self.answer is not None:
+            self.answer.stop()
+
+    def calls(self) -> dict[str, object]:
+        """Return the state of the calls for a page."""
+        return {"card": self._card, "words": self._words, "said": self.said}
+
+
+_NOTHING_ASKED = Asked(goes_on=False)
 
 
 class Conversations:
@@ -50,10 +121,12 @@ class Conversations:
         self._reader = ThreadPoolExecutor(1, "conversations")
         self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
         self._store: ConversationStore | None = None
-        #: What a conversation waits for, or why its last answer failed to begin.
-        self.notices: dict[int, str] = {}
-        self._begun: dict[int, Answer | None] = {}
+        self._asked: dict[int, Asked] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def asked(self, conversation_id: int) -> Asked:
+        """Return the latest question that this endpoint was asked in a conversation."""
+        return self._asked.get(conversation_id, _NOTHING_ASKED)
 
     async def use(self, work: Callable[[ConversationStore], T]) -> T:
         """Run `work` with the store, in its thread. Raises what `work` and opening the store raise."""
@@ -91,40 +164,40 @@ class Conversations:
         `prepare` stores the question. Return the conversation's id. Raises Problem 409 if an answer to
         it is being written, and what `prepare` raises.
         """
-        if conversation_id in self._begun:
+        if self.asked(conversation_id).goes_on:
             raise _busy()
+        asked = Asked()
         if conversation_id:
-            self._begun[conversation_id] = None
+            self._asked[conversation_id] = asked
 
-        def prepared(session: ChatSession) -> tuple[int, str]:
+        def prepared(session: ChatSession) -> Conversation:
             if conversation_id and session.store.is_answering(conversation_id):
                 raise _busy()
             prepare(session)
-            return session.conversation.id, session.conversation.model
+            return session.conversation
 
         try:
-            found, model = await self.change(conversation_id, prepared)
+            conversation = await self.change(conversation_id, prepared)
             self._endpoint.enter(context.key)
         except BaseException:
-            self._begun.pop(conversation_id, None)
+            asked.goes_on = False
             raise
-        self._begun[found] = None
-        self.notices.pop(found, None)
+        self._asked[conversation.id] = asked
         began = asyncio.Event()
-        task = asyncio.create_task(self._answer(context, found, model, begin, began))
+        task = asyncio.create_task(self._answer(context, conversation, asked, begin, began))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # so that the page sees the answer, not the old state
         waiting = asyncio.create_task(began.wait())
         await asyncio.wait({task, waiting}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        return found
+        return conversation.id
 
     async def _answer(
         self,
         context: RequestContext,
-        conversation_id: int,
-        model: str,
+        conversation: Conversation,
+        asked: Asked,
         begin: Begin,
         began: asyncio.Event,
     ) -> None:
@@ -135,37 +208,46 @@ class Conversations:
             loop.call_soon_threadsafe(began.set)
             return answer
 
-        try:
+        async def has_calls(begin: Begin) -> bool:
             try:
-                await self._generate(context, conversation_id, model, begin_and_say)
+                return await self._generate(context, conversation, asked, begin)
             except EngineClosedError:  # its process died since the last request
-                await self._generate(context, conversation_id, model, begin_and_say)
-            self.notices.pop(conversation_id, None)
+                return await self._generate(context, conversation, asked, begin)
+
+        try:
+            if conversation.tools:
+                asked.notice = "Loading the tools…"
+                asked.tools = await self._endpoint.use_tools()
+            waits = await has_calls(begin_and_say)
+            while waits and await loop.run_in_executor(
+                self._writers, self._call, conversation.id, asked
+            ):
+                waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:
             problem = error if isinstance(error, Problem) else from_error(error)
-            self.notices[conversation_id] = problem.message
+            asked.notice = problem.message
         except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
             self._endpoint.log.error("internal", error, request_id=context.id)
-            self.notices[conversation_id] = f"An internal error; the log has it ({context.id})."
+            asked.notice = f"An internal error; the log has it ({context.id})."
         finally:
-            self._begun.pop(conversation_id, None)
+            asked.goes_on = False
             self._endpoint.leave(context.key)
 
     async def _generate(
-        self, context: RequestContext, conversation_id: int, model: str, begin: Begin
-    ) -> None:
+        self, context: RequestContext, conversation: Conversation, asked: Asked, begin: Begin
+    ) -> bool:
         endpoint, models = self._endpoint, self._endpoint.models
-        context.name_model(model or None)
+        context.name_model(conversation.model or None)
         if not models.is_loaded(context.model):
-            self.notices[conversation_id] = f"Loading {context.model}…"
+            asked.notice = f"Loading {context.model}…"
         lease = await models.acquire(context.model)
-        self.notices.pop(conversation_id, None)
+        asked.notice = ""
         try:
             endpoint.queue(context.model, lease.engine.info.n_parallel, 1)
             try:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(
-                    self._writers, self._write, conversation_id, begin, lease, loop
+                return await loop.run_in_executor(
+                    self._writers, self._write, conversation.id, asked, begin, lease, loop
                 )
             finally:
                 endpoint.unqueue(context.model, 1)
@@ -176,14 +258,22 @@ class Conversations:
             lease.release()
 
     def _write(
-        self, conversation_id: int, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        """Generate one answer into the store, in a thread with a connection of its own."""
+        self,
+        conversation_id: int,
+        asked: Asked,
+        begin: Begin,
+        lease: Lease,
+        loop: asyncio.AbstractEventLoop,
+    ) -> bool:
+        """Generate one answer into the store, in a thread with a connection of its own.
+
+        Return whether it has calls, which wait.
+        """
         endpoint, engine = self._endpoint, lease.engine
-        with contextlib.closing(self._open_store()) as store:
-            session = ChatSession(lambda: store, engine=engine)
-            session.open(conversation_id)
-            answer = self._begun[conversation_id] = begin(session)
+        with self._session(conversation_id, asked, engine) as session:
+            answer = asked.answer = begin(session)
+            if asked.stop.is_set:
+                answer.stop()
             loop.call_soon_threadsafe(endpoint.running.add, answer.generation)
             try:
                 for event in answer.generation:
@@ -201,14 +291,33 @@ class Conversations:
                     loop.call_soon_threadsafe(endpoint.running.discard, answer.generation)
             if answer.cache_report is not None:
                 endpoint.host.note_prompt(answer.cache_report)
+            return session.calls is not None
+
+    def _call(self, conversation_id: int, asked: Asked) -> bool:
+        """Run the calls of the last answer, in a thread; return whether to answer their results."""
+        with self._session(conversation_id, asked) as session:
+            turn, tools = session.calls, session.tools
+            goes_on = turn is not None and session.run_calls(turn, asked, asked.stop)
+        asked.said += tuple(tools.notices()) if tools is not None else ()
+        return goes_on
+
+    @contextlib.contextmanager
+    def _session(
+        self, conversation_id: int, asked: Asked, engine: Engine | None = None
+    ) -> Iterator[ChatSession]:
+        with contextlib.closing(self._open_store()) as store:
+            session = ChatSession(lambda: store, engine=engine)
+            session.tools = asked.tools
+            session.open(conversation_id)
+            yield session
 
     def stop(self, conversation_id: int) -> None:
         """Stop an answer that this endpoint generates. Raises Problem 409 if there is none."""
-        answer = self._begun.get(conversation_id)
-        if answer is None:
+        asked = self.asked(conversation_id)
+        if not asked.goes_on:
             message = "This endpoint writes no answer here: stop it in the program that does."
             raise Problem(409, message, code="not_answering")
-        answer.stop()
+        asked.cancel()
 
     # following
 
@@ -246,17 +355,20 @@ class Follower:
         self._turn_id = 0
         self._journal_id = 0
         self._growing = Growing()
+        self._calls: object = None
 
     def look(self, store: ConversationStore) -> Sequence[tuple[str, object]]:
         """Return the events since the last look."""
-        changes, notice = store.change_count(), self._conversations.notices.get(self._id, "")
+        asked = self._conversations.asked(self._id)
+        asked.seen = time.monotonic()
         held = bool(self._id) and store.is_answering(self._id)
-        if (changes, notice, held) == self._changes:
+        changes = (store.change_count(), held, asked.notice, asked.goes_on, asked.calls())
+        if changes == self._changes:
             return ()
-        self._changes = (changes, notice, held)
-        return list(self._events(store, notice))
+        self._changes = changes
+        return list(self._events(store, asked))
 
-    def _events(self, store: ConversationStore, notice: str) -> Iterator[tuple[str, object]]:
+    def _events(self, store: ConversationStore, asked: Asked) -> Iterator[tuple[str, object]]:
         listed = store.newest_change()
         if listed != self._listed:
             self._listed = listed
@@ -266,14 +378,17 @@ class Follower:
         seen = store.glance(self._id)
         if seen is None:
             yield "gone", {}
-        elif (seen, notice) != self._stamp:
-            self._stamp = (seen, notice)
+        elif (stamp := (seen, asked.notice, asked.goes_on)) != self._stamp:
+            self._stamp = stamp
             with store.reading():
-                yield "branch", self._branch(store, notice)
+                yield "branch", self._branch(store, asked)
         elif self._turn_id:
             yield from self._pieces(store)
+        if (calls := asked.calls()) != self._calls:
+            self._calls = calls
+            yield "calls", calls
 
-    def _branch(self, store: ConversationStore, notice: str) -> dict[str, object]:
+    def _branch(self, store: ConversationStore, asked: Asked) -> dict[str, object]:
         conversation, turns = store.conversation(self._id), store.turns(self._id)
         path = branch_to(turns, conversation.head_id)
         self._turn_id = 0
@@ -281,7 +396,7 @@ class Follower:
         for turn in path[-self._latest :]:
             found = [t.id for t in siblings(turns, turn.id)]
             page = (found.index(turn.id) + 1, len(found))
-            key = (turn.status, len(turn.content), turn.error, page)
+            key = (turn.status, len(turn.content), turn.error, turn.calls, page)
             if turn.status == "streaming":
                 self._turn_id = turn.id
                 pieces = store.pieces(turn.id, 0)
@@ -296,8 +411,8 @@ class Follower:
             "path": [turn.id for turn in path[-self._latest :]],
             "earlier": max(0, len(path) - self._latest),
             "turns": changed,
-            "answering": bool(self._turn_id),
-            "notice": notice,
+            "answering": bool(self._turn_id) or asked.goes_on,
+            "notice": asked.notice,
         }
 
     def _pieces(self, store: ConversationStore) -> Iterator[tuple[str, object]]:

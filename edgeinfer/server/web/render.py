@@ -26,8 +26,8 @@ _LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
 _LONGEST, _LONGEST_LINE = 16 << 10, 4 << 10
 _LONGEST_CODE = 256 << 10
 _PIECE = 8 << 10
-#: A tool call's arguments are cut to this (characters).
-_CALL = 200
+#: A tool call's arguments and its result are cut to this (characters).
+_CALL = 8000
 
 
 @cache
@@ -118,6 +118,16 @@ class ShownFile(Reply, frozen=True, kw_only=True):
     characters: int
 
 
+class ShownCall(Reply, frozen=True, kw_only=True):
+    """A call of a tool; `result` is what the model was told."""
+
+    id: str
+    name: str
+    status: str
+    arguments: str
+    result: str
+
+
 class ShownTurn(Reply, frozen=True, kw_only=True):
     """A turn as the page shows it. `text` is a question's own text; `page` its place among its
     alternatives, from 1, and their number.
@@ -130,7 +140,7 @@ class ShownTurn(Reply, frozen=True, kw_only=True):
     reasoning: str
     blocks: tuple[str, ...]
     files: list[ShownFile]
-    calls: list[str]
+    calls: list[ShownCall]
     page: tuple[int, int]
     model: str
     note: str
@@ -149,7 +159,14 @@ def shown(turn: Turn, page: tuple[int, int]) -> ShownTurn:
         blocks=blocks(turn.content),
         files=[_file(attachment) for attachment in turn.attachments],
         calls=[
-            without_controls(f"{use.name} {use.arguments} · {use.status}")[:_CALL] for use in turn.calls
+            ShownCall(
+                id=use.id,
+                name=without_controls(use.name).replace("__", " · ", 1),
+                status=use.status,
+                arguments=without_controls(use.arguments)[:_CALL],
+                result=without_controls(use.result)[:_CALL],
+            )
+            for use in turn.calls
         ],
         page=page,
         model=turn.model,

@@ -26,6 +26,7 @@ from edgeinfer.server.web import wire
 from edgeinfer.server.web.access import PATH, Access
 from edgeinfer.server.web.code import as_code
 from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
+from edgeinfer.tools.approval import Decision
 
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
@@ -150,6 +151,7 @@ async def setup(context: RequestContext) -> wire.Setup:
         ],
         presets={**presets.PRESETS, **named},
         options={name: option.allowed() for name, option in presets.OPTIONS.items()},
+        has_tools=endpoint.host.config.tools.has_tools,
     )
 
 
@@ -231,6 +233,8 @@ async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
 
 
 async def _ask(context: RequestContext, body: wire.Question, conversation_id: int) -> wire.Opened:
+    if body.tools:
+        await context.endpoint.use_tools()
     named = [(file.name, file.data) for file in body.files]
     files = await context.endpoint.in_thread(attachments_of, named)
 
@@ -264,16 +268,21 @@ def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> 
             presets.option(name): presets.value(presets.option(name), repr(value))
             for name, value in body.sampling.items()
         }
+    if body.tools is not None:
+        fields["tools"] = body.tools
     if fields:
         session.set(**fields)
 
 
 @ROUTES.post(f"{PATH}/conversations/{{id}}", uses_model=False, web="cookie")
 async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
-    """Regenerate, continue or stop an answer; change, branch, fork or delete a conversation."""
+    """Regenerate, continue or stop an answer, decide about a call, or change the conversation."""
     conversation_id, found = _id(context), _of(context)
     if body.action == "stop":
         found.stop(conversation_id)
+        return wire.Opened(id=conversation_id)
+    if body.action == "decide":
+        found.asked(conversation_id).take(body.card, Decision(body.choice, body.reason))
         return wire.Opened(id=conversation_id)
     if body.action in ("regenerate", "continue"):
         begin: Callable[[ChatSession], Answer]
@@ -290,6 +299,8 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
         await found.use(lambda store: undo(store, conversation_id))
         return wire.Opened(id=conversation_id)
 
+    note = await _tools_text(context) if body.tools else ""
+
     def work(session: ChatSession) -> wire.Opened:
         if body.action == "rename":
             session.set(title=body.title)
@@ -300,9 +311,16 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
             session.fork()
         else:
             session.page(session.turn(body.turn).id, body.step)
-        return wire.Opened(id=session.conversation.id)
+        return wire.Opened(id=session.conversation.id, note=note)
 
     return await found.change(conversation_id, work)
+
+
+async def _tools_text(context: RequestContext) -> str:
+    """Return the tools by server; servers that have failed are asked again. Raises UsageError."""
+    tools = await context.endpoint.use_tools()
+    said = await context.endpoint.in_thread(tools.prepare)
+    return "\n".join([tools.text(), *said])
 
 
 WEB = Dialect(

@@ -8,6 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.wire_types import Reply, Wire
+from edgeinfer.tools.approval import Choice
+
+Action = Literal[
+    "regenerate", "continue", "stop", "decide", "set", "show", "fork", "delete", "undelete", "rename"
+]
 
 
 class SignIn(Wire, frozen=True, kw_only=True):
@@ -30,6 +35,7 @@ class Settings(Wire, frozen=True, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] | None = None
     system_prompt: str | None = None
     sampling: dict[str, float | int] | None = None
+    tools: bool | None = None
 
 
 class Question(Settings, frozen=True, kw_only=True):
@@ -41,14 +47,18 @@ class Question(Settings, frozen=True, kw_only=True):
 
 
 class Change(Settings, frozen=True, kw_only=True):
-    """One change of a conversation. `show`: the branch through `turn`, or its alternative `step` on."""
+    """One change of a conversation. `show`: the branch through `turn`, or its alternative `step` on.
 
-    action: Literal[
-        "regenerate", "continue", "stop", "set", "show", "fork", "delete", "undelete", "rename"
-    ]
+    `decide`: what the user says to the call of `card`; `reason` is told to the model.
+    """
+
+    action: Action
     title: Annotated[str, Meta(max_length=400)] = ""
     turn: int = 0
     step: Literal[-1, 0, 1] = 0
+    card: int = 0
+    choice: Choice = "no"
+    reason: Annotated[str, Meta(max_length=4000)] = ""
 
 
 class ListQuery(Wire, frozen=True, kw_only=True):
@@ -86,9 +96,10 @@ class Listed(Reply, frozen=True, kw_only=True):
 
 
 class Opened(Reply, frozen=True, kw_only=True):
-    """The conversation that a request was about, or made."""
+    """The conversation that a request was about, or made; `note` is to be shown."""
 
     id: int
+    note: str = ""
 
 
 class ListedModel(Reply, frozen=True, kw_only=True):
@@ -108,3 +119,4 @@ class Setup(Reply, frozen=True, kw_only=True):
     models: list[ListedModel]
     presets: dict[str, dict[str, float | int | None]]
     options: dict[str, str] = msgspec.field(default_factory=dict)
+    has_tools: bool = False

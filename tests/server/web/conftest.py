@@ -47,26 +47,29 @@ class Signed:
         path = f"/conversations/{conversation}/questions" if conversation else "/conversations"
         return self.post(path, text=text, **body)["id"]
 
-    def follow(self, conversation, until):
-        """Read events until `until(branch, turns)` holds; return both. Pieces are joined to the turns."""
-        turns, branch = {}, None
+    def events(self, conversation):
+        """Yield the events about a conversation: name and data."""
         with self.client.stream("GET", f"/conversations/{conversation}/events") as stream:
             name = ""
             for line in stream.iter_lines():
                 if line.startswith("event: "):
                     name = line[7:]
-                if not line.startswith("data: ") or name == "list":
-                    continue
-                data = json.loads(line[6:])
-                if name == "branch":
-                    branch = data
-                    turns |= {turn["id"]: turn for turn in data["turns"]}
-                if name == "piece":
-                    turn = turns[data["turn"]]
-                    turn["blocks"][data["from"] :] = data["blocks"]
-                    turn["reasoning"] += data["reasoning"]
-                if name == "gone" or until(branch, turns):
-                    return branch, turns
+                if line.startswith("data: ") and name != "list":
+                    yield name, json.loads(line[6:])
+
+    def follow(self, conversation, until):
+        """Read events until `until(branch, turns)` holds; return both. Pieces are joined to the turns."""
+        turns, branch = {}, None
+        for name, data in self.events(conversation):
+            if name == "branch":
+                branch = data
+                turns |= {turn["id"]: turn for turn in data["turns"]}
+            if name == "piece":
+                turn = turns[data["turn"]]
+                turn["blocks"][data["from"] :] = data["blocks"]
+                turn["reasoning"] += data["reasoning"]
+            if name == "gone" or until(branch, turns):
+                return branch, turns
         raise AssertionError("the stream ended")
 
     def ended(self, conversation):

@@ -178,17 +178,20 @@ def test_by_keyboard_alone_and_with_an_input_method(serve, tab):
     assert {"New", "Settings", "Model", "Search conversations", "Message"} <= reached
 
 
-def axe():
+def violations(page):
+    """Return what axe holds against the page."""
     found = BUILD_CACHE / "axe/axe.min.js"
     if not found.exists():
         pytest.skip("needs axe-core: tools/setup.sh test")
-    return found.read_text()
+    page.js(found.read_text())
+    return page.js(
+        "axe.run({resultTypes: ['violations']}).then((found) => found.violations.map((one) => [one.id, one.nodes.map((node) => node.html + node.failureSummary)]))"
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [320, 1100])
 def test_accessible_at_every_size(serve, tab, width, dark):
-    code = axe()
     markdown = "# Plan\n\n1. one\n\n```sh\nls\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n> [x](https://e.example)"
     page = tab(
         with_page(serve(FakeEngine([[markdown], [markdown]]))), width=width, height=700, dark=dark
@@ -200,23 +203,16 @@ def test_accessible_at_every_size(serve, tab, width, dark):
     page.see("2/2")
     page.wait(IDLE)
     assert page.js("document.documentElement.scrollWidth") <= width
-
-    def violations():
-        page.js(code)
-        return page.js(
-            "axe.run({resultTypes: ['violations']}).then((found) => found.violations.map((one) => [one.id, one.nodes.map((node) => node.html + node.failureSummary)]))"
-        )
-
-    assert violations() == []
+    assert violations(page) == []
     page.click("button", "Settings")
     page.wait("document.querySelector('dialog[open]')")
-    assert violations() == []
+    assert violations(page) == []
     page.click("dialog button", "Cancel")
     if width == 320:
         page.click(".menu")
         page.wait("document.querySelector('.side.shown')")
         page.wait("document.getAnimations().length === 0")
-        assert violations() == []
+        assert violations(page) == []
     page.wait("document.querySelector('#live').textContent.includes('Plan')")
 
 
@@ -259,7 +255,7 @@ def test_settings_export_link_files_and_delete(serve, tab):
     engine = FakeEngine([["Yes."]])
     page = tab(with_page(serve(engine)))
     page.click("button", "Settings")
-    page.wait("document.querySelector('#system')")
+    page.wait("document.querySelector('dialog[open]')")
     page.js("document.querySelector('#system').focus()")
     page.type("Be kind.")
     page.js(

@@ -36,9 +36,9 @@ function Stats({ turn }) {
 
 class Turn extends Component {
   shouldComponentUpdate(next) {
-    return ["turn", "editing", "last", "target", "id"].some((name) => next[name] !== this.props[name]);
+    return ["turn", "editing", "last", "target", "id", "words"].some((name) => next[name] !== this.props[name]);
   }
-  render({ turn, editing, last, target, id }) {
+  render({ turn, editing, last, target, id, words }) {
     const user = turn.role === "user", streaming = turn.status === "streaming";
     const cut = last && ["stopped", "length", "failed", "interrupted"].includes(turn.status) && turn.blocks.length;
     return html`<article id="turn-${turn.id}" class="turn ${user ? "user" : "answer"} ${streaming ? "streaming" : ""} ${target ? "target" : ""}"
@@ -50,7 +50,8 @@ class Turn extends Component {
       ${editing ? html`<${Edit} turn=${turn} />` : html`<div class="body" dir="auto">
         ${user ? turn.text : turn.blocks.map((markup, n) => html`<${Block} key=${n} markup=${markup} />`)}
         ${streaming && html`<span class="wait" aria-hidden="true" />`}</div>`}
-      ${turn.calls.length > 0 && html`<ul class="files" aria-label="Tools used">${turn.calls.map((call) => html`<li dir="auto">${call}</li>`)}</ul>`}
+      ${turn.calls.map((call) => html`<details class="call"><summary>${call.name}: ${call.status === "pending" ? words?.[call.id] ?? "no result" : call.status}</summary>
+        <pre tabindex="0" dir="auto">${call.arguments}</pre>${call.result && html`<pre tabindex="0" dir="auto">${call.result}</pre>`}</details>`)}
       <div class="foot">
         ${turn.page[1] > 1 && html`<span role="group" aria-label="Alternatives">
           <button aria-label="Earlier alternative" disabled=${turn.page[0] === 1} onClick=${() => actions.change({ action: "show", turn: turn.id, step: -1 })}>‹</button>
@@ -68,6 +69,26 @@ class Turn extends Component {
       </div>
     </article>`;
   }
+}
+
+function Card({ card }) {
+  const box = useRef(), reason = useRef(), name = `${card.server} · ${card.tool} wants to run`;
+  const decide = (choice) => actions.change({ action: "decide", card: card.number, choice, reason: reason.current.value });
+  useEffect(() => { // not a button: what is being typed must not decide
+    actions.say(`${name}: it waits for you.`);
+    if (!document.activeElement?.value) box.current.focus();
+    return () => { if (box.current?.contains(document.activeElement)) actions.focus(); };
+  }, [card.number]);
+  return html`<form class="turn card" ref=${box} tabindex="-1" aria-label=${name} onSubmit=${(event) => { event.preventDefault(); decide("no"); }}>
+    <strong dir="auto">${name}</strong>
+    <dl>${Object.entries(card.arguments).map(([label, value]) => html`<dt dir="auto">${label}</dt><dd dir="auto">${value}</dd>`)}</dl>
+    ${card.diff && html`<pre tabindex="0" aria-label="Change">${card.diff.split("\n").map((line) => html`<span class=${{ "+": "added", "-": "removed" }[line[0]]}>${line}${"\n"}</span>`)}</pre>`}
+    ${card.warning && html`<p class="note">${card.warning}</p>`}
+    <div class="row"><button type="button" class="primary" onClick=${() => decide("once")}>Allow once</button>
+      <button type="button" onClick=${() => decide("conversation")}>Always in this conversation</button>
+      <button type="button" onClick=${() => decide("pattern")}>Always <code dir="auto">${card.pattern}</code></button></div>
+    <div class="row"><input ref=${reason} aria-label="Reason, for the model" placeholder="Reason, for the model" maxlength="4000" /><button>No</button></div>
+  </form>`;
 }
 
 function Sidebar({ list, id, query, shown, search }) {
@@ -181,6 +202,7 @@ function SignIn({ done }) {
     <button class="primary">Sign in</button></form><p role="alert" class="note">${error}</p></main>`;
 }
 
+const NO_CALLS = { card: null, words: {}, said: [] };
 const NEW = { conversation: null, path: [], turns: new Map(), earlier: 0, answering: false, notice: "" };
 const address = () => { const [, id, turn] = location.hash.match(/^#\/(\d+)(?:\/(\d+))?/) ?? []; return { id: +(id ?? 0), turn: +(turn ?? 0) }; };
 
@@ -189,7 +211,8 @@ function App({ setup: first }) {
   const [query, setQuery] = useState(""), [branch, setBranch] = useState(NEW), [latest, setLatest] = useState(60);
   const [message, setMessage] = useState(null), [editing, setEditing] = useState(0), [dialog, setDialog] = useState(null);
   const [shown, setShown] = useState(false), [online, setOnline] = useState(true);
-  const [fresh, setFresh] = useState({ model: first.default_model, system_prompt: "", sampling: {} });
+  const [fresh, setFresh] = useState({ model: first.default_model, system_prompt: "", sampling: {}, tools: false });
+  const [calls, setCalls] = useState(NO_CALLS);
   const log = useRef(), live = useRef(), field = useRef(), search = useRef(), sticks = useRef(true), words = useRef(""), awaited = useRef(false), now = useRef();
   const { id } = place, stored = branch.conversation?.id === id ? branch.conversation : null;
   now.current = { shown, answering: branch.answering, dialog };
@@ -199,6 +222,7 @@ function App({ setup: first }) {
   const attempt = async (work) => { try { setMessage(null); return (await work()) ?? true; } catch (failure) { setMessage({ text: failure.message }); return null; } };
 
   Object.assign(actions, {
+    say, focus: () => field.current?.focus(),
     open: (to) => { location.hash = to ? `#/${to}` : "#/"; setShown(false); field.current?.focus(); },
     search: (text) => { setQuery(text); words.current = text; clearTimeout(actions.timer); actions.timer = setTimeout(reload, 120); },
     edit: setEditing,
@@ -214,7 +238,8 @@ function App({ setup: first }) {
     link: async (turn) => { const url = `${location.origin}/#/${id}/${turn}`; history.replaceState(null, "", url); setPlace({ id, turn }); await copy(url); say("Link copied"); },
     copyTurn: async (turn) => { await copy(await api(`/conversations/${id}/export?form=text&turn=${turn}`)); say("Copied"); },
     show: (name, turn) => setDialog({ name, turn }),
-    set: (fields, title) => id ? attempt(async () => { await api(`/conversations/${id}`, { action: "set", ...fields }); if (title != null) await api(`/conversations/${id}`, { action: "rename", title }); })
+    tools: () => setup.has_tools ? actions.set({ tools: !settings.tools }, null) : setMessage({ text: "No tools are configured: [tools] in config.toml has them." }),
+    set: (fields, title) => id ? attempt(async () => { const { note } = await api(`/conversations/${id}`, { action: "set", ...fields }); if (note) setMessage({ text: note }); if (title != null) await api(`/conversations/${id}`, { action: "rename", title }); })
       : setFresh({ ...fresh, ...fields }),
     remove: (one) => attempt(async () => {
       await api(`/conversations/${one.id}`, { action: "delete" });
@@ -228,12 +253,13 @@ function App({ setup: first }) {
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
-  useEffect(() => { setBranch(NEW); setLatest(60); setEditing(0); sticks.current = true; }, [id]);
+  useEffect(() => { setBranch(NEW); setCalls(NO_CALLS); setLatest(60); setEditing(0); sticks.current = true; }, [id]);
   useEffect(() => {
     let spoken = 0;
     return follow(`/web/conversations/${id}/events?latest=${latest}`, setOnline, {
-      list: reload,
+      list: () => reload().catch(() => {}), // the stream is opened again, and begins with a list
       gone: () => actions.open(0),
+      calls: setCalls,
       branch: (data, begins) => setBranch((before) => {
         const turns = begins ? new Map() : new Map(before.turns);
         for (const turn of data.turns) turns.set(turn.id, turn);
@@ -256,7 +282,7 @@ function App({ setup: first }) {
   }, [id, latest]);
   useEffect(() => { if (!branch.answering) api("/setup").then(setSetup, () => {}); }, [branch.answering, dialog]);
   useEffect(() => { document.title = stored?.title ? `${stored.title} · edgeinfer` : "edgeinfer"; }, [stored?.title]);
-  useLayoutEffect(() => { if (sticks.current && log.current) log.current.scrollTop = log.current.scrollHeight; }, [branch]);
+  useLayoutEffect(() => { if (sticks.current && log.current) log.current.scrollTop = log.current.scrollHeight; }, [branch, calls]);
   useEffect(() => { // a link to one turn: on this branch, earlier on it, or on another one
     if (!place.turn || !stored) return;
     if (branch.path.includes(place.turn)) { sticks.current = false; document.getElementById(`turn-${place.turn}`)?.scrollIntoView({ block: "center" }); }
@@ -286,6 +312,7 @@ function App({ setup: first }) {
         <h1 dir="auto">${stored?.title || "New conversation"}</h1>
         <select aria-label="Model" value=${settings.model} onChange=${(event) => actions.set({ model: event.target.value }, null)}>
           ${models.map((model) => html`<option value=${model.name}>${model.name}${model.state === "cold" ? "" : ` · ${model.state}`}</option>`)}</select>
+        <button aria-pressed=${!!settings.tools} onClick=${actions.tools}>Tools</button>
         <button onClick=${() => actions.show("settings")}>Settings</button>
         ${id > 0 && html`<button onClick=${() => actions.show("export")}>Export</button>`}
       </header>
@@ -293,7 +320,9 @@ function App({ setup: first }) {
           onScroll=${(event) => { const box = event.target; sticks.current = box.scrollHeight - box.scrollTop - box.clientHeight < 80; }}>
         ${branch.earlier > 0 && html`<p class="turn"><button onClick=${() => { sticks.current = false; setLatest(1000000); }}>Show ${tokens(branch.earlier)} earlier turns</button></p>`}
         ${!id && html`<div class="empty"><h2>What can I help with?</h2><p>${settings.model} runs on this machine. The terminal has the same conversations.</p></div>`}
-        ${branch.path.map((turn, n) => html`<${Turn} key=${turn} id=${id} turn=${branch.turns.get(turn)} editing=${editing === turn} last=${n === branch.path.length - 1} target=${place.turn === turn} />`)}
+        ${branch.path.map((turn, n) => html`<${Turn} key=${turn} id=${id} turn=${branch.turns.get(turn)} editing=${editing === turn} last=${n === branch.path.length - 1} words=${n === branch.path.length - 1 && branch.answering ? calls.words : null} target=${place.turn === turn} />`)}
+        ${calls.said.map((words) => html`<p class="turn note">${words}</p>`)}
+        ${calls.card && html`<${Card} key=${calls.card.number} card=${calls.card} />`}
         ${branch.notice && html`<p class="turn note notice" role="status">${branch.notice}
           ${!branch.answering && !branch.notice.startsWith("Loading") && html`<button onClick=${() => actions.change({ action: "regenerate" })}>Try again</button>`}</p>`}
       </div>

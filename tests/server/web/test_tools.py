@@ -1,0 +1,192 @@
+"""Tools in the page: approval in real Chromium, over real servers; a page that is closed, a stop, a drain."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from fake_engine import FakeEngine
+from other_processes import wait_until
+from tools_here import calling, configure
+
+from edgeinfer.config.config_file import load_config
+from edgeinfer.server.web import conversations
+
+from .conftest import with_page
+from .test_browser import IDLE, MESSAGE, say, violations
+
+pytestmark = pytest.mark.slow  # starts programs
+
+CARD = "document.querySelector('.card')"
+WEATHER = {"city": "Rome"}
+SUM = {"a": 17, "b": 25}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The endpoint's folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def ask_with_tools(page, text):
+    page.click("button[aria-pressed=false]", "Tools")
+    page.wait("document.querySelector('[aria-pressed=true]')")
+    say(page, text)
+
+
+def told(engine):
+    """Return what the model was told about its last calls."""
+    return [m.content for m in engine.requests[-1].messages if m.role == "tool"]
+
+
+def test_a_task_of_two_tools(serve, tab):
+    configure("plain")
+    engine = FakeEngine([calling(plain__weather=WEATHER), calling(plain__add=SUM), ["Rain, and 42."]])
+    page = tab(with_page(serve(engine)))
+    ask_with_tools(page, "Weather in Rome, and 17 + 25?")
+    page.see("plain · weather wants to run")
+    page.wait("document.querySelector('.card dd').textContent === 'Rome'")
+    page.wait("document.querySelector('#live').textContent.includes('waits for you')")
+    assert violations(page) == []
+    page.click(".card button", "Allow once")
+    page.see("plain · add wants to run")
+    page.click(".card button", "Allow once")
+    page.see("Rain, and 42.")
+    page.wait(IDLE)
+    page.wait(f"!{CARD} && document.activeElement === {MESSAGE}")
+    assert [text.splitlines()[-1] for text in told(engine)] == ["It rains in Rome.", "42"]
+    names = [tool.name for tool in engine.requests[0].tools]
+    assert names == ["plain__add", "plain__weather", "plain__fail"]
+    page.click(".call summary", "weather: done")
+    page.see("It rains in Rome.")
+    assert violations(page) == []
+    page.js("location.reload()")
+    page.wait("document.querySelector('[aria-pressed=true]') && document.querySelector('.call')")
+
+
+def test_by_keyboard_a_no_has_a_reason_and_typing_decides_nothing(serve, tab):
+    configure(builtin=["write"])
+    engine = FakeEngine([calling(files__write={"path": "a", "content": "x\n"}), ["As you like."]])
+    page = tab(with_page(serve(engine)), width=320)
+    ask_with_tools(page, "Write a.")
+    page.wait(f"{CARD} && document.activeElement === {CARD}")
+    page.see("+x")
+    assert page.js("document.documentElement.scrollWidth") <= 320
+    page.key("Enter")
+    page.key(" ")
+    for _ in range(5):
+        page.key("Tab")
+    page.type("not there")
+    page.key("Enter")
+    page.see("As you like.")
+    assert told(engine) == ["The call was not allowed: the user said no: not there"]
+
+
+def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab):
+    configure("plain")
+    add = calling(plain__add=SUM)
+    engine = FakeEngine([add, calling(plain__weather=WEATHER, plain__add=SUM), ["Done."]])
+    page = tab(with_page(serve(engine)))
+    ask_with_tools(page, "17 + 25?")
+    page.wait(CARD)
+    page.js("location.reload()")
+    page.see("plain · add wants to run")
+    other = tab(SimpleNamespace(url=page.js("location.origin")), fragment=page.js("location.hash"))
+    other.click(".card button", "Always in this conversation")
+    for one in (page, other):
+        one.see("plain · weather wants to run")
+    page.click(".card button", "plain.weather(city=Rome)")
+    for one in (page, other):
+        one.see("Done.")
+        one.wait(IDLE)
+    assert load_config().tools.allow == ("plain.weather(city=Rome)",)
+
+
+@pytest.fixture
+def waiting(paged):
+    """`waiting(script)`: an endpoint with a conversation whose first call waits."""
+
+    def start(script):
+        configure("plain", "slow")
+        page = paged(FakeEngine([script, ["Without."]]))
+        page.number = page.ask("go", tools=True)
+        return page
+
+    return start
+
+
+def card_of(page):
+    for name, data in page.events(page.number):
+        if name == "calls" and data["card"]:
+            return data["card"]
+    raise AssertionError("the stream ended")
+
+
+def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
+    monkeypatch.setattr(conversations, "UNSEEN_S", 0.2)
+    page = waiting(calling(plain__add=SUM))
+    wait_until(lambda: page.get("/conversations")[0]["turns"] == 3, "the answer")
+    _question, called, answer = page.ended(page.number)
+    assert (called["calls"][0]["status"], called["calls"][0]["result"]) == (
+        "refused",
+        "the user said no: no page is open to allow it",
+    )
+    assert "Without." in answer["blocks"][0]
+
+
+def test_only_the_card_on_show_can_be_decided(waiting):
+    page = waiting(calling(plain__add=SUM, plain__weather=WEATHER))
+    path, card = f"/conversations/{page.number}", card_of(page)
+    stale = {"action": "decide", "card": card["number"] - 1, "choice": "once"}
+    assert page.post(path, 409, **stale)["error"]["code"] == "not_waiting"
+    page.post(path, 400, action="decide", card=card["number"], choice="maybe")
+    assert page.post("/conversations/999", 409, **stale)["error"]["code"] == "not_waiting"
+    page.post(f"{path}/questions", 409, text="meanwhile")
+    page.post(path, action="decide", card=card["number"], choice="once")
+    later = card_of(page)
+    assert later["tool"] == "weather"
+    page.post(path, 409, action="decide", card=card["number"], choice="once")
+    page.post(path, action="decide", card=later["number"], choice="no", reason="not now")
+    assert [call["status"] for call in page.ended(page.number)[1]["calls"]] == ["done", "refused"]
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_stop_ends_a_call_that_waits_or_runs(waiting, runs):
+    page = waiting(calling(slow__go={}))
+    card = card_of(page)
+    if runs:
+        page.post(f"/conversations/{page.number}", action="decide", card=card["number"], choice="once")
+        next(
+            d
+            for name, d in page.events(page.number)
+            if name == "calls" and d["words"] and not d["card"]
+        )
+    page.post(f"/conversations/{page.number}", action="stop")
+    *_, called = page.ended(page.number)
+    assert called["calls"][0]["status"] == "stopped"
+    page.post(f"/conversations/{page.number}", 409, action="stop")
+
+
+def test_an_endpoint_ends_while_a_call_waits(waiting):
+    page = waiting(calling(plain__add=SUM))
+    card_of(page)
+    page.here.drain()
+    page.here.wait_ended()
+
+
+def test_tools_without_configuration_are_refused_with_the_next_step(paged):
+    page = paged()
+    assert page.get("/setup")["has_tools"] is False
+    refused = page.post("/conversations", 400, text="hi", tools=True)
+    assert "no tools are configured (config.toml" in refused["error"]["message"]
+    assert page.get("/conversations") == []
+
+
+def test_the_switch_says_what_there_is(paged):
+    configure("plain", "old")
+    page = paged()
+    number = page.ask("hi")
+    page.ended(number)
+    note = page.post(f"/conversations/{number}", action="set", tools=True)["note"]
+    assert "plain: add, weather, fail" in note
+    assert "version '1999-01-01'" in note
