@@ -6,7 +6,6 @@ redirect is checked like the first address.
 
 from __future__ import annotations
 
-import html
 import ipaddress
 import re
 import socket
@@ -17,6 +16,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from edgeinfer.config.config_file import refuse_offline
+from edgeinfer.runtime import document_files
 from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
 from edgeinfer.tools.mcp_client import StoppedError
 from edgeinfer.tools.uses import Stop
@@ -27,16 +27,9 @@ if TYPE_CHECKING:
 _MAX_BYTES = 2 << 20
 _MAX_REDIRECTS = 5
 _TIMEOUT_S = 30.0
-_TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml)")
+_TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml|pdf)")
 #: Addresses that a translator turns into others.
 _TRANSLATED = [ipaddress.ip_network(text) for text in ("64:ff9b::/32", "2002::/16", "2001::/32")]
-_TAG = re.compile(r"[/!]?[a-zA-Z0-9-]*")
-_HIDDEN = {"!--", "script", "style", "svg", "template", "noscript"}
-_BLOCKS = set(
-    "address article aside blockquote br dd div dl dt footer form h1 h2 h3 h4 h5 h6 header hr li main"
-    " nav ol option p pre section table td th title tr ul".split()
-)
-
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -150,35 +143,10 @@ def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
             raise RefusedError(f"the page took more than {_TIMEOUT_S:g} s")
     if stop.is_set:
         raise StoppedError("stopped")
+    page = bytes(data)
+    if document_files.is_document(page):
+        return document_files.text_of(page, response.url.path)
     try:
-        text = data.decode(response.charset_encoding or "utf-8", "replace")
+        return page.decode(response.charset_encoding or "utf-8", "replace")
     except LookupError:
-        text = data.decode("utf-8", "replace")
-    return html_text(text) if "html" in kind else text
-
-
-def html_text(page: str) -> str:
-    """Return the text of a page. Linear in its length, which html.parser is not for broken pages."""
-    first, *pieces = page.split("<")
-    out, is_code = [first], False
-    hidden = ""
-    for piece in pieces:
-        tag, _, text = piece.partition(">")
-        name = "!--" if piece.startswith("!--") else _TAG.match(tag)[0].lower()  # type: ignore[index]
-        if not hidden and name in _HIDDEN:
-            hidden = name
-        if hidden:
-            _, end, rest = piece.partition("-->")
-            if hidden == "!--" and end:
-                hidden = ""
-                out.append(rest)
-            elif name == f"/{hidden}":
-                hidden = ""
-                out.append(text)
-            continue
-        if name.lstrip("/") == "pre":
-            is_code = name == "pre"
-        out.append("\n" if name.lstrip("/") in _BLOCKS else "")
-        out.append(text if is_code else re.sub(r"\s+", " ", text))
-    lines = [line.rstrip() for line in html.unescape("".join(out)).split("\n")]
-    return "\n".join(line for line in lines if line.strip())
+        return page.decode("utf-8", "replace")
