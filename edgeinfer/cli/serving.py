@@ -36,6 +36,7 @@ from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
 from edgeinfer.server.web.access import Access
 from edgeinfer.server.web.conversations import Conversations
+from edgeinfer.server.web.models import Pulls
 from edgeinfer.server.web.routes import Web
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
@@ -124,7 +125,8 @@ async def _serve(
     if pick(options.web, config.web):
         name_of_socket = listeners[0].getsockname()
         port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0
-        endpoint.web = Web(Access(port, gate.keys), Conversations(endpoint))
+        pulls = Pulls(ModelAdmin(host), log)
+        endpoint.web = Web(Access(port, gate.keys), Conversations(endpoint), pulls)
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
@@ -369,7 +371,7 @@ def pick(typed: T | None, default: T) -> T:
 
 
 class ModelAdmin:
-    """Pulls and removes models for `serve --ollama`. Thread-safe.
+    """Pulls and removes models for the page and `serve --ollama`. Thread-safe.
 
     The modules that change models are imported on first use: 60 ms that few endpoints need.
     """

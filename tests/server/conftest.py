@@ -12,6 +12,7 @@ import json
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from typing import Any
 import httpx2
 import pytest
 from fake_engine import FakeEngine, StepGate
-from made_models import make_llama
+from fake_hub import FaultServer
+from made_models import FIM, make_llama
 from other_processes import wait_until
 
+from edgeinfer.cli.serving import ModelAdmin
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.answer_journal import AnswerJournal
@@ -35,6 +38,10 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.web.access import Access
+from edgeinfer.server.web.conversations import Conversations
+from edgeinfer.server.web.models import Pulls
+from edgeinfer.server.web.routes import Web
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -263,3 +270,31 @@ def chatterer(tmp_path: Path) -> Callable[[], Engine]:
 
     path = make_llama(tmp_path / "chatterer.gguf")
     return lambda: _load_model(path, "chatterer", n_ctx=256, n_parallel=4)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    """A tiny model's file, which can chat."""
+    return make_llama(tmp_path_factory.mktemp("made") / "made.gguf", fim=tuple(FIM))
+
+
+@pytest.fixture
+def hub(gguf, monkeypatch):
+    """Hugging Face with that model as `hf.co/someone/Tiny-GGUF:Q8_0`."""
+    server = FaultServer()
+    thread = threading.Thread(target=server.httpd.serve_forever, daemon=True)
+    thread.start()
+    server.repos["someone/Tiny-GGUF"] = {"Tiny-Q8_0.gguf": gguf.read_bytes()}
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield server
+    server.release.set()
+    server.httpd.shutdown()
+    server.httpd.server_close()
+    thread.join()
+
+
+def with_page(here, keys=()):
+    """Switch the page of an endpoint on."""
+    pulls = Pulls(ModelAdmin(here.endpoint.host), here.endpoint.log)
+    here.endpoint.web = Web(Access(here.port, Keys(keys)), Conversations(here.endpoint), pulls)
+    return here

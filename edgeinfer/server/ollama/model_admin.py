@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from edgeinfer.errors import EdgeInferError, InvalidRequestError, UnknownModelError, UsageError
-from edgeinfer.models import names, sources
-from edgeinfer.models.gguf import file_type
-from edgeinfer.models.progress import OnProgress, PullProgress
+from edgeinfer.errors import EdgeInferError, InvalidRequestError
+from edgeinfer.models.progress import PullProgress
 from edgeinfer.server.connection import unless_disconnected
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import RouteTable
-from edgeinfer.server.model_pool import LATEST, ModelAdministrator, spellings
+from edgeinfer.server.model_pool import ModelAdministrator, spellings
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama.model_view import find
 from edgeinfer.server.ollama.render import error_line
 from edgeinfer.server.problems import Problem, from_error, internal
+from edgeinfer.server.pulling import Reports, reports_of, source_of
 
 ROUTES = RouteTable()
 
-#: How Ollama writes repositories of Hugging Face.
-_HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
 _DONE = wire.OllamaStatus(status="success")
-Work = Callable[[OnProgress, threading.Event], None]
-Reports = AsyncGenerator[PullProgress, None]
 
 
 def _admin_of(context: RequestContext) -> ModelAdministrator:
@@ -48,7 +40,7 @@ def _admin_of(context: RequestContext) -> ModelAdministrator:
 async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Response:
     """Fetch a model; a line a report."""
     admin, text = _admin_of(context), source_of(body.named())
-    reports = _reports_of(lambda report, cancel: admin.pull(text, report, cancel))
+    reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
     first = await anext(reports, None)  # what fails until here has a status of its own
     if body.stream is False:
         await unless_disconnected(context.request.receive, _drain(reports))
@@ -83,66 +75,6 @@ async def _lines(
 def _error_line(context: RequestContext, problem: Problem) -> bytes:
     context.outcome = problem.code or "error"
     return error_line(problem, context.id)
-
-
-async def _reports_of(work: Work) -> Reports:
-    """Do `work` in a thread and yield its reports. Raises what it raises; closed early, it ends it."""
-    loop = asyncio.get_running_loop()
-    reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
-    cancel = threading.Event()
-
-    def report(now: PullProgress | Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, with its clients
-            loop.call_soon_threadsafe(reports.put_nowait, now)
-
-    def run() -> None:
-        outcome: Exception | None = None
-        try:
-            work(report, cancel)
-        except Exception as error:  # noqa: BLE001  the thread's end: a waiting client must get it
-            outcome = error
-        report(outcome)
-
-    threading.Thread(target=run, name="models", daemon=True).start()
-    try:
-        while (now := await reports.get()) is not None:
-            if isinstance(now, Exception):
-                raise now
-            yield now
-    finally:
-        cancel.set()
-
-
-def source_of(name: str) -> str:
-    """Return a catalogue name or a Hugging Face repository. Raises InvalidRequestError.
-
-    Clients may not make the endpoint read files of this machine or ask other servers.
-    """
-    plain = name.removesuffix(LATEST)
-    hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")
-    plain = f"hf:{plain.removeprefix(hub)}" if hub else plain
-    if not (names.is_path(plain) or sources.looks_like_source(plain)):
-        _refuse_sizes(plain)
-        return plain
-    with contextlib.suppress(UsageError):
-        if isinstance(sources.parse(plain), sources.HubFile | sources.HubQuant):
-            return plain
-    raise InvalidRequestError(
-        "model: a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION; files are for "
-        "`edgeinfer pull`",
-        param="model",
-    )
-
-
-def _refuse_sizes(name: str) -> None:
-    """Raise UnknownModelError for `llama3.2:3b`: a tag is a quantization, sizes are in names."""
-    base, colon, tag = name.partition(":")
-    if not colon or "/" in name or file_type(tag) is not None:
-        return
-    from edgeinfer.models.catalog import load_catalog, nearest  # 8 ms, for a name that is not here
-
-    hint = nearest(f"{base}-{tag}", load_catalog().models)
-    raise UnknownModelError(f"no model is called {name!r}", hint=hint)
 
 
 @ROUTES.delete("/api/delete", is_admin=True)

@@ -17,15 +17,17 @@ from edgeinfer.chat import formats, presets
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.runtime import picture_files
-from edgeinfer.server.context import RequestContext
+from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.openai.render import error_body, error_events
+from edgeinfer.server.openai.routes import chat_completions
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
 from edgeinfer.server.web.access import PATH, Access
 from edgeinfer.server.web.code import as_code
 from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
+from edgeinfer.server.web.models import Pulls, offered
 from edgeinfer.tools.approval import Decision
 
 ROUTES = RouteTable()
@@ -47,6 +49,7 @@ class Web(NamedTuple):
 
     access: Access
     conversations: Conversations
+    pulls: Pulls
 
 
 def _of(context: RequestContext) -> Conversations:
@@ -153,6 +156,30 @@ async def setup(context: RequestContext) -> wire.Setup:
         options={name: option.allowed() for name, option in presets.OPTIONS.items()},
         has_tools=endpoint.host.config.tools.has_tools,
     )
+
+
+@ROUTES.get(f"{PATH}/models", web="cookie")
+async def to_pull(context: RequestContext) -> Response:
+    """List the catalogue's models that are not here."""
+    return json_reply(await context.endpoint.in_thread(offered))
+
+
+@ROUTES.get(f"{PATH}/pulls", web="cookie")
+async def pulls(context: RequestContext) -> list[wire.Pull]:
+    """List the running and failed pulls."""
+    return list(context.endpoint.web.pulls.now.values())
+
+
+@ROUTES.post(f"{PATH}/pulls", uses_model=False, web="cookie")
+async def pull(context: RequestContext, body: wire.PullModel) -> list[wire.Pull]:
+    """Begin or stop a pull."""
+    found: Pulls = context.endpoint.web.pulls
+    (found.stop if body.stop else found.start)(body.name)
+    return list(found.now.values())
+
+
+#: For the playground, which stores nothing.
+ROUTES.post(f"{PATH}/chat/completions", web="cookie")(chat_completions)
 
 
 @ROUTES.get(f"{PATH}/conversations", web="cookie")

@@ -61,6 +61,13 @@ class Change(Settings, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=4000)] = ""
 
 
+class PullModel(Wire, frozen=True, kw_only=True):
+    """Pull a model of the catalogue or of Hugging Face, or stop pulling it."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=400)]
+    stop: bool = False
+
+
 class ListQuery(Wire, frozen=True, kw_only=True):
     """Words to search for; none lists all."""
 
@@ -109,6 +116,16 @@ class ListedModel(Reply, frozen=True, kw_only=True):
     state: str
     size_bytes: int
     can_see: bool
+
+
+class Pull(Reply, frozen=True, kw_only=True):
+    """A running or failed pull; `total` (bytes) is 0 if unknown."""
+
+    name: str
+    text: str = "looking up"
+    done: int = 0
+    total: int = 0
+    failed: bool = False
 
 
 class Setup(Reply, frozen=True, kw_only=True):

@@ -13,17 +13,9 @@ from other_processes import wait_until
 
 from edgeinfer.config.config_file import config_path
 from edgeinfer.errors import EngineError
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.web.access import Access
-from edgeinfer.server.web.conversations import Conversations
-from edgeinfer.server.web.routes import Web
+from tests.server.conftest import with_page
 
 OURS = ["ask", "embed", "search_conversations", "read_document"]
-
-
-def with_page(here, keys=()):
-    here.endpoint.web = Web(Access(here.port, Keys(keys)), Conversations(here.endpoint))
-    return here
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
-from fake_hub import Fault, FaultServer
+from fake_hub import Fault
 from found_stores import OllamaStore
-from made_models import FIM, make_llama
 
 from edgeinfer.cli.serving import ModelAdmin, pulled_models
 from edgeinfer.config.config_file import Config
@@ -24,11 +23,6 @@ from edgeinfer.server.model_pool import LoadedEngine
 REPO = "someone/Tiny-GGUF"
 
 
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory):
-    return make_llama(tmp_path_factory.mktemp("made") / "made.gguf", fim=tuple(FIM))
-
-
 def _load(name, progress):
     if name == "fake":
         return LoadedEngine(engine=FakeEngine())
@@ -40,20 +34,6 @@ def _load(name, progress):
 def here(serve):
     admin = ModelAdmin(Host(config=Config()))
     return serve(load=_load, pulled=pulled_models(), model_admin=admin)
-
-
-@pytest.fixture
-def hub(gguf, monkeypatch):
-    server = FaultServer()
-    thread = threading.Thread(target=server.httpd.serve_forever, daemon=True)
-    thread.start()
-    server.repos[REPO] = {"Tiny-Q8_0.gguf": gguf.read_bytes()}
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    yield server
-    server.release.set()
-    server.httpd.shutdown()
-    server.httpd.server_close()
-    thread.join()
 
 
 def _names(here) -> list[str]:

@@ -11,16 +11,8 @@ from fake_engine import FakeEngine
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.web.access import Access, make_code
-from edgeinfer.server.web.conversations import Conversations
-from edgeinfer.server.web.routes import Web
-
-
-def with_page(here, keys=()):
-    """Switch the page of an endpoint on."""
-    here.endpoint.web = Web(Access(here.port, Keys(keys)), Conversations(here.endpoint))
-    return here
+from edgeinfer.server.web.access import make_code
+from tests.server.conftest import with_page
 
 
 class Signed:

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from edgeinfer.cli.serving import ModelAdmin
 from edgeinfer.host import Host
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import sockets
@@ -20,6 +21,7 @@ from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
 from edgeinfer.server.web.access import Access
 from edgeinfer.server.web.conversations import Conversations
+from edgeinfer.server.web.models import Pulls
 from edgeinfer.server.web.routes import Web
 
 
@@ -36,7 +38,8 @@ async def main(port_file: str, port: str, text: str) -> None:
     models = ModelPool(sources, default="fake", keep_alive_s=300)
     endpoint = Endpoint(models, Limits(), Log("off"), Host())
     port = listener.getsockname()[1]
-    endpoint.web = Web(Access(port, Keys([])), Conversations(endpoint))
+    pulls = Pulls(ModelAdmin(endpoint.host), endpoint.log)
+    endpoint.web = Web(Access(port, Keys([])), Conversations(endpoint), pulls)
     server = EndpointServer(endpoint, Gate(keys=Keys([])), [listener], RunOptions())
     part = Path(f"{port_file}.part")
     part.write_text(str(port))

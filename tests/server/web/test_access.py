@@ -15,8 +15,7 @@ from edgeinfer.server.app import OPERATIONS, match_route
 from edgeinfer.server.web import access, routes
 from edgeinfer.server.web.access import make_code
 from edgeinfer.server.web.routes import WEB
-
-from .conftest import with_page
+from tests.server.conftest import with_page
 
 KEYS = ("first-key-0123456789", "second-key-0123456789")
 GUARDED = [one for one in WEB.operations if one.web == "cookie"]
@@ -147,7 +146,16 @@ def test_browsers_get_the_page_and_other_clients_what_they_got_before(serve):
 def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
     here = with_page(serve())
     total = 0
-    for name in ("index.html", "app.css", "app.js", "lib.js", "preact.js", "icon.svg"):
+    for name in (
+        "index.html",
+        "app.css",
+        "app.js",
+        "lib.js",
+        "models.js",
+        "playground.js",
+        "preact.js",
+        "icon.svg",
+    ):
         answer = here.client.get(f"/web/static/{name}", headers={"accept-encoding": "gzip"})
         assert answer.status_code == 200
         assert answer.headers["content-encoding"] == "gzip"

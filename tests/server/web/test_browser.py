@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -12,11 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import Delay, FakeEngine, StepGate
+from fake_hub import Fault
 from other_processes import wait_until
 
+from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.cli.serving import pulled_models
+from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from tests.conftest import BUILD_CACHE
-
-from .conftest import with_page
+from tests.server.conftest import with_page
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +32,11 @@ def say(page, text):
     page.js(f"{MESSAGE}.focus()")
     page.type(text)
     page.key("Enter")
+
+
+def choose_model(page, name):
+    box = "document.querySelector('[aria-label=Model]')"
+    page.js(f"{box}.value = {json.dumps(name)}; {box}.dispatchEvent(new Event('change'))")
 
 
 def spoken(text):
@@ -214,6 +223,18 @@ def test_accessible_at_every_size(serve, tab, width, dark):
         page.wait("document.getAnimations().length === 0")
         assert violations(page) == []
     page.wait("document.querySelector('#live').textContent.includes('Plan')")
+    choose_model(page, "")
+    page.see("To pull")
+    assert violations(page) == []
+    page.click("dialog button", "Close")
+    page.js("location.hash = '#playground'")
+    page.wait("document.querySelector('.playground')")
+    page.type("plan")
+    page.key("Enter")
+    page.wait(
+        "document.querySelectorAll('.sides .stats').length === 2 && document.querySelector('form button').textContent === 'Run'"
+    )
+    assert violations(page) == []
 
 
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">
@@ -287,6 +308,84 @@ def test_settings_export_link_files_and_delete(serve, tab):
     page.see("turns")
     page.js(f"location.hash = {json.dumps(link)}")
     page.wait("document.querySelector('.answer.target')")
+
+
+def test_a_model_is_pulled_with_its_progress_and_used(serve, tab, hub):
+    hub.always = Fault(cut_after=4096, silent=True)
+    here = with_page(serve(pulled=pulled_models(), names=["fake"]))
+    page = tab(here, width=320)
+    choose_model(page, "")
+    page.see("To pull")
+    page.see("Apache-2.0")
+    page.js("document.querySelector('#other').focus()")
+    page.type("hf.co/someone/nothing:Q8_0")
+    page.key("Enter")
+    page.wait("document.querySelector('dialog [role=alert]')?.textContent.includes('nothing')")
+    page.click("dialog button", "Dismiss")
+    page.js("document.querySelector('#other').value = ''; document.querySelector('#other').focus()")
+    page.type("hf.co/someone/Tiny-GGUF:Q8_0")
+    page.key("Enter")
+    page.wait("document.querySelector('progress')?.max > 1")
+    assert page.js("document.documentElement.scrollWidth") <= 320
+    page.js("location.reload()")  # the pull goes on
+    page.wait(f"{MESSAGE} && !document.querySelector('dialog')")
+    choose_model(page, "")
+    page.wait("document.querySelector('progress')?.max > 1")
+    page.click("dialog button", "Stop")
+    page.wait("!document.querySelector('progress')")
+    hub.always = Fault()
+    page.js("document.querySelector('#other').focus()")
+    page.type("hf.co/someone/Tiny-GGUF:Q8_0")
+    page.key("Enter")
+    page.wait("document.querySelector('dialog').textContent.includes('someone.tiny-gguf-q8_0')")
+    page.js(
+        "[...document.querySelectorAll('dialog li')].find((one) => one.textContent.includes('someone.tiny-gguf')).querySelector('button').click()"
+    )
+    page.wait("document.querySelector('[aria-label=Model]').value === 'someone.tiny-gguf-q8_0'")
+
+
+def token(piece, share, *others):
+    top = tuple(Logprob(0, other, math.log(p)) for other, p in ((piece, share), *others))
+    return TokenLogprobs(Logprob(0, piece, math.log(share)), top)
+
+
+def test_playground_compares_two_answers_token_by_token(serve, tab):
+    gate = StepGate()
+    first = [
+        TextDelta("", (token(b"\xc3", 0.9),)),
+        TextDelta("é", (token(b"\xa9", 0.4, (b"\xa8", 0.25)),)),
+        TextDelta("<b>", (token(b"<b>", 0.0001),)),
+    ]
+    greedy = [TextDelta("tea", (token(b"tea", 1.0),)), gate, "never"]
+    engine = FakeEngine(lambda request: greedy if request.sampling.temperature == 0 else first)
+    here = with_page(serve(engine))
+    page = tab(here, width=320)
+    page.click(".menu")
+    page.click("a", "Playground")
+    page.wait("document.activeElement.name === 'prompt'")
+    page.js("document.querySelector('#right-temperature').value = 0")
+    page.type("What shall I drink?")
+    page.key("Enter")
+    left, right = (
+        f"document.querySelector('section[aria-label={side}]')" for side in ("left", "right")
+    )
+    page.wait(f"{left}.querySelector('.tokens').textContent === 'é<b>'")
+    page.wait(f"{right}.querySelector('.tokens').textContent === 'tea'")
+    page.wait(f"{left}.querySelector('.stats').textContent.includes('tokens/s')")
+    assert page.js(f"{left}.querySelectorAll('.tokens b').length") == 0
+    page.js(f"{left}.querySelector('.tokens').focus()")
+    for _ in range(2):
+        page.key("ArrowRight")
+    page.wait(f"{left}.querySelector('.said').textContent.includes('40.0 %; else')")
+    page.key("ArrowRight")
+    page.wait(f"{left}.querySelector('.said').textContent.includes('\"<b>\" < 0.1 %')")
+    assert page.js(f"{left}.querySelector('.tokens span').title").endswith("90.0 %")
+    assert page.js("document.documentElement.scrollWidth") <= 320
+    page.click("button", "Stop")
+    page.wait(f"{right}.textContent.includes('stopped')")
+    page.wait("document.querySelector('form .primary').textContent === 'Run'")
+    assert here.client.get("/health").json()["status"] == "ok"
+    assert ConversationStore.open().listing() == []
 
 
 def test_without_a_code_the_page_asks_for_one(serve, chromium):

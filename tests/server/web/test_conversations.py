@@ -225,3 +225,16 @@ def test_conversations_that_are_not_there(paged, number):
     for path, body in (("", {"action": "rename"}), ("/questions", {"text": "hi"})):
         assert page.client.post(f"/conversations/{number}{path}", json=body).status_code == 404
     assert page.client.get(f"/conversations/{number}/export").status_code == 404
+
+
+def test_only_the_catalogue_and_hugging_face_are_pulled_from(paged):
+    page = paged()
+    for name in (
+        "/etc/passwd",
+        "https://evil.example/x.gguf",
+        "s3://bucket/x.gguf",
+        "oci://evil.example/x",
+    ):
+        assert "catalogue" in page.post("/pulls", status=400, name=name)["error"]["message"]
+    assert page.get("/pulls") == []
+    assert "smollm2-135m-instruct" in [one["name"] for one in page.get("/models")]

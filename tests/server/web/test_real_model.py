@@ -1,24 +1,32 @@
-"""The small model behind the terminal and the page, each in a process of its own: nothing is prefilled again."""
+"""The small model in a terminal and behind the page: both are live, and nothing is prefilled again."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_engine import FakeEngine, StepGate
+from terminal import Terminal, shell_environment
 
 from edgeinfer.chat.history.store import ConversationStore
+from tests.server.conftest import with_page
 
 from .conftest import Signed
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 PROGRAM = str(Path(sys.executable).with_name("edgeinfer"))
 OPTIONS = ("--resume", "never", "--ctx", "2048")
-LONG = "Here is a list of words: " + " ".join(f"word{n}" for n in range(120)) + ". Which is the first?"
+LONG, MORE, LAST = (
+    f"Here is a list of words: {' '.join(f'word{n}' for n in words)}. Which is the first?"
+    for words in (range(120), range(200, 240), range(300, 340))
+)
 
 
 @pytest.fixture
@@ -34,26 +42,111 @@ def chat(*lines):
     subprocess.run(command, input=typed, text=True, check=True, capture_output=True)
 
 
+@pytest.fixture
+def typing(home, tmp_path):
+    """`typing()`: a chat in a terminal of its own, with the conversation used last, once its model is here."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed: tools/setup.sh test does it")
+    environment = shell_environment(tmp_path) | {"EDGEINFER_HOME": os.environ["EDGEINFER_HOME"]}
+    with contextlib.closing(Terminal(tmp_path, environment)) as terminal:
+
+        def start():
+            terminal.run(f"edgeinfer chat --continue --max-tokens 16 {' '.join(OPTIONS)} small")
+            terminal.until_shown("context")
+            return terminal
+
+        yield start
+
+
+@contextlib.contextmanager
+def serving():
+    """Serve the model in a process of its own; yield the page's requests."""
+    command = [PROGRAM, "serve", "small", "--port", "0", "--log", "text", *OPTIONS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as running:
+        url = next(found[0] for line in running.stderr if (found := re.search(r"http://[\d.:]+", line)))
+        page = Signed(SimpleNamespace(url=url))
+        try:
+            yield page
+        finally:
+            page.client.close()
+            running.terminate()
+            running.stderr.read()
+
+
+def decoded(stats):
+    """Return the tokens of a prompt and its answer, of which the last one is never decoded."""
+    return stats["prompt_tokens"] + stats["completion_tokens"] - 1
+
+
+def last_stats(conversation):
+    with contextlib.closing(ConversationStore.open()) as store:
+        turns = store.turns(conversation)
+    last = turns[max(turns)]
+    return last.stats if last.status == "complete" or last.status == "length" else None
+
+
 def test_a_switch_prefills_only_what_is_new(home):
     chat(LONG)
-    command = [PROGRAM, "serve", "small", "--port", "0", "--log", "text", *OPTIONS]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as serving:
-        url = next(found[0] for line in serving.stderr if (found := re.search(r"http://[\d.:]+", line)))
-        page = Signed(SimpleNamespace(url=url))
+    with serving() as page:
         (listed,) = page.get("/conversations")
         from_terminal = page.ended(listed["id"])[-1]["stats"]
         page.ask("And the second?", listed["id"])
         from_page = page.ended(listed["id"])[-1]["stats"]
-        page.client.close()
-        serving.terminate()
-        serving.stderr.read()
-    # the last token of an answer is never decoded; the template closes the turn and opens the next
-    before = from_terminal["prompt_tokens"] + from_terminal["completion_tokens"] - 1
-    assert before > 250
-    assert from_page["cached_tokens"] >= before - 1
+    assert decoded(from_terminal) > 250
+    # the template closes the turn and opens the next
+    assert from_page["cached_tokens"] >= decoded(from_terminal) - 1
     chat("And the third?")
-    after = from_page["prompt_tokens"] + from_page["completion_tokens"] - 1
-    store = ConversationStore.open()
-    turns = store.turns(listed["id"])
-    store.close()
-    assert turns[max(turns)].stats.cached_tokens >= after - 1
+    assert last_stats(listed["id"]).cached_tokens >= decoded(from_page) - 1
+
+
+def test_an_open_terminal_prefills_only_what_is_new(typing):
+    chat(LONG)
+    terminal = typing()
+    with serving() as page:
+        (listed,) = page.get("/conversations")
+        page.ask(MORE, listed["id"])
+        turns = page.ended(listed["id"])
+        terminal.until_shown("word239")
+        terminal.until(lambda: "is writing" not in terminal.screen())
+        terminal.type(LAST)
+        terminal.press("Enter")
+        from_terminal = terminal.until(
+            lambda: len(page.ended(listed["id"])) == 6 and page.ended(listed["id"])[-1]["stats"]
+        )
+        assert from_terminal["cached_tokens"] >= decoded(turns[-1]["stats"]) - 1
+        page.ask("And the fourth?", listed["id"])
+        from_page = page.ended(listed["id"])[-1]["stats"]
+        assert from_page["cached_tokens"] >= decoded(from_terminal) - 1
+
+
+def test_terminal_and_page_are_live(typing, serve, tab):
+    first, second = StepGate(), StepGate()
+    engine = FakeEngine([["Ready."], ["One ", first, "two ", second, "three"]])
+    page = tab(with_page(serve(engine, names=["small"])))
+
+    def ask(text):
+        page.js("document.querySelector('#message').focus()")
+        page.type(text)
+        page.key("Enter")
+
+    ask("hello")
+    page.see("Ready.")
+    page.wait("document.querySelector('.answer .stats')")
+    terminal = typing()
+    terminal.until_shown("Ready.")
+    ask("count")
+    terminal.until_shown("One")
+    terminal.until_shown("another program is writing")
+    terminal.type("what comes next?")
+    terminal.press("Enter")
+    terminal.until_shown("queued: what comes next?")
+    first.opened.set()
+    terminal.until_shown("One two")
+    assert "three" not in terminal.screen()
+    second.opened.set()
+    terminal.until_shown("One two three")
+    page.see("what comes next?")
+    page.wait("document.querySelectorAll('.answer .stats').length === 3")
+    kept = page.js("document.querySelectorAll('.answer .body')[2].textContent").split()[:2]
+    terminal.until(lambda: all(word in terminal.screen() for word in kept))
+    assert engine.requests[-1].messages[-1].content == "count"

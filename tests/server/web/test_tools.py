@@ -11,8 +11,8 @@ from tools_here import calling, configure
 
 from edgeinfer.config.config_file import load_config
 from edgeinfer.server.web import conversations
+from tests.server.conftest import with_page
 
-from .conftest import with_page
 from .test_browser import IDLE, MESSAGE, say, violations
 
 pytestmark = pytest.mark.slow  # starts programs

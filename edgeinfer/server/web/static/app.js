@@ -1,5 +1,7 @@
 // The chat page. The server holds every conversation and renders Markdown; this file shows and asks.
 import { html, render, Component, useState, useEffect, useLayoutEffect, useRef } from "./preact.js";
+import { Models } from "./models.js";
+import { Playground } from "./playground.js";
 import { api, follow, copy, base64, trusted, plain } from "./lib.js";
 
 const actions = {}; // set by App; the same object at every drawing, so unchanged turns are not drawn again
@@ -94,7 +96,7 @@ function Card({ card }) {
 function Sidebar({ list, id, query, shown, search }) {
   return html`<nav class="side ${shown ? "shown" : ""}" id="side" aria-label="Conversations">
     <div class="side-head">
-      <div class="row">edgeinfer <button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
+      <div class="row">edgeinfer <a href="#playground">Playground</a><button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
       <input type="search" ref=${search} placeholder="Search" aria-label="Search conversations" title="Ctrl+K"
         value=${query} onInput=${(event) => actions.search(event.target.value)} />
     </div>
@@ -204,7 +206,7 @@ function SignIn({ done }) {
 
 const NO_CALLS = { card: null, words: {}, said: [] };
 const NEW = { conversation: null, path: [], turns: new Map(), earlier: 0, answering: false, notice: "" };
-const address = () => { const [, id, turn] = location.hash.match(/^#\/(\d+)(?:\/(\d+))?/) ?? []; return { id: +(id ?? 0), turn: +(turn ?? 0) }; };
+const address = () => { const [, id, turn] = location.hash.match(/^#\/(\d+)(?:\/(\d+))?/) ?? []; return { id: +(id ?? 0), turn: +(turn ?? 0), plays: location.hash === "#playground" }; };
 
 function App({ setup: first }) {
   const [setup, setSetup] = useState(first), [place, setPlace] = useState(address), [list, setList] = useState([]);
@@ -218,7 +220,7 @@ function App({ setup: first }) {
   now.current = { shown, answering: branch.answering, dialog };
   const settings = id ? stored ?? fresh : fresh;
   const say = (text) => { live.current.textContent = text; };
-  const reload = async () => { setList(await api(`/conversations?q=${encodeURIComponent(words.current)}`)); };
+  const reload = () => api(`/conversations?q=${encodeURIComponent(words.current)}`).then(setList, () => {});
   const attempt = async (work) => { try { setMessage(null); return (await work()) ?? true; } catch (failure) { setMessage({ text: failure.message }); return null; } };
 
   Object.assign(actions, {
@@ -249,7 +251,7 @@ function App({ setup: first }) {
   });
 
   useEffect(() => {
-    const moved = () => setPlace(address());
+    const moved = () => { setPlace(address()); setShown(false); };
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
@@ -281,7 +283,7 @@ function App({ setup: first }) {
     });
   }, [id, latest]);
   useEffect(() => { if (!branch.answering) api("/setup").then(setSetup, () => {}); }, [branch.answering, dialog]);
-  useEffect(() => { document.title = stored?.title ? `${stored.title} · edgeinfer` : "edgeinfer"; }, [stored?.title]);
+  useEffect(() => { if (!place.plays) document.title = stored?.title ? `${stored.title} · edgeinfer` : "edgeinfer"; }, [stored?.title, place.plays]);
   useLayoutEffect(() => { if (sticks.current && log.current) log.current.scrollTop = log.current.scrollHeight; }, [branch, calls]);
   useEffect(() => { // a link to one turn: on this branch, earlier on it, or on another one
     if (!place.turn || !stored) return;
@@ -304,14 +306,15 @@ function App({ setup: first }) {
   }, []);
 
   const models = setup.models.some((model) => model.name === settings.model) || !settings.model ? setup.models : [{ name: settings.model, state: "missing" }, ...setup.models];
-  return html`<a class="hidden skip" href="#message" onClick=${(event) => { event.preventDefault(); field.current.focus(); }}>To the message field</a>
+  const menu = html`<button class="menu" aria-label="Conversations" aria-expanded=${shown} aria-controls="side" onClick=${(event) => { event.stopPropagation(); setShown(!shown); }}>☰</button>`;
+  return html`<a class="hidden skip" href="#message" onClick=${(event) => { event.preventDefault(); document.querySelector("#message").focus(); }}>To the message field</a>
     <${Sidebar} list=${list} id=${id} query=${query} shown=${shown} search=${search} />
     <main class="main" onClick=${() => shown && setShown(false)}>
-      <header class="bar">
-        <button class="menu" aria-label="Conversations" aria-expanded=${shown} aria-controls="side" onClick=${(event) => { event.stopPropagation(); setShown(!shown); }}>☰</button>
+      ${place.plays ? html`<${Playground} setup=${setup} model=${settings.model} menu=${menu} />` : html`<header class="bar">
+        ${menu}
         <h1 dir="auto">${stored?.title || "New conversation"}</h1>
-        <select aria-label="Model" value=${settings.model} onChange=${(event) => actions.set({ model: event.target.value }, null)}>
-          ${models.map((model) => html`<option value=${model.name}>${model.name}${model.state === "cold" ? "" : ` · ${model.state}`}</option>`)}</select>
+        <select aria-label="Model" value=${settings.model} onChange=${(event) => { if (event.target.value) actions.set({ model: event.target.value }, null); else { event.target.value = settings.model; actions.show("models"); } }}>
+          ${models.map((model) => html`<option value=${model.name}>${model.name}${model.state === "cold" ? "" : ` · ${model.state}`}</option>`)}<option value="">More models…</option></select>
         <button aria-pressed=${!!settings.tools} onClick=${actions.tools}>Tools</button>
         <button onClick=${() => actions.show("settings")}>Settings</button>
         ${id > 0 && html`<button onClick=${() => actions.show("export")}>Export</button>`}
@@ -330,10 +333,11 @@ function App({ setup: first }) {
         ${(message || !online) && html`<p class="error" role="alert"><span>${online ? message.text : "The endpoint does not answer. Trying again…"}</span>
           ${online && html`<span>${message.undo && html`<button onClick=${message.undo}>Undo</button>`}<button aria-label="Dismiss" onClick=${() => setMessage(null)}>×</button></span>`}</p>`}
         <${Composer} id=${id} answering=${branch.answering} field=${field} />
-      </div>
+      </div>`}
       <div class="hidden" role="status" aria-live="polite" ref=${live} id="live" />
     </main>
     ${dialog?.name === "settings" && html`<${Settings} setup=${setup} settings=${settings} title=${stored?.title} stored=${!!stored} close=${() => setDialog(null)} />`}
+    ${dialog?.name === "models" && html`<${Dialog} title="Models" close=${() => setDialog(null)}><${Models} use=${(model) => actions.set({ model }, null)} close=${() => setDialog(null)} /></${Dialog}>`}
     ${dialog?.name === "export" && html`<${Export} id=${id} turn=${dialog.turn} close=${() => setDialog(null)} />`}`;
 }
 

@@ -14,6 +14,25 @@ export async function api(path, body) {
   return value;
 }
 
+/** Stream a chat completion: `each` gets its chunks. Throws an Error. */
+export async function completions(body, signal, each) {
+  const post = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal };
+  const answer = await fetch("/web/chat/completions", post);
+  if (!answer.ok) throw new Error((await answer.json().catch(() => null))?.error?.message ?? `The endpoint answered ${answer.status}.`);
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines.filter((one) => one.startsWith("data: {"))) {
+      const chunk = JSON.parse(line.slice(6));
+      if (chunk.error) throw new Error(chunk.error.message);
+      each(chunk);
+    }
+  }
+}
+
 /** Follow events until the returned function is called. A handler's second argument: a stream's first event of its kind.
  *  The stream is closed while the page is hidden, because a browser opens six connections to an endpoint at most. */
 export function follow(url, online, handlers) {

@@ -1,0 +1,79 @@
+"""Pull a model for a client: its source, and the pull's progress as it is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable
+
+from edgeinfer.errors import InvalidRequestError, UnknownModelError, UsageError
+from edgeinfer.models import names, sources
+from edgeinfer.models.gguf import file_type
+from edgeinfer.models.progress import OnProgress, PullProgress
+from edgeinfer.server.model_pool import LATEST
+
+#: How Ollama writes repositories of Hugging Face.
+_HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
+Work = Callable[[OnProgress, threading.Event], None]
+Reports = AsyncGenerator[PullProgress, None]
+
+
+async def reports_of(work: Work) -> Reports:
+    """Do `work` in a thread and yield its reports. Raises what it raises; closed early, it ends it."""
+    loop = asyncio.get_running_loop()
+    reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
+    cancel = threading.Event()
+
+    def report(now: PullProgress | Exception | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, with its clients
+            loop.call_soon_threadsafe(reports.put_nowait, now)
+
+    def run() -> None:
+        outcome: Exception | None = None
+        try:
+            work(report, cancel)
+        except Exception as error:  # noqa: BLE001  the thread's end: a waiting client must get it
+            outcome = error
+        report(outcome)
+
+    threading.Thread(target=run, name="models", daemon=True).start()
+    try:
+        while (now := await reports.get()) is not None:
+            if isinstance(now, Exception):
+                raise now
+            yield now
+    finally:
+        cancel.set()
+
+
+def source_of(name: str) -> str:
+    """Return a catalogue name or a Hugging Face repository. Raises InvalidRequestError.
+
+    Clients may not make the endpoint read files of this machine or ask other servers.
+    """
+    plain = name.removesuffix(LATEST)
+    hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")
+    plain = f"hf:{plain.removeprefix(hub)}" if hub else plain
+    if not (names.is_path(plain) or sources.looks_like_source(plain)):
+        _refuse_sizes(plain)
+        return plain
+    with contextlib.suppress(UsageError):
+        if isinstance(sources.parse(plain), sources.HubFile | sources.HubQuant):
+            return plain
+    raise InvalidRequestError(
+        "model: a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION; files are for "
+        "`edgeinfer pull`",
+        param="model",
+    )
+
+
+def _refuse_sizes(name: str) -> None:
+    """Raise UnknownModelError for `llama3.2:3b`: a tag is a quantization, sizes are in names."""
+    base, colon, tag = name.partition(":")
+    if not colon or "/" in name or file_type(tag) is not None:
+        return
+    from edgeinfer.models.catalog import load_catalog, nearest  # 8 ms, for a name that is not here
+
+    hint = nearest(f"{base}-{tag}", load_catalog().models)
+    raise UnknownModelError(f"no model is called {name!r}", hint=hint)
