@@ -72,15 +72,6 @@ PROMPTS = (
 )
 
 
-def _times_us(step: Any, count: int) -> list[float]:
-    times = []
-    for i in range(count):
-        started = time.perf_counter()
-        step(i)
-        times.append((time.perf_counter() - started) * 1e6)
-    return times
-
-
 def _masks_of_llguidance(vocab: Any) -> dict[str, Any]:
     from edgeinfer.runtime.requests import JsonSchema
     from edgeinfer.runtime.sampling.grammar import Constraints

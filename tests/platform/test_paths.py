@@ -32,23 +32,24 @@ def test_private_dir_is_made_0700(tmp_path):
     assert made.stat().st_mode & 0o777 == 0o700
 
 
-def test_private_dir_refuses_wide_modes_and_symlinks(tmp_path):
-    wide = tmp_path / "wide"
-    wide.mkdir()
-    wide.chmod(0o755)
-    with pytest.raises(SnapshotUnsafeError):
-        paths.private_dir(wide)
-    target = tmp_path / "target"
-    target.mkdir(mode=0o700)
-    os.symlink(target, tmp_path / "link")
-    with pytest.raises(SnapshotUnsafeError):
-        paths.private_dir(tmp_path / "link")
+def wide(path):
+    path.chmod(0o755)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_private_dir_refuses_another_owner(tmp_path):
-    theirs = tmp_path / "theirs"
-    theirs.mkdir(mode=0o700)
-    os.chown(theirs, 12345, 12345)
+def linked(path):
+    path.rename(path.with_name("target"))
+    path.symlink_to("target")
+
+
+def given_away(path):
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory away")
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize("made", [wide, linked, given_away])
+def test_private_dir_refuses_what_others_may_enter(tmp_path, made):
+    path = paths.private_dir(tmp_path / "folder")
+    made(path)
     with pytest.raises(SnapshotUnsafeError):
-        paths.private_dir(theirs)
+        paths.private_dir(path)

@@ -35,6 +35,7 @@ from edgeinfer.models.remove import remove
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
+from ...conftest import flip_bit
 from ..conftest import HASTY, part
 
 SIZE = 300_000
@@ -43,6 +44,10 @@ SIZE = 300_000
 @pytest.fixture
 def body() -> bytes:
     return gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)])
+
+
+def other_body() -> bytes:
+    return gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)], seed=1)
 
 
 def kept() -> int:
@@ -125,9 +130,7 @@ def test_touched_file_is_hashed_again(server, url, body, options) -> None:
 
 def test_damaged_file_is_fetched_again(server, url, body, options) -> None:
     path = pull(url, options=options).paths[0]
-    damaged = bytearray(body)
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
+    flip_bit(path, len(body) - 1)
     pull(url, options=options)
     assert is_right(body)
 
@@ -193,10 +196,9 @@ def test_catalogue_digest_refuses_other_bytes(server, url, body) -> None:
     user.parent.mkdir(parents=True)
     # the catalogue takes https alone, and this server has no certificate: the file is pulled as a file:
     # source
-    wrong = bytearray(body)
-    wrong[-5] ^= 1
     local = user.parent / "tiny.gguf"
-    local.write_bytes(wrong)
+    local.write_bytes(body)
+    flip_bit(local, len(body) - 5)
     user.write_text(f'[models.tiny]\ntitle = "T"\nsources = ["file:{local}"]\nsha256 = "{sha(body)}"\n')
     with pytest.raises(ChecksumError, match="the catalogue"):
         pull("tiny", options=PullOptions(retry_policy=HASTY))
@@ -241,38 +243,28 @@ def fetch_a_part(server, url, options) -> None:
     server.always = Fault()
 
 
-def test_changed_file_replaces_the_partial(server, url, body, options) -> None:
-    fetch_a_part(server, url, options)
-    other = gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)], seed=1)
-    server.files["/tiny.gguf"] = other
-    pull(url, options=options)
-    assert is_right(other)
-
-
-@pytest.mark.parametrize("version", ["this", "earlier"])
-def test_partial_that_cannot_be_trusted_is_dropped(server, url, body, options, version) -> None:
-    """Without a validator; or of an earlier version, which fetched over several connections."""
-    if version == "this":
+@pytest.mark.parametrize("what", ["another file", "no validator", "an earlier version", "too long"])
+def test_partial_that_cannot_be_trusted_is_dropped(server, url, body, options, what) -> None:
+    """An earlier version fetched over several connections, and recorded more."""
+    if what == "no validator":
         server.etags["/tiny.gguf"] = ""
     fetch_a_part(server, url, options)
-    if version == "earlier":
+    if what == "another file":
+        body = server.files["/tiny.gguf"] = other_body()
+    elif what == "an earlier version":
         state = part().with_name(part().name + ".json")
         state.write_text(json.dumps(json.loads(state.read_text()) | {"boot_id": "a kernel's"}))
+    elif what == "too long":
+        with open(part(), "ab") as file:
+            file.write(b"\0" * SIZE)
     pull(url, options=options)
     assert is_right(body)
-    assert "range" not in server.gets("/tiny.gguf")[-1].headers
-
-
-def test_partial_longer_than_the_file(server, url, body, options) -> None:
-    fetch_a_part(server, url, options)
-    with open(part(), "ab") as file:
-        file.write(b"\0" * SIZE)
-    pull(url, options=options)
-    assert is_right(body)
+    if what in ("no validator", "an earlier version"):
+        assert "range" not in server.gets("/tiny.gguf")[-1].headers
 
 
 def test_changed_file_while_it_is_fetched(server, url, body, options) -> None:
-    other = gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)], seed=1)
+    other = other_body()
     server.always = Fault(pace=1 << 12)
     changed = threading.Event()
 
@@ -346,7 +338,7 @@ def test_pins_outlive_rm_unless_forgotten(server, url, body, options) -> None:
     assert store.read_pins(parse_reference("tiny")).pins[0].file_name == "tiny.gguf"
     remove("tiny")
     assert nothing_published()
-    server.files["/tiny.gguf"] = gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)], seed=7)
+    server.files["/tiny.gguf"] = other_body()
     with pytest.raises(ChecksumError):
         pull(url, options=options)
     remove("tiny", forget=True)

@@ -165,21 +165,20 @@ def test_token_opens_the_gate_and_stays_on_the_hub(server, repo, body, options, 
     assert TOKEN not in (record.folder / "model.json").read_text()
 
 
-def test_no_such_repository(server, repo, options) -> None:
-    with pytest.raises(AuthenticationError, match="hub refuses") as caught:
-        pull("someone/else:Q8_0", options=options)
-    assert "https://huggingface.co/someone/else" in (caught.value.hint or "")
-
-
 @pytest.mark.parametrize(
-    ("source", "hint"),
+    ("source", "error", "hint"),
     [
-        (f"hf:{REPO}/none.gguf", "it has Tiny-Q8_0.gguf, "),
-        (f"{REPO}:IQ4_XS", "it has F16, Q4_K_M, Q8_0"),
+        (
+            "someone/else:Q8_0",
+            AuthenticationError,
+            "check that there is https://huggingface.co/someone/else",
+        ),
+        (f"hf:{REPO}/none.gguf", SourceNotFoundError, "it has Tiny-Q8_0.gguf, "),
+        (f"{REPO}:IQ4_XS", SourceNotFoundError, "it has F16, Q4_K_M, Q8_0"),
     ],
 )
-def test_absent_file_is_answered_with_those_there_are(server, repo, options, source, hint) -> None:
-    with pytest.raises(SourceNotFoundError) as caught:
+def test_absent_repository_or_file_is_answered_with_a_hint(repo, options, source, error, hint) -> None:
+    with pytest.raises(error) as caught:
         pull(source, options=options)
     assert (caught.value.hint or "").startswith(hint)
 
