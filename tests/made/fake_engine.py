@@ -197,12 +197,6 @@ class FakeEngine:
         """Note the threads in `n_threads`; nothing is computed."""
         self.n_threads = n_threads
 
-    def use_blocks(self, store: object) -> None:
-        """Nothing is computed, so nothing is kept."""
-
-    def leave_blocks(self) -> None:
-        """See `LlamaEngine.leave_blocks`."""
-
     def close(self) -> None:
         """Cancel everything and wait for it. Idempotent."""
         with self._lock:
