@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -70,26 +70,21 @@ def read(path: Path) -> Attachment:
 def _folder(folder: Path) -> Attachment:
     texts: list[str] = []
     left_out: list[str] = []
-    for path in _files(folder):
-        text, name = _plain_text(path), str(path.relative_to(folder))
-        if text is None:
-            left_out.append(name)
-        else:
-            texts.append(f"File `{name}`:\n{fenced(text)}")
-        if sum(map(len, texts)) > MAX_BYTES or len(texts) + len(left_out) > _MAX_FILES:
-            limit = f"{MAX_BYTES >> 20} MiB of text or {_MAX_FILES:,} files"
-            raise UsageError(f"{folder} holds more than {limit}", hint="attach a folder in it")
+    for at, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in _LEFT_OUT)
+        for path in (Path(at, name) for name in sorted(names) if name[0] != "."):
+            text, name = _plain_text(path), str(path.relative_to(folder))
+            if text is None:
+                left_out.append(name)
+            else:
+                texts.append(f"File `{name}`:\n{fenced(text)}")
+            if sum(map(len, texts)) > MAX_BYTES or len(texts) + len(left_out) > _MAX_FILES:
+                limit = f"{MAX_BYTES >> 20} MiB of text or {_MAX_FILES:,} files"
+                raise UsageError(f"{folder} holds more than {limit}", hint="attach a folder in it")
     if not texts:
         raise UsageError(f"{folder} holds no text file", hint="attach its other files one by one")
-    more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-    without = f", without {', '.join(left_out[:5])}{more}" if left_out else ""
+    without = ", without " * bool(left_out) + ", ".join(left_out[:5]) + ", …" * (len(left_out) > 5)
     return Attachment(name=f"{folder.resolve().name}/{without}", text="\n\n".join(texts))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for path, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name not in _LEFT_OUT)
-        yield from (Path(path, name) for name in sorted(names) if name[0] != ".")
 
 
 def _plain_text(path: Path) -> str | None:

@@ -8,13 +8,13 @@ those of `picture_decoder_process`, with more processor time.
 from __future__ import annotations
 
 import codecs
+import html
 import re
 import struct
 import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
-from html.parser import HTMLParser
 from io import BytesIO
 from xml.etree import ElementTree
 
@@ -33,11 +33,22 @@ PAGE_PIXELS = 1536
 _MOST_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
-_HIDDEN = ("script", "style", "template", "noscript", "svg")
-_LINES = frozenset(
-    "address article aside blockquote br dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 "
-    "header hr li main nav ol p pre section table title tr ul".split()
+_ANY = re.IGNORECASE | re.DOTALL
+_HIDDEN = re.compile(r"<(script|style|template|noscript|svg)\b.*?</\1\s*>|<!--.*?-->", _ANY)
+_PRE = re.compile(r"(<pre\b.*?</pre\s*>)", _ANY)
+_LINES = (
+    "address|article|aside|blockquote|br|dd|div|dl|dt|figcaption|figure|footer|form|h[1-6]|header|hr|li|"
+    "main|nav|ol|p|pre|section|table|title|tr|ul"
 )
+_TAGS = [
+    (re.compile(tags, _ANY), instead)
+    for tags, instead in (
+        (r" ?<li\b[^>]*> ?", "\n- "),
+        (r" ?<t[dh]\b[^>]*> ?", "\t"),
+        (rf" ?</?({_LINES})\b[^>]*> ?", "\n"),
+        (r"""</?[a-z!?]([^>"']|"[^"]*"|'[^']*')*>""", ""),
+    )
+]
 _BREAKS = {f"{_WORD}tab": "\t", f"{_WORD}br": "\n", f"{_WORD}cr": "\n"}
 
 
@@ -108,44 +119,17 @@ def _paragraph(paragraph: ElementTree.Element) -> str:
     )
 
 
-class _Page(HTMLParser):
-    """Collect the text of an HTML page, a line for each block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text: list[str] = ["\n"]
-        self._depth = dict.fromkeys((*_HIDDEN, "pre"), 0)
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag in self._depth:
-            self._depth[tag] += 1
-        self.text += "\n" * (tag in _LINES) + "\t" * (tag in ("td", "th")) + "- " * (tag == "li")
-
-    def handle_endtag(self, tag: str) -> None:
-        if self._depth.get(tag):
-            self._depth[tag] -= 1
-        self.text += "\n" * (tag in _LINES)
-
-    def handle_data(self, data: str) -> None:
-        if any(self._depth[tag] for tag in _HIDDEN):
-            return
-        if not self._depth["pre"]:
-            data = re.sub(r"\s+", " ", data)
-            data = data.lstrip() if self.text[-1][-1].isspace() else data
-        if data:
-            self.text.append(data)
-
-
 def _html(data: bytes, codec: str) -> bytes:
+    """Return the text of an HTML page, a line for each block."""
     try:
-        source = data.decode("utf-8-sig")
+        page = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        source = data.decode(codec, "replace")
-    page = _Page()
-    page.feed(source)
-    page.close()
-    lines = "\n".join(line.rstrip() for line in "".join(page.text).splitlines())
-    return re.sub(r"\n{3,}", "\n\n", lines).strip().encode("utf-8", "replace")
+        page = data.decode(codec, "replace")
+    parts = _PRE.split(_HIDDEN.sub("", page))
+    text = "".join(part if i % 2 else re.sub(r"\s+", " ", part) for i, part in enumerate(parts))
+    for tags, instead in _TAGS:
+        text = tags.sub(instead, text)
+    return re.sub(r"\n{3,}", "\n\n", html.unescape(text)).strip().encode("utf-8", "replace")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ if x:
 @pytest.mark.parametrize("charset", ["utf-8", "iso-8859-1", "windows-1252"])
 def test_text_of_a_page_is_what_a_reader_sees(charset):
     data = PAGE.replace("<head>", f'<head><meta charset="{charset}">').encode(charset)
-    said = "Boats & cranes\n\nOne two three\n\n- a\n- b\n\nif x:\n    y\n\n\t1\t2\n\ngrün"
+    said = "Boats & cranes\n\nOne two three\n\n- a\n- b\n\nif x:\n    y\n\n\t1\t2\ngrün"
     assert parts_of(base64.b64encode(data).decode(), "a.html") == [f"File `a.html`:\n{said}\n\n"]
     assert not document_files.is_document(b"<p>a note</p>" + data)
 
@@ -100,7 +100,7 @@ def test_a_document_is_refused_with_a_reason(words):
 
 @pytest.mark.slow
 def test_a_page_that_takes_the_parser_minutes_is_refused():
-    with pytest.raises(InvalidRequestError, match="too much processor time"):
+    with pytest.raises(InvalidRequestError, match=r"too much processor time|more than 60 s"):
         text_of(b"<html>" + b"<!--" * 2_000_000, "a")
 
 
