@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
@@ -51,6 +52,7 @@ class Repl:
         self._source = source
         self._out = out
         self._interactive = source.isatty() and out.isatty()
+        self._asking = threading.Lock()
         self._failure: EdgeInferError | None = None
         self._read_ahead = ReadAhead(self.session)
         self._attachments: list[Attachment] = list(launch.attachments)
@@ -246,12 +248,19 @@ class Repl:
     # CallFront
 
     def decide(self, card: Card) -> Decision:
-        self.show_text(card.text())
         if not self._interactive:
+            self.show_text(card.text())
             return Decision("no", "no user is here to allow it")
-        self._write("? ")
-        line = self._line()
+        line = self.ask(card.text())
         return Decision("no") if line is None else parse_decision(line)
+
+    def ask(self, text: str) -> str | None:
+        with self._asking:
+            self.show_text(text)
+            if not self._interactive:
+                return None
+            self._write("? ")
+            return self._line()
 
     def show_use(self, use: ToolUse, words: str) -> None:
         name, _, tool = use.name.partition("__")

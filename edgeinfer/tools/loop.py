@@ -214,9 +214,12 @@ class ChatTools:
     ) -> tuple[ToolUse, ...]:
         """Return the uses with their results, in order. `past` are the rounds since the question."""
         self._stops.add(stop)
+        self.toolbox.front = front
         try:
             return self._run(uses, front, stop, past, conversation)
         finally:
+            if self.toolbox.front is front:
+                self.toolbox.front = None
             self._stops.discard(stop)
 
     def _run(

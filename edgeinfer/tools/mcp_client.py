@@ -58,8 +58,16 @@ class _Pending:
 class McpClient:
     """A session with a server, started by the constructor. Any thread. Raises ToolServerError."""
 
-    def __init__(self, spec: ServerSpec, folder: Path, timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: ServerSpec,
+        folder: Path,
+        timeout_s: float,
+        elicit: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
         self.spec = spec
+        self._elicit = elicit
+        self._asking = threading.Lock()
         self._folder = folder
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
@@ -81,7 +89,8 @@ class McpClient:
 
     def _initialize(self) -> None:
         client = {"name": "edgeinfer", "version": edgeinfer.__version__}
-        asked = {"protocolVersion": VERSIONS[0], "capabilities": {"roots": {}}, "clientInfo": client}
+        offered: dict[str, Any] = {"roots": {}} | ({"elicitation": {}} if self._elicit else {})
+        asked = {"protocolVersion": VERSIONS[0], "capabilities": offered, "clientInfo": client}
         found = self.request("initialize", asked, timeout_s=_START_S)
         version = found.get("protocolVersion")
         if version not in VERSIONS:
@@ -236,7 +245,9 @@ class McpClient:
             if pending is not None:
                 pending.answer.put(message)
         elif number is not None:
-            self._answer(number, method)
+            # not here: over HTTP this thread reads the stream that the server writes
+            answering = (number, method, message.get("params"))
+            threading.Thread(target=self._answer, args=answering, daemon=True).start()
         elif method == "notifications/tools/list_changed":
             self.list_changed = True
         elif method == "notifications/progress":
@@ -251,7 +262,7 @@ class McpClient:
             share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
             pending.on_progress(str(params.get("message") or share))
 
-    def _answer(self, number: Any, method: str) -> None:
+    def _answer(self, number: Any, method: str, params: Any) -> None:
         """Answer a request of the server's own."""
         body: dict[str, Any]
         if method == "ping":
@@ -259,11 +270,16 @@ class McpClient:
         elif method == "roots/list":
             root = {"uri": self._folder.as_uri(), "name": self._folder.name}
             body = {"result": {"roots": [root]}}
+        elif method == "elicitation/create" and self._elicit is not None and isinstance(params, dict):
+            body = {"result": {"action": "cancel"}}
+            if self._asking.acquire(blocking=False):  # one question at a time
+                try:
+                    body = {"result": self._elicit(params)}
+                finally:
+                    self._asking.release()
         else:
             body = {"error": {"code": _METHOD_NOT_FOUND, "message": f"{method} is not offered"}}
-        message = {"jsonrpc": "2.0", "id": number, **body}
-        # not here: over HTTP this thread reads the stream that the server writes
-        threading.Thread(target=self._send, args=(message,), daemon=True).start()
+        self._send({"jsonrpc": "2.0", "id": number, **body})
 
     def _lost(self, why: str) -> None:
         self.lost = self.lost or why

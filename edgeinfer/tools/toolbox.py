@@ -20,6 +20,7 @@ from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import Tool
+from edgeinfer.tools import elicitation
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
 from edgeinfer.tools.mcp_client import CallResult, McpClient, ToolInfo
@@ -78,6 +79,8 @@ class Toolbox:
         self.config = config
         self.folder = folder
         self.notices: list[str] = []
+        #: The front end whose calls run; a server may ask its user.
+        self.front: object = None
         self.builtin: dict[str, Builtin] = {
             made.server: made
             for made in (
@@ -159,7 +162,12 @@ class Toolbox:
                 return client
             if name not in self._specs:
                 raise ToolServerError(f"there is no tool server {name}")
-            client = McpClient(self._specs[name], self.folder, self.config.timeout_s)
+            client = McpClient(
+                self._specs[name],
+                self.folder,
+                self.config.timeout_s,
+                lambda params: elicitation.answer(self.front, name, params),
+            )
             self._started[name] = client
             self._note_list(name, client.tools())
             return client

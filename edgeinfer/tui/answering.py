@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -45,10 +46,10 @@ class Answering:
 
     @dataclass
     class CardShown(Message):
-        """A call waits for the user's decision, which goes into `decided`."""
+        """A call waits for what the user types, which goes into `typed`; None if it was stopped."""
 
-        card: Card
-        decided: SimpleQueue[Decision]
+        text: str
+        typed: SimpleQueue[str | None]
 
     @dataclass
     class UseShown(Message):
@@ -60,7 +61,8 @@ class Answering:
     def __init__(self, view: View) -> None:
         self._view = view
         self._session = view.session
-        self._decided: SimpleQueue[Decision] | None = None
+        self._typed: SimpleQueue[str | None] | None = None
+        self._asking = threading.Lock()
         self.unanswered = False
 
     def answer_question(self) -> None:
@@ -167,7 +169,7 @@ class Answering:
         try:
             calls = await asyncio.to_thread(run)
         finally:
-            self._view.calling, self._decided = "", None
+            self._view.calling, self._typed = "", None
         try:
             goes_on = self._session.note_calls(turn, calls)
         except StoreError as failure:
@@ -187,21 +189,27 @@ class Answering:
 
     def decide(self, card: Card) -> Decision:
         """Show a card and wait for the decision. In the thread that runs the calls."""
-        decided: SimpleQueue[Decision] = SimpleQueue()
+        typed = self.ask(card.text())
+        return Decision("no", "stopped") if typed is None else parse_decision(typed)
+
+    def ask(self, text: str) -> str | None:
+        """Show a text and wait for what is typed; None if the calls are stopped. In a call's thread."""
+        typed: SimpleQueue[str | None] = SimpleQueue()
         tools = self._session.tools
-        if tools is not None and tools.running is not None:
-            tools.running.add(lambda: decided.put(Decision("no", "stopped")))
-        self._view.transcript.post_message(self.CardShown(card, decided))
-        return decided.get()
+        with self._asking:
+            if tools is not None and tools.running is not None:
+                tools.running.add(lambda: typed.put(None))
+            self._view.transcript.post_message(self.CardShown(text, typed))
+            return typed.get()
 
     def show_use(self, use: ToolUse, words: str) -> None:
         """Show how a call goes on. Any thread."""
         self._view.transcript.post_message(self.UseShown(use, words))
 
     def show_card(self, message: CardShown) -> None:
-        self._decided = message.decided
+        self._typed = message.typed
         self._view.calling = "a call waits for you"
-        self._view.add_remark(Remark(message.card.text()))
+        self._view.add_remark(Remark(message.text))
         self._view.refresh_status()
 
     def show_progress(self, message: UseShown) -> None:
@@ -212,11 +220,11 @@ class Answering:
 
     def take_decision(self, text: str) -> bool:
         """Take what was typed as the decision that a call waits for; return False if none does."""
-        decided, self._decided = self._decided, None
-        if decided is not None:
+        typed, self._typed = self._typed, None
+        if typed is not None:
             self._view.calling = "calling…"
-            decided.put(parse_decision(text))
-        return decided is not None
+            typed.put(text)
+        return typed is not None
 
     def want_room(self, error: EdgeInferError) -> None:
         self._view.transcript.post_message(self.RoomWanted(error))

@@ -102,6 +102,27 @@ def plain():
     raw(call, lambda: [add, weather, {**TOOL, "name": "fail"}])
 
 
+FORM = {
+    "name": {"type": "string", "title": "Your name", "minLength": 2},
+    "age": {"type": "integer", "minimum": 0, "maximum": 150, "default": 30},
+    "colour": {"type": "string", "enum": ["red", "green"]},
+    "sure": {"type": "boolean"},
+    "days": {"type": "array", "items": {"type": "string", "enum": ["mon", "tue"]}},
+}
+
+
+def asking(number, params):
+    """Ask the user, and answer with what came."""
+    schema = {"type": "object", "properties": FORM}
+    form = {"message": "Who are \x1b[2Jyou?", "requestedSchema": schema, **params["arguments"]}
+    _send({"id": "form", "method": "elicitation/create", "params": form})
+    for line in sys.stdin:
+        message = json.loads(line)
+        if message.get("id") == "form":
+            text(number, json.dumps(message["result"]))
+            return
+
+
 def crashing(number, params):
     sys.stderr.write("Segmentation fault\n")
     sys.stderr.flush()
@@ -168,7 +189,7 @@ if __name__ == "__main__":
     kind = sys.argv[1]
     if kind in ("stdio", "http"):
         sdk(kind)
-    elif kind in ("crashing", "slow", "lying", "hostile", "huge"):
+    elif kind in ("asking", "crashing", "slow", "lying", "hostile", "huge"):
         raw(globals()[kind])
     else:
         globals()[kind]()

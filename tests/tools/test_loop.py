@@ -229,3 +229,47 @@ def test_card_is_plain_text(opened):
     assert "city: Rome" in text
     assert "\x1b" not in text
     assert text.splitlines()[-1].startswith("y once · a always")
+
+
+class Typing(Front):
+    """Types `words` one after the other."""
+
+    def __init__(self, *words):
+        super().__init__(Decision("once"))
+        self.words, self.texts = list(words), []
+
+    def ask(self, text):
+        self.texts.append(text)
+        return self.words.pop(0)
+
+
+def answered(opened, front, **form):
+    (use,) = run(opened("asking"), ("asking__go", form), front=front)
+    return json.loads(use.result)
+
+
+def test_a_form_is_filled_in_by_the_user(opened):
+    front = Typing("A", "Ada", "200", "-", "blue", "red", "maybe", "yes", "mon, sun", "mon, tue")
+    content = {"name": "Ada", "age": 30, "colour": "red", "sure": True, "days": ["mon", "tue"]}
+    assert answered(opened, front) == {"action": "accept", "content": content}
+    assert front.texts[0].splitlines()[:2] == ["asking asks you: Who are you?", "  Your name (string)"]
+    assert "2 to 2000 characters" in front.texts[1]
+    assert "from 0 to 150" in front.texts[3]
+    assert "one of: red, green" in front.texts[4]
+
+
+@pytest.mark.parametrize(
+    ("front", "form", "action"),
+    [
+        (Typing("Ada", "!"), {}, "decline"),
+        (Typing("Ada", "x", "y", "z"), {}, "decline"),
+        (Typing("Ada", None), {}, "cancel"),
+        (Typing(), {"mode": "url", "url": "https://example.org"}, "decline"),
+        (Typing(), {"requestedSchema": {"properties": []}}, "decline"),
+        (Typing(), {"requestedSchema": {"properties": {str(n): {} for n in range(21)}}}, "decline"),
+        (Typing(), {"requestedSchema": {"properties": {"a": 1}}}, "decline"),
+        (Front(), {}, "decline"),
+    ],
+)
+def test_a_form_is_declined_or_cancelled(opened, front, form, action):
+    assert answered(opened, front, **form) == {"action": action}
