@@ -78,11 +78,13 @@ def test_flush_returns_only_stored_text(store):
     assert answer.done.reasoning == "hm"
 
 
-def test_whole_answer_is_not_continued(store):
+def test_whole_answer_is_neither_continued_nor_edited(store):
     session, _ = session_with(store)
-    ask(session, "x")
+    done = ask(session, "x")
     with pytest.raises(UsageError, match="not cut"):
         session.continue_cut()
+    with pytest.raises(UsageError, match="only a question"):
+        session.edit(done.id, "y")
 
 
 def test_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_place(store):
