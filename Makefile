@@ -87,6 +87,10 @@ bench-agents: full  ## a new session of a coding agent, its preamble at rest: fi
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_agents.py $(ARGS)
 
+bench-tools: full  ## a new session with 41 tools, their list at rest: first token; a 4B shape, beside llama-server; quarter of an hour
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_tools.py $(ARGS)
+
 bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by model and drafter
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
