@@ -34,10 +34,7 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
-from edgeinfer.server.web.access import Access
-from edgeinfer.server.web.conversations import Conversations
-from edgeinfer.server.web.models import Pulls
-from edgeinfer.server.web.routes import Web
+from edgeinfer.server.web.access import Access, Web
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
 
@@ -125,8 +122,7 @@ async def _serve(
     if pick(options.web, config.web):
         name_of_socket = listeners[0].getsockname()
         port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0
-        pulls = Pulls(ModelAdmin(host), log)
-        endpoint.web = Web(Access(port, gate.keys), Conversations(endpoint), pulls)
+        endpoint.web = Web(Access(port, gate.keys), endpoint, ModelAdmin(host))
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )

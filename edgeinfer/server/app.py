@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
@@ -30,7 +31,6 @@ from edgeinfer.server.problems import Problem, from_error, internal
 from edgeinfer.server.request_body import decode, decode_query, read_body
 from edgeinfer.server.responses.routes import RESPONSES
 from edgeinfer.server.web.access import PATH as PAGE
-from edgeinfer.server.web.routes import WEB
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
@@ -78,8 +78,8 @@ class App:
         if path == "/" and has_page and "text/html" in headers.get("accept", ""):
             path = PAGE
         match = match_route(path)
-        if match.dialect is WEB and not has_page:
-            match = RouteMatch({}, WEB)
+        if match.dialect.prefix == PAGE and not has_page:
+            match = RouteMatch({}, match.dialect)
         context = RequestContext(
             self._endpoint,
             request_id,
@@ -208,7 +208,7 @@ async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _nothing_here(path: str, *, hides_page: bool) -> Problem:
     match = match_route(path)
-    hidden = hides_page and match.dialect is WEB
+    hidden = hides_page and match.dialect.prefix == PAGE
     methods = sorted(method for method in match.methods if method != "HEAD" and not hidden)
     if not methods:
         return Problem(404, "No such route.", code="not_found")
@@ -216,7 +216,7 @@ def _nothing_here(path: str, *, hides_page: bool) -> Problem:
     return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
 
 
-#: Unknown paths get the first dialect's error envelope. The page's requests (WEB) are not described: no
+#: Unknown paths get the first dialect's error envelope. The page's requests are not described: no
 #: other client is promised them.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA, MCP)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
@@ -234,39 +234,50 @@ class RouteMatch(NamedTuple):
     params: Mapping[str, str] = {}
 
 
-def _routes() -> dict[str, RouteMatch]:
-    description = Operation(
+class _Routes:
+    """The route table of some dialects."""
+
+    def __init__(self, dialects: Sequence[Dialect], *more: Operation) -> None:
+        self.dialects = dialects
+        self.exact = {o.path: RouteMatch({"GET": o, "HEAD": o}, dialects[0]) for o in more}
+        for dialect in dialects:
+            for operation in dialect.operations:
+                here = self.exact.get(operation.path, RouteMatch({}, dialect))
+                methods = {**here.methods, operation.method: operation}
+                if operation.method == "GET":
+                    methods["HEAD"] = operation
+                self.exact[operation.path] = RouteMatch(methods, dialect)
+        #: Longest paths first, because a model's name may contain slashes (`ollama/someone/model:tag`).
+        self._patterns = [
+            (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
+            for path, match in sorted(self.exact.items(), key=lambda item: -len(item[0]))
+            if "{" in path
+        ]
+
+    def find(self, path: str) -> RouteMatch | None:
+        exact = self.exact.get(path)
+        if exact is not None:
+            return exact
+        for pattern, match in self._patterns:
+            found = pattern.fullmatch(path)
+            if found is not None:
+                return match._replace(params=found.groupdict())
+        return None
+
+
+_ROUTES = _Routes(
+    DIALECTS,
+    Operation(
         method="GET", path="/openapi.json", handler=_openapi, summary="This document.", uses_model=False
-    )
-    places = {description.path: RouteMatch({"GET": description, "HEAD": description}, OPENAI)}
-    for dialect in (*DIALECTS, WEB):
-        for operation in dialect.operations:
-            here = places.get(operation.path, RouteMatch({}, dialect))
-            methods = {**here.methods, operation.method: operation}
-            if operation.method == "GET":
-                methods["HEAD"] = operation
-            places[operation.path] = RouteMatch(methods, dialect)
-    return places
+    ),
+)
 
 
-_EXACT = _routes()
-#: Longest paths first, because a model's name may contain slashes (`ollama/someone/model:tag`).
-_PATTERNS = [
-    (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
-    for path, match in sorted(_EXACT.items(), key=lambda item: -len(item[0]))
-    if "{" in path
-]
+@cache
+def _page_routes() -> _Routes:
+    from edgeinfer.server.web.routes import WEB  # 44 ms that only a page pays; a parked process has it
 
-
-def _known(path: str) -> RouteMatch | None:
-    exact = _EXACT.get(path)
-    if exact is not None:
-        return exact
-    for pattern, match in _PATTERNS:
-        found = pattern.fullmatch(path)
-        if found is not None:
-            return match._replace(params=found.groupdict())
-    return None
+    return _Routes([WEB])
 
 
 def _spellings(path: str) -> tuple[str, ...]:
@@ -280,13 +291,12 @@ def match_route(path: str) -> RouteMatch:
 
     A base URL is written with `/v1` or without, and with a slash at its end or without: all are found.
     """
-    found = _known(path)
-    if found is not None:
-        return found
-    for spelled in _spellings(path):
-        found = _known(spelled)
+    spellings = _spellings(path)
+    routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES
+    for spelled in (path, *spellings):
+        found = routes.find(spelled)
         if found is not None:
             return found
-    above = [match.dialect for known, match in _EXACT.items() if path.startswith(f"{known}/")]
-    above += [d for d in (*DIALECTS, WEB) if d.prefix and path.startswith(d.prefix)]
-    return RouteMatch({}, above[0] if above else DIALECTS[0])
+    above = [match.dialect for known, match in routes.exact.items() if path.startswith(f"{known}/")]
+    above += [d for d in routes.dialects if d.prefix and path.startswith(d.prefix)]
+    return RouteMatch({}, above[0] if above else routes.dialects[0])

@@ -38,10 +38,7 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
-from edgeinfer.server.web.access import Access
-from edgeinfer.server.web.conversations import Conversations
-from edgeinfer.server.web.models import Pulls
-from edgeinfer.server.web.routes import Web
+from edgeinfer.server.web.access import Access, Web
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -295,6 +292,6 @@ def hub(gguf, monkeypatch):
 
 def with_page(here, keys=()):
     """Switch the page of an endpoint on."""
-    pulls = Pulls(ModelAdmin(here.endpoint.host), here.endpoint.log)
-    here.endpoint.web = Web(Access(here.port, Keys(keys)), Conversations(here.endpoint), pulls)
+    admin = ModelAdmin(here.endpoint.host)
+    here.endpoint.web = Web(Access(here.port, Keys(keys)), here.endpoint, admin)
     return here

@@ -16,11 +16,18 @@ import time
 from functools import cached_property
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
+
+if TYPE_CHECKING:
+    from edgeinfer.server.endpoint import Endpoint
+    from edgeinfer.server.model_pool import ModelAdministrator
+    from edgeinfer.server.web.conversations import Conversations
+    from edgeinfer.server.web.models import Pulls
 
 _CODE_S = 120
 _COOKIE_S = 30 * 24 * 3600
@@ -117,3 +124,24 @@ class Access:
         if not valid or int(until) < time.time():
             raise Problem(401, "Sign in first: `edgeinfer web` opens the page.", code="not_signed_in")
         return self._keys.first
+
+
+class Web:
+    """The page of one endpoint. Its modules are imported by the first request for it."""
+
+    def __init__(self, access: Access, endpoint: Endpoint, admin: ModelAdministrator) -> None:
+        self.access = access
+        self._endpoint = endpoint
+        self._admin = admin
+
+    @cached_property
+    def conversations(self) -> Conversations:
+        from edgeinfer.server.web.conversations import Conversations
+
+        return Conversations(self._endpoint)
+
+    @cached_property
+    def pulls(self) -> Pulls:
+        from edgeinfer.server.web.models import Pulls
+
+        return Pulls(self._admin, self._endpoint.log)

@@ -24,7 +24,7 @@ from edgeinfer.server.openai.routes import chat_completions
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
-from edgeinfer.server.web.access import PATH, Access
+from edgeinfer.server.web.access import PATH, Web
 from edgeinfer.server.web.code import as_code
 from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
 from edgeinfer.server.web.models import Pulls, offered
@@ -42,14 +42,6 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-
-
-class Web(NamedTuple):
-    """The page of one endpoint."""
-
-    access: Access
-    conversations: Conversations
-    pulls: Pulls
 
 
 def _of(context: RequestContext) -> Conversations:

@@ -19,10 +19,7 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
-from edgeinfer.server.web.access import Access
-from edgeinfer.server.web.conversations import Conversations
-from edgeinfer.server.web.models import Pulls
-from edgeinfer.server.web.routes import Web
+from edgeinfer.server.web.access import Access, Web
 
 
 async def main(port_file: str, port: str, text: str) -> None:
@@ -38,8 +35,7 @@ async def main(port_file: str, port: str, text: str) -> None:
     models = ModelPool(sources, default="fake", keep_alive_s=300)
     endpoint = Endpoint(models, Limits(), Log("off"), Host())
     port = listener.getsockname()[1]
-    pulls = Pulls(ModelAdmin(endpoint.host), endpoint.log)
-    endpoint.web = Web(Access(port, Keys([])), Conversations(endpoint), pulls)
+    endpoint.web = Web(Access(port, Keys([])), endpoint, ModelAdmin(endpoint.host))
     server = EndpointServer(endpoint, Gate(keys=Keys([])), [listener], RunOptions())
     part = Path(f"{port_file}.part")
     part.write_text(str(port))
