@@ -313,11 +313,6 @@ class PromptPictures:
         is_shared = span is not None and span.positions is not None
         return (span.start if span is not None and is_shared else n_past) - saved
 
-    def cut(self, n_past: int) -> int:
-        """Return how many of `n_past` tokens can be kept: not a part of rows that share positions."""
-        span = self.at(n_past)
-        return n_past if span is None or span.positions is None else span.start
-
     def is_pending(self, n_past: int) -> bool:
         """Tell if a picture lies behind the first `n_past` tokens."""
         return bool(self.spans) and self.spans[-1].end > n_past

@@ -518,6 +518,7 @@ def test_projector_of_another_model_is_refused(smollm2: Path, tmp_path: Path) ->
             assert not engine.info.can_see
             with pytest.raises(InvalidRequestError, match=rf"was refused: .*{words}"):
                 engine.submit(chat(picture()))
+            assert answer(engine, ask()).finished is not None
 
 
 def test_batch_that_no_picture_fits_is_named(gemma3: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
+from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, Chunks
@@ -62,9 +63,10 @@ class Executor:
             code = self._decode_or_abort(entries)
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
-                assert entry.seq.cached_seq is not None
-                self.kv.truncate(entry.seq.cached_seq, entry.seq.pictures.cut(entry.seq.n_past))
-                self.kv.remove_behind(entry.seq.cached_seq)
+                seq, cached_seq = entry.seq, entry.seq.cached_seq
+                assert cached_seq is not None
+                self.kv.truncate(cached_seq, picture_start(seq.tokens, seq.n_past))
+                self.kv.remove_behind(cached_seq)
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()
             return None
