@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from edgeinfer.chat.history.store import ConversationStore
-from edgeinfer.chat.history.values import Attachment, Conversation, branch_to, siblings
+from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import sse
@@ -352,8 +353,7 @@ class Follower:
         self._listed: object = None
         self._stamp: object = None
         self._sent: dict[int, object] = {}
-        self._turn_id = 0
-        self._journal_id = 0
+        self._session: ChatSession | None = None
         self._growing = Growing()
         self._calls: object = None
 
@@ -375,61 +375,52 @@ class Follower:
             yield "list", {}
         if not self._id:
             return
-        seen = store.glance(self._id)
-        if seen is None:
+        if self._session is None:
+            self._session = ChatSession(lambda: store)
+            if store.glance(self._id) is not None:
+                self._session.open(self._id)
+        session, stamp = self._session, (asked.notice, asked.goes_on)
+        is_new = session.refresh()
+        if session.conversation.id != self._id:
             yield "gone", {}
-        elif (stamp := (seen, asked.notice, asked.goes_on)) != self._stamp:
+        elif is_new or stamp != self._stamp:
             self._stamp = stamp
-            with store.reading():
-                yield "branch", self._branch(store, asked)
-        elif self._turn_id:
-            yield from self._pieces(store)
+            yield "branch", self._branch(session, asked)
+        elif (turn := session.followed) is not None:
+            yield from self._pieces(turn.id, session.follow())
         if (calls := asked.calls()) != self._calls:
             self._calls = calls
             yield "calls", calls
 
-    def _branch(self, store: ConversationStore, asked: Asked) -> dict[str, object]:
-        conversation, turns = store.conversation(self._id), store.turns(self._id)
-        path = branch_to(turns, conversation.head_id)
-        self._turn_id = 0
+    def _branch(self, session: ChatSession, asked: Asked) -> dict[str, object]:
+        path = session.path
         changed = []
         for turn in path[-self._latest :]:
-            found = [t.id for t in siblings(turns, turn.id)]
-            page = (found.index(turn.id) + 1, len(found))
+            page = session.alternatives(turn.id)
             key = (turn.status, len(turn.content), turn.error, turn.calls, page)
             if turn.status == "streaming":
-                self._turn_id = turn.id
-                pieces = store.pieces(turn.id, 0)
-                self._journal_id = pieces[-1][0] if pieces else 0
                 self._growing = Growing(turn.content)
             if self._sent.get(turn.id) != key:
                 self._sent[turn.id] = key
                 changed.append(shown(turn, page))
-        described = msgspec.structs.asdict(conversation)
+        described = msgspec.structs.asdict(session.conversation)
         return {
             "conversation": {**described, "draft": ""},
             "path": [turn.id for turn in path[-self._latest :]],
             "earlier": max(0, len(path) - self._latest),
             "turns": changed,
-            "answering": bool(self._turn_id) or asked.goes_on,
+            "answering": session.followed is not None or asked.goes_on,
             "notice": asked.notice,
         }
 
-    def _pieces(self, store: ConversationStore) -> Iterator[tuple[str, object]]:
-        rows = store.pieces(self._turn_id, self._journal_id)
-        if not rows:
-            return
-        self._journal_id = rows[-1][0]
-        first = self._growing.add("".join(row[1] for row in rows))
-        yield (
-            "piece",
-            {
-                "turn": self._turn_id,
-                "from": first,
-                "blocks": self._growing.blocks[first:],
-                "reasoning": "".join(row[2] for row in rows),
-            },
-        )
+    def _pieces(self, turn_id: int, new: Collected) -> Iterator[tuple[str, object]]:
+        if new.text or new.reasoning:
+            first = self._growing.add(new.text)
+            blocks = self._growing.blocks[first:]
+            yield (
+                "piece",
+                {"turn": turn_id, "from": first, "blocks": blocks, "reasoning": new.reasoning},
+            )
 
 
 def attachments_of(files: Sequence[tuple[str, bytes]]) -> list[Attachment]:

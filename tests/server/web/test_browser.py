@@ -419,19 +419,47 @@ def grams(cups: int) -> float:
 """
 
 
-def test_picture_of_the_guide(serve, tab, tmp_path):
-    """`WRITE_FIGURES=1` puts it into the docs."""
+SKY = {
+    "The": 0.93,
+    " sky": 0.99,
+    " is": 0.61,
+    " blue": 0.97,
+    " because": 0.88,
+    " air": 0.34,
+    " scatters": 0.81,
+    " short": 0.42,
+    " waves": 0.15,
+    " most": 0.77,
+    ".": 0.9,
+}
+
+
+def test_pictures_of_the_guide(serve, tab, tmp_path):
+    """`WRITE_FIGURES=1` puts them into the docs."""
     titles = ["Name three colours of autumn", "A regular expression for dates"]
-    page = tab(
-        with_page(serve(FakeEngine([["Red."], ["Sure."], spoken(PLAN)]))), width=1000, height=720
-    )
+    sky = []
+    for word, p in SKY.items():
+        others = (b" light", 0.6 * (1 - p)), (b" it", 0.2 * (1 - p))
+        sky += [TextDelta(word, (token(word.encode(), p, *others),)), Delay(0.02)]
+    engine = FakeEngine([["Red."], ["Sure."], spoken(PLAN), sky])
+    page = tab(with_page(serve(engine)), width=1000, height=720)
     for title in [*titles, "How do I make green tea?"]:
         page.click("button", "New")
         page.wait("document.querySelector('.empty')")
         say(page, title)
         page.wait("document.querySelector('.answer .stats')")
-    picture = tmp_path / "web.png"
-    page.shot(picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    if os.environ.get("WRITE_FIGURES"):
-        shutil.copy(picture, Path(__file__).parents[3] / "docs/figures/web.png")
+    page.shot(tmp_path / "web.png")
+    page.js("location.hash = '#playground'")
+    page.wait("document.activeElement.name === 'prompt'")
+    page.type("Why is the sky blue?")
+    page.key("Enter")
+    page.wait("document.querySelector('form .primary').textContent === 'Run'")
+    page.js("document.querySelector('.tokens').focus()")
+    for _ in range(6):
+        page.key("ArrowRight")
+    page.wait("document.querySelector('.said').textContent.includes('air')")
+    page.shot(tmp_path / "playground.png")
+    for picture in (tmp_path / "web.png", tmp_path / "playground.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        if os.environ.get("WRITE_FIGURES"):
+            shutil.copy(picture, Path(__file__).parents[3] / "docs/figures" / picture.name)

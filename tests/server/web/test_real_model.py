@@ -13,9 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine, StepGate
+from other_processes import wait_until
 from terminal import Terminal, shell_environment
 
 from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.platform import paths
+from edgeinfer.runtime.prefix_cache.format import read_header
+from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS
+from edgeinfer.runtime.prefix_cache.retention import list_blocks
 from tests.server.conftest import with_page
 
 from .conftest import Signed
@@ -78,6 +83,17 @@ def decoded(stats):
     return stats["prompt_tokens"] + stats["completion_tokens"] - 1
 
 
+def until_stored(stats):
+    """Wait until the last block of a conversation, a short one, is on the disk."""
+    n = decoded(stats) % BLOCK_TOKENS
+
+    def is_stored():
+        headers = [read_header(b.path.read_bytes()) for b in list_blocks(paths.blocks_dir())]
+        return any(n - 1 <= len(header.tokens) // 4 < n + 8 for header in headers)
+
+    wait_until(is_stored, "the last block on the disk")
+
+
 def last_stats(conversation):
     with contextlib.closing(ConversationStore.open()) as store:
         turns = store.turns(conversation)
@@ -106,6 +122,7 @@ def test_an_open_terminal_prefills_only_what_is_new(typing):
         (listed,) = page.get("/conversations")
         page.ask(MORE, listed["id"])
         turns = page.ended(listed["id"])
+        until_stored(turns[-1]["stats"])
         terminal.until_shown("word239")
         terminal.until(lambda: "is writing" not in terminal.screen())
         terminal.type(LAST)
@@ -114,6 +131,7 @@ def test_an_open_terminal_prefills_only_what_is_new(typing):
             lambda: len(page.ended(listed["id"])) == 6 and page.ended(listed["id"])[-1]["stats"]
         )
         assert from_terminal["cached_tokens"] >= decoded(turns[-1]["stats"]) - 1
+        until_stored(from_terminal)
         page.ask("And the fourth?", listed["id"])
         from_page = page.ended(listed["id"])[-1]["stats"]
         assert from_page["cached_tokens"] >= decoded(from_terminal) - 1
