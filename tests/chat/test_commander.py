@@ -4,6 +4,7 @@ import json
 
 import msgspec
 import pytest
+from chats_here import consume
 from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.chat.commander import Commander, sessions_text
@@ -23,9 +24,7 @@ class Remembering:
         return lambda *arguments, **named: self.asked.append((name, *arguments, *named.values()))
 
     def show_answer(self, answer):
-        for event in answer.generation:
-            answer.add(event)
-        self.asked.append(("show_answer", answer.done.content))
+        self.asked.append(("show_answer", consume(answer).content))
 
     def answer_edited(self, turn):
         self.show_answer(self.session.begin_answer())

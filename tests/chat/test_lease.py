@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from chats_here import consume
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.chat.history.store import ConversationStore
@@ -43,11 +44,6 @@ def asked(open_store, engine):
     return session
 
 
-def drain(answer):
-    for event in answer.generation:
-        answer.add(event)
-
-
 def test_a_second_writer_is_refused_until_the_answer_ends(open_store):
     gate = StepGate()
     session = asked(open_store, FakeEngine([["one", gate, " two"]]))
@@ -62,9 +58,9 @@ def test_a_second_writer_is_refused_until_the_answer_ends(open_store):
         other.regenerate()
 
     gate.opened.set()
-    drain(answer)
+    consume(answer)
     assert other.refresh()
-    drain(other.regenerate())
+    consume(other.regenerate())
     other.open(session.conversation.id)
     assert [turn.status for turn in other.all_turns()] == ["complete"] * 3
 
@@ -103,6 +99,6 @@ def test_a_long_prefill_is_not_taken_for_a_dead_process(tmp_path):
     now[0] += 3_600_000
     assert store.clean_up() == 0
     gate.opened.set()
-    drain(answer)
+    consume(answer)
     assert store.turns(session.conversation.id)[answer.turn.id].content == "late"
     store.close()

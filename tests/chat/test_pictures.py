@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from chats_here import consume
 from fake_engine import FakeEngine
 from made_documents import make_docx, make_pdf
 
@@ -36,9 +37,7 @@ def test_question_sends_pictures_first_and_stores_them(store, red):
     engine = FakeEngine()
     session = ChatSession(lambda: store, "fake", engine)
     session.ask("What is it?", [Attachment(name="n.txt", text="notes"), read(red)])
-    for event in session.begin_answer().generation:
-        session.answer.add(event)
-    session.answer.flush()
+    consume(session.begin_answer())
     turn = engine.requests[0].messages[0]
     assert turn.content == f"{PICTURE_MARK}File `n.txt`:\n```\nnotes\n```\n\nWhat is it?"
     assert turn.pictures == (red.read_bytes(),)

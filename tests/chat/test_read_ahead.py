@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from chats_here import consume
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.chat.history.values import Attachment
@@ -51,9 +52,7 @@ def asked(request):
 
 def answer(session, text, attachments=()):
     session.ask(text, attachments)
-    running = session.begin_answer()
-    for event in running.generation:
-        running.add(event)
+    consume(session.begin_answer())
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,7 @@ def test_prefill_waits_for_an_engine_and_the_end_of_an_answer(composer, engine):
     running = composer.session.begin_answer()
     assert not composer.stand_still("One two three ")
     gate.opened.set()
-    for event in running.generation:
-        running.add(event)
+    consume(running)
     assert composer.stand_still("One two three ")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from chats_here import consume
 from fake_engine import DEFAULT_INFO, FakeEngine
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch, words
 from found_stores import OllamaStore
@@ -166,9 +167,7 @@ def test_turns_of_another_program_are_shown_and_continued(tmp_path):
         other = ChatSession(lambda: store, engine=FakeEngine([["Said there."]]))
         other.open_last()
         other.ask("From the page.")
-        answer = other.begin_answer()
-        for event in answer.generation:
-            answer.add(event)
+        consume(other.begin_answer())
         store.close()
         yield "again\n"
 

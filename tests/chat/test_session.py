@@ -1,10 +1,10 @@
 """The session around a scripted engine: turns before answers, branches, cuts, failures."""
 
-import json
-
 import msgspec
 import pytest
+from chats_here import AllowingFront, consume
 from fake_engine import DEFAULT_INFO, FakeEngine
+from tools_here import calling
 
 from edgeinfer.chat import context
 from edgeinfer.chat.session import ChatSession, title_of
@@ -17,9 +17,8 @@ from edgeinfer.errors import (
     StoreError,
     UsageError,
 )
-from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
+from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import ChatTools
 
 
@@ -27,13 +26,6 @@ def session_with(store, *scripts, **info):
     engine = FakeEngine(scripts, info=msgspec.structs.replace(DEFAULT_INFO, **info))
     session = ChatSession(lambda: store, "fake", engine)
     return session, engine
-
-
-def consume(answer):
-    for event in answer.generation:
-        answer.add(event)
-        answer.flush()
-    return answer.done
 
 
 def ask(session, text):
@@ -229,22 +221,6 @@ def test_title_is_the_first_line_cut_at_a_word(text, title):
     assert len(title_of(text)) <= 61
 
 
-def calling(name, **arguments):
-    """A script that makes one call."""
-    call = ToolCallDelta(index=0, id="c1", name=name, arguments=json.dumps(arguments))
-    return [call, Finished(reason="tool_calls", usage=Usage(), timings=Timings())]
-
-
-class Front:
-    """Allows every call."""
-
-    def decide(self, card):
-        return Decision("once")
-
-    def show_use(self, use, words):
-        pass
-
-
 @pytest.fixture
 def read_tool(tmp_path):
     (tmp_path / "a.txt").write_text("swordfish\n")
@@ -254,13 +230,16 @@ def read_tool(tmp_path):
     tools.close()
 
 
+READ_A = calling(files__read={"path": "a.txt"})
+
+
 def run_calls(session):
     turn = session.calls
-    return session.note_calls(turn, session.start_calls(turn, Front())())
+    return session.note_calls(turn, session.start_calls(turn, AllowingFront())())
 
 
 def test_calls_and_their_results_are_stored_and_told_to_the_model(store, read_tool):
-    session, engine = session_with(store, calling("files__read", path="a.txt"), ["It is swordfish."])
+    session, engine = session_with(store, READ_A, ["It is swordfish."])
     session.tools = read_tool
     done = ask(session, "What is the word?")
     assert (done.status, done.calls[0].status) == ("complete", "pending")
@@ -277,7 +256,7 @@ def test_calls_and_their_results_are_stored_and_told_to_the_model(store, read_to
 
 
 def test_interrupted_call_is_told_as_that(store, read_tool):
-    session, engine = session_with(store, calling("files__read", path="a.txt"), ["ok"])
+    session, engine = session_with(store, READ_A, ["ok"])
     session.tools = read_tool
     ask(session, "What is the word?")
     other = reread(session)
@@ -287,9 +266,7 @@ def test_interrupted_call_is_told_as_that(store, read_tool):
 
 
 def test_answer_to_results_that_fails_is_replaced_alone(store, read_tool):
-    session, engine = session_with(
-        store, calling("files__read", path="a.txt"), [DecodeError("no")], ["then"]
-    )
+    session, engine = session_with(store, READ_A, [DecodeError("no")], ["then"])
     session.tools = read_tool
     ask(session, "What is the word?")
     run_calls(session)
@@ -306,7 +283,7 @@ def test_answer_to_results_that_fails_is_replaced_alone(store, read_tool):
 
 
 def test_regenerating_begins_at_the_question(store, read_tool):
-    session, _ = session_with(store, calling("files__read", path="a.txt"), ["one"], ["two"])
+    session, _ = session_with(store, READ_A, ["one"], ["two"])
     session.tools = read_tool
     ask(session, "What is the word?")
     run_calls(session)

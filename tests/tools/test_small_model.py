@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from chats_here import AllowingFront, consume
 from tools_here import tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
@@ -12,19 +13,10 @@ from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.store import BlockStore
-from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import ChatTools
 from edgeinfer.tools.prefix import prefill_request, with_tools
 
 pytestmark = pytest.mark.model
-
-
-class Front:
-    def decide(self, card):
-        return Decision("once")
-
-    def show_use(self, use, words):
-        pass
 
 
 @pytest.fixture
@@ -41,13 +33,6 @@ def start(smollm2, tmp_path):
     return start
 
 
-def consume(answer):
-    for event in answer.generation:
-        answer.add(event)
-        answer.flush()
-    return answer.done
-
-
 def test_two_tools_are_called_with_valid_arguments_and_answered(start, tmp_path):
     config = tools_config("plain", choice="required", deny=("plain.fail",))
     store = ConversationStore.open(tmp_path / "c.db")
@@ -62,7 +47,7 @@ def test_two_tools_are_called_with_valid_arguments_and_answered(start, tmp_path)
             session.ask(question)
             done = consume(session.begin_answer())
             assert done.calls
-            assert session.note_calls(done, session.start_calls(done, Front())())
+            assert session.note_calls(done, session.start_calls(done, AllowingFront())())
             called |= {(use.name, use.status) for use in session.head.calls}
             session.set(sampling={"temperature": 0.0, "max_tokens": 40})
             consume(session.begin_answer())

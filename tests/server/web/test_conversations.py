@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from chats_here import consume
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.errors import DecodeError
@@ -19,12 +20,6 @@ PNG = base64.b64decode(
 
 def words(turn):
     return re.sub("<[^>]*>", "", "".join(turn["blocks"])).strip()
-
-
-def drain(answer):
-    for event in answer.generation:
-        answer.add(event)
-        answer.flush()
 
 
 def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
@@ -44,7 +39,7 @@ def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
     chat = terminal(engine)
     assert chat.open_last()
     chat.ask("And then?")
-    drain(chat.begin_answer())
+    consume(chat.begin_answer())
     assert [words(turn) for turn in page.ended(number)][-1] == "More"
     sent = engine.requests[-1].messages
     assert [m.content for m in sent] == ["Be brief.", "What shall I drink?", "Green tea", "And then?"]
