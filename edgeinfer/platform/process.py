@@ -27,7 +27,7 @@ def child_command(module: str, *args: str) -> list[str]:
     """Return the command that runs our `module`: of a checkout, an installation or the shipped file."""
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
-    return [sys.executable, "-m", module, *args]
+    return [sys.executable, "-P", "-m", module, *args]  # -P: the current folder may have modules
 
 
 def fork_and_exec(

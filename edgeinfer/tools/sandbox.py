@@ -75,7 +75,6 @@ class Sandbox(Builtin):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            cwd="/",  # `-m` imports from there first
             env=_VARIABLES,
         ) as child:
             stop.add(child.kill)

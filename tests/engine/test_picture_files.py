@@ -157,6 +157,14 @@ print(*reached)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
+def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    for name in ("PIL.py", "resource.py", "edgeinfer.py", "contextlib.py"):
+        (tmp_path / name).write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert decode(encoded()).width == 60
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_computation_reaches_no_file_socket_or_process():
     done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["open", "socket", "fork", "exec", "kill", "unlink", "thread"]
