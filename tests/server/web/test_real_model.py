@@ -17,6 +17,7 @@ from other_processes import wait_until
 from terminal import Terminal, shell_environment
 
 from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.config.config_file import save
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.format import read_header
 from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS
@@ -39,6 +40,7 @@ def home(smollm2):
     """The test's home with the small model in it."""
     pull = [PROGRAM, "pull", str(smollm2), "--name", "small", "--in-place", "--quiet"]
     subprocess.run(pull, check=True)
+    save(("snapshots", "auto-warm"), False)  # nothing goes on behind the test
 
 
 def chat(*lines):
