@@ -35,17 +35,17 @@ class PicturePlaces:
         made = []
         for message in messages:
             if message.pictures:
-                texts = message.content.split(PICTURE_MARK)
-                if len(texts) != len(message.pictures) + 1:
+                n_places = message.content.count(PICTURE_MARK)
+                if n_places != len(message.pictures):
                     raise InvalidRequestError(
-                        f"a message has {len(message.pictures)} pictures at {len(texts) - 1} places",
+                        f"a message has {len(message.pictures)} pictures at {n_places} places",
                         param="messages",
                     )
-                begins = [texts[0] == "", *(False for _ in texts[2:])]
-                content = texts[0] + "".join(
-                    f"picture{self._word}n{next(numbers)}{'b' if first else 'e'}{text}"
-                    for first, text in zip(begins, texts[1:], strict=True)
-                )
+
+                def marker(mark: re.Match[str]) -> str:
+                    return f"picture{self._word}n{next(numbers)}{'e' if mark.start() else 'b'}"
+
+                content = re.sub(PICTURE_MARK, marker, message.content)
                 message = msgspec.structs.replace(message, content=content)
             made.append(message)
         return tuple(made)

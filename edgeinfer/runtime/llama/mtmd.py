@@ -158,11 +158,6 @@ class Projector:
                 f"{path} is the projector of another model: its tokens are not in the vocabulary"
             )
 
-    @property
-    def uses_mrope(self) -> bool:
-        """Tell if a row's position has several dimensions."""
-        return bool(self._library.mtmd_decode_use_mrope(self._context))
-
     def chunks(self, width: int, height: int) -> list[Chunk]:
         """Return what a picture of that size becomes in a prompt. Raises InvalidRequestError."""
         with self._tokenized(width, height, None) as natives:
@@ -219,11 +214,12 @@ class Projector:
             tokens = library.mtmd_input_chunk_get_tokens_text(native, ctypes.byref(n_tokens))
             return Chunk(tokens=tuple(tokens[: n_tokens.value]))
         n_rows = library.mtmd_input_chunk_get_n_tokens(native)
+        is_mrope = library.mtmd_decode_use_mrope(self._context)
         return Chunk(
             n_rows=n_rows,
             is_whole=library.mtmd_decode_use_non_causal(self._context, native),
             n_positions=library.mtmd_input_chunk_get_n_pos(native),
-            positions=self._positions(native, n_rows) if self.uses_mrope else None,
+            positions=self._positions(native, n_rows) if is_mrope else None,
         )
 
     def _positions(self, native: int, n_rows: int) -> npt.NDArray[np.int32]:
