@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     try:
         init = linux.clone(linux.SANDBOX_NAMESPACES)
     except OSError as error:
-        return _refused(f"namespaces: {error.strerror}")
+        return _refused(f"user namespaces: {os.strerror(error.errno or 0)}")
     if init:
         return os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
     status = 125
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         die_with_parent()
         status = _run(job, user, group)
     except OSError as error:
-        _refused(str(error))
+        _refused(error.strerror or str(error))
     finally:
         os._exit(status)
 
@@ -84,7 +84,7 @@ def _run(job: Job, user: int, group: int) -> int:
             _confine(job)
             os.execve(job.command[0], job.command, os.environ)
         except OSError as error:
-            _refused(str(error))
+            _refused(error.strerror or str(error))
         finally:
             os._exit(125)
     return _watched(job, child)

@@ -1,6 +1,8 @@
 """`edgeinfer tools` with a configuration in a file."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from tools_here import command
@@ -55,3 +57,40 @@ def test_mistakes_in_the_configuration_are_named(configure, capsys, text, said):
     configure(text)
     assert main(["tools"], Host()) == 2
     assert said in capsys.readouterr().err
+
+
+WITHOUT = {
+    "user namespaces: No space left on device": """
+pid = linux.clone(linux.CLONE_NEWUSER)
+if pid:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)
+linux.map_this_user(user, group)
+open("/proc/sys/user/max_user_namespaces", "w").write("0")
+linux.drop_privileges()
+""",
+    "Landlock: Function not implemented": """
+system_calls._install(system_calls._refusing(system_calls._ARCHITECTURES[os.uname().machine][0], "444"))
+""",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces")
+@pytest.mark.parametrize("why", WITHOUT)
+def test_without_a_sandbox_its_tools_are_not_offered(configure, tmp_path, why):
+    configure('builtin = ["read", "shell"]')
+    code = f"""
+import os, sys
+from edgeinfer.platform import linux, system_calls
+user, group = os.getuid(), os.getgid()
+{WITHOUT[why]}
+from edgeinfer.cli.main import main
+from edgeinfer.host import Host
+status = main(["tools", "--check"], Host())
+sys.stdout.flush()
+os._exit(status)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"shell: not offered: no sandbox: {why}" in done.stdout, done.stderr
+    assert "allowed  read" in done.stdout
+    assert "asks" not in done.stdout
