@@ -161,7 +161,11 @@ class Repl:
 
     def _ask(self, text: str) -> None:
         named = map(attachments.read, attachments.mentioned(text))
-        found = [self._counted(a) for a in (*self._attachments, *named)]
+        tools = self.session.tools
+        resources = []
+        if tools is not None:
+            resources = [Attachment(name=n, text=tools.resource(n)) for n in tools.resources_in(text)]
+        found = [self._counted(a) for a in (*self._attachments, *named, *resources)]
         editing, self._editing = self._editing, None
         if editing is None:
             self.session.ask(text, found)

@@ -143,6 +143,11 @@ class ChatTools:
         """Return whether `name` is `SERVER:URI` of an enabled server."""
         return name.partition(":")[0] in self.toolbox.servers()
 
+    def resources_in(self, text: str) -> list[str]:
+        """List the resources that a question names as `@SERVER:URI`."""
+        named = [word[1:].strip('"').rstrip(".,;?!)") for word in text.split() if word.startswith("@")]
+        return [name for name in dict.fromkeys(named) if ":" in name and self.has_resource(name)]
+
     def resource(self, name: str) -> str:
         """Return the text of the resource `SERVER:URI`. Raises ToolServerError."""
         server, _, uri = name.partition(":")

@@ -16,7 +16,7 @@ from textual.widgets import Static, TextArea
 from edgeinfer.chat import context
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
-from edgeinfer.chat.history.values import Turn
+from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
@@ -168,9 +168,28 @@ class ChatScreen(Screen[None]):
         elif self.session.busy and message.editing is None:
             self.composer.clear()
             self.queue.add(message.text)
+        elif self._reads_resources(message):
+            pass  # it is sent when they are here
         elif self.send(message.text, message.editing):
             self.composer.clear()
             self.composer.editing = None
+
+    def _reads_resources(self, message: Composer.Sent) -> bool:
+        """Attach the resources that a question names, then send it; return False if they are."""
+        tools, here = self.session.tools, {attachment.name for attachment in self.attachments.kept}
+        names = [name for name in tools.resources_in(message.text) if name not in here] if tools else []
+        if tools is None or not names:
+            return False
+
+        def attached(found: list[Attachment]) -> None:
+            for attachment in found:
+                self.attachments.add(attachment)
+            self._sent(message)
+
+        self.answering.wait_for(
+            lambda: [Attachment(name=name, text=tools.resource(name)) for name in names], attached
+        )
+        return True
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:

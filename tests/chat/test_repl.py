@@ -309,7 +309,7 @@ def test_tools_without_configuration_are_explained(tmp_path):
 @pytest.mark.slow  # the SDK's server
 def test_prompts_and_resources_of_a_server(tmp_path):
     server = ToolServerConfig(command=command("stdio"))
-    engine = FakeEngine([words("It is fine."), words("Milk.")])
+    engine = FakeEngine([words("It is fine."), words("Milk."), words("Yes.")])
     host = FixedHost(engine, config=Config(tools=ToolsConfig(servers={"sdk": server})))
     out, _ = talk(
         tmp_path,
@@ -319,12 +319,14 @@ def test_prompts_and_resources_of_a_server(tmp_path):
             "What?",
             "/sdk:none",
             "/file sdk:notes://none",
+            "Is it in @sdk:notes://today, or in @other:notes://today?",
         ),
         host=host,
         with_tools=True,
     )
     assert engine.requests[0].messages[0].content == "Review this: x = 1"
     assert "Buy milk." in engine.requests[1].messages[2].content
+    assert engine.requests[2].messages[-1].content.startswith("File `sdk:notes://today`:")
     assert "sdk has no prompt 'none'" in out
     assert "Next: it has: review" in out
     assert "Error: tool server sdk: " in out

@@ -13,12 +13,12 @@ from made_gguf import gguf_bytes
 from textual import events
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
-from tools_here import tools_config
+from tools_here import command, tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.config.config_file import ChatConfig, Config, load_config
+from edgeinfer.config.config_file import ChatConfig, Config, ToolsConfig, ToolServerConfig, load_config
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -718,6 +718,18 @@ async def test_call_waits_for_a_decision_and_its_result_is_answered(drive):
         entry = d.chat.transcript.entries[1]
         d.chat.transcript.toggle_fold(entry)
         assert "It rains in Rome." in d.shown()
+
+
+@pytest.mark.slow  # the SDK's server
+async def test_a_question_brings_the_resources_that_it_names(drive):
+    tools = ToolsConfig(servers={"sdk": ToolServerConfig(command=command("stdio"))})
+    host = FixedHost(FakeEngine([words("Milk.")]), config=Config(tools=tools))
+    async with drive(host=host, with_tools=True) as d:
+        await d.until(lambda: d.session.tools is not None)
+        await d.type("What is in @sdk:notes://today?", "enter")
+        await d.until(lambda: d.idle() and len(d.session.path) == 2)
+        assert "Buy milk." in host.fake.requests[0].messages[0].content
+        assert d.chat.composer.text == ""
 
 
 async def test_a_no_and_its_reason_go_to_the_model(drive):
