@@ -1,9 +1,10 @@
-"""What every engine promises, the scripted one and the real one alike."""
+"""What every engine promises: the scripted one, the same in a worker, and the real one."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from fake_engine import Delay, FakeEngine
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError, UsageError
+from edgeinfer.host import Start
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
+from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
 from .conftest import GREEDY, collected, load
 
@@ -22,12 +25,18 @@ QUESTION = (Message(role="user", content="Count from one to twenty."),)
 
 
 def _open(kind: str, smollm2: Path) -> Engine:
+    if kind == "real":
+        return load(smollm2, n_ctx=1024, n_parallel=4)
+    fake = FakeEngine([[item for i in range(900) for item in (f"word{i} ", Delay(0.002))]])
     if kind == "fake":
-        return FakeEngine([[item for i in range(900) for item in (f"word{i} ", Delay(0.002))]])
-    return load(smollm2, n_ctx=1024, n_parallel=4)
+        return fake
+    here, there = socket.socketpair()
+    serving = (there, Start(), lambda progress: fake)
+    threading.Thread(target=serve_engine, args=serving, daemon=True).start()
+    return RemoteEngine(here)
 
 
-@pytest.fixture(scope="module", params=["fake", "real"])
+@pytest.fixture(scope="module", params=["fake", "remote", "real"])
 def engine(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Engine]:
     opened = _open(request.param, smollm2)
     yield opened
@@ -165,7 +174,9 @@ def test_embeddings_are_unit_vectors_and_tell_texts_apart(engine: Engine) -> Non
 
 
 def test_template_is_applied(engine: Engine) -> None:
-    assert "Count from one to twenty." in engine.apply_template(GenerateRequest(messages=QUESTION))
+    request = GenerateRequest(messages=QUESTION)
+    assert "Count from one to twenty." in engine.apply_template(request)
+    assert len(engine.tokenize_chat(request)) > len("one to twenty".split())
 
 
 def test_metrics_only_grow(engine: Engine) -> None:

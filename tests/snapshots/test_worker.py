@@ -9,11 +9,11 @@ import threading
 import pytest
 from fake_engine import FakeEngine, StepGate
 
-from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadError, QueueFullError
+from edgeinfer.errors import EngineClosedError, ModelLoadError, QueueFullError
 from edgeinfer.host import Start
-from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
+from edgeinfer.runtime.events import ReasoningDelta, TextDelta
 from edgeinfer.runtime.options import Adapter
-from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
 
@@ -49,14 +49,10 @@ def ask(text="hi", **fields) -> GenerateRequest:
     return GenerateRequest(prompt=text, **fields)
 
 
-async def test_events_info_and_start_come_through():
+def test_info_start_and_progress_come_through():
     heard = []
-    with remote(FakeEngine([("One", " two")]), lambda *stage: heard.append(stage)) as (engine, _):
-        assert engine.info.model == "fake"
-        assert engine.start.snapshot == "fake"
-        events = [event async for event in engine.submit(ask())]
-    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "One two"
-    assert isinstance(events[-1], Finished)
+    with remote(FakeEngine(), lambda *stage: heard.append(stage)) as (engine, _):
+        assert (engine.info.model, engine.start.snapshot) == ("fake", "fake")
     assert heard == [("load", 0.5)]
 
 
@@ -72,39 +68,22 @@ def test_a_request_s_reasoning_budget_comes_through():
 def test_calls_answer_as_the_engine_does():
     fake = FakeEngine()
     with remote(fake) as (engine, _):
-        assert engine.tokenize("abc") == fake.tokenize("abc")
-        assert engine.detokenize([97, 98]) == fake.detokenize([97, 98])
         conversation = GenerateRequest(
             messages=(Message(role="user", content="hi"),), template_options={"enable_thinking": False}
         )
         assert engine.apply_template(conversation) == fake.apply_template(conversation)
         assert engine.tokenize_chat(conversation) == fake.tokenize_chat(conversation)
-        assert engine.embed(["a", [98]]) == fake.embed(["a", [98]])
         assert engine.rerank("q", ["a", "b"]) == fake.rerank("q", ["a", "b"])
-        assert engine.metrics() == fake.metrics()
 
 
-def test_errors_keep_their_class_words_and_parameter():
-    with remote(FakeEngine(max_inside=0)) as (engine, _):
-        with pytest.raises(InvalidRequestError) as raised:
-            engine.submit(ask(sampling=Sampling(temperature=-1)))
-        assert raised.value.param
-        with pytest.raises(QueueFullError):
-            engine.submit(ask())
+def test_errors_keep_their_class():
+    with remote(FakeEngine(max_inside=0)) as (engine, _), pytest.raises(QueueFullError):
+        engine.submit(ask())
 
 
 def test_a_load_that_fails_raises_here():
     with pytest.raises(ModelLoadError, match="no such layer"), remote(ModelLoadError("no such layer")):
         raise AssertionError("it loaded")
-
-
-def test_cancelling_reaches_the_worker():
-    gate = StepGate(threading.Event())
-    with remote(FakeEngine([("a", gate, "b")])) as (engine, _):
-        generation = engine.submit(ask())
-        assert gate.reached.wait(10)
-        generation.cancel()
-        assert list(generation)[-1].reason == "cancelled"
 
 
 def test_many_at_once_keep_apart():
