@@ -226,45 +226,6 @@ def test_sequence_without_truncation_is_reused_whole_or_not() -> None:
     assert kv.used_cells == memory.cells == 0
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_histories_keep_the_accounting_right(seed: int) -> None:
-    rng = random.Random(seed)
-    kv, memory = make(n_cells=120, n_seq_max=6)
-    active: list[CachedSequence] = []
-    for _ in range(200):
-        action = rng.choice(["claim", "extend", "release", "truncate", "shift", "drop"])
-        if action == "claim" and kv.free_cells >= 30:
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(2, 25))]
-            cached_seq = kv.claim(tokens, ())
-            if cached_seq is not None:
-                kv.truncate(cached_seq, common_prefix(cached_seq.tokens, tokens[:-1]))
-                fill(kv, memory, cached_seq, tokens)
-                active.append(cached_seq)
-        elif action == "extend" and active and kv.make_room(5):
-            cached_seq = rng.choice(active)
-            fill(kv, memory, cached_seq, cached_seq.tokens + [rng.randrange(2) for _ in range(5)])
-        elif action == "release" and active:
-            kv.release(active.pop(rng.randrange(len(active))), keep=rng.random() < 0.7)
-        elif action == "truncate" and active:
-            cached_seq = rng.choice(active)
-            kv.truncate(cached_seq, rng.randrange(len(cached_seq.tokens) + 1))
-        elif action == "shift" and active:
-            cached_seq = rng.choice(active)
-            if len(cached_seq.tokens) > 6:
-                kv.shift(cached_seq, 2, 3)
-        elif action == "drop":
-            kv.make_room(rng.randrange(60))
-        assert kv.used_cells == memory.cells
-        for cached_seq in kv.cached_sequences:
-            places = sorted(memory.sequences.get(cached_seq.seq_id, {}))
-            assert [pos for pos, _ in places] == list(range(len(cached_seq.tokens)))
-    for cached_seq in active:
-        kv.release(cached_seq, keep=False)
-    kv.drop_idle(pinned=True)
-    assert kv.used_cells == memory.cells == 0
-    assert kv.cached_sequences == []
-
-
 #: Pictures of so many rows; with M-RoPE each takes as many positions as its longer side has rows.
 _ROWS = (1, 5, 9)
 
@@ -274,11 +235,10 @@ class Histories:
     hold after them.
     """
 
-    def __init__(self, seed: int, *, is_mrope: bool) -> None:
-        self.rng = random.Random(seed)
-        n_positions = [math.isqrt(n) * is_mrope for n in _ROWS]
-        rows = (row_tokens(b"%d" % n, n, own) for n, own in zip(_ROWS, n_positions, strict=True))
-        self.pieces = [[1], [2], *rows]
+    def __init__(self, seed: int, kind: str) -> None:
+        self.rng, self.pieces = random.Random(seed), [[1], [2]]
+        for n in _ROWS if kind != "text" else ():
+            self.pieces.append(row_tokens(b"%d" % n, n, math.isqrt(n) * (kind == "M-RoPE")))
         self.kv, self.memory = make(n_cells=400, n_seq_max=6)
         self.kv.position_behind = position_behind
         self.held: dict[int, list[int]] = {}
@@ -336,6 +296,12 @@ class Histories:
         while sum(len(self.pieces[piece]) for piece in pieces) > at:
             pieces.pop()
 
+    def shift(self) -> None:
+        """Only a text is shifted."""
+        seq = self.rng.choice(self.active) if self.active else None
+        if seq and len(self.pieces) == 2 and len(seq.tokens) > 6 and self.kv.shift(seq, 2, 3):
+            del self.held[seq.seq_id][2:5]
+
     def release(self) -> None:
         if self.active:
             seq = self.active.pop(self.rng.randrange(len(self.active)))
@@ -355,14 +321,19 @@ class Histories:
             assert {pos for pos, _ in places} == set(range(sum(map(self.n_own, pieces))))
 
 
-@pytest.mark.parametrize("is_mrope", [False, True])
+@pytest.mark.parametrize("kind", ["text", "pictures", "M-RoPE"])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_histories_hold_pictures_whole(seed: int, is_mrope: bool) -> None:
-    histories = Histories(seed, is_mrope=is_mrope)
-    actions = (histories.claim, histories.extend, histories.truncate, histories.release, histories.drop)
+def test_random_histories_keep_accounting_and_pictures_whole(seed: int, kind: str) -> None:
+    made = Histories(seed, kind)
+    actions = (made.claim, made.extend, made.truncate, made.shift, made.release, made.drop)
     for _ in range(200):
-        histories.rng.choices(actions, (4, 2, 2, 4, 1))[0]()
-        histories.check()
+        made.rng.choices(actions, (4, 2, 2, 1, 4, 1))[0]()
+        made.check()
+    for seq in made.active:
+        made.kv.release(seq, keep=False)
+    made.kv.drop_idle(pinned=True)
+    assert made.kv.used_cells == made.memory.cells == 0
+    assert made.kv.cached_sequences == []
 
 
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
