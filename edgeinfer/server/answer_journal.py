@@ -119,12 +119,10 @@ class JournaledAnswer:
 
     @property
     def body(self) -> bytes:
-        """Return the body so far."""
         return b"".join(message.get("body", b"") for message in self._messages)
 
     @property
     def is_stream(self) -> bool:
-        """Return whether the answer is a stream of events."""
         headers = dict(self._messages[0]["headers"]) if self._messages else {}
         return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
 
@@ -174,10 +172,6 @@ class AnswerJournal:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._answers: dict[tuple[str, str], JournaledAnswer] = {}
-
-    def __len__(self) -> int:
-        self._evict()
-        return len(self._answers)
 
     def find(self, key: str, name: str) -> JournaledAnswer | None:
         """Return the answer with this id, unless it was evicted."""

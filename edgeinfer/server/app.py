@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from edgeinfer.errors import EdgeInferError
 from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.anthropic.routes import ANTHROPIC
 from edgeinfer.server.connection import Connection
@@ -27,7 +26,7 @@ from edgeinfer.server.native.routes import NATIVE
 from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
-from edgeinfer.server.problems import Problem, from_error, internal
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query, read_body
 from edgeinfer.server.responses.routes import RESPONSES
 from edgeinfer.server.web.access import PATH as PAGE
@@ -59,7 +58,7 @@ class App:
         try:
             await self._answer(context, scope, receive, sending)
         except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
-            problem = self._problem(context, error)
+            problem = self._endpoint.problem_of(error, context.id)
             context.outcome = problem.code or ""
             if not context.status:  # otherwise the answer had begun, and the connection is closed
                 body = context.dialect.error_body(problem, context.id)
@@ -151,14 +150,6 @@ class App:
                 self._endpoint.leave(context.key)
             else:  # the journal reads on after the client has left
                 journaled.done_callbacks.append(lambda done: self._endpoint.leave(context.key))
-
-    def _problem(self, context: RequestContext, error: Exception) -> Problem:
-        if isinstance(error, Problem):
-            return error
-        if isinstance(error, EdgeInferError):
-            return from_error(error)
-        self._endpoint.log.error("internal", error, request_id=context.id)
-        return internal(context.id)
 
     def _record(self, context: RequestContext, method: str) -> None:
         """Count a request and write its line to the log."""

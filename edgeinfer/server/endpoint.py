@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
-from edgeinfer.errors import QueueFullError
+from edgeinfer.errors import EdgeInferError, QueueFullError
 from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
@@ -22,7 +22,14 @@ from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import Metrics
 from edgeinfer.server.model_pool import ModelAdministrator, ModelPool
-from edgeinfer.server.problems import shutting_down, too_many, unavailable
+from edgeinfer.server.problems import (
+    Problem,
+    from_error,
+    internal,
+    shutting_down,
+    too_many,
+    unavailable,
+)
 from edgeinfer.server.wire_types import Slot
 
 if TYPE_CHECKING:
@@ -111,6 +118,15 @@ class Endpoint:
         self.inside[model] -= n
         if not self.inside[model]:
             del self.inside[model]
+
+    def problem_of(self, error: Exception, request_id: str) -> Problem:
+        """Return what to answer after `error`; of a defect, the log gets the traceback."""
+        if isinstance(error, Problem):
+            return error
+        if isinstance(error, EdgeInferError):
+            return from_error(error)
+        self.log.error("internal", error, request_id=request_id)
+        return internal(request_id)
 
     def cancel_all(self) -> None:
         """End every generation at its next step; their clients are told why."""

@@ -31,7 +31,7 @@ from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
-from edgeinfer.server.problems import Problem, from_error, internal, shutting_down
+from edgeinfer.server.problems import Problem, shutting_down
 from edgeinfer.server.request_fields import refuse_pictures
 from edgeinfer.server.wire_types import ModelFields
 
@@ -204,15 +204,12 @@ async def answer(
     endpoint = context.endpoint
     context.name_model(body.model)
     spec = GenerationSpec(body.keep_alive, requests, renderer)
-    if stream and endpoint.models.is_loaded(context.model):
-        started: asyncio.Future[GenerationTask] = asyncio.get_running_loop().create_future()
-        started.set_result(await start(context, spec))
-        return _StreamResponse(context, spec, started)
+    is_loaded = endpoint.models.is_loaded(context.model)
     starting = asyncio.ensure_future(start(context, spec))
     if not stream:
         return _WholeResponse(context, spec, starting)
     try:
-        await asyncio.wait({starting}, timeout=endpoint.limits.patience_s)
+        await asyncio.wait({starting}, timeout=None if is_loaded else endpoint.limits.patience_s)
     except asyncio.CancelledError:
         starting.cancel()
         raise
@@ -283,17 +280,13 @@ class _GenerationResponse(Response):
             raise shutting_down()
 
     def _problem(self, error: Exception) -> Problem:
-        if isinstance(error, Problem):
-            return error
         if isinstance(error, EngineClosedError) and self.task is not None:
             self.task.lease.failed()
         if isinstance(error, EdgeInferError):
             self.endpoint.log.warning(
                 "generation-failed", request_id=self.context.id, code=error.code, message=error.message
             )
-            return from_error(error)
-        self.endpoint.log.error("internal", error, request_id=self.context.id)
-        return internal(self.context.id)
+        return self.endpoint.problem_of(error, self.context.id)
 
 
 class _WholeResponse(_GenerationResponse):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from edgeinfer.errors import EdgeInferError, InvalidRequestError
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.server.connection import unless_disconnected
 from edgeinfer.server.context import RequestContext, json_reply
@@ -16,7 +16,7 @@ from edgeinfer.server.model_pool import ModelAdministrator, spellings
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.ollama.model_view import find
 from edgeinfer.server.ollama.render import error_line
-from edgeinfer.server.problems import Problem, from_error, internal
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.pulling import Reports, reports_of, source_of
 
 ROUTES = RouteTable()
@@ -62,19 +62,13 @@ async def _lines(
         async for report in reports:
             yield msgspec.json.encode(progress_line(report)) + b"\n"
         last = msgspec.json.encode(_DONE) + b"\n"
-    except EdgeInferError as error:
-        last = _error_line(context, from_error(error))
     except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
-        context.endpoint.log.error("internal", error, request_id=context.id)
-        last = _error_line(context, internal(context.id))
+        problem = context.endpoint.problem_of(error, context.id)
+        context.outcome = problem.code or "error"
+        last = error_line(problem, context.id)
     finally:
         await reports.aclose()
     yield last
-
-
-def _error_line(context: RequestContext, problem: Problem) -> bytes:
-    context.outcome = problem.code or "error"
-    return error_line(problem, context.id)
 
 
 @ROUTES.delete("/api/delete", is_admin=True)
