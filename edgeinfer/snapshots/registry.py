@@ -205,11 +205,7 @@ def by_last_use(root: Path, keep: str = "") -> list[Path]:
     folders = [
         Path(f) for found in format.generations(str(root)).values() for f in found if f not in own
     ]
-    return sorted(folders, key=_worth)
-
-
-def _worth(folder: Path) -> tuple[bool, bool, float]:
-    return not is_orphan(folder), is_named(folder), last_used_s(folder)
+    return sorted(folders, key=lambda f: (not is_orphan(f), is_named(f), last_used_s(f)))
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
@@ -266,7 +262,6 @@ def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError
 
 
 def forget_failure(name: str) -> None:
-    """Forget the failure of a snapshot's name, if there is one."""
     _failure_path(name).unlink(missing_ok=True)
 
 
@@ -280,7 +275,6 @@ def list_failures() -> list[Failure]:
 
 
 def forget_failures_of(model: str) -> None:
-    """Forget the failures of every snapshot of a model."""
     for failure in list_failures():
         if format.model_part(failure.name) == format.part_of(model):
             forget_failure(failure.name)

@@ -57,19 +57,14 @@ def _overrides(n_without_experts: int) -> Any:
     return (_Override * 2)(_Override(pattern, cpu), _Override(None, None))
 
 
-def check_files(paths: tuple[str, ...]) -> None:
-    """Raise ModelLoadError naming the file that is missing."""
-    for path in paths:
-        if not os.path.isfile(path):
-            raise ModelLoadError(f"{path} is not there")
-
-
 def open_model(
     paths: tuple[str, ...], progress: Progress | None = None, placement: Placement | None = None
 ) -> Any:
     """Map the weights, on no device without a `placement`. Raises ModelLoadError."""
     llama = libllama.lib()
-    check_files(paths)
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ModelLoadError(f"{path} is not there")
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = False  # repacked weights would be a second copy (decision 099)

@@ -13,7 +13,6 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
-from typing import Protocol
 
 import numpy as np
 
@@ -154,18 +153,6 @@ class Acceptance:
         self.rate += _WEIGHT * (is_right - self.rate)
 
 
-class Drafter(Protocol):
-    """Proposes the tokens that follow `tokens`."""
-
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]: ...
-
-    def acceptance(self, position: int) -> Acceptance:
-        """Return the rate of the latest draft's token at `position`."""
-
-    def close(self) -> None:
-        """Free its resources. Idempotent."""
-
-
 class SuffixDrafter:
     """Draft what followed the longest suffix of the text where it occurred before: in the text itself
     or, if `answers` are given, in past ones. Of several places the latest counts.
@@ -242,17 +229,15 @@ class SuffixDrafter:
         return int(ends[-1]), length
 
     def acceptance(self, position: int) -> Acceptance:
+        """Return the rate of the latest draft's token at `position`."""
         length = max(self._length + position, _LENGTHS[0])
         return self._rates[self._is_past][bisect_right(_LENGTHS, length) - 1]
-
-    def close(self) -> None:
-        self.answers = None
 
 
 class Drafting:
     """One sequence's speculation. `is_forced`: draft at any price, as the request says."""
 
-    def __init__(self, drafter: Drafter | None, *, limit: int, is_forced: bool = False) -> None:
+    def __init__(self, drafter: SuffixDrafter | None, *, limit: int, is_forced: bool = False) -> None:
         self._drafter, self._limit = drafter, limit
         self._is_forced = is_forced
         self._predicted: list[int] = []
@@ -260,8 +245,8 @@ class Drafting:
         self.drafted = self.accepted = 0
 
     def use_answers(self, answers: AnswerFile | None) -> None:
-        """Draft from past answers too."""
-        if isinstance(self._drafter, SuffixDrafter):
+        """Draft from past answers too; None releases them."""
+        if self._drafter is not None:
             self._drafter.answers = answers
 
     def propose(self, tokens: Sequence[int], room: int, budget: DraftBudget) -> list[int]:
@@ -288,8 +273,3 @@ class Drafting:
             self._drafter.acceptance(i).note(is_right=predicted == token)
             if predicted != token:
                 break
-
-    def close(self) -> None:
-        """Free the drafter's resources. Idempotent."""
-        if self._drafter is not None:
-            self._drafter.close()

@@ -39,14 +39,10 @@ class Chunks:
 
     def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
         self._invariant_rows = batch_invariance.rows
-        self._s_per_token = s_per_token
+        #: The recent cost (s) of a token of prefill.
+        self.s_per_token = s_per_token
         #: That of long prompts, which attend to more; None before the first.
         self._long_s: float | None = None
-
-    @property
-    def s_per_token(self) -> float:
-        """The recent cost (s) of a token of prefill."""
-        return self._s_per_token
 
     def budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
         """Return the tokens of prompts for a batch with `room` left beside `n_decoding` tokens.
@@ -57,7 +53,7 @@ class Chunks:
         longest = max(pending, default=0)
         budget = room
         if n_decoding:
-            within = int(_CHUNK_S / (self._long_s or self._s_per_token))
+            within = int(_CHUNK_S / (self._long_s or self.s_per_token))
             budget = min(room, max(_CHUNK_MIN, within))
         elif longest > SHORT_TOKENS:
             budget = min(room, _ALONE)
@@ -71,7 +67,7 @@ class Chunks:
         if n_tokens < _CHUNK_MIN:
             return
         took_s = seconds / n_tokens
-        self._s_per_token = _towards(took_s, self._s_per_token)
+        self.s_per_token = _towards(took_s, self.s_per_token)
         if is_long:
             self._long_s = _towards(took_s, self._long_s)
 

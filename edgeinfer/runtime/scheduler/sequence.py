@@ -235,7 +235,7 @@ class Sequence:
 
     def _free(self) -> None:
         self.sampler.close()
-        self.drafting.close()
+        self.drafting.use_answers(None)
         self.pictures.close()
 
     def usage(self) -> Usage:

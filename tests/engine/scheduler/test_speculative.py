@@ -32,22 +32,18 @@ CHEAP = curve(lambda rows: 0.008 + 0.002 * rows)
 FULL = curve(lambda rows: 0.010 * rows)
 
 
-class Always:
+class Always(SuffixDrafter):
     """Drafts the same tokens."""
 
     def __init__(self) -> None:
+        super().__init__(n_vocab=2)
         self._rate = Acceptance(0.5)
-        self.calls = 0
 
     def acceptance(self, position: int) -> Acceptance:
         return self._rate
 
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
-        self.calls += 1
         return [1] * limit
-
-    def close(self) -> None:
-        self.calls = -1
 
 
 def decode(drafting: Drafting, answer: Sequence[int], costs: StepCurve) -> list[int]:
@@ -190,29 +186,16 @@ def test_room_and_no_drafter() -> None:
     assert Drafting(Always(), limit=4).propose([0], 0, DraftBudget(FREE, 1, 1)) == []
 
 
-def test_close_reaches_the_drafter() -> None:
-    drafter = Always()
-    Drafting(drafter, limit=1).close()
-    assert drafter.calls == -1
-    Drafting(None, limit=1).close()
-
-
-class Text:
+class Text(Always):
     """Drafts from a text in which the next token is as predicted in `share` of all places."""
 
     def __init__(self, share: float, seed: int) -> None:
-        self._rate = Acceptance(0.5)
+        super().__init__()
         self._random = random.Random(seed)
         self.answer = [int(self._random.random() >= share) for _ in range(96 + 16)]  # 0: as predicted
 
-    def acceptance(self, position: int) -> Acceptance:
-        return self._rate
-
     def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
         return [0] * limit
-
-    def close(self) -> None:
-        pass
 
 
 def rate(n_clients: int, share: float, step_s: Callable[[int], float], *, drafts: bool) -> float:
