@@ -66,7 +66,6 @@ class CommandLine:
                 values += islice(rest, 1)
 
     def has(self, option: str) -> bool:
-        """Return whether an option was typed."""
         return option in self._values
 
     def values(self, option: str) -> list[str]:

@@ -27,7 +27,6 @@ UNEXPECTED = 70
 
 
 def tell_killed(number: int, why: str) -> None:
-    """Say that the app was killed."""
     sys.stderr.write(
         f"\nedgeinfer: the app was killed by signal {number}{f' ({why})' if why else ''}\n"
     )

@@ -159,7 +159,6 @@ class Embedder:
             self.embed(["warm up"])
 
     def set_threads(self, n: int) -> None:
-        """Decode threads from now on."""
         if self._context is not None:
             self._context.set_threads(n)
 

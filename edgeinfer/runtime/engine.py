@@ -94,7 +94,6 @@ class LlamaEngine:
         return not (self._closed or self._loop.failure)
 
     def health(self) -> str:
-        """See `Engine.health`."""
         return self._loop.failure
 
     @property
@@ -167,7 +166,6 @@ class LlamaEngine:
         self._loop.call(lambda: self._set_threads(n_threads))
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """See `Engine.use_adapters`."""
         self._check_open()
         if not self._loaded.can_generate:
             raise InvalidRequestError(
@@ -231,7 +229,6 @@ class LlamaEngine:
         return self._cache.blocks.writer.flush(timeout_s)
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        """See `Engine.begun_with`."""
         if self._cache is None:
             return []
         tokens = self._cache.names.begun_with(agent, self._lora.key(None), salt)

@@ -61,7 +61,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         return parse_adapters(self.lora or files.lora)
 
     def adapter_paths(self, files: ModelFiles) -> tuple[str, ...]:
-        """Return the files of those adapters."""
         return tuple(adapter.path for adapter in self.adapters(files))
 
     def for_another_model(self) -> LoadOptions:

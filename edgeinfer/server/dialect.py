@@ -91,15 +91,12 @@ class RouteTable(list[Operation]):
     def get(
         self, path: str, *, uses_model: bool = False, **declared: Any
     ) -> Callable[[Handler], Handler]:
-        """Register a handler of GET."""
         return self.add("GET", path, uses_model=uses_model, **declared)
 
     def post(self, path: str, **declared: Any) -> Callable[[Handler], Handler]:
-        """Register a handler of POST."""
         return self.add("POST", path, **declared)
 
     def delete(self, path: str, **declared: Any) -> Callable[[Handler], Handler]:
-        """Register a handler of DELETE."""
         return self.add("DELETE", path, uses_model=False, **declared)
 
 

@@ -151,7 +151,6 @@ class Metrics:
         self.decode_time.labels(*labels).observe(end.timings.decode_ms / 1000)
 
     def model_loaded(self, model: str, how: str, seconds: float, stages_ms: dict[str, float]) -> None:
-        """Count a loaded model."""
         self.loads.labels(how, model).inc()
         self.load_time.labels(how, "total", model).observe(seconds)
         for stage, stage_ms in stages_ms.items():

@@ -153,7 +153,6 @@ class ModelPool:
         return [(s.name, s.loaded.engine) for s in self._entries.values() if s.loaded is not None]
 
     def info(self, name: str) -> EngineInfo | None:
-        """Return a loaded model's info."""
         entry = self._entries.get(name)
         return None if entry is None or entry.loaded is None else entry.loaded.engine.info
 

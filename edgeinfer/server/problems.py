@@ -167,7 +167,6 @@ def unsupported(param: str, why: str) -> Problem:
 
 
 def too_many(message: str, retry_after_s: int) -> Problem:
-    """Make a 429."""
     return Problem(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 

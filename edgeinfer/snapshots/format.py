@@ -86,7 +86,6 @@ def _plain(word: str) -> str:
 
 
 def manifest_text(m: Manifest) -> str:
-    """Return a manifest's text."""
     rows: list[tuple[object, ...]] = [(MAGIC, VERSION)]
     for field, value in vars(m).items():
         if isinstance(value, dict):

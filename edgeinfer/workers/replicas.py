@@ -127,7 +127,6 @@ class ReplicatedEngine(ForwardingEngine):
         return EngineMetrics.sum([self._ended_metrics, *(now for _, now in self._metrics())])
 
     def replicas(self) -> ReplicasInfo:
-        """See `HasReplicas`."""
         running = tuple(
             ReplicaInfo(
                 number=replica.number,
@@ -403,12 +402,10 @@ class RoutedRequest:
         return True
 
     def fail(self, error: EngineError) -> None:
-        """End the stream with `error`."""
         self.stream.put(error)
         self._on_end(self)
 
     def cancel(self) -> None:
-        """See `Generation.cancel`."""
         with self._changing:
             self._is_cancelled = True
             source = self._source

@@ -90,5 +90,4 @@ class Checkpoints:
         return max(within, key=lambda checkpoint: checkpoint.n_tokens, default=None)
 
     def restore(self, seq_id: int, checkpoint: Checkpoint) -> bool:
-        """Restore the state of `seq_id` from a checkpoint."""
         return self._states.write_checkpoint(seq_id, checkpoint.state)

@@ -41,7 +41,6 @@ class ActiveContext:
         return int(L.llama_n_ctx(self.context))
 
     def set_threads(self, n: int) -> None:
-        """Decode with `n` threads from now on."""
         L.llama_set_n_threads(self.context, n, n)
 
     def free(self) -> None:

@@ -133,7 +133,6 @@ def _usable(room: Room, sizes: _Sizes) -> int:
 
 
 def _split(memory: list[int], n_layers: int) -> list[int]:
-    """Split `n_layers` by memory."""
     total = sum(memory) or 1
     ends = [n_layers * sum(memory[: i + 1]) // total for i in range(len(memory) - 1)]
     return [end - begin for begin, end in zip([0, *ends], [*ends, n_layers], strict=True)]

@@ -169,7 +169,6 @@ class LowPriorityExecutor:
         self._thread: ThreadPoolExecutor | None = None
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run `work`, wait for it, and return what it returns."""
         if self._thread is None:
             name = "edgeinfer-low-priority"
             self._thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)

@@ -218,7 +218,6 @@ class MessageRenderer(Renderer):
         )
 
     def _stop(self, end: Finished) -> tuple[wire.StopReason, str | None]:
-        """Return `stop_reason` and `stop_sequence`."""
         if end.reason == "tool_calls":
             return "tool_use", None
         if end.reason in ("length", "deadline"):

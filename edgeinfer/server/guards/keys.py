@@ -58,7 +58,6 @@ class Keys:
 
 
 def key_path() -> Path:
-    """Return the path of the generated key."""
     return paths.config_dir() / "api-key"
 
 

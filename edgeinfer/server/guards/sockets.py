@@ -57,7 +57,6 @@ def _addresses(listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
 
 
 def has_port(listeners: Sequence[socket.socket], port: int) -> bool:
-    """Return whether one of `listeners` listens at `port`."""
     return any(bound == port for _, bound in _addresses(listeners))
 
 

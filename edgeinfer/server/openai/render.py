@@ -113,7 +113,6 @@ class _OpenAI(Renderer):
 
     @property
     def ends(self) -> list[Finished]:
-        """Return the ends so far, by index."""
         return [self._ends[index] for index in sorted(self._ends)]
 
     def _piece(

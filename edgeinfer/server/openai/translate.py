@@ -135,7 +135,6 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
 
 
 def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
-    """Convert turns to messages."""
     return tuple(map(_message, turns))
 
 

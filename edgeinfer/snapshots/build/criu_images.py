@@ -97,7 +97,6 @@ class ImageMessage(list[Field]):
         return message
 
     def encode(self) -> bytes:
-        """Return the bytes of the message."""
         out = []
         for number, kind, value in self:
             out.append(_encoded(number << 3 | kind))
@@ -112,7 +111,6 @@ class ImageMessage(list[Field]):
         return next((value for n, _, value in self if n == field and isinstance(value, int)), 0)
 
     def parts(self, field: int) -> list[ImageMessage]:
-        """Return the messages in a repeated field."""
         return [ImageMessage.decode(value) for n, _, value in self if n == field]
 
     def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:

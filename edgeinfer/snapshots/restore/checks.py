@@ -43,7 +43,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(loaded: LoadedModel | None) -> Facts:
-    """Collect the facts of this process."""
     drawn = {
         "os.urandom": os.urandom(16).hex(),
         "getrandom": getrandom(16).hex(),

@@ -153,7 +153,6 @@ class ImageManifest(msgspec.Struct, rename="camel", kw_only=True):
 
 
 def manifest_bytes(config: bytes, layers: list[Descriptor], annotations: dict[str, str]) -> bytes:
-    """Encode the image manifest."""
     described = Descriptor(CONFIG_TYPE, sha256(config), len(config))
     manifest = ImageManifest(config=described, layers=layers, annotations=annotations)
     return msgspec.json.encode(manifest)

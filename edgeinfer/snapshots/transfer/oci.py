@@ -113,7 +113,6 @@ class Layout:
             raise corrupt(f"{self} has no {digest}: {error.strerror}") from error
 
     def blob(self, digest: str) -> Path:
-        """Return the path of a blob."""
         return self.folder / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
     # --- writing

@@ -38,12 +38,10 @@ class RegistryStore(Registry):
     """A repository that blobs are put in. Raises what `asked` raises."""
 
     def has(self, digest: str, size: int) -> bool:
-        """Return whether the blob is there already."""
         answer = self.asked("HEAD", f"{self.base}/blobs/{digest}", {}, wanted=(200, 404))
         return answer.status_code == 200 and answer.headers.get("Content-Length") == str(size)
 
     def put(self, digest: str, size: int, chunks: Iterator[bytes]) -> None:
-        """Send a blob."""
         begun = self.asked(
             "POST", f"{self.base}/blobs/uploads/", {"Content-Length": "0"}, wanted=(202,)
         )

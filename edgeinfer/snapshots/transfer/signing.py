@@ -118,7 +118,6 @@ class SigningKey:
 
 
 def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
-    """Return whether this key signed this message."""
     if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
