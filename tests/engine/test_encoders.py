@@ -13,7 +13,6 @@ from made_models import CLS, MEAN, N_EMBD, RANK, make_bert
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.requests import GenerateRequest
 
 
 def load(path: Path) -> LlamaEngine:
@@ -33,14 +32,6 @@ def test_encoder_embeds_batched_as_unbatched(encoder: LlamaEngine) -> None:
     for i in (0, 3, 43):
         assert encoder.embed([texts[i]])[0] == pytest.approx(together[i], abs=2e-3)
     assert together[0] != pytest.approx(together[1], abs=1e-3)
-
-
-def test_an_encoder_does_not_generate_and_says_so(encoder: LlamaEngine) -> None:
-    assert encoder.info.can_embed
-    assert not encoder.info.can_generate
-    with pytest.raises(InvalidRequestError) as refused:
-        encoder.submit(GenerateRequest(prompt="cat"))
-    assert refused.value.param == "model"
 
 
 def test_an_encoder_warms_up_and_parks(encoder: LlamaEngine) -> None:

@@ -8,7 +8,6 @@ from made_models import FIM, make_llama
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.requests import GenerateRequest, Infill, InfillFile
 
 from .conftest import load as load_model
@@ -79,16 +78,6 @@ def test_the_last_files_are_kept(load):
     said = _spelled(load(*FIM), Infill(prefix="x", files=FILES), 39)
     assert b"two" in said
     assert b"one" not in said
-
-
-def test_an_engine_fills_a_gap(load):
-    request = GenerateRequest(
-        infill=Infill(prefix="def f():\n", suffix="\n", files=FILES), max_tokens=4, ignore_eos=True
-    )
-    (*_, end) = load(*FIM).submit(request)
-    assert isinstance(end, Finished)
-    assert end.usage.completion_tokens == 4
-    assert end.usage.prompt_tokens == 49
 
 
 def test_a_text_longer_than_the_context_is_cut_and_leaves_room_for_the_answer(load):

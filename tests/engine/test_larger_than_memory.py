@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import made_families
 import pytest
 from made_families import FAMILIES, Family, make_family
+from other_processes import run_python
 
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
@@ -72,14 +71,8 @@ def answer(group: str, model: Path, n_ctx: int = 512, prompt: str = "The river")
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, group, str(model), str(n_ctx), prompt],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = run_python(PROGRAM, group, model, n_ctx, prompt, timeout=300)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 

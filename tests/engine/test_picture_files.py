@@ -2,11 +2,11 @@
 
 import base64
 import io
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from other_processes import run_python
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime import picture_files
@@ -166,5 +166,5 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
 
 
 def test_a_computation_reaches_no_file_socket_or_process():
-    done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["open", "socket", "fork", "exec", "kill", "unlink", "thread"]
+    reached = run_python(_LIMITED).split()
+    assert reached == ["open", "socket", "fork", "exec", "kill", "unlink", "thread"]

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.events import Finished, TokenLogprobs
+from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.prefix_cache.format import KvBlock
 from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
@@ -171,16 +170,6 @@ def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: B
     assert {block.path for block in list_blocks(store.root)} == others
 
 
-def test_prefill_only_prompt_is_cached(engine: LlamaEngine) -> None:
-    tokens = tuple(engine.tokenize(text(300)))
-    events = list(engine.submit(ask(tokens, max_tokens=0)))
-    assert isinstance(events[-1], Finished)
-    assert events[-1].reason == "length"
-    assert events[-1].usage.completion_tokens == 0
-    _, usage = heard(engine, ask(tokens + tuple(engine.tokenize(" and then"))))
-    assert usage.cached_tokens == len(tokens)
-
-
 def test_prefetched_prompt_is_stored_once_sent(engine: LlamaEngine, store: BlockStore) -> None:
     tokens = tuple(engine.tokenize(text(600)))
     list(engine.submit(ask(tokens, max_tokens=0, cache_on_disk=False)))
@@ -205,18 +194,6 @@ def test_cache_prompt_false_neither_reads_nor_writes(engine: LlamaEngine, store:
     assert usage.cached_tokens == 0
 
 
-def test_other_salt_finds_nothing_in_memory_or_on_disk(engine: LlamaEngine) -> None:
-    tokens = tuple(engine.tokenize(text(600)))
-    heard(engine, ask(tokens, cache_salt="mine"))
-    assert engine.flush_blocks()
-    for salt in ("theirs", ""):
-        _, usage = heard(engine, ask(tokens, cache_salt=salt))
-        assert usage.cached_tokens == 0
-    engine.between_steps(engine._scheduler.kv.drop_idle)
-    _, usage = heard(engine, ask(tokens, cache_salt="mine"))
-    assert usage.cached_disk_tokens == len(tokens) - 1
-
-
 def test_short_prompt_is_not_stored(engine: LlamaEngine, store: BlockStore) -> None:
     heard(engine, ask(tuple(engine.tokenize("A short question."))))
     assert engine.flush_blocks()
@@ -228,31 +205,6 @@ def test_parked_engine_has_no_store_and_no_text(engine: LlamaEngine) -> None:
     engine.park()
     assert engine._scheduler.prefixes.blocks is None
     assert engine.metrics().kv_used_tokens == 0
-
-
-def test_damaged_blocks_are_prefilled_again(engine: LlamaEngine, store: BlockStore) -> None:
-    tokens = tuple(engine.tokenize(text(900)))
-    wanted, _ = heard(engine, ask(tokens))
-    store_and_drop(engine)
-    second = engine._scheduler.prefixes.blocks.names.chain(list(tokens), (), "").names[2]  # type: ignore[union-attr]
-    path = engine._scheduler.prefixes.blocks.blocks.path(second)  # type: ignore[union-attr]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    found, usage = heard(engine, ask(tokens))
-    assert usage.cached_disk_tokens == 256
-    assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in wanted]  # type: ignore[attr-defined]
-
-
-def test_evicted_prefix_is_restored(store: BlockStore, smollm2: Path) -> None:
-    with closing(load(smollm2, store, n_ctx=1024, n_parallel=1)) as engine:
-        prompts = [tuple(engine.tokenize(text(600, start))) for start in (0, 1000, 2000)]
-        for prompt in prompts:
-            heard(engine, ask(prompt))
-        assert engine.flush_blocks()
-        for prompt in prompts:
-            _, usage = heard(engine, ask(prompt))
-            assert usage.cached_tokens >= len(prompt) - 40
 
 
 @pytest.mark.parametrize("is_prefetched", [False, True])

@@ -26,14 +26,6 @@ def engine(hybrid: Path) -> Iterator[LlamaEngine]:
         yield opened
 
 
-def test_repeated_prompt_computes_one_token(engine: LlamaEngine) -> None:
-    tokens = tuple(engine.tokenize(text(600)))
-    first, _ = heard(engine, ask(tokens))
-    again, usage = heard(engine, ask(tokens))
-    assert usage.cached_tokens == len(tokens) - 1
-    assert again == first
-
-
 def test_checkpoints_are_saved_during_a_long_prefill(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(2600)))
     assert len(tokens) > 2300

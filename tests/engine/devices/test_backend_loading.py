@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from other_processes import run_python
 
 from edgeinfer.runtime.llama.backends import files
 from edgeinfer.runtime.llama.backends.files import LibraryFacts
@@ -40,16 +40,8 @@ print(msgspec.json.encode({"answer": first, "before": before, "after": mapped(),
 
 def load(name: str, **more: str):
     """Run `loading.load` in a fresh process with more in its environment."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, name],
-        env={**os.environ, **more},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    said = run_python(LOAD, name, env={**os.environ, **more}, timeout=120)
+    return json.loads(said.splitlines()[-1])
 
 
 def test_device_is_described_and_not_opened_before(lavapipe: dict[str, str]) -> None:

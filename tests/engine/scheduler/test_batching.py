@@ -254,12 +254,6 @@ def test_a_prompt_beyond_the_context_is_refused_up_front(plain: LlamaEngine) -> 
     assert refused.value.param == "prompt"
 
 
-def test_a_full_context_finishes_with_length(plain: LlamaEngine) -> None:
-    end = answer(plain, written("", prompt="word " * 1000, max_tokens=500)).finished
-    assert end.reason == "length"
-    assert end.usage.prompt_tokens + end.usage.completion_tokens == plain.info.n_ctx
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=2)) as engine:

@@ -118,13 +118,6 @@ def test_a_span_is_not_closed_within_a_character_or_a_marker(engine: LlamaEngine
     assert not any(spent(engine, 1, "</think>", opened=True))
 
 
-def test_fake_engine_keeps_the_reasoning_budget() -> None:
-    script = [ReasoningDelta("one "), ReasoningDelta("two "), ReasoningDelta("three"), "answer"]
-    found = answer(FakeEngine([script]), think(reasoning_budget=2))
-    assert (found.reasoning, found.text) == ("one two ", "answer")
-    assert found.finished.usage.reasoning_tokens == 2
-
-
 @pytest.mark.parametrize("fields", [{"reasoning_budget": -1}, {"messages": (), "prompt": "a"}])
 def test_invalid_reasoning_budget_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError) as caught:

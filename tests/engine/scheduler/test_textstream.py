@@ -40,32 +40,16 @@ def test_the_longer_stop_wins_where_both_begin() -> None:
     assert stream.stopped_by == "STOP"
 
 
-def test_a_false_beginning_is_given_back() -> None:
-    stream = TextStream(["###"])
-    assert stream.feed(b"a ##") == "a "
-    assert stream.is_holding
-    assert stream.feed(b" b") == "## b"
-    assert not stream.is_holding
-
-
-def test_held_text_is_emitted_at_the_end() -> None:
-    stream = TextStream(["###"])
-    assert stream.feed(b"a ##") + stream.finish() == "a ##"
-
-
-def test_an_unfinished_character_is_dropped_at_the_end() -> None:
-    stream = TextStream()
-    assert stream.feed("ü".encode()[:1]) == ""
-    assert stream.is_holding
-    assert stream.finish() == ""
-
-
-def test_invalid_bytes_become_replacement_characters() -> None:
-    assert TextStream().feed(b"a\xffb") == "a\ufffdb"
-
-
-def test_nothing_comes_after_the_stop() -> None:
-    stream = TextStream(["x"])
-    assert stream.feed(b"abxcd") == "ab"
-    assert stream.feed(b"more") == ""
-    assert stream.finish() == ""
+@pytest.mark.parametrize(
+    ("stops", "fed", "shown"),
+    [
+        (["###"], [b"a ##", b" b"], ["a ", "## b", ""]),
+        (["###"], [b"a ##"], ["a ", "##"]),
+        (["x"], [b"abxcd", b"more"], ["ab", "", ""]),
+        ([], [b"\xc3"], ["", ""]),  # an unfinished character is dropped
+        ([], [b"a\xffb"], ["a\ufffdb", ""]),
+    ],
+)
+def test_text_is_held_until_it_is_certain(stops: list[str], fed: list[bytes], shown: list[str]) -> None:
+    stream = TextStream(stops)
+    assert [*map(stream.feed, fed), stream.finish()] == shown

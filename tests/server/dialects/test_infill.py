@@ -78,10 +78,6 @@ def test_suffix_in_completions_and_in_ollamas_generate_is_the_same(here):
     assert openai["choices"][0]["text"] == ollama["response"]
 
 
-def test_what_can_fill_gaps_says_so(here):
-    assert "insert" in here.client.post("/api/show", json={"model": "made"}).json()["capabilities"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

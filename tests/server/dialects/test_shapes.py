@@ -167,7 +167,7 @@ def test_completions_logprobs_have_offsets(serve):
     assert [offset for part in streamed for offset in part.get("text_offset", [])] == [0, 2]
 
 
-def test_a_message_stream_opens_one_block_at_a_time(serve):
+def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same(serve):
     here = serve(FakeEngine([CALLS]))
     body = {"max_tokens": 9, "messages": HI, "tools": [{"name": "f", "input_schema": {}}]}
     events = here.events("/v1/messages", body)
@@ -189,13 +189,8 @@ def test_a_message_stream_opens_one_block_at_a_time(serve):
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
     assert events[-2][1]["usage"]["cache_read_input_tokens"] == 4
-
-
-def test_a_message_whole_has_the_same_blocks(serve):
-    here = serve(FakeEngine([CALLS]))
-    body = {"max_tokens": 9, "messages": HI, "tools": [{"name": "f", "input_schema": {}}]}
     message = here.client.post("/v1/messages", json=body).json()
-    assert [b["type"] for b in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [b["type"] for b in message["content"]] == kinds
     assert message["content"][2]["input"] == {"x": 1}
     assert message["usage"] == message["usage"] | {
         "input_tokens": 5,

@@ -29,25 +29,6 @@ def _completed(here, **fields) -> dict:
     return answer.json()
 
 
-def _text(here, **fields) -> str:
-    return _completed(here, **fields)["choices"][0]["text"]
-
-
-@pytest.mark.model
-def test_an_adapter_is_chosen_by_name_and_scale(smol):
-    plain, red, blue = (
-        _text(smol, lora=lora) for lora in ([], [{"name": "red"}], [{"name": "blue", "scale": 1.0}])
-    )
-    assert len({plain, red, blue}) == 3
-    assert _text(smol, lora=[{"name": "red", "scale": 0}]) == plain
-    # a cached prefix leaves one token to prefill, and adapters of rank 4 round otherwise in a batch
-    both, default = (
-        _text(smol, cache_prompt=False, **lora)
-        for lora in ({"lora": [{"name": "red"}, {"name": "blue"}]}, {})
-    )
-    assert both == default
-
-
 SAY = "A short note about rivers:"
 #: Path → what asks for one and the same in that dialect.
 DIALECTS = {
@@ -83,13 +64,6 @@ def test_every_dialect_chooses_adapters(smol, path):
     without_ids = re.compile(r'"id": "[^"]*"')
     assert without_ids.sub("", said([])) == without_ids.sub("", said([]))
     assert without_ids.sub("", said(red)) != without_ids.sub("", said([]))
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("lora", [[{"name": "green"}], [{"name": "red"}, {"name": "red"}]])
-def test_an_adapter_that_is_not_there_is_refused(smol, lora):
-    refused = smol.client.post("/v1/completions", json=ASK | {"lora": lora})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora")
 
 
 @pytest.mark.model

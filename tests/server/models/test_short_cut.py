@@ -42,27 +42,6 @@ async def test_tokens_are_written_on_the_thread_that_made_them():
         transport.abort()
 
 
-async def test_what_does_not_fit_goes_through_the_event_loop_in_order():
-    connection, transport, client = await connected()
-    with client:
-        short_cut = connection.short_cut(words)
-        taken = 0
-        while short_cut(TextDelta(f"{taken:04d}" * 10_000)):
-            taken += 1
-        assert taken > 1
-        assert connection.short_cut(words) is not None  # nothing has come to the event loop yet
-        await asyncio.sleep(0)
-        assert connection.short_cut(words) is None
-        transport.write(b"end")
-        reading = asyncio.to_thread(lambda: b"".join(iter(lambda: client.recv(1 << 20), b"")))
-        transport.write_eof()
-        heard = await reading
-        assert (
-            heard == b"".join(b"9c40\r\n%b\r\n" % (b"%04d" % n * 10_000) for n in range(taken)) + b"end"
-        )
-        transport.abort()
-
-
 async def test_a_client_that_left_and_a_defect_do_no_harm():
     connection, transport, client = await connected()
     client.close()

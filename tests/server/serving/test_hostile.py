@@ -158,6 +158,7 @@ def test_pipelined_requests_are_answered_in_order(serve, raw_exchange):
     [
         (b"host: localhost\r\nhost: evil.example\r\n", b" 400 "),
         (b"host: localhost\r\nhost: localhost\r\n", b" 400 "),
+        (b"host: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n", b" 400 "),
         (b"host: localhost\r\ntransfer-encoding: gzip, chunked\r\n", b" 501 "),
         (b"host: localhost\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", b" 501 "),
     ],
@@ -181,13 +182,6 @@ def test_half_closed_client_is_answered(serve, until):
         reply = b"".join(iter(lambda: client.recv(65_536), b""))
     assert reply.startswith(b"HTTP/1.1 200 ")
     assert b"late answer" in reply
-
-
-def test_smuggling_is_not_possible(serve, raw_exchange):
-    here = serve()
-    head = b"POST /infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
-    both = head + b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    assert b" 400 " in raw_exchange(here.port, both).splitlines()[0]
 
 
 @pytest.mark.parametrize("count", [2000])
