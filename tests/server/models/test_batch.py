@@ -228,7 +228,7 @@ def test_a_run_in_which_nothing_is_answered_ends(files, hasty):
 _SHAKY = """
 import sys
 rest_s = float(sys.argv.pop(1))
-sys.path.insert(0, sys.argv.pop(1))
+sys.path[:0] = sys.argv.pop(1).split(":")
 import test_batch as t
 from edgeinfer.cli import batching
 from edgeinfer.errors import DecodeError
@@ -245,7 +245,8 @@ def test_failures_and_a_kill_in_their_midst_lose_nothing(files, until):
     paths = files(*(_chat(str(n)) for n in range(90)))
 
     def words(rest_s: float) -> list[str]:
-        return [sys.executable, "-c", _SHAKY, str(rest_s), os.path.dirname(__file__), *paths]
+        path = ":".join([os.path.dirname(__file__), *sys.path])
+        return [sys.executable, "-c", _SHAKY, str(rest_s), path, *paths]
 
     def lines() -> int:
         output = Path(paths[1])
