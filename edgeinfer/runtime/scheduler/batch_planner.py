@@ -102,7 +102,6 @@ class BatchPlanner:
         """Add rows of a picture, all of them if they attend to each other in both directions."""
         span, past = seq.picture, seq.n_past
         assert span is not None
-        assert seq.cached_seq is not None
         n = span.end - past
         if not span.is_whole:
             n = min(n, self.chunks.budget(self.batch.room, int(not is_alone), [n]))
@@ -115,7 +114,7 @@ class BatchPlanner:
         self.batch.add_picture(
             seq.pictures.rows(span)[rows],
             seq.position,
-            seq.cached_seq.seq_id,
+            seq.claimed.seq_id,
             outputs=int(has_output),
             is_causal=not span.is_whole,
             positions=None if positions is None else positions[:, rows],
@@ -138,11 +137,10 @@ class BatchPlanner:
         if seq.request.overflow != "shift":
             self.queue.end(seq, "length")
             return False
-        assert seq.cached_seq is not None
         keep = min(seq.keep_tokens(), self.n_ctx // 2)
         drop = (len(seq.tokens) - keep) // 2
-        if seq.n_pending > 1 or not self.kv.shift(seq.cached_seq, keep, drop):
-            self.kv.truncate(seq.cached_seq, min(keep, seq.n_past))
+        if seq.n_pending > 1 or not self.kv.shift(seq.claimed, keep, drop):
+            self.kv.truncate(seq.claimed, min(keep, seq.n_past))
         del seq.tokens[keep : keep + drop]
         return True
 
@@ -167,10 +165,9 @@ class BatchPlanner:
             drafts = self._drafts(seq, spare if is_named else room, budget)
             spare -= len(drafts)
             exact -= len(drafts)
-            assert seq.cached_seq is not None
             tokens = [*seq.tokens[seq.n_past :], *drafts]
             row = self.batch.n_outputs
-            seq_id, outputs = seq.cached_seq.seq_id, 1 + len(drafts)
+            seq_id, outputs = seq.claimed.seq_id, 1 + len(drafts)
             self.batch.add(tokens, seq.position, seq_id, outputs=outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, row, tokens, drafts))
         return entries
@@ -224,7 +221,6 @@ class BatchPlanner:
             budget -= self._add_chunk(seq, budget, entries)
 
     def _add_chunk(self, seq: Sequence, budget: int, entries: list[BatchEntry]) -> int:
-        assert seq.cached_seq is not None
         past = seq.n_past
         if not self.kv.supports_truncation:
             budget = min(budget, recurrent_checkpoints.tokens_to_next_checkpoint(past, len(seq.tokens)))
@@ -236,7 +232,7 @@ class BatchPlanner:
         complete = past + len(tokens) == len(seq.tokens)
         wanted = complete and seq.max_tokens > 0
         n_outputs = len(tokens) if scores else int(wanted)
-        seq_id = seq.cached_seq.seq_id
+        seq_id = seq.claimed.seq_id
         self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
         row = self.batch.n_outputs - 1
         entries.append(BatchEntry(seq, row, tokens, has_output=wanted, is_prefill=True))

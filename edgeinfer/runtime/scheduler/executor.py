@@ -63,10 +63,9 @@ class Executor:
             code = self._decode_or_abort(entries)
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
-                seq, cached_seq = entry.seq, entry.seq.cached_seq
-                assert cached_seq is not None
-                self.kv.truncate(cached_seq, picture_start(seq.tokens, seq.n_past))
-                self.kv.remove_behind(cached_seq)
+                seq = entry.seq
+                self.kv.truncate(seq.claimed, picture_start(seq.tokens, seq.n_past))
+                self.kv.remove_behind(seq.claimed)
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()
             return None
@@ -79,8 +78,7 @@ class Executor:
                 f"llama_decode returned {code} for a batch of {self.batch.n_tokens} tokens"
             )
         for entry in entries:
-            assert entry.seq.cached_seq is not None
-            self.kv.extend(entry.seq.cached_seq, entry.tokens)
+            self.kv.extend(entry.seq.claimed, entry.tokens)
         self._book_time(entries, seconds)
         return seconds
 

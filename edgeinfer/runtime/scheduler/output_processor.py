@@ -92,11 +92,10 @@ class OutputProcessor:
         if not entry.drafts:
             seq.drafting.record_acceptance(seq.tokens, 0, 0)
             return
-        assert seq.cached_seq is not None
-        right = common_prefix(seq.cached_seq.tokens, seq.tokens, seq.n_past - len(entry.drafts))
+        right = common_prefix(seq.claimed.tokens, seq.tokens, seq.n_past - len(entry.drafts))
         # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
         # not computed yet
         right = min(right, len(seq.tokens) - 1)
         n_drafts = len(entry.drafts)
         seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - right))
-        self.kv.truncate(seq.cached_seq, right)
+        self.kv.truncate(seq.claimed, right)

@@ -131,8 +131,7 @@ class Prefixes:
 
     def _restore_one(self, seq: Sequence, restore: Restore) -> None:
         assert self.blocks is not None
-        assert seq.cached_seq is not None
-        goes_on = self.blocks.read(restore, seq.cached_seq, seq.tokens)
+        goes_on = self.blocks.read(restore, seq.claimed, seq.tokens)
         if restore.is_over or not goes_on:
             restore.succeeded = goes_on
             self._end_restore(seq)

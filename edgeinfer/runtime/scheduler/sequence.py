@@ -96,6 +96,12 @@ class Sequence:
         self.wake()
 
     @property
+    def claimed(self) -> CachedSequence:
+        """Return its cached sequence, which it has while it is computed."""
+        assert self.cached_seq is not None
+        return self.cached_seq
+
+    @property
     def n_past(self) -> int:
         return len(self.cached_seq.tokens) if self.cached_seq else 0
 
