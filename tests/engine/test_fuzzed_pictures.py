@@ -113,8 +113,6 @@ def answering(program: str) -> Iterator[subprocess.Popen[str]]:
 
 def ask(process: subprocess.Popen[str], *words: str | Path) -> tuple[int, float, str]:
     """The end of the child for these words, its seconds of processor time, and what it said."""
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write("\t".join(map(str, words)) + "\n")
     process.stdin.flush()
     code, seconds, said = process.stdout.readline().rstrip("\n").split(" ", 2)

@@ -80,7 +80,6 @@ def test_a_model_larger_than_memory_answers_with_a_warning(
     group: Callable[[int], str], smollm2: Path, tmp_path: Path
 ) -> None:
     model, kind = tmp_path / "f32.gguf", file_type("F32")
-    assert kind is not None
     run_quantizer(smollm2, model, kind, Job(), QuantizeOptions())
     assert model.stat().st_size > 500 * MIB
     short = answer(group(420 * MIB), model)

@@ -116,7 +116,6 @@ def test_adapters_that_come_and_go_leave_other_rows_as_they_are(
 def prompt_scores(engine: LlamaEngine, lora: Lora) -> np.ndarray:
     """Log-probabilities of the tokens of one prompt."""
     found = engines.answer(engine, ask(3, lora, max_tokens=1, prompt_logprobs=0)).prompt
-    assert found is not None
     return np.array([one.chosen.logprob for one in found.tokens])
 
 
@@ -158,7 +157,6 @@ def test_llama_cpp_computes_adapters_that_the_kernels_missed(
         with closing(opened(smollm2, adapters)) as llamas:
             wanted = alone(llamas, requests)
     kernels = row_adapters._kernels()
-    assert kernels is not None
     end = kernels.edgeinfer_adapters_end
     monkeypatch.setattr(kernels, "edgeinfer_adapters_end", lambda step: end(step) and False)
     with closing(opened(smollm2, adapters)) as engine:

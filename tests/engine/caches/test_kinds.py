@@ -71,7 +71,6 @@ def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path
     talk = Talk(engine)
     assert engine.flush_blocks()
     blocks = engine._scheduler.prefixes.blocks
-    assert blocks is not None
     assert blocks.verdict.found == "exact"
     oracle = {}
     for _, asked, _ in talk.prompts():

@@ -83,7 +83,6 @@ def claim(
     kv: KvCache, memory: CountingMemory, tokens: list[int], adapters: tuple[tuple[str, float], ...] = ()
 ) -> CachedSequence:
     cached_seq = kv.claim(tokens, adapters)
-    assert cached_seq is not None
     kv.truncate(cached_seq, common_prefix(cached_seq.tokens, tokens[:-1]))
     fill(kv, memory, cached_seq, tokens)
     return cached_seq
@@ -118,7 +117,6 @@ def test_a_running_sequence_shares_its_prefix_for_free() -> None:
     kv, memory = make()
     leader = claim(kv, memory, list(range(20)))
     follower = kv.claim([*range(10), 99, 98], ())
-    assert follower is not None
     assert follower is not leader
     assert follower.tokens == list(range(10))
     assert kv.used_cells == memory.cells == 20
@@ -163,7 +161,6 @@ def test_other_adapters_share_nothing() -> None:
     kv.release(claim(kv, memory, [1, 2, 3, 4]), keep=True)
     assert kv.match([1, 2, 3, 4, 5], (("a", 1.0),)) == (None, 0)
     other = kv.claim([1, 2, 3, 4, 5], (("a", 1.0),))
-    assert other is not None
     assert other.tokens == []
 
 
@@ -219,7 +216,6 @@ def test_sequence_without_truncation_is_reused_whole_or_not() -> None:
     assert kv.match([1, 2, 9, 9], ()) == (None, 0)
     source, n = kv.match([1, 2, 3, 4], ())
     assert n == 3
-    assert source is not None
     source.active = True
     assert not kv.truncate(source, 2)
     assert source.tokens == []
@@ -339,7 +335,6 @@ def test_random_histories_keep_accounting_and_pictures_whole(seed: int, kind: st
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
     kv, memory = make()
     private = kv.claim([1, 2, 3], (), reuse=False)
-    assert private is not None
     private.is_private = True
     fill(kv, memory, private, [1, 2, 3])
     assert kv.match([1, 2, 3, 4], ()) == (None, 0)

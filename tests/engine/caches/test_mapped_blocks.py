@@ -158,7 +158,6 @@ def test_unmappable_pieces_are_copied(
     if without == "mappings":
         monkeypatch.setattr(cells, "_most_mappings", lambda: 0)
         copies = cells.find_copies()
-        assert copies is not None
         monkeypatch.setattr(copies, "_n_free", 0)
         monkeypatch.setattr(copies, "_counted_at", float("-inf"))
     engine = load(smollm2, store)
@@ -181,19 +180,15 @@ def test_state_moves_between_mapping_and_copying_contexts(
     tokens = tuple(one.tokenize(text(300)))
     heard(one, ask(tokens))
     states = one._scheduler._idle_cells._states
-    assert states is not None
     cached_seq = one._scheduler.kv.cached_sequences[0]
     state = states.read(cached_seq.seq_id, 0, 256)
-    assert state is not None
     assert len(state.pieces) == 2 * N_TENSORS + 1
     assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(one._loaded.cells.rows)
     monkeypatch.setattr(cells, "find_copies", lambda: None)
     other = load(smollm2, None)
     states = other._scheduler._idle_cells._states
-    assert states is not None
     assert states.write(0, state)
     again = states.read(0, 0, 256)
-    assert again is not None
     assert bytes(again.joined()) == bytes(state.joined())
     assert len(again.pieces) == 1
     other.close()

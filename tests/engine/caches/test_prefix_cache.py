@@ -151,7 +151,6 @@ def test_prefill_only_restores_yield_the_disk() -> None:
 def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: BlockStore) -> None:
     """However late the disk is: all of a conversation goes with it, and its beginning was used last."""
     blocks = engine._scheduler.prefixes.blocks
-    assert blocks is not None
     heard(engine, ask(tuple(engine.tokenize(text(300, 900)))))
     assert engine.flush_blocks()  # this model is proven
     others = {block.path for block in list_blocks(store.root)}
@@ -239,7 +238,6 @@ def test_a_model_whose_check_fails_keeps_nothing(
     store: BlockStore, engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = engine._scheduler.prefixes.blocks
-    assert blocks is not None
     monkeypatch.setattr(
         blocks.verdict._check, "step", lambda: "after a restore the next logits differ by 2"
     )

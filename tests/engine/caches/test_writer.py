@@ -157,11 +157,9 @@ def test_prefetched_tokens_are_stored_once_sent(side: Side) -> None:
 
 def test_sequence_sharing_prefetched_tokens_stays_in_memory(side: Side) -> None:
     early = side.kv.claim(list(range(50)), ())
-    assert early is not None
     side.kv.keep_in_memory(early)
     fill(side.kv, side.memory, early, list(range(50)))
     later = side.kv.claim([*range(40), 99], ())
-    assert later is not None
     assert (len(later.tokens), later.memory_only_from) == (40, 0)
     fill(side.kv, side.memory, later, list(range(60)))
     later.memory_only_from = 55

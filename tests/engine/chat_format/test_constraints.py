@@ -214,7 +214,6 @@ def valid(schema: dict[str, Any], text: str) -> None:
 def test_random_walks_validate(constraints, vocab, seed):
     schema = generated(seed)
     text = draw_text(constraints, vocab, JsonSchema(schema), seed)
-    assert text is not None
     valid(schema, text)
 
 
@@ -239,7 +238,6 @@ def test_random_walks_validate_with_a_sentencepiece_vocabulary(big_vocab):
     for seed in range(20):
         schema = generated(seed)
         text = draw_text(constraints, big_vocab, JsonSchema(schema), seed)
-        assert text is not None
         valid(schema, text)
 
 

@@ -26,7 +26,6 @@ WORDS = ("bread", "moons", "rivers", "maps")
 
 def found(file: AnswerFile | None, text: list[int]) -> list[int]:
     """The two tokens that followed the end of `text`."""
-    assert file is not None
     place, length = file.find(np.array(text, np.int32))
     return file.ring[place : place + 2].tolist() if length else []
 
@@ -108,7 +107,6 @@ def test_forgotten_conversation_is_erased_and_no_other(tmp_path: Path) -> None:
     assert found(file, ANSWER[:8]) == []
     assert found(file, ANSWER[::-1][:8]) == []
     assert found(file, other[:8]) == other[8:10]
-    assert file is not None
     assert not np.isin(ANSWER, file.ring).any()
     assert forget_conversation(tmp_path / "blocks", "chat-1") == 0
     blocks.answers.of("another salt")  # a file without an answer
@@ -182,7 +180,6 @@ def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
     answer(engine, request, cache_on_disk=False)
     engine.flush_blocks()
     file = engine._cache.blocks.answers.of("own")  # type: ignore[union-attr]
-    assert file is not None
     assert not file.ring.any()
     answer(engine, request)
     engine.flush_blocks()

@@ -57,9 +57,7 @@ def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEng
     assert isinstance(answer[-1], Finished)
     assert not early.ended
     early.cancel()
-    last = list(rest)[-1]
-    assert isinstance(last, Finished)
-    assert last.reason == "cancelled"
+    assert list(rest)[-1].reason == "cancelled"
     _, usage = heard(engine, ask(tokens, max_tokens=1))
     assert usage.cached_tokens >= 128
 
@@ -98,9 +96,7 @@ def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
         rest = begun(early, 128)
         assert isinstance(list(engine.submit(ask("A client asks", max_tokens=2)))[-1], Finished)
         assert not early.ended
-        last = list(rest)[-1]
-        assert isinstance(last, Finished)
-        assert last.reason == "length"
+        assert list(rest)[-1].reason == "length"
 
 
 def test_step_cancellation_loses_little_work() -> None:
