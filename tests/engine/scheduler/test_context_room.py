@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
+import os
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
+from other_processes import private_bytes
 
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Logprob
@@ -98,11 +99,6 @@ def test_a_cache_without_whole_blocks_is_not_quantized(lengths: tuple[int, int],
     assert not make_shape(metadata, n_vocab=1, n_params=0, weights_bytes=0).can_quantize_kv
 
 
-def private_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text()
-    return 1024 * sum(int(n) for n in re.findall(r"Private_\w+:\s+(\d+) kB", lines))
-
-
 def test_the_trained_context_is_chosen(smollm2: Path) -> None:
     with closing(load_engine(ModelFiles(name="s", paths=(str(smollm2),)), LoadOptions())) as engine:
         info = engine.info
@@ -116,16 +112,20 @@ def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
     model = open_model((str(smollm2),))
     params = loading.context_params(LoadOptions(), 16_384, 512, 4, 2)
     loading.make_context(model, loading.context_params(LoadOptions(), 2048, 512, 4, 2))  # first use
-    before = private_bytes()
+    before = private_bytes(os.getpid())
+
+    def taken() -> int:
+        return private_bytes(os.getpid()) - before
+
     context, lines, _ = loading.make_context(model, params)
     try:
         assert sum("KV buffer size" in line for line in lines) == 1
-        assert private_bytes() - before < 64 * MIB  # of 360
+        assert taken() < 64 * MIB  # of 360
         tokens = (ctypes.c_int * 512)(*([5] * 512))
         assert llama.llama_decode(context, llama.llama_batch_get_one(tokens, 512)) == 0
-        assert private_bytes() - before > 8 * MIB  # 512 tokens of 23 KB
+        assert taken() > 8 * MIB  # 512 tokens of 23 KB
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
-        assert private_bytes() - before > 350 * MIB  # a second clearing writes zeros: mapped files too
+        assert taken() > 350 * MIB  # a second clearing writes zeros: mapped files too
     finally:
         llama.llama_free(context)
         llama.llama_model_free(model)
