@@ -47,7 +47,8 @@ class Operation(msgspec.Struct, frozen=True):
     `is_admin`: it changes what others get, or tells of it. `web`: of the page, for which a cookie
     stands for the API key, or which is open. `may_store`: its answers may be kept, to be
     read again by id. `body` and `reply` are types of JSON; `also` are further answers by status, for
-    the OpenAPI document. Of body and query, the handler is given those that `takes` names.
+    the OpenAPI document; None has no body. Of body and query, the handler is given those that `takes`
+    names.
     """
 
     path: str
@@ -64,7 +65,7 @@ class Operation(msgspec.Struct, frozen=True):
     web: Literal["", "open", "cookie"] = ""
     may_store: bool = False
     reply_type: str = "application/json"
-    also: Mapping[str, type[msgspec.Struct]] = {}
+    also: Mapping[str, type[msgspec.Struct] | None] = {}
 
 
 class RouteTable(list[Operation]):

@@ -33,6 +33,7 @@ _EVENT = {
 _LINES = {"type": "string"}
 #: Status → description, for operations that name the status in `also`.
 _RARE = {
+    "202": "A notification was taken; it has no answer.",
     "409": "It cannot be done here, or its source has changed; the message says what to do.",
     "507": "The disk has no room for it.",
 }
@@ -181,7 +182,10 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     if operation.body is not None:
         responses["408"] = _LATE
     for status, kind in operation.also.items():
-        responses[status]["content"] = _json(kind, error)
+        if kind is None:
+            del responses[status]["content"]
+        else:
+            responses[status]["content"] = _json(kind, error)
     return responses
 
 
