@@ -65,8 +65,8 @@ def test_background_process_steps_back_with_its_own_session_only():
     assert run_python(STEP_BACK).split() == ["19", *own]
 
 
-@pytest.mark.parametrize(("frozen", "switch"), [(False, "-m"), (True, MODULE_SWITCH)])
-def test_module_is_run_by_the_same_program(frozen: bool, switch: str, monkeypatch) -> None:
+@pytest.mark.parametrize(("frozen", "switches"), [(False, ["-P", "-m"]), (True, [MODULE_SWITCH])])
+def test_module_is_run_by_the_same_program(frozen: bool, switches: list[str], monkeypatch) -> None:
     monkeypatch.setattr(sys, "frozen", frozen, raising=False)
     command = child_command("edgeinfer.runtime.llama.helpers.quantizer", "a", "b")
-    assert command == [sys.executable, switch, "edgeinfer.runtime.llama.helpers.quantizer", "a", "b"]
+    assert command == [sys.executable, *switches, "edgeinfer.runtime.llama.helpers.quantizer", "a", "b"]
