@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime.events import Event, Finished, Progress
+from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.generation import Collected
-from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import Connection, ShortCut, disconnected
@@ -39,12 +39,18 @@ from edgeinfer.server.wire_types import ModelFields
 _INLINE_CHARACTERS = 1024
 
 
+#: (engine, request, its generation) → a generation
+Wrap = Callable[[Engine, GenerateRequest, Generation], Generation]
+
+
 class GenerationSpec(msgspec.Struct, frozen=True):
     """The requests to generate and their renderer; both functions are called with the loaded model."""
 
     keep_alive: float | str | None
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
     renderer: Callable[[str, EngineInfo], Renderer]
+    #: What is read in place of each submitted generation.
+    wrap: Wrap | None = None
 
 
 class GenerationTask(NamedTuple):
@@ -79,6 +85,9 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             refuse_pictures(request, info)
         requests = [_prepared(context, request) for request in requests]
         generations = await submit_all(context, lease, requests)
+        if spec.wrap is not None:
+            pairs = zip(requests, generations, strict=True)
+            generations = [spec.wrap(lease.engine, *pair) for pair in pairs]
         return GenerationTask(lease, generations, spec.renderer(context.model, info))
     except BaseException as error:
         if isinstance(error, EngineClosedError):
@@ -196,6 +205,7 @@ async def answer(
     renderer: Callable[[str, EngineInfo], Renderer],
     *,
     stream: bool,
+    wrap: Wrap | None = None,
 ) -> Response:
     """Generate the answers to `requests`, whole or streamed, in the shape of `renderer`.
 
@@ -203,7 +213,7 @@ async def answer(
     """
     endpoint = context.endpoint
     context.name_model(body.model)
-    spec = GenerationSpec(body.keep_alive, requests, renderer)
+    spec = GenerationSpec(body.keep_alive, requests, renderer, wrap)
     is_loaded = endpoint.models.is_loaded(context.model)
     starting = asyncio.ensure_future(start(context, spec))
     if not stream:
@@ -249,7 +259,7 @@ class _GenerationResponse(Response):
     def _count(self, event: Event) -> None:
         if isinstance(event, Finished):
             self.context.ended(event)
-        elif not isinstance(event, Progress):
+        elif isinstance(event, Parsed):
             now = time.perf_counter()
             if self._last_token:
                 self._between_tokens.observe(now - self._last_token)

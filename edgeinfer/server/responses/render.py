@@ -26,6 +26,7 @@ from edgeinfer.server.openai.render import sentence, wire_logprobs
 from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
+from edgeinfer.server.responses.mcp import RoundEnd, ServerItem
 from edgeinfer.server.responses.translate import offered
 
 _encode = msgspec.json.Encoder().encode
@@ -36,7 +37,13 @@ class ResponseRenderer(Renderer):
     """`response` and its stream."""
 
     def __init__(
-        self, request_id: str, model: str, body: wire.ResponsesRequest, *, stored: bool = False
+        self,
+        request_id: str,
+        model: str,
+        body: wire.ResponsesRequest,
+        *,
+        stored: bool = False,
+        events: Sequence[Any] | None = None,
     ) -> None:
         self.id = request_id
         self._stored = stored
@@ -46,7 +53,9 @@ class ResponseRenderer(Renderer):
         self._names = {name: (space, tool.name) for name, (space, tool) in offered(body).items()}
         self._answer = Collected()
         self._sequence = -1
-        self._items: list[tuple[str, int]] = []
+        self._items: list[tuple[str, Any]] = []
+        #: Of an answer with MCP tools, whose items stand in their order.
+        self._events = events
 
     # --- streamed
 
@@ -56,7 +65,14 @@ class ResponseRenderer(Renderer):
             "response.in_progress", response=reply
         )
 
-    def event(self, index: int, event: Event) -> bytes:
+    def event(self, index: int, event: Event | ServerItem | RoundEnd) -> bytes:
+        if isinstance(event, ServerItem):
+            return self._finish_item() + self._whole_item(event)
+        if isinstance(event, RoundEnd):
+            out = self._finish_item()
+            self._items = [("item", self._item(n, "completed")) for n in range(len(self._items))]
+            self._answer = Collected()
+            return out
         self._answer.add(event)
         match event:
             case TextDelta():
@@ -119,8 +135,16 @@ class ResponseRenderer(Renderer):
             out += self._part("response.content_part.added", part=_EMPTY_PARTS[kind])
         return out
 
+    def _whole_item(self, added: ServerItem) -> bytes:
+        self._items.append(("item", added.item))
+        place = {"output_index": len(self._items) - 1}
+        out = self._sse("response.output_item.added", **place, item=added.item)
+        for name, data in added.events:
+            out += self._sse(name, **place, item_id=added.item.id, **data)
+        return out + self._sse("response.output_item.done", **place, item=added.item)
+
     def _finish_item(self) -> bytes:
-        if not self._items:
+        if not self._items or self._items[-1][0] == "item":
             return b""
         place = len(self._items) - 1
         item = self._item(place, "completed")
@@ -132,7 +156,7 @@ class ResponseRenderer(Renderer):
                 name=item.name,
                 arguments=item.arguments,
             )
-        else:
+        elif isinstance(item, wire.MessageOut | wire.ReasoningOut):
             part = item.content[0]
             if isinstance(part, wire.OutputTextOut):
                 out = self._part("response.output_text.done", text=part.text, logprobs=part.logprobs)
@@ -148,6 +172,9 @@ class ResponseRenderer(Renderer):
 
     def _item(self, place: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
         kind, number = self._items[place]
+        if kind == "item":
+            done: wire.OutputItem = number
+            return done
         item_id, answer = self._item_id(place), self._answer
         if kind == "message":
             text = wire.OutputTextOut(text=answer.text, logprobs=_logprobs(answer.logprobs))
@@ -170,6 +197,10 @@ class ResponseRenderer(Renderer):
 
     def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
+        if self._events is not None:
+            for event in self._events:
+                self.event(0, event)
+            return _encode(self._whole(self._answer))
         if answer.reasoning:
             self._items.append(("reasoning", 0))
         if answer.text or not answer.calls:
@@ -182,7 +213,7 @@ class ResponseRenderer(Renderer):
         end = answer.finished
         short = end.reason in ("length", "deadline")
         output = [self._item(place, "completed") for place in range(len(self._items))]
-        if short and output:
+        if short and output and self._items[-1][0] != "item":
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
         reply = self.reply("incomplete" if short else "completed", output, end.usage)
         details = wire.IncompleteDetails(reason="max_output_tokens") if short else None

@@ -13,6 +13,7 @@ from edgeinfer.server.openai.render import error_body, sentence
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import stored, translate
+from edgeinfer.server.responses.mcp import mcp_calls
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import (
     DeletedResponse,
@@ -28,14 +29,20 @@ ROUTES = RouteTable()
 async def responses(context: RequestContext, body: ResponsesRequest) -> Response:
     """Answer a conversation."""
     whole = stored.with_previous(context, body)
+    mcp = await mcp_calls(context, whole)
     name = stored.journal_answer(context, whole)
+    if mcp is not None:
+        whole = await mcp.answered(whole)
     is_stored = context.journaled is not None and context.journaled.attachment is not None
     return await answer(
         context,
         whole,
-        lambda info: [translate.response_request(whole, info)],
-        lambda model, info: ResponseRenderer(name, model, whole, stored=is_stored),
+        lambda info: [translate.response_request(whole, info, mcp.offered.values() if mcp else ())],
+        lambda model, info: ResponseRenderer(
+            name, model, whole, stored=is_stored, events=mcp.events if mcp else None
+        ),
         stream=bool(body.stream),
+        wrap=mcp.between if mcp else None,
     )
 
 

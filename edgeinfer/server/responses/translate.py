@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,11 +30,14 @@ from edgeinfer.server.request_fields import (
     required_tool,
 )
 from edgeinfer.server.responses import wire
+from edgeinfer.tools.uses import ToolUse, UseStatus, call_messages
 
 
-def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
+def response_request(
+    body: wire.ResponsesRequest, info: EngineInfo, more_tools: Iterable[Tool] = ()
+) -> GenerateRequest:
     """Convert a Responses request. Raises InvalidRequestError naming the field."""
-    tools = tools_of(body)
+    tools = (*tools_of(body), *more_tools)
     wants_logprobs = bool(body.include) or body.top_logprobs is not None
     return GenerateRequest(
         messages=conversation(body),
@@ -89,8 +92,10 @@ def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
 
 
 def _functions(
-    tool: wire.ResponseFunctionTool | wire.NamespaceTool,
+    tool: wire.ResponseFunctionTool | wire.NamespaceTool | wire.McpTool,
 ) -> tuple[str | None, Sequence[wire.ResponseFunctionTool]]:
+    if isinstance(tool, wire.McpTool):
+        return None, ()
     return (tool.name, tool.tools) if isinstance(tool, wire.NamespaceTool) else (None, (tool,))
 
 
@@ -109,6 +114,12 @@ def _append(turns: list[Message], item: wire.Item) -> None:
                     role=item.role, reasoning=_pending_reasoning(turns, item), **_content(item.content)
                 )
             )
+        case wire.McpCallItem():
+            name = f"{item.server_label}__{item.name}"
+            call_id = item.id.removeprefix("mcp_")
+            call_item = wire.FunctionCallItem(call_id=call_id, name=name, arguments=item.arguments)
+            _append(turns, call_item)
+            turns.append(call_messages("", "", [_use(item, call_id, name)])[1])
         case wire.FunctionOutputItem():
             turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(item.output)))
         case wire.ReasoningItem():
@@ -122,6 +133,13 @@ def _append(turns: list[Message], item: wire.Item) -> None:
                 turns.append(Message(role="assistant", tool_calls=(call,)))
             else:
                 turns[-1] = msgspec.structs.replace(last, tool_calls=(*last.tool_calls, call))
+
+
+def _use(item: wire.McpCallItem, call_id: str, name: str) -> ToolUse:
+    statuses: dict[str, UseStatus] = {"completed": "done", "failed": "failed"}
+    result = item.output if item.output is not None else str((item.error or {}).get("content", ""))
+    status = statuses.get(item.status, "refused")
+    return ToolUse(id=call_id, name=name, arguments=item.arguments, status=status, result=result)
 
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:

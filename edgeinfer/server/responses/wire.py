@@ -97,12 +97,10 @@ class MessageItem(Wire, frozen=True, tag="message", tag_field="type"):
         "shell_call": "only functions are called",
         "local_shell_call": "only functions are called",
         "apply_patch_call": "only functions are called",
-        "mcp_call": "MCP servers are not called",
-        "mcp_approval": "MCP servers are not called",
     }
     #: What tools of OpenAI's own leave in a conversation, without a word for the model.
     dropped_types: ClassVar = tuple(
-        "web_search_call file_search_call code_interpreter_call mcp_list_tools tool_search_ "
+        "web_search_call file_search_call code_interpreter_call tool_search_ "
         "additional_tools compaction_trigger program".split()
     )
 
@@ -143,7 +141,57 @@ class ReasoningItem(Wire, frozen=True, tag="reasoning", tag_field="type"):
     status: ItemStatus | None = None
 
 
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+class McpListItem(Wire, frozen=True, tag="mcp_list_tools", tag_field="type"):
+    """The tools of a configured MCP server, as they were offered."""
+
+    hints: ClassVar = frozenset({"error"})
+
+    id: ShortText
+    server_label: ShortText
+    tools: list[JsonObject] = msgspec.field(default_factory=list)
+
+
+class McpCallItem(Wire, frozen=True, tag="mcp_call", tag_field="type"):
+    """A call of an MCP tool with its `output`, or its `error`."""
+
+    id: ShortText
+    server_label: ShortText
+    name: ShortText
+    arguments: Text
+    output: Text | None = None
+    error: JsonObject | None = None
+    status: str = "completed"
+    approval_request_id: ShortText | None = None
+
+
+class McpApprovalRequestItem(Wire, frozen=True, tag="mcp_approval_request", tag_field="type"):
+    """A call that the operator's policy does not allow by itself."""
+
+    id: ShortText
+    server_label: ShortText
+    name: ShortText
+    arguments: Text
+
+
+class McpApprovalResponseItem(Wire, frozen=True, tag="mcp_approval_response", tag_field="type"):
+    """The client's decision about an approval request; `reason` is told to the model."""
+
+    approval_request_id: ShortText
+    approve: bool
+    id: ShortText | None = None
+    reason: Text | None = None
+
+
+Item = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionOutputItem
+    | ReasoningItem
+    | McpListItem
+    | McpCallItem
+    | McpApprovalRequestItem
+    | McpApprovalResponseItem
+)
 
 
 class ResponseFunctionTool(FunctionTool, frozen=True, tag="function", tag_field="type"):
@@ -160,6 +208,51 @@ class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
 
     name: ToolName
     tools: Annotated[list[ResponseFunctionTool], Meta(max_length=256)]
+
+
+class McpFilter(Wire, frozen=True, kw_only=True):
+    """Some tools of a server."""
+
+    tool_names: Annotated[list[ShortText], Meta(max_length=2000)] | None = None
+    read_only: bool | None = None
+
+
+class McpApprovalFilter(Wire, frozen=True, kw_only=True):
+    """The tools that always ask. `never` cannot allow what the operator's policy does not."""
+
+    hints: ClassVar = frozenset({"never"})
+
+    always: McpFilter | None = None
+
+
+class McpTool(Wire, frozen=True, tag="mcp", tag_field="type"):
+    """An MCP server that the operator has configured, by its name there."""
+
+    hints: ClassVar = frozenset({"server_description", "defer_loading", "allowed_callers"})
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("server_url", "connector_id", "headers", "authorization", "tunnel_id"),
+        "name a server of the operator's configuration by `server_label` alone",
+    )
+
+    server_label: ShortText
+    allowed_tools: Annotated[list[ShortText], Meta(max_length=2000)] | McpFilter | None = None
+    require_approval: Literal["always", "never"] | McpApprovalFilter | None = None
+
+    def allows(self, name: str, read_only: bool) -> bool:
+        """Return whether the request offers a tool."""
+        wanted = self.allowed_tools
+        if isinstance(wanted, McpFilter):
+            if wanted.read_only is not None and wanted.read_only != read_only:
+                return False
+            wanted = wanted.tool_names
+        return wanted is None or name in wanted
+
+    def asks(self, name: str) -> bool:
+        """Return whether the request wants to approve each call of a tool."""
+        wanted = self.require_approval
+        if isinstance(wanted, McpApprovalFilter):
+            return wanted.always is not None and name in (wanted.always.tool_names or ())
+        return wanted == "always"
 
 
 class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):
@@ -218,7 +311,9 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
-    tools: Annotated[list[ResponseFunctionTool | NamespaceTool], Meta(max_length=256)] | None = None
+    tools: (
+        Annotated[list[ResponseFunctionTool | NamespaceTool | McpTool], Meta(max_length=256)] | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -292,7 +387,9 @@ class ReasoningOut(Reply, frozen=True, tag="reasoning", tag_field="type"):
     status: ItemStatus = "completed"
 
 
-OutputItem = MessageOut | FunctionCallOut | ReasoningOut
+OutputItem = (
+    MessageOut | FunctionCallOut | ReasoningOut | McpListItem | McpCallItem | McpApprovalRequestItem
+)
 
 
 class IncompleteDetails(Reply, frozen=True, kw_only=True):
