@@ -3,6 +3,7 @@
 import base64
 import io
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +161,7 @@ print(*reached)
 def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     for name in ("PIL.py", "resource.py", "edgeinfer.py", "contextlib.py"):
         (tmp_path / name).write_text("open('ran', 'w')")
+    monkeypatch.setenv("PYTHONPATH", str(Path(picture_files.__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     assert decode(encoded()).width == 60
     assert not (tmp_path / "ran").exists()

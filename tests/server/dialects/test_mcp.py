@@ -8,12 +8,13 @@ import sys
 
 import pytest
 from fake_engine import FakeEngine, StepGate
-from mcp import Client, StdioServerParameters
 from other_processes import wait_until
 
 from edgeinfer.config.config_file import config_path
 from edgeinfer.errors import EngineError
 from tests.server.conftest import with_page
+
+mcp = pytest.importorskip("mcp")
 
 OURS = ["ask", "embed", "search_conversations", "read_document"]
 
@@ -40,7 +41,7 @@ def stdio(page):
     config_path().parent.mkdir(parents=True, exist_ok=True)
     config_path().write_text(f"[serve]\nport = {page.port}\n")
     words = ["-m", "edgeinfer", "mcp"]
-    return StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ))
+    return mcp.StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ))
 
 
 @pytest.fixture(params=["http", pytest.param("stdio", marks=pytest.mark.slow)])
@@ -53,7 +54,7 @@ def used(where, work):
     """Return what `work(client)` returns."""
 
     async def using():
-        async with Client(where, mode="legacy") as client:
+        async with mcp.Client(where, mode="legacy") as client:
             return await asyncio.wait_for(work(client), 60)
 
     return asyncio.run(using())
@@ -92,7 +93,7 @@ def test_official_client_uses_every_tool(where, page, tmp_path):
 
 def test_official_client_of_today_negotiates(where):
     async def using():
-        async with Client(where) as client:
+        async with mcp.Client(where) as client:
             return [tool.name for tool in (await client.list_tools()).tools]
 
     assert asyncio.run(using()) == OURS
