@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from fake_engine import FakeEngine
 from other_processes import wait_until
 from tools_here import calling, configure
+
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -173,3 +177,28 @@ def test_functions_of_the_client_stay_the_clients(asked):
     light = {"type": "function", "name": "light", "parameters": {"type": "object"}, "strict": False}
     answer = responses.create(model="fake", input="go", tools=[PLAIN, light])
     assert [item.type for item in answer.output] == ["mcp_list_tools", "function_call", "mcp_call"]
+
+
+@pytest.mark.model
+def test_the_small_model_solves_a_task_of_two_tools(serve, smollm2, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    configure("plain", allow=["plain.*"])
+    files = ModelFiles(name="small", paths=(str(smollm2),))
+    here = serve(load_engine(files, LoadOptions(n_ctx=4096)), store_responses=True)
+    results, previous = [], None
+    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
+        for tool, question in (("weather", "What is the weather in Rome?"), ("add", "Add 17 and 25.")):
+            tools: Any = [PLAIN | {"allowed_tools": [tool]}]
+            answer = client.responses.create(
+                model="small",
+                input=question,
+                tools=tools,
+                tool_choice="required",
+                temperature=0,
+                max_output_tokens=100,
+                previous_response_id=previous,
+            )
+            previous = answer.id
+            results += [item.output for item in answer.output if item.type == "mcp_call"][:1]
+            assert answer.output[-1].type == "message"
+    assert results == ["It rains in Rome.", "42"]
