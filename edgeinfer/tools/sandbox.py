@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+import edgeinfer
 from edgeinfer.platform.process import child_command
 from edgeinfer.tools.builtin import TEXT, Builtin, tool_info
 from edgeinfer.tools.mcp_client import CallResult, StoppedError
@@ -26,6 +28,8 @@ TOOLS = {
 }
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _VARIABLES = {"PATH": _PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
+#: Modules below HOME would run before the sandbox is there.
+_VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
 class Sandbox(Builtin):
@@ -44,11 +48,23 @@ class Sandbox(Builtin):
     def unavailable(self) -> str:
         if sys.platform != "linux":
             return "it needs Linux"
-        if Path.home().is_relative_to(self._folder):
+        if Path.home().resolve().is_relative_to(self._folder):
             return f"{self._folder} holds your home folder: start in a project's"
+        if own := self._own_program():
+            return f"{self._folder} may change edgeinfer itself ({own}): install it elsewhere"
         if self._interpreter is None and "python" in (tool.name for tool in self._tools):
             return "there is no python3 in /usr/bin"
         return self.refused()
+
+    def _own_program(self) -> Path | None:
+        """Return what runs outside of the sandbox, but could be changed by a command inside."""
+        code = [Path(edgeinfer.__file__).parent]
+        code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+        found = [Path(sys.executable), Path(sys.prefix), Path(sys.base_prefix), *code]
+        for own in [*found, *(path.resolve() for path in found)]:
+            if own.is_relative_to(self._folder):
+                return own
+        return next((own for own in code if self._folder.is_relative_to(own.resolve())), None)
 
     def refused(self) -> str:
         """Return why this machine has no sandbox, or ""."""

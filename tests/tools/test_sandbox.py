@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.tools import sandbox as module
 from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.uses import Stop
 
@@ -245,3 +246,20 @@ def test_ends_with_a_killed_edgeinfer(sandbox, folder):
 def test_is_not_offered_over_the_home_folder(folder):
     assert "home folder" in Sandbox(folder.parent, ("shell",), 2.0).unavailable()
     assert "home folder" in Sandbox(Path("/"), ("shell",), 2.0).unavailable()
+
+
+def test_a_home_folder_behind_a_link_is_found(folder, monkeypatch):
+    (folder / "link").symlink_to(folder.parent)
+    monkeypatch.setenv("HOME", str(folder / "link"))
+    assert "home folder" in Sandbox(folder.parent, ("shell",), 2.0).unavailable()
+
+
+def test_is_not_offered_where_a_command_could_change_edgeinfer(folder, monkeypatch):
+    inside = Path(module.__file__).parent
+    assert "edgeinfer itself" in Sandbox(inside, ("shell",), 2.0).unavailable()
+    monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
+    assert f"({folder}/.venv): install it" in Sandbox(folder, ("shell",), 2.0).unavailable()
+
+
+def test_modules_of_others_in_tmp_are_not_loaded(sandbox):
+    assert py(sandbox, "import site; print(site.ENABLE_USER_SITE)").text == "False\n"
