@@ -144,4 +144,4 @@ class Web:
     def pulls(self) -> Pulls:
         from edgeinfer.server.web.models import Pulls
 
-        return Pulls(self._admin, self._endpoint.log)
+        return Pulls(self._admin, self._endpoint)

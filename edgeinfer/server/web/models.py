@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models.progress import progress_text
-from edgeinfer.server.logs import Log
+from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.model_pool import ModelAdministrator
 from edgeinfer.server.problems import from_error
 from edgeinfer.server.pulling import reports_of, source_of
@@ -21,43 +22,58 @@ if TYPE_CHECKING:
 class Pulls:
     """The pulls of one endpoint. Lives on the event loop."""
 
-    def __init__(self, admin: ModelAdministrator, log: Log) -> None:
+    def __init__(self, admin: ModelAdministrator, endpoint: Endpoint) -> None:
         self._admin = admin
-        self._log = log
+        self._endpoint = endpoint
         #: Running and failed pulls by name.
         self.now: dict[str, wire.Pull] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, threading.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, name: str) -> None:
-        """Pull a model unless it is being pulled. Raises InvalidRequestError, UnknownModelError."""
+    def start(self, name: str, key: str) -> None:
+        """Pull a model unless it is being pulled; until its end, `key` has one request more.
+
+        Raises InvalidRequestError, UnknownModelError, Problem 503 and 429.
+        """
         source = source_of(name)
-        if name not in self._tasks:
+        if name not in self._stops:
+            self._endpoint.enter(key)
             self.now[name] = wire.Pull(name=name)
-            self._tasks[name] = asyncio.create_task(self._pull(name, source))
+            stop = self._stops[name] = threading.Event()
+            task = asyncio.create_task(self._pull(name, source, key, stop))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def stop(self, name: str) -> None:
         """Stop a pull, or forget a failed one; what was fetched is kept."""
-        self.now.pop(name, None)
-        if (task := self._tasks.pop(name, None)) is not None:
-            task.cancel()
+        if (stop := self._stops.get(name)) is None:
+            self.now.pop(name, None)
+        else:  # it holds the model's lock until its thread ends
+            stop.set()
+            self.now[name] = wire.Pull(name=name, text="stopping")
 
-    async def _pull(self, name: str, source: str) -> None:
+    async def _pull(self, name: str, source: str, key: str, stop: threading.Event) -> None:
         failure = ""
         try:
-            pulling = reports_of(lambda report, cancel: self._admin.pull(source, report, cancel))
+            pulling = reports_of(lambda report, _: self._admin.pull(source, report, stop))
             async with aclosing(pulling) as reports:
                 async for now in reports:
                     total = now.total_bytes or 0
-                    self.now[name] = wire.Pull(
-                        name=name, text=progress_text(now), done=now.done_bytes, total=total
-                    )
+                    if not stop.is_set():
+                        self.now[name] = wire.Pull(
+                            name=name, text=progress_text(now), done=now.done_bytes, total=total
+                        )
         except EdgeInferError as error:
             failure = from_error(error).message
         except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
-            self._log.error("internal", error)
+            self._endpoint.log.error("internal", error)
             failure = "An internal error; the endpoint's log has it."
-        del self._tasks[name], self.now[name]
-        if failure:
+        finally:
+            stopped = stop.is_set()
+            stop.set()  # for a thread that outlives the endpoint
+            del self._stops[name], self.now[name]
+            self._endpoint.leave(key)
+        if failure and not stopped:
             self.now[name] = wire.Pull(name=name, text=failure, failed=True)
 
 

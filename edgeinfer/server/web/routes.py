@@ -166,7 +166,10 @@ async def pulls(context: RequestContext) -> list[wire.Pull]:
 async def pull(context: RequestContext, body: wire.PullModel) -> list[wire.Pull]:
     """Begin or stop a pull."""
     found: Pulls = context.endpoint.web.pulls
-    (found.stop if body.stop else found.start)(body.name)
+    if body.stop:
+        found.stop(body.name)
+    else:
+        found.start(body.name, context.key)
     return list(found.now.values())
 
 

@@ -9,8 +9,11 @@ import re
 import pytest
 from chats_here import consume
 from fake_engine import FakeEngine, StepGate
+from fake_hub import Fault
+from other_processes import wait_until
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.models.store import list_pulled
 from edgeinfer.runtime.events import ReasoningDelta
 
 PNG = base64.b64decode(
@@ -233,3 +236,17 @@ def test_only_the_catalogue_and_hugging_face_are_pulled_from(paged):
         assert "catalogue" in page.post("/pulls", status=400, name=name)["error"]["message"]
     assert page.get("/pulls") == []
     assert "smollm2-135m-instruct" in [one["name"] for one in page.get("/models")]
+
+
+def test_a_stopped_pull_is_listed_until_it_has_ended_and_can_be_begun_again(paged, hub):
+    page, pull = paged(), {"name": "hf.co/someone/Tiny-GGUF:Q8_0"}
+    hub.faults.append(Fault(silent=True, cut_after=100))
+    page.post("/pulls", **pull)
+    wait_until(lambda: page.get("/pulls")[0]["done"], "bytes")
+    assert page.here.endpoint.in_flight == 1  # so that it does not end as idle
+    assert [one["text"] for one in page.post("/pulls", **pull, stop=True)] == ["stopping"]
+    wait_until(lambda: not page.get("/pulls"), "its end")
+    assert page.here.endpoint.in_flight == 0
+    page.post("/pulls", **pull)
+    wait_until(lambda: not page.get("/pulls"), "the second")
+    assert [model.name for model in list_pulled()] == ["someone.tiny-gguf-q8_0"]
