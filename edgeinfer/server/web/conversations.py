@@ -78,7 +78,8 @@ class Asked:
         decided = self._decided = queue.SimpleQueue()
         self.stop.add(stopped)
         self._words = {**self._words, card.id: "waits for you"}
-        self._card = {**card.plain(), "number": next(_CARDS)}
+        folder = "" if self.tools is None else str(self.tools.toolbox.folder)
+        self._card = {**card.plain(), "folder": folder, "number": next(_CARDS)}
         try:
             while time.monotonic() - self.seen < UNSEEN_S:
                 with contextlib.suppress(queue.Empty):
@@ -93,7 +94,8 @@ class Asked:
 
     def take(self, card: int, decision: Decision) -> None:
         """Take the decision about a card. Raises Problem 409 if that call no longer waits."""
-        if self._card is None or self._card["number"] != card:
+        shown = self._card  # another thread ends it
+        if shown is None or shown["number"] != card:
             raise Problem(409, "This call does not wait any more.", code="not_waiting")
         self._decided.put(decision)
 
@@ -121,6 +123,8 @@ class Conversations:
         self._open_store = open_store
         self._reader = ThreadPoolExecutor(1, "conversations")
         self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
+        #: Calls that wait for the user hold a thread, and must not hold up answers.
+        self._callers = ThreadPoolExecutor(endpoint.limits.max_requests, "page calls")
         self._store: ConversationStore | None = None
         self._asked: dict[int, Asked] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -221,7 +225,7 @@ class Conversations:
                 asked.tools = await self._endpoint.use_tools()
             waits = await has_calls(begin_and_say)
             while waits and await loop.run_in_executor(
-                self._writers, self._call, conversation.id, asked
+                self._callers, self._call, conversation.id, asked
             ):
                 waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:

@@ -342,7 +342,7 @@ async def _tools_text(context: RequestContext) -> str:
     """Return the tools by server; servers that have failed are asked again. Raises UsageError."""
     tools = await context.endpoint.use_tools()
     said = await context.endpoint.in_thread(tools.prepare)
-    return "\n".join([tools.text(), *said])
+    return "\n".join([tools.text(), f"They work in {tools.toolbox.folder}.", *said])
 
 
 WEB = Dialect(

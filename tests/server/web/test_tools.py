@@ -26,6 +26,7 @@ SUM = {"a": 17, "b": 25}
 def folder(tmp_path, monkeypatch):
     """The endpoint's folder."""
     monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def ask_with_tools(page, text):
@@ -82,7 +83,7 @@ def test_by_keyboard_a_no_has_a_reason_and_typing_decides_nothing(serve, tab):
     assert told(engine) == ["The call was not allowed: the user said no: not there"]
 
 
-def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab):
+def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab, folder):
     configure("plain")
     add = calling(plain__add=SUM)
     engine = FakeEngine([add, calling(plain__weather=WEATHER, plain__add=SUM), ["Done."]])
@@ -91,6 +92,7 @@ def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab):
     page.wait(CARD)
     page.js("location.reload()")
     page.see("plain · add wants to run")
+    page.see(f"in {folder}")
     other = tab(SimpleNamespace(url=page.js("location.origin")), fragment=page.js("location.hash"))
     other.click(".card button", "Always in this conversation")
     for one in (page, other):
@@ -132,6 +134,15 @@ def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
         "the user said no: no page is open to allow it",
     )
     assert "Without." in answer["blocks"][0]
+
+
+def test_calls_that_wait_hold_up_no_answer(paged, monkeypatch):
+    monkeypatch.setattr(conversations, "_MOST_ANSWERS", 1)
+    configure("plain")
+    page = paged(FakeEngine([calling(plain__add=SUM), ["Meanwhile."]]))
+    page.number = page.ask("go", tools=True)
+    card_of(page)
+    assert "Meanwhile." in page.ended(page.ask("hi"))[1]["blocks"][0]
 
 
 def test_only_the_card_on_show_can_be_decided(waiting):
@@ -182,11 +193,12 @@ def test_tools_without_configuration_are_refused_with_the_next_step(paged):
     assert page.get("/conversations") == []
 
 
-def test_the_switch_says_what_there_is(paged):
+def test_the_switch_says_what_there_is_and_where(paged, folder):
     configure("plain", "old")
     page = paged()
     number = page.ask("hi")
     page.ended(number)
     note = page.post(f"/conversations/{number}", action="set", tools=True)["note"]
     assert "plain: add, weather, fail" in note
+    assert f"They work in {folder}." in note
     assert "version '1999-01-01'" in note

@@ -82,7 +82,7 @@ function Card({ card }) {
     return () => { if (box.current?.contains(document.activeElement)) actions.focus(); };
   }, [card.number]);
   return html`<form class="turn card" ref=${box} tabindex="-1" aria-label=${name} onSubmit=${(event) => { event.preventDefault(); decide("no"); }}>
-    <strong dir="auto">${name}</strong>
+    <strong dir="auto">${name}</strong> <small dir="auto">in ${card.folder}</small>
     <dl>${Object.entries(card.arguments).map(([label, value]) => html`<dt dir="auto">${label}</dt><dd dir="auto">${value}</dd>`)}</dl>
     ${card.diff && html`<pre tabindex="0" aria-label="Change">${card.diff.split("\n").map((line) => html`<span class=${{ "+": "added", "-": "removed" }[line[0]]}>${line}${"\n"}</span>`)}</pre>`}
     ${card.warning && html`<p class="note">${card.warning}</p>`}
