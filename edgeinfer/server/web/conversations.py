@@ -51,11 +51,11 @@ UNSEEN_S = 600.0
 _CARDS = itertools.count(1)
 
 
-class Asked:
-    """A question being answered, as pages show it; a `CallFront` of its answers' calls. Any thread."""
+class RunningAnswer:
+    """An answer with its calls, as pages show it; their `CallFront`. Any thread."""
 
-    def __init__(self, *, goes_on: bool = True) -> None:
-        self.goes_on = goes_on
+    def __init__(self, *, is_running: bool = True) -> None:
+        self.is_running = is_running
         self.answer: Answer | None = None
         self.tools: ChatTools | None = None
         self.stop = Stop()
@@ -110,7 +110,7 @@ class Asked:
         return {"card": self._card, "words": self._words, "said": self.said}
 
 
-_NOTHING_ASKED = Asked(goes_on=False)
+_NOTHING_RUNS = RunningAnswer(is_running=False)
 
 
 class Conversations:
@@ -126,12 +126,12 @@ class Conversations:
         #: Calls that wait for the user hold a thread, and must not hold up answers.
         self._callers = ThreadPoolExecutor(endpoint.limits.max_requests, "page calls")
         self._store: ConversationStore | None = None
-        self._asked: dict[int, Asked] = {}
+        self._answers: dict[int, RunningAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def asked(self, conversation_id: int) -> Asked:
-        """Return the latest question that this endpoint was asked in a conversation."""
-        return self._asked.get(conversation_id, _NOTHING_ASKED)
+    def latest_answer(self, conversation_id: int) -> RunningAnswer:
+        """Return the latest answer that this endpoint began in a conversation, running or ended."""
+        return self._answers.get(conversation_id, _NOTHING_RUNS)
 
     async def use(self, work: Callable[[ConversationStore], T]) -> T:
         """Run `work` with the store, in its thread. Raises what `work` and opening the store raise."""
@@ -169,11 +169,11 @@ class Conversations:
         `prepare` stores the question. Return the conversation's id. Raises Problem 409 if an answer to
         it is being written, and what `prepare` raises.
         """
-        if self.asked(conversation_id).goes_on:
+        if self.latest_answer(conversation_id).is_running:
             raise _busy()
-        asked = Asked()
+        running = RunningAnswer()
         if conversation_id:
-            self._asked[conversation_id] = asked
+            self._answers[conversation_id] = running
 
         def prepared(session: ChatSession) -> Conversation:
             if conversation_id and session.store.is_answering(conversation_id):
@@ -185,11 +185,11 @@ class Conversations:
             conversation = await self.change(conversation_id, prepared)
             self._endpoint.enter(context.key)
         except BaseException:
-            asked.goes_on = False
+            running.is_running = False
             raise
-        self._asked[conversation.id] = asked
+        self._answers[conversation.id] = running
         began = asyncio.Event()
-        task = asyncio.create_task(self._answer(context, conversation, asked, begin, began))
+        task = asyncio.create_task(self._answer(context, conversation, running, begin, began))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # so that the page sees the answer, not the old state
@@ -202,7 +202,7 @@ class Conversations:
         self,
         context: RequestContext,
         conversation: Conversation,
-        asked: Asked,
+        running: RunningAnswer,
         begin: Begin,
         began: asyncio.Event,
     ) -> None:
@@ -215,44 +215,44 @@ class Conversations:
 
         async def has_calls(begin: Begin) -> bool:
             try:
-                return await self._generate(context, conversation, asked, begin)
+                return await self._generate(context, conversation, running, begin)
             except EngineClosedError:  # its process died since the last request
-                return await self._generate(context, conversation, asked, begin)
+                return await self._generate(context, conversation, running, begin)
 
         try:
             if conversation.tools:
-                asked.notice = "Loading the tools…"
-                asked.tools = await self._endpoint.use_tools()
+                running.notice = "Loading the tools…"
+                running.tools = await self._endpoint.use_tools()
             waits = await has_calls(begin_and_say)
             while waits and await loop.run_in_executor(
-                self._callers, self._call, conversation.id, asked
+                self._callers, self._call, conversation.id, running
             ):
                 waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:
             problem = error if isinstance(error, Problem) else from_error(error)
-            asked.notice = problem.message
+            running.notice = problem.message
         except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
             self._endpoint.log.error("internal", error, request_id=context.id)
-            asked.notice = f"An internal error; the log has it ({context.id})."
+            running.notice = f"An internal error; the log has it ({context.id})."
         finally:
-            asked.goes_on = False
+            running.is_running = False
             self._endpoint.leave(context.key)
 
     async def _generate(
-        self, context: RequestContext, conversation: Conversation, asked: Asked, begin: Begin
+        self, context: RequestContext, conversation: Conversation, running: RunningAnswer, begin: Begin
     ) -> bool:
         endpoint, models = self._endpoint, self._endpoint.models
         context.name_model(conversation.model or None)
         if not models.is_loaded(context.model):
-            asked.notice = f"Loading {context.model}…"
+            running.notice = f"Loading {context.model}…"
         lease = await models.acquire(context.model)
-        asked.notice = ""
+        running.notice = ""
         try:
             endpoint.queue(context.model, lease.engine.info.n_parallel, 1)
             try:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(
-                    self._writers, self._write, conversation.id, asked, begin, lease, loop
+                    self._writers, self._write, conversation.id, running, begin, lease, loop
                 )
             finally:
                 endpoint.unqueue(context.model, 1)
@@ -265,7 +265,7 @@ class Conversations:
     def _write(
         self,
         conversation_id: int,
-        asked: Asked,
+        running: RunningAnswer,
         begin: Begin,
         lease: Lease,
         loop: asyncio.AbstractEventLoop,
@@ -275,9 +275,9 @@ class Conversations:
         Return whether it has calls, which wait.
         """
         endpoint, engine = self._endpoint, lease.engine
-        with self._session(conversation_id, asked, engine) as session:
-            answer = asked.answer = begin(session)
-            if asked.stop.is_set:
+        with self._session(conversation_id, running, engine) as session:
+            answer = running.answer = begin(session)
+            if running.stop.is_set:
                 answer.stop()
             loop.call_soon_threadsafe(endpoint.running.add, answer.generation)
             try:
@@ -298,31 +298,31 @@ class Conversations:
                 endpoint.host.note_prompt(answer.cache_report)
             return session.calls is not None
 
-    def _call(self, conversation_id: int, asked: Asked) -> bool:
+    def _call(self, conversation_id: int, running: RunningAnswer) -> bool:
         """Run the calls of the last answer, in a thread; return whether to answer their results."""
-        with self._session(conversation_id, asked) as session:
+        with self._session(conversation_id, running) as session:
             turn, tools = session.calls, session.tools
-            goes_on = turn is not None and session.run_calls(turn, asked, asked.stop)
-        asked.said += tuple(tools.notices()) if tools is not None else ()
+            goes_on = turn is not None and session.run_calls(turn, running, running.stop)
+        running.said += tuple(tools.notices()) if tools is not None else ()
         return goes_on
 
     @contextlib.contextmanager
     def _session(
-        self, conversation_id: int, asked: Asked, engine: Engine | None = None
+        self, conversation_id: int, running: RunningAnswer, engine: Engine | None = None
     ) -> Iterator[ChatSession]:
         with contextlib.closing(self._open_store()) as store:
             session = ChatSession(lambda: store, engine=engine)
-            session.tools = asked.tools
+            session.tools = running.tools
             session.open(conversation_id)
             yield session
 
     def stop(self, conversation_id: int) -> None:
         """Stop an answer that this endpoint generates. Raises Problem 409 if there is none."""
-        asked = self.asked(conversation_id)
-        if not asked.goes_on:
+        running = self.latest_answer(conversation_id)
+        if not running.is_running:
             message = "This endpoint writes no answer here: stop it in the program that does."
             raise Problem(409, message, code="not_answering")
-        asked.cancel()
+        running.cancel()
 
     # following
 
@@ -363,16 +363,16 @@ class Follower:
 
     def look(self, store: ConversationStore) -> Sequence[tuple[str, object]]:
         """Return the events since the last look."""
-        asked = self._conversations.asked(self._id)
-        asked.seen = time.monotonic()
+        running = self._conversations.latest_answer(self._id)
+        running.seen = time.monotonic()
         held = bool(self._id) and store.is_answering(self._id)
-        changes = (store.change_count(), held, asked.notice, asked.goes_on, asked.calls())
+        changes = (store.change_count(), held, running.notice, running.is_running, running.calls())
         if changes == self._changes:
             return ()
         self._changes = changes
-        return list(self._events(store, asked))
+        return list(self._events(store, running))
 
-    def _events(self, store: ConversationStore, asked: Asked) -> Iterator[tuple[str, object]]:
+    def _events(self, store: ConversationStore, running: RunningAnswer) -> Iterator[tuple[str, object]]:
         listed = store.newest_change()
         if listed != self._listed:
             self._listed = listed
@@ -383,20 +383,20 @@ class Follower:
             self._session = ChatSession(lambda: store)
             if store.glance(self._id) is not None:
                 self._session.open(self._id)
-        session, stamp = self._session, (asked.notice, asked.goes_on)
+        session, stamp = self._session, (running.notice, running.is_running)
         is_new = session.refresh()
         if session.conversation.id != self._id:
             yield "gone", {}
         elif is_new or stamp != self._stamp:
             self._stamp = stamp
-            yield "branch", self._branch(session, asked)
+            yield "branch", self._branch(session, running)
         elif (turn := session.followed) is not None:
             yield from self._pieces(turn.id, session.follow())
-        if (calls := asked.calls()) != self._calls:
+        if (calls := running.calls()) != self._calls:
             self._calls = calls
             yield "calls", calls
 
-    def _branch(self, session: ChatSession, asked: Asked) -> dict[str, object]:
+    def _branch(self, session: ChatSession, running: RunningAnswer) -> dict[str, object]:
         path = session.path
         changed = []
         for turn in path[-self._latest :]:
@@ -413,8 +413,8 @@ class Follower:
             "path": [turn.id for turn in path[-self._latest :]],
             "earlier": max(0, len(path) - self._latest),
             "turns": changed,
-            "answering": session.followed is not None or asked.goes_on,
-            "notice": asked.notice,
+            "answering": session.followed is not None or running.is_running,
+            "notice": running.notice,
         }
 
     def _pieces(self, turn_id: int, new: Collected) -> Iterator[tuple[str, object]]:

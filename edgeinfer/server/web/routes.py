@@ -304,7 +304,7 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
         found.stop(conversation_id)
         return wire.Opened(id=conversation_id)
     if body.action == "decide":
-        found.asked(conversation_id).take(body.card, Decision(body.choice, body.reason))
+        found.latest_answer(conversation_id).take(body.card, Decision(body.choice, body.reason))
         return wire.Opened(id=conversation_id)
     if body.action in ("regenerate", "continue"):
         begin: Callable[[ChatSession], Answer]
