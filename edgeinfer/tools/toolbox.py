@@ -81,7 +81,7 @@ class Toolbox:
         self.notices: list[str] = []
         #: The front end whose calls run; a server may ask its user.
         self.front: object = None
-        self.builtin: dict[str, Builtin] = {
+        self._builtin: dict[str, Builtin] = {
             made.server: made
             for made in (
                 BuiltinFiles(folder, config.builtin),
@@ -90,6 +90,8 @@ class Toolbox:
             )
             if made.tools()
         }
+        #: Those that can run as far as is known, and why others cannot.
+        self.builtin, self._unavailable = self._builtin, dict[str, str]()
         self._specs = {spec.name: spec for spec in configured(config, folder)}
         for name in self.builtin.keys() & self._specs.keys():
             raise ConfigError(f"{name} is a built-in server: give yours another name")
@@ -113,10 +115,13 @@ class Toolbox:
 
         A server that fails is left out, and `notices` says so; built-in tools that cannot run, too.
         """
-        for name, builtin in list(self.builtin.items()):
-            if why := builtin.unavailable():
-                del self.builtin[name]
-                tools = " and ".join(tool.name for tool in builtin.tools())
+        before = self._unavailable
+        found = {name: builtin.unavailable() for name, builtin in self._builtin.items()}
+        self._unavailable = found
+        self.builtin = {name: made for name, made in self._builtin.items() if not found[name]}
+        for name, why in found.items():
+            if why and why != before.get(name):
+                tools = " and ".join(tool.name for tool in self._builtin[name].tools())
                 self.notices.append(f"{tools}: not offered: {why}")
         for name in self.servers():
             known = self._known.get(name)

@@ -10,6 +10,7 @@ from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import ChatTools
+from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.toolbox import records_path
 from edgeinfer.tools.uses import ToolUse, call_messages
 
@@ -66,6 +67,17 @@ def outcomes(uses):
 def test_without_configuration_there_are_no_tools(tmp_path):
     with pytest.raises(UsageError, match="no tools are configured"):
         ChatTools(ToolsConfig(), tmp_path)
+
+
+def test_a_builtin_tool_that_failed_once_comes_back(opened, monkeypatch):
+    why = ["busy"]
+    monkeypatch.setattr(Sandbox, "unavailable", lambda self: why[0])
+    tools = opened(builtin=("read", "shell"))
+    assert set(tools.toolbox.bound()) == {"files__read"}
+    assert tools.prepare() == []  # it was said once
+    why[0] = ""
+    tools.prepare()
+    assert set(tools.toolbox.bound()) == {"files__read", "sandbox__shell"}
 
 
 def test_calls_run_at_once_and_come_back_in_order(opened):
