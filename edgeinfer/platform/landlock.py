@@ -16,13 +16,13 @@ _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
 #: By version: how many rights there are, and the bytes of the attributes (files, TCP, scopes).
 _RIGHTS = (13, 14, 15, 15, 16)
 _SIZES = (8, 8, 8, 16, 16, 24)
-_PR_SET_NO_NEW_PRIVS = 38
 
 
 def confine(writable: Sequence[str]) -> None:
     """Let this process, and what it starts, change files below `writable` alone; it may read all.
 
-    Newer kernels refuse TCP, abstract sockets and signals to others as well. Raises OSError.
+    It takes `linux.refuse_new_privileges`. Newer kernels refuse TCP, abstract sockets and signals to
+    others as well. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,7 +47,5 @@ def confine(writable: Sequence[str]) -> None:
     for path in writable:
         allowed = rights if os.path.isdir(path) else rights & _OF_FILES
         allow(path, allowed)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     called(_RESTRICT, rules, 0)
     os.close(rules)

@@ -146,6 +146,11 @@ def drop_privileges() -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     _checked(_libc().capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    refuse_new_privileges()
+
+
+def refuse_new_privileges() -> None:
+    """Let no exec gain privileges: the kernel wants it before a filter or Landlock. Raises OSError."""
     _checked(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 

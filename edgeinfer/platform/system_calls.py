@@ -9,7 +9,8 @@ import platform
 import struct
 import sys
 
-_PR_SET_NO_NEW_PRIVS = 38
+from edgeinfer.platform import linux
+
 _PR_SET_SECCOMP = 22
 _MODE_FILTER = 2
 _ALLOW = 0x7FFF0000
@@ -51,6 +52,9 @@ _HIDDEN = {
     "x86_64": "319 447 29 248 249 250 323 321 298 425",
     "aarch64": "279 447 194 217 218 219 282 280 241 425",
 }
+_SOCKET = {"x86_64": 41, "aarch64": 198}
+#: unix inet inet6 netlink: those of a namespace; vsock, for one, reaches the host of a virtual machine.
+_FAMILIES = (1, 2, 10, 16)
 
 
 class _Program(ctypes.Structure):
@@ -65,23 +69,24 @@ def allow_computing_alone() -> None:
     """
     known = _ARCHITECTURES.get(platform.machine())
     if sys.platform == "linux" and known is not None:
+        linux.refuse_new_privileges()
         _install(_filter(*known))
 
 
 def refuse_hidden_memory() -> None:
     """Refuse calls for memory that belongs to no process, for keys, and those that exploits begin with.
 
-    Other calls stay. Does nothing where `allow_computing_alone` does nothing. Raises OSError.
+    Sockets are those of a network namespace alone; other calls stay. It takes
+    `linux.refuse_new_privileges`. Does nothing where `allow_computing_alone` does nothing. Raises
+    OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:
-        _install(_refusing(_ARCHITECTURES[machine][0], _HIDDEN[machine]))
+        _install(_refusing(_ARCHITECTURES[machine][0], _HIDDEN[machine], _SOCKET[machine]))
 
 
 def _install(code: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     program = _Program(len(code) // 8, code)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
         number = ctypes.get_errno()
@@ -111,12 +116,15 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
     return _assembled(steps)
 
 
-def _refusing(architecture: int, calls: str) -> bytes:
+def _refusing(architecture: int, calls: str, socket: int) -> bytes:
     steps = _of_architecture(architecture)
     steps += [(_IF_BITS, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     for call in map(int, calls.split()):
         steps += [(_IF_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    return _assembled([*steps, (_RETURN, 0, 0, _ALLOW)])
+    steps += [(_IF_EQUAL, 1, 0, socket), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
+    for family in _FAMILIES:
+        steps += [(_IF_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
+    return _assembled([*steps, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)])
 
 
 def _of_architecture(architecture: int) -> list[tuple[int, int, int, int]]:

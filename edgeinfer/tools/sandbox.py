@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,8 @@ class Sandbox(Builtin):
         self._timeout_s = timeout_s
         frozen = getattr(sys, "frozen", False)
         self._interpreter = shutil.which("python3", path=_PATH) if frozen else sys.executable
-        self._readable = [] if frozen else sorted({sys.prefix, sys.base_prefix})
+        needed = [] if frozen else [sys.prefix, sys.base_prefix]
+        self._readable = sorted({*needed, *map(os.path.realpath, needed)})
 
     def unavailable(self) -> str:
         if sys.platform != "linux":

@@ -96,7 +96,9 @@ def _change_root(job: Job) -> None:
     for path in [*_READABLE, *_DEVICES, *job.readable, "/proc", job.folder]:
         target = _NEW_ROOT + path
         if os.path.islink(path):
-            os.symlink(os.readlink(path), target)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # in a folder that is bound already
+                os.symlink(os.readlink(path), target)
         elif os.path.exists(path):
             os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
             if not os.path.isdir(path):

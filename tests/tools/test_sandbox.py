@@ -145,6 +145,7 @@ def test_reaches_no_socket(sandbox, folder):
         "libc.unshare(0x10000000)",
         "libc.setns(libc.open(b'/proc/1/ns/mnt', 0), 0)",
         "libc.memfd_create(b'm', 0)",
+        "libc.socket(40, 1, 0)",  # AF_VSOCK: it is not part of a network namespace
         "libc.shmget(0, 4096, 0o1600)",
         "libc.syscall(250, 0, -3, 0, 0, 0)",  # keyctl
         "libc.setuid(0) if os.getuid() else libc.chroot(b'/usr')",
@@ -263,3 +264,13 @@ def test_is_not_offered_where_a_command_could_change_edgeinfer(folder, monkeypat
 
 def test_modules_of_others_in_tmp_are_not_loaded(sandbox):
     assert py(sandbox, "import site; print(site.ENABLE_USER_SITE)").text == "False\n"
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_an_interpreter_behind_a_link_is_found(folder, monkeypatch):
+    real, link = folder.parent / "python-3.11.2", folder.parent / "python-3.11"
+    real.mkdir()
+    (real / "lib").write_text("found")
+    link.symlink_to(real)
+    monkeypatch.setattr(sys, "base_prefix", str(link))
+    assert sh(Sandbox(folder, ("shell",), 20.0), f"cat {link}/lib").text == "found"

@@ -69,7 +69,10 @@ open("/proc/sys/user/max_user_namespaces", "w").write("0")
 linux.drop_privileges()
 """,
     "Landlock: Function not implemented": """
-system_calls._install(system_calls._refusing(system_calls._ARCHITECTURES[os.uname().machine][0], "444"))
+linux.refuse_new_privileges()
+machine = os.uname().machine
+refusing = system_calls._refusing(system_calls._ARCHITECTURES[machine][0], "444", system_calls._SOCKET[machine])
+system_calls._install(refusing)
 """,
 }
 
