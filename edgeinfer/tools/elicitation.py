@@ -7,9 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from edgeinfer.tools.uses import safe_text
 
-_MOST_FIELDS, _MOST_SHOWN = 20, 2000
+_MOST_FIELDS = 20
+_MOST_SHOWN, _MOST_LINE = 2000, 300
 _TRIES = 3
-_DECLINED = object()
+_DECLINED, _LEFT_OUT = object(), object()
 _YES_NO = {"y": True, "yes": True, "true": True, "n": False, "no": False, "false": False}
 
 
@@ -38,33 +39,34 @@ def answer(front: object, server: str, params: dict[str, Any]) -> dict[str, Any]
         value = _asked(front, f"{server} asks you: {params.get('message', '')}", name, field)
         if value is None or value is _DECLINED:
             return {"action": "cancel" if value is None else "decline"}
-        if value != "" or field.get("type") == "string":
+        if value is not _LEFT_OUT:
             content[name] = value
     return {"action": "accept", "content": content}
 
 
 def _asked(front: FormFront, head: str, name: str, field: dict[str, Any]) -> Any:
-    """Return a field's value; "" leaves it out, None if the user stopped."""
-    choices, default = _choices(field), field.get("default", "")
+    """Return a field's value, or `_LEFT_OUT`; None if the user stopped."""
+    choices, default = _choices(field), field.get("default", _LEFT_OUT)
     rows = [
         head,
         f"  {field.get('title') or name} ({field.get('type')})",
         f"  {field.get('description', '')}",
     ]
     rows += [f"  one of: {', '.join(choices)}"] if choices else []
-    ways = (
-        f"Type the value, which {head.partition(' ')[0]} gets · - for {default or 'none'} · ! declines"
-    )
+    shown = "none" if default is _LEFT_OUT else safe_text(str(default), _MOST_LINE)
+    ways = f"Type the value, which {head.partition(' ')[0]} gets · - for {shown} · ! declines"
     wrong = ""
     for _ in range(_TRIES):
-        typed = front.ask(safe_text("\n".join([*filter(str.strip, rows), wrong, ways]), _MOST_SHOWN))
+        # apart: a long message hides neither the error nor the ways out
+        asked = safe_text("\n".join(filter(str.strip, rows)), _MOST_SHOWN)
+        typed = front.ask(f"{asked}\n{safe_text(wrong, _MOST_LINE)}\n{ways}")
         if typed is None or typed.strip() == "!":
             return typed and _DECLINED
         if typed.strip() == "-":
             return default
         try:
             return _value(typed.strip(), field, choices)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             wrong = f"  That is no answer: {error}"
     return _DECLINED
 
@@ -72,9 +74,15 @@ def _asked(front: FormFront, head: str, name: str, field: dict[str, Any]) -> Any
 def _choices(field: dict[str, Any]) -> list[str]:
     kind = field.get("items") if field.get("type") == "array" else field
     kind = kind if isinstance(kind, dict) else {}
-    named = kind.get("oneOf") or kind.get("anyOf") or ()
+    named = kind.get("oneOf") or kind.get("anyOf")
+    named = named if isinstance(named, list) else []
     found = kind.get("enum") or [one.get("const") for one in named if isinstance(one, dict)]
-    return [str(one) for one in found]
+    return [str(one) for one in found] if isinstance(found, list) else []
+
+
+def _limit(field: dict[str, Any], name: str, otherwise: float) -> float:
+    found = field.get(name)
+    return found if isinstance(found, int | float) else otherwise
 
 
 def _value(typed: str, field: dict[str, Any], choices: list[str]) -> Any:
@@ -86,7 +94,7 @@ def _value(typed: str, field: dict[str, Any], choices: list[str]) -> Any:
             return _YES_NO[typed.lower()]
         case "integer" | "number" as kind:
             number = int(typed) if kind == "integer" else float(typed)
-            low, high = field.get("minimum", -math.inf), field.get("maximum", math.inf)
+            low, high = _limit(field, "minimum", -math.inf), _limit(field, "maximum", math.inf)
             if not (math.isfinite(number) and low <= number <= high):
                 raise ValueError(f"from {low} to {high}")
             return number
@@ -97,8 +105,7 @@ def _value(typed: str, field: dict[str, Any], choices: list[str]) -> Any:
             return parts
     if choices and typed not in choices:
         raise ValueError(f"one of {', '.join(choices)}")
-    if not field.get("minLength", 0) <= len(typed) <= field.get("maxLength", _MOST_SHOWN):
-        raise ValueError(
-            f"{field.get('minLength', 0)} to {field.get('maxLength', _MOST_SHOWN)} characters"
-        )
+    low, high = _limit(field, "minLength", 0), _limit(field, "maxLength", _MOST_SHOWN)
+    if not low <= len(typed) <= high:
+        raise ValueError(f"{low} to {high} characters")
     return typed

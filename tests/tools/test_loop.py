@@ -285,3 +285,19 @@ def test_a_form_is_filled_in_by_the_user(opened):
 )
 def test_a_form_is_declined_or_cancelled(opened, front, form, action):
     assert answered(opened, front, **form) == {"action": action}
+
+
+def test_a_form_of_a_careless_server_is_answered(opened):
+    fields = {
+        "left": {"type": "string"},
+        "off": {"type": "boolean", "default": False},
+        "n": {"type": "integer", "minimum": "1", "enum": 7, "oneOf": 8},
+        "s": {"type": "string", "minLength": "2", "maxLength": None, "items": [], "anyOf": 1},
+    }
+    front = Typing("-", "-", "9" * 400, "5", "x")
+    form = {"message": "m" * 9000, "requestedSchema": {"properties": fields}}
+    content = {"off": False, "n": 5, "s": "x"}
+    assert answered(opened, front, **form) == {"action": "accept", "content": content}
+    assert {text.partition("Type the value")[2] for text in front.texts} == {
+        f", which asking gets · - for {default} · ! declines" for default in ("none", "False")
+    }
