@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import threading
 from typing import Any
@@ -13,7 +14,7 @@ from edgeinfer.agents import endpoint
 from edgeinfer.cli.options import add_model
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
-from edgeinfer.errors import ToolServerError
+from edgeinfer.errors import EdgeInferError, ToolServerError
 from edgeinfer.host import Host
 from edgeinfer.tools.mcp_transports import MAX_MESSAGE, HttpTransport
 
@@ -55,13 +56,18 @@ class _Bridge:
     def __init__(self, options: argparse.Namespace, host: Host) -> None:
         self._options = options
         self._host = host
-        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._writing = threading.Lock()
+        #: Where an endpoint is started anew, no client asks for a session: cancels need one.
+        self._session = secrets.token_hex(16)
         self._connect()
 
     def _connect(self) -> None:
         self._remote = own_endpoint(self._options, self._host)
         key = self._remote.key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Mcp-Session-Id": self._session}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         self._transport = HttpTransport(f"{self._remote.url}/mcp", headers, _PATIENCE_S, self.write)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -70,18 +76,18 @@ class _Bridge:
             try:
                 self._transport.send(message)
             except ToolServerError:
-                with self._lock:
+                with self._connecting:
                     if self._remote is remote:
                         if endpoint.look_at(remote.url, remote.key) is not None:
                             raise
                         self._connect()  # it leaves after some minutes without a request
                 self._transport.send(message)
-        except ToolServerError as error:
+        except EdgeInferError as error:
             if "id" in message:
                 self.write(_failure(message["id"], _INTERNAL_ERROR, error.message))
 
     def write(self, message: dict[str, Any]) -> None:
-        with self._lock:
+        with self._writing:
             sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
             sys.stdout.buffer.flush()
 
