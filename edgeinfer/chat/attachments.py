@@ -58,13 +58,16 @@ def read(path: Path) -> Attachment:
 
     Raises UsageError: too large, not text, unreadable.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder(path)
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would never end
+        raise UsageError(f"{path} is no file or folder", hint="attach a copy of what it holds")
     try:
         with open(path, "rb") as file:
             return from_bytes(path.name, file.read(picture_files.MAX_FILE_BYTES + 1))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        raise UsageError(f"{path}: {why}", hint="check the path") from error
 
 
 def _folder(folder: Path) -> Attachment:
