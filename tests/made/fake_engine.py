@@ -77,7 +77,7 @@ DEFAULT_INFO = EngineInfo(
 class FakeEngine:
     """Play `scripts`: one per request in order, the last again; or a function of the request.
 
-    `requests` are those submitted, `read` the prefill-only ones (`max_tokens` 0). `max_inside` requests
+    `requests` are those submitted, `read` the prefill-only ones (`max_tokens` 0), which play `prefill`. `max_inside` requests
     may run at once; beyond it QueueFullError.
     """
 
@@ -87,9 +87,11 @@ class FakeEngine:
         *,
         info: EngineInfo = DEFAULT_INFO,
         max_inside: int = 1000,
+        prefill: Script = (),
     ) -> None:
         self._choose = scripts if callable(scripts) else _in_order(scripts)
         self._info, self._max_inside = info, max_inside
+        self._prefill = prefill
         self._lock = threading.Lock()
         self._players: set[_Player] = set()
         self._closed = False
@@ -119,9 +121,9 @@ class FakeEngine:
                 raise EngineClosedError("the engine is closed")
             if len(self._players) >= self._max_inside:
                 raise QueueFullError(f"the queue is full: {len(self._players)} requests run or wait")
-            if request.max_tokens == 0:  # prefill only: no script
+            if request.max_tokens == 0:
                 self.read.append(request)
-                script: Script = ()
+                script = self._prefill
             else:
                 self.requests.append(request)
                 script = self._choose(request)
@@ -252,7 +254,7 @@ class _Player(threading.Thread):
         deadline_s, max_tokens = self._request.deadline_s, self._request.max_tokens
         if deadline_s is not None and self._elapsed_ms() >= 1000.0 * deadline_s:
             return self._finished("deadline")
-        is_full = max_tokens is not None and self.n_tokens >= max_tokens
+        is_full = bool(max_tokens) and self.n_tokens >= max_tokens
         return self._finished("length") if is_full else None
 
     def _play(self, item: Item) -> None:

@@ -20,14 +20,14 @@ from starlette.types import Receive, Scope, Send
 from edgeinfer import __version__
 from edgeinfer.chat import attachments
 from edgeinfer.chat.history.values import Attachment
-from edgeinfer.errors import EdgeInferError, InvalidRequestError
+from edgeinfer.errors import EdgeInferError, EngineClosedError, InvalidRequestError
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
-from edgeinfer.server.generation import answer
+from edgeinfer.server.generation import GenerationSpec, GenerationTask, answer, start
 from edgeinfer.server.native.routes import infer_request
 from edgeinfer.server.native.wire import InferRequest
 from edgeinfer.server.openai.render import ChatRenderer
@@ -45,6 +45,7 @@ _PARAMS = -32602
 _INSTRUCTIONS = "A language model on this machine. It sees what `ask` gives it and nothing else."
 
 Id = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | Annotated[str, Meta(max_length=1024)] | None
+_PATH = "Absolute path of a text, PDF or DOCX file, or of a folder of text files"
 Model = Annotated[str | None, Meta(description="A pulled model; the default one if left out.")]
 
 
@@ -74,9 +75,7 @@ class Ask(_Tool, frozen=True, kw_only=True):
     """Ask the language model of this machine. It remembers no earlier question."""
 
     question: Annotated[str, Meta(min_length=1, max_length=1_048_576)]
-    document: Annotated[
-        str | None, Meta(description="Absolute path of a text, PDF or DOCX file that is asked about.")
-    ] = None
+    document: Annotated[str | None, Meta(description=f"{_PATH}, which the question is about.")] = None
     max_tokens: TokenCount | None = None
 
 
@@ -94,9 +93,9 @@ class SearchConversations(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class ReadDocument(_Tool, frozen=True, kw_only=True):
-    """Have the model read a file ahead: `ask` with that document then answers at once."""
+    """Have the model read a document ahead: `ask` with that document then answers at once."""
 
-    path: Annotated[str, Meta(description="Absolute path of a text, PDF or DOCX file.")]
+    path: Annotated[str, Meta(description=f"{_PATH}.")]
 
 
 _TOOLS: dict[str, type[msgspec.Struct]] = {
@@ -175,9 +174,12 @@ def _content(text: str, *, is_error: bool = False, **structured: Any) -> dict[st
 
 
 def _sees_files(context: RequestContext) -> bool:
-    """Return whether a client is a program of the operator on this machine, not one behind a proxy."""
+    """Return whether a client is a program of the operator, over TCP on this machine.
+
+    Root, or a client of a unix socket, may be a proxy (nginx, Ray) for clients of its own.
+    """
     here = context.request.scope.get("connection")
-    return context.is_admin and (here is None or here.is_unix or here.uid in (os.getuid(), 0))
+    return context.is_admin and here is not None and here.uid == os.getuid()
 
 
 def _offered(context: RequestContext) -> list[str]:
@@ -270,14 +272,16 @@ class _Call(Response):
 
     async def _ask(self, asked: Ask) -> Response:
         document = [await self._attachment(asked.document)] if asked.document else []
-        chat = ChatRequest(messages=[])
         return await answer(
             self._context,
             ModelFields(model=asked.model),
             lambda info: [_request(asked.question, document, info, asked.max_tokens)],
-            lambda model, info: _AskRenderer(self._id, self._context.id, model, info, chat),
+            self._renderer,
             stream=False,
         )
+
+    def _renderer(self, model: str, info: EngineInfo) -> ChatRenderer:
+        return _AskRenderer(self._id, self._context.id, model, info, ChatRequest(messages=[]))
 
     async def _attachment(self, path: str) -> Attachment:
         """Read a file. Raises Problem 403, and EdgeInferError for one that is no text."""
@@ -292,18 +296,20 @@ class _Call(Response):
         return found
 
     async def _read(self, path: str, model: str | None) -> Response:
-        document, salt = [await self._attachment(path)], self._context.salted("")
+        document, context = [await self._attachment(path)], self._context
 
         def prefix_of(engine: Engine) -> GenerateRequest:
-            return prefill_request(engine, lambda text: _request(text, document, engine.info), salt)
+            return prefill_request(engine, lambda text: _request(text, document, engine.info))
 
         prefix: GenerateRequest = await self._with_engine(model, prefix_of)
-
-        def prefill(engine: Engine) -> None:
-            for _ in engine.submit(prefix):
-                pass
-
-        task = asyncio.create_task(self._with_engine(model, prefill))
+        spec = GenerationSpec(None, lambda info: [prefix], self._renderer)
+        context.endpoint.enter(context.key)
+        try:
+            submitted = await start(context, spec)
+        except BaseException:
+            context.endpoint.leave(context.key)
+            raise
+        task = asyncio.create_task(_prefilled(context, submitted))
         _reading.add(task)
         task.add_done_callback(self._ended)
         n_tokens = len(prefix.prompt or ())
@@ -314,6 +320,22 @@ class _Call(Response):
         _reading.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._context.endpoint.log.warning("read-failed", message=str(error))
+
+
+async def _prefilled(context: RequestContext, task: GenerationTask) -> None:
+    endpoint = context.endpoint
+    endpoint.running.update(task.generations)
+    try:
+        async for _ in task.generations[0]:
+            pass
+    except EngineClosedError:
+        task.lease.failed()
+        raise
+    finally:
+        endpoint.running.difference_update(task.generations)
+        endpoint.unqueue(context.model, 1)
+        task.lease.release()
+        endpoint.leave(context.key)
 
 
 class _AskRenderer(ChatRenderer):

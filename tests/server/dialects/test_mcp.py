@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 
+import httpx2
+import msgspec
 import pytest
-from fake_engine import FakeEngine, StepGate
+from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from other_processes import wait_until
 
 from edgeinfer.config.config_file import config_path
 from edgeinfer.errors import EngineError
+from edgeinfer.server.limits import Limits
 from tests.server.conftest import with_page
 
 mcp = pytest.importorskip("mcp")
@@ -108,7 +111,8 @@ def test_official_client_of_today_negotiates(where):
         ("ask", {"question": "x", "document": "plan.md"}, "no absolute path"),
         ("ask", {"question": "fail"}, "out of cells"),
         ("read_document", {"path": "/nowhere"}, "No such file"),
-        ("read_document", {"path": "/dev/zero"}, "larger than"),
+        ("read_document", {"path": "/a\0b"}, "null"),
+        ("read_document", {"path": "/dev/zero"}, "no file or folder"),
         ("embed", {"texts": []}, "length"),
         ("search_conversations", {"words": "a", "limit": 1000}, "60"),
     ],
@@ -177,6 +181,55 @@ def test_only_the_first_key_names_files_and_conversations(serve, tmp_path):
     assert "operator" in refused.json()["result"]["content"][0]["text"]
 
 
+def test_clients_of_a_unix_socket_name_no_files_or_conversations(page, tmp_path):
+    """Such a client may be Ray's replica or a proxy, which answers anybody."""
+    config, state = page.server.config, page.server.server_state
+    path = str(tmp_path / "socket")
+
+    def protocol():
+        return config.http_protocol_class(config=config, server_state=state, app_state={})
+
+    def on_loop(work):
+        return asyncio.run_coroutine_threadsafe(work, page.loop).result(20)
+
+    async def closed(server):
+        server.close()
+
+    server = on_loop(page.loop.create_unix_server(protocol, path))
+    listing = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=path)) as client:
+        tools = client.post("http://localhost/mcp", json=listing).json()["result"]["tools"]
+    on_loop(closed(server))
+    assert [tool["name"] for tool in tools] == ["ask", "embed"]
+
+
+def test_read_document_counts_and_has_a_limit(serve, gate, tmp_path):
+    (tmp_path / "plan.md").write_text("Buy bread.")
+    info = msgspec.structs.replace(DEFAULT_INFO, n_parallel=1)
+    engine = FakeEngine(info=info, prefill=[gate])
+    here = serve(engine, limits=Limits(max_queue=0))
+    read = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
+    read["params"] = {"name": "read_document", "arguments": {"path": str(tmp_path / "plan.md")}}
+    said = [here.client.post("/mcp", json=read).json()["result"] for _ in range(2)]
+    assert [one["isError"] for one in said] == [False, True]
+    assert "queue of fake is full" in said[1]["content"][0]["text"]
+    wait_until(lambda: here.endpoint.in_flight == 1, "the requests to be answered")
+    assert here.endpoint.running
+    gate.opened.set()
+    wait_until(lambda: not here.endpoint.in_flight, "the document to be read")
+    assert not here.endpoint.inside
+    assert not here.endpoint.running
+
+
+def test_a_document_beyond_the_context_is_refused(serve, chatterer, tmp_path):
+    (tmp_path / "long.md").write_text("bread " * 300)
+    read = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
+    read["params"] = {"name": "read_document", "arguments": {"path": str(tmp_path / "long.md")}}
+    result = serve(chatterer()).client.post("/mcp", json=read).json()["result"]
+    assert result["isError"]
+    assert "the context 256" in result["content"][0]["text"]
+
+
 def test_without_the_page_conversations_are_not_searched(serve):
     listing = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
     tools = serve(FakeEngine()).client.post("/mcp", json=listing).json()["result"]["tools"]
@@ -217,7 +270,28 @@ def test_stdio_survives_nonsense_and_ends_with_its_input(stdio, page):
 
 
 @pytest.mark.slow
-def test_stdio_cancels(stdio, page, gate):
+def test_stdio_answers_calls_when_no_endpoint_can_be_started(stdio, page):
+    words = [stdio.command, *stdio.args, "nobody/none"]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=stdio.env
+    ) as process:
+        for number, method in enumerate(["ping", "tools/call", "ping"]):
+            message = {"jsonrpc": "2.0", "id": number, "method": method, "params": {"name": "embed"}}
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            assert answer["id"] == number
+            assert ("nobody/none" in answer.get("error", {}).get("message", "")) is (number > 0)
+            if number == 0:
+                page.drain()
+                page.wait_ended()
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", [True, pytest.param(False, id="endpoint-started-anew")])
+def test_stdio_cancels(stdio, page, gate, begins):
     ask = {"jsonrpc": "2.0", "id": 5, "method": "tools/call"}
     ask["params"] = {"name": "ask", "arguments": {"question": "wait"}}
     with subprocess.Popen(
@@ -228,8 +302,9 @@ def test_stdio_cancels(stdio, page, gate):
             process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
             process.stdin.flush()
 
-        send(id=1, method="initialize", params={"protocolVersion": "2025-06-18"})
-        assert json.loads(process.stdout.readline())["id"] == 1
+        if begins:
+            send(id=1, method="initialize", params={"protocolVersion": "2025-06-18"})
+            assert json.loads(process.stdout.readline())["id"] == 1
         send(**ask)
         assert gate.reached.wait(20)
         send(method="notifications/cancelled", params={"requestId": 5})
