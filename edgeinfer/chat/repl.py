@@ -8,6 +8,7 @@ It understands the same commands as the app.
 from __future__ import annotations
 
 import contextlib
+import select
 import signal
 import sys
 import threading
@@ -259,12 +260,22 @@ class Repl:
         return Decision("no") if line is None else parse_decision(line)
 
     def ask(self, text: str) -> str | None:
+        stop = self.session.tools.running if self.session.tools is not None else None
         with self._asking:
+            if stop is None or stop.is_set:
+                return None
             self.show_text(text)
             if not self._interactive:
                 return None
             self._write("? ")
-            return self._line()
+            with contextlib.suppress(OSError):  # nothing to wait for: a text in memory, or Windows
+                # a read would go on when the calls have ended, and take the next question
+                while not select.select([self._source], [], [], 0.1)[0] and not stop.is_set:
+                    pass
+            if stop.is_set:
+                return None
+            line = self._source.readline()
+            return line.rstrip("\n") if line else None
 
     def show_use(self, use: ToolUse, words: str) -> None:
         name, _, tool = use.name.partition("__")

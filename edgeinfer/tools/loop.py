@@ -180,13 +180,17 @@ class ChatTools:
     def start(
         self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: int = 0
     ) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function that runs the calls; until it returns, `running` stops them."""
+        """Return a function that runs the calls; until it returns, `running` stops them.
+
+        Then it is set itself, which ends a form that is still open.
+        """
         stop = self.running = Stop()
 
         def run() -> tuple[ToolUse, ...]:
             try:
                 return self.run(uses, front, stop, past=past, conversation=conversation)
             finally:
+                stop.set()
                 self.running = None
 
         return run

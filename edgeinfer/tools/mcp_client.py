@@ -205,13 +205,17 @@ class McpClient:
             if pending.answer.empty():  # otherwise it was stopped, or answered before the line broke
                 self.lost = error.message
                 raise self._error(error.message) from error
-        try:
-            # over HTTP all has come by now
-            answer = pending.answer.get(timeout=0.1 if self.spec.url else timeout_s)
-        except queue.Empty:
-            self._cancel(message["id"])
-            waited = "no answer" if self.spec.url else f"no answer within {timeout_s:g} s"
-            raise self._error(f"{message['method']}: {waited}") from None
+        answer: dict[str, Any] | Exception | None = None
+        while answer is None:
+            try:
+                # over HTTP all has come by now
+                answer = pending.answer.get(timeout=0.1 if self.spec.url else timeout_s)
+            except queue.Empty:
+                if self._asking.locked() and not self.spec.url:
+                    continue  # the server waits for the user, too
+                self._cancel(message["id"])
+                waited = "no answer" if self.spec.url else f"no answer within {timeout_s:g} s"
+                raise self._error(f"{message['method']}: {waited}") from None
         if isinstance(answer, Exception):
             raise answer
         failure = answer.get("error")

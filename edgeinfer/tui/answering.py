@@ -21,7 +21,7 @@ from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.tools.approval import Decision, parse_decision
-from edgeinfer.tools.uses import ToolUse
+from edgeinfer.tools.uses import Stop, ToolUse
 from edgeinfer.tui.drawing.entry import AnswerEntry, Remark
 from edgeinfer.tui.view import Streaming, View
 
@@ -46,10 +46,11 @@ class Answering:
 
     @dataclass
     class CardShown(Message):
-        """A call waits for what the user types, which goes into `typed`; None if it was stopped."""
+        """A call waits for what the user types, which goes into `typed`; None once `running` is set."""
 
         text: str
         typed: SimpleQueue[str | None]
+        running: Stop
 
     @dataclass
     class UseShown(Message):
@@ -193,13 +194,15 @@ class Answering:
         return Decision("no", "stopped") if typed is None else parse_decision(typed)
 
     def ask(self, text: str) -> str | None:
-        """Show a text and wait for what is typed; None if the calls are stopped. In a call's thread."""
+        """Show a text and wait for what is typed; None once the calls end. In a call's thread."""
         typed: SimpleQueue[str | None] = SimpleQueue()
         tools = self._session.tools
+        stop = tools.running if tools is not None else None
+        if stop is None:
+            return None
+        stop.add(lambda: typed.put(None))
         with self._asking:
-            if tools is not None and tools.running is not None:
-                tools.running.add(lambda: typed.put(None))
-            self._view.transcript.post_message(self.CardShown(text, typed))
+            self._view.transcript.post_message(self.CardShown(text, typed, stop))
             return typed.get()
 
     def show_use(self, use: ToolUse, words: str) -> None:
@@ -207,6 +210,8 @@ class Answering:
         self._view.transcript.post_message(self.UseShown(use, words))
 
     def show_card(self, message: CardShown) -> None:
+        if message.running.is_set:
+            return
         self._typed = message.typed
         self._view.calling = "a call waits for you"
         self._view.add_remark(Remark(message.text))

@@ -111,6 +111,9 @@ FORM = {
 }
 
 
+ONE_FIELD = {"requestedSchema": {"type": "object", "properties": {"name": FORM["name"]}}}
+
+
 def asking(number, params):
     """Ask the user, and answer with what came."""
     schema = {"type": "object", "properties": FORM}
@@ -121,6 +124,14 @@ def asking(number, params):
         if message.get("id") == "form":
             text(number, json.dumps(message["result"]))
             return
+
+
+def hasty(number, params):
+    """Ask the user, and answer the call before an answer comes, once a file is there."""
+    _send({"id": "form", "method": "elicitation/create", "params": {"message": "Now?", **ONE_FIELD}})
+    while not Path(params["arguments"]["after"]).exists():
+        time.sleep(0.01)
+    text(number, "done without you")
 
 
 def crashing(number, params):
@@ -189,7 +200,7 @@ if __name__ == "__main__":
     kind = sys.argv[1]
     if kind in ("stdio", "http"):
         sdk(kind)
-    elif kind in ("asking", "crashing", "slow", "lying", "hostile", "huge"):
+    elif kind in ("asking", "hasty", "crashing", "slow", "lying", "hostile", "huge"):
         raw(globals()[kind])
     else:
         globals()[kind]()

@@ -260,6 +260,16 @@ def answered(opened, front, **form):
     return json.loads(use.result)
 
 
+def test_an_open_form_stops_the_clock_of_its_call(opened):
+    class Slow(Typing):
+        def ask(self, text):
+            threading.Event().wait(1.2)
+            return "!"
+
+    (use,) = run(opened("asking", timeout_s=0.5), ("asking__go", {}), front=Slow())
+    assert json.loads(use.result) == {"action": "decline"}
+
+
 def test_a_form_is_filled_in_by_the_user(opened):
     front = Typing("A", "Ada", "200", "-", "blue", "red", "maybe", "yes", "mon, sun", "mon, tue")
     content = {"name": "Ada", "age": 30, "colour": "red", "sure": True, "days": ["mon", "tue"]}
