@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.runtime import document_files
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 2 << 20
 _MAX_REDIRECTS = 5
-_TIMEOUT_S = 30.0
+_TIMEOUT_S, _CONNECT_S = 30.0, 10.0
 _TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml|pdf)")
 #: Addresses that a translator turns into others.
 _TRANSLATED = [ipaddress.ip_network(text) for text in ("64:ff9b::/32", "2002::/16", "2001::/32")]
@@ -56,7 +56,7 @@ class Web(Builtin):
         try:
             asked = httpx2.URL(url)
             for _ in range(_MAX_REDIRECTS + 1):
-                with self._answer(asked, stop) as response:
+                with self._answer(asked, stop, end_s) as response:
                     if response.has_redirect_location:
                         target = asked.join(response.headers["Location"])
                         refuse_downgrade(asked.host, asked, target)
@@ -64,30 +64,36 @@ class Web(Builtin):
                         continue
                     return _text(response, stop, end_s)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            if stop.is_set:
-                raise StoppedError("stopped") from error
+            _refuse_end(stop, end_s)
             raise RefusedError(f"{url}: {str(error) or type(error).__name__}") from error
         raise RefusedError(f"{url}: more than {_MAX_REDIRECTS} redirects")
 
     @contextmanager
-    def _answer(self, url: httpx2.URL, stop: Stop) -> Iterator[httpx2.Response]:
-        """Ask one of the host's addresses, under the host's name. Raises RefusedError."""
+    def _answer(self, url: httpx2.URL, stop: Stop, end_s: float) -> Iterator[httpx2.Response]:
+        """Ask one of the host's addresses, under the host's name. Raises RefusedError, StoppedError."""
         import httpx2
 
-        from edgeinfer.models.fetching.http_client import hang_up, range_headers
+        from edgeinfer.models.fetching.http_client import range_headers, shut_down
 
         address = self._address(url)
+        _refuse_end(stop, end_s)
+        left_s = max(end_s - time.monotonic(), 0.01)
+        limits = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_S))
+
+        def trace(name: str, info: dict[str, Any]) -> None:
+            if name in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                stop.add(lambda: shut_down(info["return_value"]))
+
         headers = {"Host": url.netloc.decode("ascii"), **range_headers(0, "")}
         with (
-            httpx2.Client(trust_env=False, timeout=_TIMEOUT_S, follow_redirects=False) as client,
+            httpx2.Client(trust_env=False, timeout=limits, follow_redirects=False) as client,
             client.stream(
                 "GET",
                 url.copy_with(host=str(address)),
                 headers=headers,
-                extensions={"sni_hostname": url.raw_host.decode("ascii")},
+                extensions={"sni_hostname": url.raw_host.decode("ascii"), "trace": trace},
             ) as response,
         ):
-            stop.add(lambda: hang_up(response))
             yield response
 
     def _address(self, url: httpx2.URL) -> _Address:
@@ -125,6 +131,13 @@ def _is_public(address: _Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
+def _refuse_end(stop: Stop, end_s: float) -> None:
+    if stop.is_set:
+        raise StoppedError("stopped")
+    if time.monotonic() > end_s:
+        raise RefusedError(f"the page took more than {_TIMEOUT_S:g} s")
+
+
 def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
     """Read an answer's text. Raises RefusedError for another kind, a status or a size."""
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -139,10 +152,8 @@ def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
         data += piece
         if len(data) > _MAX_BYTES:
             raise RefusedError(f"the page has more than {_MAX_BYTES >> 20} MiB")
-        if time.monotonic() > end_s:
-            raise RefusedError(f"the page took more than {_TIMEOUT_S:g} s")
-    if stop.is_set:
-        raise StoppedError("stopped")
+        _refuse_end(stop, end_s)
+    _refuse_end(stop, end_s)  # a read that was ended looks like the page's end
     page = bytes(data)
     if document_files.is_document(page):
         return document_files.text_of(page, response.url.path)

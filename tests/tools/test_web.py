@@ -153,21 +153,38 @@ def test_a_slow_page_is_ended(pages, monkeypatch):
     assert "took more than 0.5 s" in fetch(f"http://127.0.0.1:{port}/")
 
 
-def test_stop_ends_a_fetch(pages):
+@pytest.mark.parametrize("headers", [True, False])
+def test_stop_ends_a_fetch(pages, monkeypatch, headers):
+    monkeypatch.setattr(web, "_TIMEOUT_S", 300.0)
     port, answers, _ = pages
     stop, shut = Stop(), threading.Event()
+    waited = []
 
     def wait(handler):
-        handler.send_response(200)
-        handler.send_header("Content-Type", "text/plain")
-        handler.end_headers()
+        if headers:
+            handler.send_response(200)
+            handler.send_header("Content-Type", "text/plain")
+            handler.end_headers()
         stop.set()
-        shut.wait(30)
+        waited.append(shut.wait(20))
 
     answers["/"] = wait
     with pytest.raises(StoppedError):
         fetch(f"http://127.0.0.1:{port}/", stop=stop)
+    assert waited == []
     shut.set()
+
+
+def test_redirects_are_followed_no_longer_than_a_page_may_take(pages, monkeypatch):
+    port, answers, asked = pages
+    stop = Stop()
+    answers["/"] = (302, {"Location": "/"}, b"")
+    monkeypatch.setattr(web, "_TIMEOUT_S", 0.0)
+    assert "took more than 0 s" in fetch(f"http://127.0.0.1:{port}/")
+    stop.set()
+    with pytest.raises(StoppedError):
+        fetch(f"http://127.0.0.1:{port}/", stop=stop)
+    assert asked == []
 
 
 def test_without_hosts_it_is_not_offered():

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 
@@ -125,8 +126,13 @@ def status_error(origin: str, who: str, status: int, login: str | None = None) -
 
 def hang_up(response: httpx2.Response) -> None:
     """End a read that waits in another thread. The connection is of no use afterwards."""
-    stream = response.extensions.get("network_stream")
-    connection = stream.get_extra_info("socket") if stream else None
+    if stream := response.extensions.get("network_stream"):
+        shut_down(stream)
+
+
+def shut_down(stream: Any) -> None:
+    """End a read from a connection as httpx's extensions name it."""
+    connection = stream.get_extra_info("socket")
     if connection is not None:
         with suppress(OSError):
             # the plain one, also under TLS: no farewell to wait for
