@@ -62,6 +62,7 @@ class ChatSession:
         self._turns: dict[int, Turn] = {}
         self._seen: object = None
         self._journal_id = 0
+        self._calls_leases: dict[int, Lease] = {}
 
     @cached_property
     def store(self) -> ConversationStore:
@@ -263,9 +264,14 @@ class ChatSession:
         return head if self.tools is not None and head is not None and head.waits_for_results else None
 
     def start_calls(self, turn: Turn, front: CallFront) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function for any thread that runs the calls of the last answer."""
+        """Return a function for any thread that runs the calls of the last answer.
+
+        The conversation is this session's until `note_calls`. Raises UsageError if another has it,
+        StoreError.
+        """
         tools = self.tools
         assert tools is not None
+        self._calls_leases[turn.id] = self.store.acquire(turn.conversation_id)
         past = rounds_of(self.path)[:-1]
         return tools.start(turn.calls, front, past=past, conversation=turn.conversation_id)
 
@@ -288,7 +294,10 @@ class ChatSession:
 
         They are not if the user stopped them or left the conversation. Raises StoreError.
         """
-        self.store.set_calls(turn.id, calls)
+        try:
+            self.store.set_calls(turn.id, calls)
+        finally:
+            self._calls_leases.pop(turn.id, Lease()).release()
         self._ended(msgspec.structs.replace(turn, calls=calls))
         is_here = self.conversation.head_id == turn.id
         return is_here and all(use.status != "stopped" for use in calls)

@@ -165,8 +165,14 @@ class Answering:
             self._view.refresh_status()
 
     async def _run_calls(self, turn: Turn) -> None:
-        tools, run = self._session.tools, self._session.start_calls(turn, self)
+        tools = self._session.tools
         assert tools is not None
+        try:
+            run = self._session.start_calls(turn, self)
+        except EdgeInferError as error:
+            self._view.show_error(error)
+            self._view.transcript.post_message(self.Ended(turn))
+            return
         try:
             calls = await asyncio.to_thread(run)
         finally:

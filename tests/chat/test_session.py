@@ -255,6 +255,18 @@ def test_calls_and_their_results_are_stored_and_told_to_the_model(store, read_to
     assert engine.requests[1].messages[1].tool_calls[0].arguments == '{"path": "a.txt"}'
 
 
+def test_a_conversation_whose_calls_run_is_not_written_by_another(store, read_tool):
+    session, _ = session_with(store, READ_A)
+    session.tools = read_tool
+    ask(session, "What is the word?")
+    other, turn = reread(session), session.calls
+    run = session.start_calls(turn, AllowingFront())
+    with pytest.raises(UsageError, match="written elsewhere"):
+        other.ask("And now?")
+    session.note_calls(turn, run())
+    other.ask("And now?")
+
+
 def test_interrupted_call_is_told_as_that(store, read_tool):
     session, engine = session_with(store, READ_A, ["ok"])
     session.tools = read_tool
