@@ -9,6 +9,7 @@ from edgeinfer.tools.mcp_client import CallResult, ToolInfo
 from edgeinfer.tools.uses import Stop
 
 TEXT = {"type": "string"}
+_TYPES = {"string": str, "integer": int}
 
 
 class RefusedError(Exception):
@@ -61,16 +62,28 @@ class Builtin:
         on_progress: Callable[[str], object] | None = None,
     ) -> CallResult:
         """Run a tool. Raises StoppedError."""
+        schema = next(tool.parameters for tool in self._tools if tool.name == name)
+        if wrong := _wrong(schema, arguments):
+            return CallResult(f"wrong arguments: {wrong}", is_error=True)
         try:
             found = getattr(self, f"_{name}")(stop or Stop(), **arguments)
             return found if isinstance(found, CallResult) else CallResult(found)
         except RefusedError as error:
             return CallResult(str(error), is_error=True)
-        except TypeError:
-            return CallResult("wrong arguments", is_error=True)
         except (OSError, UnicodeError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) else str(error)
             return CallResult(words or type(error).__name__, is_error=True)
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+def _wrong(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
+    known = schema["properties"]
+    said = [f"{name} is missing" for name in schema["required"] if name not in arguments]
+    said += [f"there is no {name}" for name in arguments if name not in known]
+    return "; ".join(said) or "; ".join(
+        f"{name} must be of type {known[name]['type']}"
+        for name, value in arguments.items()
+        if not isinstance(value, _TYPES[known[name]["type"]])
+    )

@@ -71,8 +71,16 @@ def test_mistakes_are_told_to_the_model(files):
     assert "stands 0 times" in call(files, "edit", path="a.txt", old="zero", new="x")
     assert "is not a file" in call(files, "read", path="src")
     assert "binary" in call(files, "read", path="src/c.bin")
-    assert "wrong arguments" in call(files, "read", file="a.txt")
+    said = call(files, "read", file="a.txt")
+    assert "wrong arguments: path is missing; there is no file" in said
+    assert "lines must be of type integer" in call(files, "read", path="a.txt", lines="2")
     assert "is a folder" in call(files, "write", path="src", content="x")
+
+
+def test_a_defect_of_a_tool_is_no_wrong_argument(files, monkeypatch):
+    monkeypatch.setattr(files, "_read", lambda stop, path: len(None))
+    with pytest.raises(TypeError):
+        call(files, "read", path="a.txt")
 
 
 def test_search_is_stopped(files):
