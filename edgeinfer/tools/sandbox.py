@@ -53,7 +53,10 @@ class Sandbox(Builtin):
         if Path.home().resolve().is_relative_to(self._folder):
             return f"{self._folder} holds your home folder: start in a project's"
         if own := self._own_program():
-            return f"{self._folder} may change edgeinfer itself ({own}): install it elsewhere"
+            return (
+                f"a command in {self._folder} could change edgeinfer itself ({own}): "
+                "install it elsewhere, or start in another folder"
+            )
         if self._interpreter is None and "python" in (tool.name for tool in self._tools):
             return "there is no python3 in /usr/bin"
         return self.refused()
@@ -62,7 +65,7 @@ class Sandbox(Builtin):
         """Return what runs outside of the sandbox, but could be changed by a command inside."""
         code = [Path(edgeinfer.__file__).parent]
         code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-        found = [Path(sys.executable), Path(sys.prefix), Path(sys.base_prefix), *code]
+        found = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
         for own in [*found, *(path.resolve() for path in found)]:
             if own.is_relative_to(self._folder):
                 return own

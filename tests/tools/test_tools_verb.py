@@ -92,7 +92,7 @@ status = main(["tools", "--check"], Host())
 sys.stdout.flush()
 os._exit(status)
 """
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-Pc", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert f"shell: not offered: no sandbox: {why}" in done.stdout, done.stderr
     assert "allowed  read" in done.stdout
