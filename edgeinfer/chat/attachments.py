@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,9 @@ from edgeinfer.runtime.interface import Engine
 
 #: Larger than any context we run; a file beyond it is a mistake.
 MAX_BYTES = 4 << 20
+
+#: Begins the names of pasted texts, which are numbered.
+PASTED = "pasted text"
 
 #: Files of a folder that is attached, and folders in it that are left out beside hidden ones.
 _MAX_FILES = 1000
@@ -124,6 +127,12 @@ def from_bytes(name: str, data: bytes) -> Attachment:
     if "\0" in text:
         raise UsageError(f"{name} is a binary file", hint="attach text, PDF, DOCX, HTML or a picture")
     return Attachment(name=name, text=text)
+
+
+def merged(old: Sequence[Attachment], new: Sequence[Attachment]) -> tuple[Attachment, ...]:
+    """Return the attachments of an edited question: a file that was read again replaces the old one."""
+    names = {attachment.name for attachment in new if not attachment.name.startswith(PASTED)}
+    return (*(attachment for attachment in old if attachment.name not in names), *new)
 
 
 def counted(attachment: Attachment, engine: Engine | None) -> Attachment:

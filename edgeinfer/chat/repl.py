@@ -171,7 +171,7 @@ class Repl:
         if editing is None:
             self.session.ask(text, found)
         else:
-            self.session.edit(editing, text)
+            self.session.edit(editing, text, found)
         self._attachments = []
         for attachment in found:
             self.show_text(f"With {attachments.described(attachment)}.")

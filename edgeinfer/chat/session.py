@@ -18,7 +18,7 @@ import msgspec
 
 from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat import presets
-from edgeinfer.chat.attachments import with_attachments
+from edgeinfer.chat.attachments import merged, with_attachments
 from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.store import ConversationStore, written_elsewhere
 from edgeinfer.chat.history.values import (
@@ -215,14 +215,17 @@ class ChatSession:
             return head.parent_id
         return head.id if head else None
 
-    def edit(self, turn_id: int, text: str) -> Turn:
-        """Store `text` as an alternative of a question, whose old branch stays."""
+    def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
+        """Store `text` as an alternative of a question, whose old branch stays.
+
+        It keeps the question's attachments beside the new ones.
+        """
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError(
                 "only a question can be edited", hint="regenerate an answer instead: `/regen`"
             )
-        return self._add_user(text, turn.attachments, turn.parent_id)
+        return self._add_user(text, merged(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> Answer:
         """Answer the question, or the results of calls, at the end of the branch.
@@ -469,7 +472,7 @@ class ChatSession:
         parent_id = self._parent_of_next()
         if edited is not None:
             parent_id = edited.parent_id
-            attachments = edited.attachments
+            attachments = merged(edited.attachments, attachments)
         turns = branch_to(self._turns, parent_id)
         if text or attachments:
             turns.append(Turn(content=text, attachments=tuple(attachments)))

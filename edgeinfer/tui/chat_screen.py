@@ -46,6 +46,7 @@ class ChatScreen(Screen[None]):
         self.session = launch.session()
         self.loader = Loader(launch.engines(), self.post_message)
         self._interrupted = 0.0
+        self._reading = False
 
     def compose(self) -> ComposeResult:
         self.view = View(self.launch, self.session, self.loader)
@@ -168,28 +169,42 @@ class ChatScreen(Screen[None]):
         elif self.session.busy and message.editing is None:
             self.composer.clear()
             self.queue.add(message.text)
-        elif self._reads_resources(message):
-            pass  # it is sent when they are here
-        elif self.send(message.text, message.editing):
+        elif not self._reading:  # otherwise it stays: one question at a time waits for resources
             self.composer.clear()
             self.composer.editing = None
+            self._send_with_resources(message.text, message.editing)
 
-    def _reads_resources(self, message: Composer.Sent) -> bool:
-        """Attach the resources that a question names, then send it; return False if they are."""
+    def _send_with_resources(self, text: str, editing: int | None) -> None:
+        """Send a question once the resources that it names are here; put it back if that fails."""
         tools, here = self.session.tools, {attachment.name for attachment in self.attachments.kept}
-        names = [name for name in tools.resources_in(message.text) if name not in here] if tools else []
-        if tools is None or not names:
-            return False
+        names = [name for name in tools.resources_in(text) if name not in here] if tools else []
+        conversation = self.session.conversation.id
 
-        def attached(found: list[Attachment]) -> None:
-            for attachment in found:
-                self.attachments.add(attachment)
-            self._sent(message)
+        def read() -> list[Attachment] | EdgeInferError:
+            assert tools is not None
+            try:
+                return [Attachment(name=name, text=tools.resource(name)) for name in names]
+            except EdgeInferError as error:
+                return error
 
-        self.answering.wait_for(
-            lambda: [Attachment(name=name, text=tools.resource(name)) for name in names], attached
-        )
-        return True
+        def send(found: list[Attachment] | EdgeInferError) -> None:
+            self._reading = False
+            is_here = self.session.conversation.id == conversation
+            if isinstance(found, EdgeInferError):
+                self.view.show_error(found)
+            elif is_here:
+                for attachment in found:
+                    self.attachments.add(attachment)
+                if self.send(text, editing):
+                    return
+            self.composer.fill("\n".join(filter(None, (text, self.composer.text))))
+            self.composer.editing = editing if is_here else None
+
+        self._reading = bool(names)
+        if names:
+            self.answering.wait_for(read, send)
+        else:
+            send([])
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
@@ -198,8 +213,8 @@ class ChatScreen(Screen[None]):
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
             self.queue.take_back_all()
-        elif not self.session.busy and (text := self.queue.next()) and not self.send(text, None):
-            self.composer.fill(text)
+        elif not self.session.busy and not self._reading and (text := self.queue.next()):
+            self._send_with_resources(text, None)
 
     @on(Answering.CardShown)
     def _card_shown(self, message: Answering.CardShown) -> None:
@@ -249,7 +264,7 @@ class ChatScreen(Screen[None]):
             if editing is None:
                 self.session.ask(text, found)
             else:
-                self.session.edit(editing, text)
+                self.session.edit(editing, text, found)
         except EdgeInferError as error:
             self.view.show_error(error)
             return False

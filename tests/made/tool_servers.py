@@ -76,6 +76,12 @@ def raw(call, tools=lambda: [TOOL], version="2025-06-18"):
                 _send({"id": number, "result": {"tools": tools()}})
             case "tools/call":
                 call(number, message["params"])
+            case "resources/read":  # a file, once it is there
+                path = Path(message["params"]["uri"])
+                while not path.exists():
+                    time.sleep(0.01)
+                found = [{"uri": str(path), "text": path.read_text()}]
+                _send({"id": number, "result": {"contents": found}})
             case "notifications/cancelled":
                 Path("cancelled").write_text(json.dumps(message["params"]))
 

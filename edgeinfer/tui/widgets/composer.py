@@ -17,7 +17,7 @@ from textual.reactive import reactive
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat.attachments import counted, dropped_picture, mentioned, read
+from edgeinfer.chat.attachments import PASTED, counted, dropped_picture, mentioned, read
 from edgeinfer.chat.commands import CommandCompletion
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
@@ -284,7 +284,7 @@ class AttachmentList:
         """Attach a pasted text. Return it, with its tokens once a model counts."""
         names = {attachment.name for attachment in self.kept}
         numbers = range(1, len(names) + 2)
-        name = next(name for n in numbers if (name := f"pasted text {n}") not in names)
+        name = next(name for n in numbers if (name := f"{PASTED} {n}") not in names)
         self.add(Attachment(name=name, text=text))
         return self.kept[-1]
 
