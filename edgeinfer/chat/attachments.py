@@ -26,15 +26,19 @@ PASTED = "pasted text"
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
-#: `@path` or `@"path with spaces"` at the start of a word.
-MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]+))')
+#: `@name` at the start of a word, without a sentence's marks behind it, or `@"any name"`.
+_MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
+
+
+def names_in(text: str) -> list[str]:
+    """List what `text` mentions, once each: paths, `SERVER:URI` of resources, or other words."""
+    return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
 def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
     """List the files and folders (`@docs/`) that `text` names, once each; other mentions stay text."""
     found: dict[Path, None] = {}
-    for match in MENTION.finditer(text):
-        named = match[1] or match[2]
+    for named in names_in(text):
         path = (cwd or Path.cwd()) / Path(named).expanduser()
         if path.is_file() or (named.endswith("/") and path.is_dir()):
             found[path] = None

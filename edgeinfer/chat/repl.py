@@ -165,7 +165,8 @@ class Repl:
         tools = self.session.tools
         resources = []
         if tools is not None:
-            resources = [Attachment(name=n, text=tools.resource(n)) for n in tools.resources_in(text)]
+            names = filter(tools.has_resource, attachments.names_in(text))
+            resources = [Attachment(name=name, text=tools.resource(name)) for name in names]
         found = [self._counted(a) for a in (*self._attachments, *named, *resources)]
         editing, self._editing = self._editing, None
         if editing is None:

@@ -141,12 +141,7 @@ class ChatTools:
 
     def has_resource(self, name: str) -> bool:
         """Return whether `name` is `SERVER:URI` of an enabled server."""
-        return name.partition(":")[0] in self.toolbox.servers()
-
-    def resources_in(self, text: str) -> list[str]:
-        """List the resources that a question names as `@SERVER:URI`."""
-        named = [word[1:].strip('"').rstrip(".,;?!)") for word in text.split() if word.startswith("@")]
-        return [name for name in dict.fromkeys(named) if ":" in name and self.has_resource(name)]
+        return ":" in name and name.partition(":")[0] in self.toolbox.servers()
 
     def resource(self, name: str) -> str:
         """Return the text of the resource `SERVER:URI`. Raises ToolServerError."""

@@ -14,6 +14,7 @@ from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
 from edgeinfer.chat import context
+from edgeinfer.chat.attachments import names_in
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
@@ -177,7 +178,8 @@ class ChatScreen(Screen[None]):
     def _send_with_resources(self, text: str, editing: int | None) -> None:
         """Send a question once the resources that it names are here; put it back if that fails."""
         tools, here = self.session.tools, {attachment.name for attachment in self.attachments.kept}
-        names = [name for name in tools.resources_in(text) if name not in here] if tools else []
+        named = filter(tools.has_resource, names_in(text)) if tools is not None else ()
+        names = [name for name in named if name not in here]
         conversation = self.session.conversation.id
 
         def read() -> list[Attachment] | EdgeInferError:

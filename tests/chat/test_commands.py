@@ -87,9 +87,22 @@ class TestAttachments:
         (tmp_path / "a.txt").write_text("x")
         (tmp_path / "b c.txt").write_text("x")
         (tmp_path / "home").mkdir()
-        text = 'see @a.txt and @"b c.txt", @a.txt again, not me@a.txt nor @home but @home/'
+        text = 'see @a.txt and @"b c.txt", (or @a.txt), not me@a.txt nor @home but @home/'
         names = ("a.txt", "b c.txt", "home")
         assert attachments.mentioned(text, tmp_path) == [tmp_path / name for name in names]
+
+    @pytest.mark.parametrize(
+        ("text", "names"),
+        [
+            ("Is @a.txt? Or (@b) @c.d).", ["a.txt", "c.d"]),
+            (
+                '@"w:page://Foo_(bar)" and @w:page://foo, me@here @, @"',
+                ["w:page://Foo_(bar)", "w:page://foo"],
+            ),
+        ],
+    )
+    def test_a_sentence_s_marks_do_not_belong_to_a_name_without_quotes(self, text, names):
+        assert attachments.names_in(text) == names
 
     def test_text_is_read_whatever_its_mark(self, tmp_path):
         (tmp_path / "a").write_bytes(b"\xef\xbb\xbfGr\xc3\xbc\xc3\x9fe")
