@@ -274,6 +274,7 @@ class Repl:
                 while not select.select([self._source], [], [], 0.1)[0] and not stop.is_set:
                     pass
             if stop.is_set:
+                self._write("\n")
                 return None
             line = self._source.readline()
             return line.rstrip("\n") if line else None
