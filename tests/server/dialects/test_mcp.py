@@ -307,6 +307,7 @@ def test_stdio_cancels(stdio, page, gate, begins):
             assert json.loads(process.stdout.readline())["id"] == 1
         send(**ask)
         assert gate.reached.wait(20)
+        wait_until(lambda: page.endpoint.running, "the generation to be counted")
         send(method="notifications/cancelled", params={"requestId": 5})
         wait_until(lambda: not page.endpoint.running, "the generation to end")
         send(id=6, method="ping")
