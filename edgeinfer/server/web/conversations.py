@@ -51,6 +51,15 @@ UNSEEN_S = 600.0
 _CARDS = itertools.count(1)
 
 
+class _ShownCard:
+    """A card that pages show, and the one decision about it."""
+
+    def __init__(self, card: Card, folder: str) -> None:
+        self.plain: dict[str, object] = {**card.plain(), "folder": folder, "number": next(_CARDS)}
+        self.decided: queue.SimpleQueue[Decision] = queue.SimpleQueue()
+        self.is_decided = False
+
+
 class RunningAnswer:
     """An answer with its calls, as pages show it; their `CallFront`. Any thread."""
 
@@ -66,27 +75,25 @@ class RunningAnswer:
         #: When a page looked last.
         self.seen = time.monotonic()
         self._words: dict[str, str] = {}
-        self._card: dict[str, object] | None = None
-        self._decided: queue.SimpleQueue[Decision] = queue.SimpleQueue()
+        self._shown: _ShownCard | None = None
 
     def decide(self, card: Card) -> Decision:
         """Show a card in every page; wait for a decision, a stop, or too long without a page."""
+        card_shown = _ShownCard(card, "" if self.tools is None else str(self.tools.toolbox.folder))
 
         def stopped() -> None:
-            decided.put(Decision("no", "stopped"))
+            card_shown.decided.put(Decision("no", "stopped"))
 
-        decided = self._decided = queue.SimpleQueue()
         self.stop.add(stopped)
         self._words = {**self._words, card.id: "waits for you"}
-        folder = "" if self.tools is None else str(self.tools.toolbox.folder)
-        self._card = {**card.plain(), "folder": folder, "number": next(_CARDS)}
+        self._shown = card_shown
         try:
             while time.monotonic() - self.seen < UNSEEN_S:
                 with contextlib.suppress(queue.Empty):
-                    return decided.get(timeout=min(1.0, UNSEEN_S))
+                    return card_shown.decided.get(timeout=min(1.0, UNSEEN_S))
             return Decision("no", "no page is open to allow it")
         finally:
-            self._card = None
+            self._shown = None
             self.stop.remove(stopped)
 
     def show_use(self, use: ToolUse, words: str) -> None:
@@ -94,10 +101,11 @@ class RunningAnswer:
 
     def take(self, card: int, decision: Decision) -> None:
         """Take the decision about a card. Raises Problem 409 if that call no longer waits."""
-        shown = self._card  # another thread ends it
-        if shown is None or shown["number"] != card:
+        shown = self._shown  # another thread ends it, and may show the next one
+        if shown is None or shown.is_decided or shown.plain["number"] != card:
             raise Problem(409, "This call does not wait any more.", code="not_waiting")
-        self._decided.put(decision)
+        shown.is_decided = True
+        shown.decided.put(decision)
 
     def cancel(self) -> None:
         """Stop the answer and its calls."""
@@ -107,7 +115,9 @@ class RunningAnswer:
 
     def calls(self) -> dict[str, object]:
         """Return the state of the calls for a page."""
-        return {"card": self._card, "words": self._words, "said": self.said}
+        shown = self._shown
+        card = None if shown is None or shown.is_decided else shown.plain
+        return {"card": card, "words": self._words, "said": self.said}
 
 
 _NOTHING_RUNS = RunningAnswer(is_running=False)

@@ -154,9 +154,9 @@ def test_only_the_card_on_show_can_be_decided(waiting):
     assert page.post("/conversations/999", 409, **stale)["error"]["code"] == "not_waiting"
     page.post(f"{path}/questions", 409, text="meanwhile")
     page.post(path, action="decide", card=card["number"], choice="once")
+    page.post(path, 409, action="decide", card=card["number"], choice="no")
     later = card_of(page)
     assert later["tool"] == "weather"
-    page.post(path, 409, action="decide", card=card["number"], choice="once")
     page.post(path, action="decide", card=later["number"], choice="no", reason="not now")
     assert [call["status"] for call in page.ended(page.number)[1]["calls"]] == ["done", "refused"]
 

@@ -114,7 +114,7 @@ function Sidebar({ list, id, query, shown, search }) {
 function Composer({ id, answering, field }) {
   const [files, setFiles] = useState([]), [drop, setDrop] = useState(false), [text, setText] = useState("");
   const picker = useRef();
-  useEffect(() => { setText(localStorage.getItem(`draft-${id}`) ?? ""); setFiles([]); field.current.focus(); }, [id]);
+  useLayoutEffect(() => { setText(localStorage.getItem(`draft-${id}`) ?? ""); setFiles([]); field.current.focus(); }, [id]);
   const type = (value) => { setText(value); value ? localStorage.setItem(`draft-${id}`, value) : localStorage.removeItem(`draft-${id}`); };
   const add = async (found) => {
     const read = await Promise.all([...found].map(async (file) => ({ name: file.name || "pasted", data: await base64(file) })));
@@ -220,7 +220,10 @@ function App({ setup: first }) {
   now.current = { shown, answering: branch.answering, dialog };
   const settings = id ? stored ?? fresh : fresh;
   const say = (text) => { live.current.textContent = text; };
-  const reload = () => api(`/conversations?q=${encodeURIComponent(words.current)}`).then(setList, () => {});
+  const reload = () => {
+    const query = words.current; // an answer to an earlier query may come later
+    return api(`/conversations?q=${encodeURIComponent(query)}`).then((found) => query === words.current && setList(found), () => {});
+  };
   const attempt = async (work) => { try { setMessage(null); return (await work()) ?? true; } catch (failure) { setMessage({ text: failure.message }); return null; } };
 
   Object.assign(actions, {
@@ -259,7 +262,7 @@ function App({ setup: first }) {
   useEffect(() => {
     let spoken = 0;
     return follow(`/web/conversations/${id}/events?latest=${latest}`, setOnline, {
-      list: () => reload().catch(() => {}), // the stream is opened again, and begins with a list
+      list: reload, // the stream is opened again, and begins with a list
       gone: () => actions.open(0),
       calls: setCalls,
       branch: (data, begins) => setBranch((before) => {
