@@ -32,7 +32,7 @@ from edgeinfer.server.native.routes import infer_request
 from edgeinfer.server.native.wire import InferRequest
 from edgeinfer.server.openai.render import ChatRenderer
 from edgeinfer.server.openai.wire import ChatRequest
-from edgeinfer.server.problems import Problem, from_error
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import read_body
 from edgeinfer.server.wire_types import ModelFields, TokenCount
 from edgeinfer.tools.mcp_client import VERSIONS
@@ -239,7 +239,7 @@ class _Call(Response):
             reply = await self._reply()
             await reply(scope, receiving, sending)
         except (Problem, EdgeInferError) as error:
-            problem = error if isinstance(error, Problem) else from_error(error)
+            problem = self._context.endpoint.problem_of(error, self._context.id)
             self._context.outcome = problem.code or ""
             reply = _result(self._id, _content(problem.message, is_error=True))
             await reply(scope, receive, send)

@@ -30,7 +30,7 @@ from edgeinfer.server.dialect import sse
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
-from edgeinfer.server.problems import Problem, from_error
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.web.render import Growing, shown
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.uses import Stop, ToolUse
@@ -239,8 +239,7 @@ class Conversations:
             ):
                 waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:
-            problem = error if isinstance(error, Problem) else from_error(error)
-            running.notice = problem.message
+            running.notice = self._endpoint.problem_of(error, context.id).message
         except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
             self._endpoint.log.error("internal", error, request_id=context.id)
             running.notice = f"An internal error; the log has it ({context.id})."
