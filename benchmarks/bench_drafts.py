@@ -18,8 +18,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from common import ROOT, add_out, markdown, model_path, write_figure
+from common import ROOT, add_out, model_path, write_figure
 
+from edgeinfer.bench.measure import markdown
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from common import ROOT, add_out, markdown, model_path, write_figure
+from common import ROOT, add_out, model_path, write_figure
 
+from edgeinfer.bench.measure import markdown
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.model import LlamaModel, load_model, open_context
 from edgeinfer.runtime.options import LoadOptions, ModelFiles

@@ -28,11 +28,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 from bench_serve_models import percentile
-from common import SHAPES, add_out, markdown, model_path, write_figure
+from common import SHAPES, add_out, model_path, write_figure
 from made_decoders import make_lfm2
 from memory_beside import cost_section, cost_table, short_chats_section, short_chats_table
 from memory_restart import restart_section, restart_table
 from memory_sides import Answer, Rows, Side, conversation, ms, name_of, ours, theirs
+
+from edgeinfer.bench.measure import markdown
 
 #: Of so narrow a model, so many that reading a block takes longer than writing it.
 _HYBRID_LAYERS = 128

@@ -27,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 import numpy as np
 from bench_memory import work_folder
-from common import add_out, markdown, model_path, spread, write_figure
+from common import add_out, model_path, spread, write_figure
 from made_projectors import Encoder, make_projector, rename_tokens
 from memory_sides import Answer, Messages, Side, conversation, ours, text_of, theirs
 from PIL import Image
+
+from edgeinfer.bench.measure import markdown
 
 _SIGLIP_BASE = Encoder(width=768, layers=12, heads=12, feed_forward=3072)
 #: Gemma's turns; the model is a base model and has no template, and the servers' own would differ.

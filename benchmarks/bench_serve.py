@@ -21,10 +21,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
-import re
 import signal
 import socket
 import statistics
@@ -38,6 +36,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve_models import crash_section, percentile, start_section, switch_section, worker_section
 from common import NAMES, ROOT, add_out, free_port, model_path, peer_program, write_figure
+
+from edgeinfer.bench.client import Answer, Target
+from edgeinfer.bench.client import ask as stream
 
 PARALLEL = 32
 CONTEXT = 8192
@@ -60,76 +61,19 @@ def prompt(number: int) -> str:
 # --------------------------------------------------------------------------------
 
 
-class Sample:
-    """One answered request. Seconds."""
-
-    def __init__(self, ttft: float, total: float, tokens: int, gaps: list[float]) -> None:
-        self.ttft = ttft
-        self.total = total
-        self.tokens = tokens
-        self.gaps = gaps
-
-
-class _Client(asyncio.Protocol):
-    """Sends a request and stamps what comes back, until the other side closes. It shares the cores, so
-    it does nothing else.
-    """
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self.pieces: list[tuple[float, bytes]] = []
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.pieces.append((time.perf_counter(), data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set_result(None)
-
-
-async def ask(port: int, number: int, tokens: int, model: str, **fields: Any) -> Sample:
+async def ask(target: Target, number: int, tokens: int, **fields: Any) -> Answer:
     """One streamed chat completion over a connection of its own."""
-    body = json.dumps(
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": prompt(number)}],
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **fields,
-        }
-    ).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    request = f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-    begun = time.perf_counter()
-    _, client = await asyncio.get_running_loop().create_connection(
-        lambda: _Client(request), "127.0.0.1", port
-    )
-    await client.ended
-    ended = time.perf_counter()
-    stamps = [now for now, piece in client.pieces for _ in re.findall(rb'"content":"(?!")', piece)]
-    used = re.search(
-        rb'"completion_tokens":\s*(\d+)', b"".join(piece for _, piece in client.pieces[-4:])
-    )
-    if not used or not stamps:
-        raise SystemExit(f"no answer: {client.pieces!r}")
-    return Sample(
-        stamps[0] - begun, ended - begun, int(used[1]), [b - a for a, b in itertools.pairwise(stamps)]
-    )
+    messages = [{"role": "user", "content": prompt(number)}]
+    body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+    return await stream(target, "/v1/chat/completions", body)
 
 
 async def closed_loop(
     one: Callable[[int], Any], width: int, requests: int, first: int
-) -> tuple[list[Sample], float]:
+) -> tuple[list[Answer], float]:
     """`width` clients share `requests`; returns the samples and the wall seconds."""
     numbers = iter(range(first, first + requests))
-    samples: list[Sample] = []
+    samples: list[Answer] = []
 
     async def client() -> None:
         for number in numbers:
@@ -140,12 +84,12 @@ async def closed_loop(
     return samples, time.perf_counter() - begun
 
 
-def figures(samples: list[Sample], wall: float) -> dict[str, float]:
+def figures(samples: list[Answer], wall: float) -> dict[str, float]:
     """tokens/s over the wall, and percentiles in milliseconds."""
-    ttft = [s.ttft * 1000 for s in samples]
-    gaps = [g * 1000 for s in samples for g in s.gaps] or [0.0]
+    ttft = [s.ttft_s * 1000 for s in samples]
+    gaps = [g * 1000 for s in samples for g in s.gaps_s] or [0.0]
     return {
-        "tokens_per_s": sum(s.tokens for s in samples) / wall,
+        "tokens_per_s": sum(s.completion_tokens for s in samples) / wall,
         "ttft_p50_ms": percentile(ttft, 50),
         "ttft_p95_ms": percentile(ttft, 95),
         "itl_p50_ms": percentile(gaps, 50),
@@ -235,12 +179,12 @@ class Server:
     """A running server, asked with `fields`. It stays for the whole run: idle, it costs the others nothing."""
 
     def __init__(self, port: int, model: str, **fields: Any) -> None:
-        self.port, self.model = port, model
+        self.target = Target(url=f"http://127.0.0.1:{port}", model=model)
         self.fields = fields
 
     def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
         def asked(n_tokens: int) -> Callable[[int], Any]:
-            return lambda n: ask(self.port, n, n_tokens, self.model, **self.fields)
+            return lambda n: ask(self.target, n, n_tokens, **self.fields)
 
         asyncio.run(closed_loop(asked(4), min(width, 4), 4, 90_000))
         return figures(*asyncio.run(closed_loop(asked(tokens), width, requests, first)))
@@ -273,7 +217,7 @@ def engine_main(model: Path, threads: int) -> None:
     options = LoadOptions(n_ctx=CONTEXT, n_parallel=PARALLEL, n_threads=threads)
     engine = load_engine(ModelFiles(name="m", paths=(str(model),)), options, None)
 
-    async def one(number: int, n_tokens: int) -> Sample:
+    async def one(number: int, n_tokens: int) -> Answer:
         request = GenerateRequest(
             messages=(Message(role="user", content=prompt(number)),),
             sampling=Sampling(temperature=0),
@@ -287,11 +231,12 @@ def engine_main(model: Path, threads: int) -> None:
                 made = event.usage.completion_tokens
             elif not isinstance(event, Progress):
                 stamps.append(time.perf_counter())
-        return Sample(
-            stamps[0] - begun,
-            time.perf_counter() - begun,
-            made,
-            [b - a for a, b in itertools.pairwise(stamps)],
+        return Answer(
+            arrivals=tuple(at - begun for at in stamps),
+            total_s=time.perf_counter() - begun,
+            prompt_tokens=0,
+            cached_tokens=None,
+            completion_tokens=made,
         )
 
     async def main(width: int, requests: int, tokens: int, first: int) -> dict[str, float]:

@@ -17,9 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_memory import work_folder
-from common import add_out, markdown, model_path, spread, write_figure
+from common import add_out, model_path, spread, write_figure
 from memory_restart import model_of
 from memory_sides import WORDS, Answer, Side, ours, theirs, wait_written
+
+from edgeinfer.bench.measure import markdown
 
 N_TOOLS, N_CTX = 41, 16_384
 

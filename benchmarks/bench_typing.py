@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_tui import EDGEINFER, Screen
-from common import add_out, markdown, write_figure
+from common import add_out, write_figure
 
+from edgeinfer.bench.measure import markdown
 from edgeinfer.platform.paths import DEFAULT_MODEL
 
 #: Typed again and again: words that no model begins an answer with.

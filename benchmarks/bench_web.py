@@ -15,13 +15,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, add_out, markdown, spread, write_figure
+from common import ROOT, add_out, spread, write_figure
 
 sys.path.insert(0, str(ROOT / "tests/made"))
 import itertools
 
 from bench_tui import long_text
 from browser import Browser, Page, chromium
+
+from edgeinfer.bench.measure import markdown
 
 #: Name: turns, lines of an answer.
 SHAPES = {"empty": (0, 0), "10,000 lines, 60 turns": (60, 334), "10,000 lines, 1,250 turns": (1250, 16)}

@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgeinfer.platform.machine import describe_machine
+
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(
     os.environ.get("EDGEINFER_BUILD_CACHE")
@@ -141,15 +143,9 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
-
-
 def write_figure(folder: Path, name: str, table: str) -> str:
     """Write `folder/NAME.md`: where the table is from, and the table. Returns its text."""
-    text = f"{head()}\n\n{table}"
+    text = f"{head()}\n\n{table.rstrip()}\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text)
     return text
@@ -159,7 +155,7 @@ def head() -> str:
     """Say when, from which commit, on which machine and by which command a table was made."""
     script = Path(sys.argv[0]).resolve()
     command = " ".join(["python", str(script.relative_to(ROOT)), *sys.argv[1:]])
-    return f"{time.strftime('%Y-%m-%d')}, commit {_commit()}, {_machine()}; `{command}`; {_llama()}."
+    return f"{time.strftime('%Y-%m-%d')}, commit {_commit()}, {describe_machine()}; `{command}`; {_llama()}."
 
 
 def _commit() -> str:
@@ -175,17 +171,6 @@ def _commit() -> str:
         check=False,
     )
     return (done.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
-
-
-def _machine() -> str:
-    info = Path("/proc/cpuinfo").read_text()
-    names = [
-        line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")
-    ]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    cores = len(os.sched_getaffinity(0))
-    processor = names[0] if names else "an unknown processor"
-    return f"{cores} cores of {processor}, {memory:.0f} GiB, Linux {os.uname().release}"
 
 
 def _llama() -> str:

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import markdown
 from memory_sides import Answer, Rows, Side, conversation, ms, ours, theirs, wait_written
+
+from edgeinfer.bench.measure import markdown
 
 _NEWCOMERS = 10
 _NEWCOMER_WORDS = 12

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import drop, markdown, random_model
+from common import drop, random_model
 from memory_sides import Messages, Rows, Side, conversation, ms, ours, theirs, wait_written
+
+from edgeinfer.bench.measure import markdown
 
 _N_CTX = 8192 + 1024
 #: A decode step is timed as so many of an answer.

@@ -4,14 +4,15 @@ streaming completions.
 
 from __future__ import annotations
 
-import http.client
-import json
+import asyncio
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from common import free_port, is_healthy
+
+from edgeinfer.bench.client import Target, ask
 
 
 class Server:
@@ -30,6 +31,7 @@ class Server:
         flags: Sequence[str] = (),
     ) -> None:
         self.port = free_port()
+        self.target = Target(url=f"http://127.0.0.1:{self.port}")
         command = [
             program,
             "-m",
@@ -53,26 +55,11 @@ class Server:
 
     def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
         """Generate n tokens greedily; the arrival time of each, seconds of time.perf_counter."""
-        body = {
-            "prompt": prompt,
-            "n_predict": n,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "cache_prompt": cache,
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        connection.request(
-            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        response = connection.getresponse()
-        arrivals = []
-        for line in response:
-            if line.startswith(b"data:"):
-                event = json.loads(line[5:])
-                arrivals += [time.perf_counter()] * len(event.get("tokens") or ())
-        connection.close()
-        return arrivals
+        fields = {"max_tokens": n, "temperature": 0, "ignore_eos": True, "cache_prompt": cache}
+        began = time.perf_counter()
+        answer = asyncio.run(ask(self.target, "/v1/completions", {"prompt": prompt, **fields}))
+        textless = max(0, answer.completion_tokens - len(answer.arrivals))
+        return [began + at for at in (*answer.arrivals, *answer.arrivals[-1:] * textless)]
 
     def close(self) -> None:
         self._process.terminate()

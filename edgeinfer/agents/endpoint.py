@@ -10,7 +10,7 @@ import contextlib
 import http.client
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -116,7 +116,9 @@ def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:
     return next((found for url in dict.fromkeys(urls) if (found := look_at(url, key))), None)
 
 
-def start(command: list[str], key: str) -> tuple[RemoteEndpoint, int]:
+def start(
+    command: list[str], key: str, environment: Mapping[str, str] = os.environ
+) -> tuple[RemoteEndpoint, int]:
     """Start `command`, a `serve`, in a session of its own; return the endpoint and its pid.
 
     Its log is in the state folder. Raises ServeError if it exits before it listens.
@@ -127,7 +129,7 @@ def start(command: list[str], key: str) -> tuple[RemoteEndpoint, int]:
     pid = os.posix_spawnp(
         command[0],
         command,
-        os.environ,
+        environment,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),

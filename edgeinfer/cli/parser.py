@@ -92,6 +92,11 @@ VERBS = {
     "quantize": Verb(
         "make a smaller copy of a model, and measure its loss", ("quantize qwen3-4b:F16 Q4_K_M",)
     ),
+    "bench": Verb(
+        "measure models in llama-bench's terms, beside other servers in the same run",
+        ("bench qwen3-4b", "bench qwen3-4b --against http://127.0.0.1:11434#qwen3:4b --markdown"),
+        linux_only=True,
+    ),
     "warm": Verb(
         "build a snapshot of the loaded model: later launches take a tenth of a second",
         ("warm qwen3-4b", 'warm qwen3-4b --system "You are a pirate." --name pirate'),

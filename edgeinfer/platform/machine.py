@@ -232,3 +232,17 @@ def _text(path: Path) -> str:
 def _table(path: Path) -> dict[str, int]:
     pairs = (line.split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdecimal()}
+
+
+def describe_machine() -> str:
+    """Describe cores, processor, memory and kernel, as the head of a measurement does."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+        processor = names[0] if names else "an unknown processor"
+        return (
+            f"{len(os.sched_getaffinity(0))} cores of {processor}, {memory:.0f} GiB, "
+            f"Linux {os.uname().release}"
+        )
+    return "an unknown machine"

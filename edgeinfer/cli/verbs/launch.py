@@ -184,13 +184,13 @@ def _url(host: str, port: str) -> str:
 
 def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[str]:
     """Return the command of an endpoint, on a free port if the configured one is taken."""
-    arguments = [*_own_command(), "serve", typed, "--log", "json"]
+    arguments = [*own_command(), "serve", typed, "--log", "json"]
     arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
-    arguments += ["--port", str(_free_port(config.serve.port))]
+    arguments += ["--port", str(free_port(config.serve.port))]
     return arguments + (["--ctx", str(n_ctx)] if n_ctx else [])
 
 
-def _own_command() -> list[str]:
+def own_command() -> list[str]:
     """Return the command of this program as `edgeinfer ps` and `stop` recognize it."""
     shipped = program_file()
     if shipped is not None:
@@ -199,7 +199,8 @@ def _own_command() -> list[str]:
     return [str(script)] if script.is_file() else [sys.executable, "-m", "edgeinfer"]
 
 
-def _free_port(wanted: int) -> int:
+def free_port(wanted: int = 0) -> int:
+    """Return this port of 127.0.0.1 if it is free, else another."""
     import socket
 
     with socket.socket() as trial:

@@ -1,0 +1,1 @@
+"""Measure OpenAI-compatible servers, ours and others, by one client."""

@@ -1,0 +1,176 @@
+"""One streamed request to an OpenAI-compatible server, with the time at which each piece of it arrived.
+
+The client shares the processors with the server that it measures, so it stamps what comes, and reads it
+once the answer is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from edgeinfer.errors import ServeError
+from edgeinfer.safe_text import without_controls
+
+#: The longest answer that is read (bytes), and for how long (s).
+_MOST_BYTES, _MOST_S = 64 << 20, 1800.0
+_CHARACTERS_OF_ERROR = 300
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A server's address (`http://host:port`), the model to ask there, and its API key, "" for none."""
+
+    url: str
+    model: str = ""
+    key: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the address is of this machine."""
+        return urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+
+    @property
+    def label(self) -> str:
+        """Return the address and the model, as a name."""
+        return f"{urlsplit(self.url).netloc} {self.model}".strip()
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer. `arrivals`: seconds from the request to each event with text.
+
+    `cached_tokens` is None if the server does not tell.
+    """
+
+    arrivals: tuple[float, ...]
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int | None
+    completion_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals[0]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in itertools.pairwise(self.arrivals)]
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._size = 0
+        self.pieces: list[tuple[float, bytes]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.perf_counter(), data))
+        self._size += len(data)
+        if self._size > _MOST_BYTES:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class _Body:
+    """The callbacks of httptools: what has arrived of a body."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def on_body(self, data: bytes) -> None:
+        self.data += data
+
+
+async def send(target: Target, path: str, body: Any = None) -> tuple[int, list[tuple[float, bytes]]]:
+    """Return the status, and each line of the body with the seconds until it had arrived.
+
+    A POST with a `body`, else a GET. Raises ServeError.
+    """
+    place = urlsplit(target.url)
+    content = b"" if body is None else msgspec.json.encode(body)
+    head = [
+        f"{'GET' if body is None else 'POST'} {place.path.rstrip('/')}{path} HTTP/1.1",
+        f"host: {place.netloc.rpartition('@')[2]}",
+        "connection: close",
+        *(["content-type: application/json", f"content-length: {len(content)}"] if content else []),
+        *([f"authorization: Bearer {target.key}"] if target.key else []),
+    ]
+    request = "\r\n".join([*head, "", ""]).encode() + content
+    secure = place.scheme == "https"
+    port = place.port or (443 if secure else 80)
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(_MOST_S):
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                lambda: _Connection(request), place.hostname or "", port, ssl=secure or None
+            )
+            try:
+                await connection.ended
+            finally:
+                transport.abort()
+        total_s = time.perf_counter() - began
+        read = _Body()
+        parser = httptools.HttpResponseParser(read)
+        lines = []
+        for at, piece in connection.pieces:
+            parser.feed_data(piece)
+            *whole, read.data = read.data.split(b"\n")
+            lines += [(at - began, line) for line in whole]
+        lines.append((total_s, read.data))
+        return parser.get_status_code(), lines
+    except (OSError, TimeoutError, httptools.HttpParserError, ValueError) as error:
+        raise ServeError(f"{target.url} does not answer: {error or 'no end of its answer'}") from error
+
+
+async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
+    """Stream one completion. Raises ServeError, also for an answer without text or number of tokens."""
+    fields = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
+    status, lines = await send(target, path, fields | body)
+    if status != 200:
+        text = without_controls(b" ".join(line for _, line in lines).decode(errors="replace"))
+        raise ServeError(f"{target.url}{path} answered {status}: {text[:_CHARACTERS_OF_ERROR]}")
+    arrivals: list[float] = []
+    usage: dict[str, Any] = {}
+    try:
+        for at, line in lines:
+            if line.startswith(b"data:") and not line.endswith((b"[DONE]", b"[DONE]\r")):
+                event = msgspec.json.decode(line[5:])
+                usage = event.get("usage") or usage
+                arrivals += [at for choice in event.get("choices") or () if _has_text(choice)]
+        tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if not arrivals:
+            raise ValueError("no text")
+        return Answer(
+            arrivals=tuple(arrivals),
+            total_s=lines[-1][0],
+            prompt_tokens=int(tokens[0]),
+            completion_tokens=int(tokens[1]),
+            cached_tokens=None if cached is None else int(cached),
+        )
+    except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ServeError(f"{target.url}{path} streams no text with its number of tokens") from error
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(
+        choice.get("text")
+        or delta.get("content")
+        or delta.get("reasoning_content")
+        or delta.get("reasoning")
+    )

@@ -1,0 +1,262 @@
+"""`edgeinfer bench`: how fast models are here, beside other servers in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import csv
+import io
+import os
+import secrets
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from edgeinfer import __version__
+from edgeinfer.agents import endpoint
+from edgeinfer.bench.client import Target
+from edgeinfer.bench.measure import Plan, Row, Sample, Side, markdown, measure, rows
+from edgeinfer.cli.options import add_attached_options, add_load_options, add_quiet, ranged
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import StageProgress, stoppable, table
+from edgeinfer.cli.verbs.launch import free_port, own_command
+from edgeinfer.config.config_file import save
+from edgeinfer.config.load_options import LOAD_OPTIONS
+from edgeinfer.errors import ServeError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.platform import paths
+from edgeinfer.platform.energy import EnergyMeter
+from edgeinfer.platform.machine import describe_machine
+from edgeinfer.server.guards import keys
+
+_STOP_S = 60.0
+_HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "BESIDE THE FIRST")
+
+
+class BenchResult(Result, frozen=True, kw_only=True):
+    """A row for each test and server. `noise_ms` are times of a fixed work between the measurements."""
+
+    rows: tuple[Row, ...]
+    machine: str
+    load: float
+    noise_ms: tuple[float, ...]
+    energy: str
+    notes: tuple[str, ...]
+    layout: str = ""
+
+    def human(self) -> str:
+        if self.layout == "csv":
+            out = io.StringIO()
+            fields = [field for field in Row.__struct_fields__ if field != "samples"]
+            csv.writer(out).writerows([fields, *([getattr(r, f) for f in fields] for r in self.rows)])
+            return out.getvalue().rstrip()
+        cells = [_cells(row) for row in self.rows]
+        low, middle, high = statistics.quantiles(self.noise_ms * 2, n=4)
+        noise = (
+            f"noise: a fixed work took {low:.1f} to {high:.1f} ms half of the time, load "
+            f"{self.load:.1f} at the start; differences below {(high - low) / middle:.0%} say little"
+        )
+        right = frozenset({2, 3, 4, 5})
+        return "\n".join(
+            [
+                markdown(_HEAD, cells) if self.layout else table([_HEAD, *cells], right=right),
+                "",
+                f"edgeinfer {__version__}, {self.machine}",
+                *(f"- {line}" for line in (noise, f"energy: {self.energy}", *self.notes)),
+            ]
+        )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    digits = max(0, 3 - len(f"{row.median:.0f}"))
+    return (
+        row.side,
+        row.test,
+        f"{row.median:.{digits}f} {row.unit}",
+        f"{row.least:.{digits}f}–{row.greatest:.{digits}f}",
+        "-" if row.joules_per_token is None else f"{row.joules_per_token:.3g}",
+        "" if row.beside is None else f"{row.beside:.2f}",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("models", nargs="*", metavar="MODEL", help="all loaded at once (default: the configured one)")
+    add(
+        "--against",
+        action="append",
+        default=[],
+        type=_target,
+        metavar="URL[#MODEL]",
+        help="an OpenAI-compatible server, measured in turn: llama-server, Ollama, LM Studio …",
+    )
+    add("--against-key-file", metavar="FILE", help="API key of the one --against")
+    for flags, default, least, text in (
+        (("-p", "--n-prompt"), 512, 0, "tokens of a prompt; 0 leaves the test out"),
+        (("-n", "--n-gen"), 128, 0, "tokens of an answer; 0 leaves the test out"),
+        (("-r", "--repetitions"), 5, 1, "rounds"),
+    ):
+        number = ranged(int, least, 1_000_000)
+        add(*flags, type=number, default=default, metavar="N", help=f"{text} (default: {default})")
+    depths = "tokens cached before each test (default: 0)"
+    add("-d", "--n-depth", type=_numbers, default=(0,), metavar="N,…", help=depths)
+    streams = "answers at once (default: 1)"
+    add("--streams", type=_numbers, default=(1,), metavar="N,…", help=streams)
+    layout = parser.add_mutually_exclusive_group()
+    for name, text in (("markdown", "a table to paste"), ("csv", "a line for each test")):
+        layout.add_argument(f"--{name}", dest="layout", action="store_const", const=name, help=text)
+    add_quiet(parser)
+    add_load_options(parser)
+    add_attached_options(parser)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(ranged(int, 0, 1_000_000), text.split(","))))
+
+
+def _target(text: str) -> Target:
+    url, _, model = text.partition("#")
+    with contextlib.suppress(ValueError):
+        place = urlsplit(url)
+        if place.scheme in ("http", "https") and place.hostname and place.port != 0 and "@" not in url:
+            return Target(url=url.rstrip("/").removesuffix("/v1"), model=model)
+    raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT or http://HOST:PORT#MODEL")
+
+
+def run(options: argparse.Namespace, host: Host) -> BenchResult:
+    """Measure models and servers in turn. Raises UsageError, ServeError, what loading raises."""
+    plan = Plan(
+        pp=options.n_prompt,
+        tg=options.n_gen,
+        depths=options.n_depth,
+        streams=options.streams,
+        rounds=options.repetitions,
+    )
+    if not plan.pp and not plan.tg:
+        raise UsageError("nothing to measure", hint="leave out -p 0 or -n 0")
+    against: list[Target] = options.against
+    if options.against_key_file:
+        against = [replace(target, key=_key(options.against_key_file)) for target in against]
+        if len(against) != 1:
+            raise UsageError("--against-key-file needs one --against")
+    meter, load = EnergyMeter(), os.getloadavg()[0]
+    models = [host.resolve(name) for name in options.models or [host.config.default_model]]
+    names = [host.files(ref).name for ref in models] + [one.label for one in against]
+    names = [
+        f"{n} ({names[:i].count(n) + 1})" if names.count(n) > 1 else n for i, n in enumerate(names)
+    ]
+    with (
+        stoppable("stopped"),
+        StageProgress(sys.stderr, quiet=options.quiet) as progress,
+        _OwnServers(options) as servers,
+    ):
+        targets = [*(servers.start(ref.text) for ref in models), *against]
+        sides = [
+            Side(name, target, servers.conversation, meter)
+            for name, target in zip(names, targets, strict=True)
+        ]
+        rounds, noise = asyncio.run(measure(sides, plan, progress.report))
+        for number, found in enumerate(rounds):
+            for side, ref in zip(sides, models, strict=False):
+                progress.report(f"start {number + 1} of {plan.rounds}: {side.name}", None)
+                found[side.name] |= servers.measure_start(ref.text, side)
+    return BenchResult(
+        rows=tuple(rows(rounds, names)),
+        machine=describe_machine(),
+        load=load,
+        noise_ms=tuple(noise),
+        energy=f"not readable: {meter.reason}" if meter.reason else meter.source,
+        notes=tuple(sorted(set[str]().union(*(side.notes for side in sides)))),
+        layout=options.layout or "",
+    )
+
+
+def _key(file: str) -> str:
+    try:
+        return keys.read_keys(Path(file))[0]
+    except FileNotFoundError as error:
+        raise UsageError(f"{file} does not exist") from error
+
+
+class _OwnServers:
+    """Endpoints of our own, with the typed load options, that build no snapshot meanwhile.
+
+    At the end they are stopped, and the cached prefixes of `conversation` deleted.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        values = {option.flag: getattr(options, option.field, None) for option in LOAD_OPTIONS}
+        self._typed = [f"{flag}={v}" for flag, v in values.items() if flag and v is not None]
+        self.conversation = f"bench-{secrets.token_hex(8)}"
+        self._pids: dict[str, int] = {}
+
+    def __enter__(self) -> _OwnServers:
+        self._folder = tempfile.mkdtemp(prefix="edgeinfer-bench-")
+        config = Path(self._folder) / "config.toml"
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy(paths.config_file(), config)
+        save(("snapshots", "auto-warm"), False, config)
+        self._environment = {**os.environ, "EDGEINFER_CONFIG": str(config)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        from edgeinfer.runtime.prefix_cache.store import forget_conversation  # 80 ms: numpy
+
+        for url in list(self._pids):
+            self._stop(url)
+        forget_conversation(paths.blocks_dir(), self.conversation)
+        shutil.rmtree(self._folder)
+
+    def start(self, model: str) -> Target:
+        """Start an endpoint of a model. Raises ServeError."""
+        where = ["--log=json", "--host=127.0.0.1", f"--port={free_port()}"]
+        command = [*own_command(), "serve", model, *where, *self._typed]
+        remote, pid = endpoint.start(command, keys.own_key(), self._environment)
+        self._pids[remote.url] = pid
+        return Target(url=remote.url, model=remote.model, key=remote.key)
+
+    def _stop(self, url: str) -> None:
+        pid = self._pids.pop(url)
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    def measure_start(self, model: str, side: Side) -> dict[str, Sample]:
+        """Stop an endpoint; measure from exec to the first token: of `run`, and of the next turn of
+        what the endpoint had cached, once it is started again.
+        """
+        self._stop(side.target.url)
+        command = [*own_command(), "run", model, "Hello", "--max-tokens=4", "--timings", *self._typed]
+        pipe = subprocess.PIPE
+        began = time.perf_counter()
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=self._environment
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            ms = (time.perf_counter() - began) * 1000
+            errors = process.communicate()[1].decode(errors="replace").strip()
+        if process.returncode:
+            raise ServeError(f"`edgeinfer run` failed: {errors}")
+        how = "resumed" if ": resumed in " in errors else "cold"
+        found = {f"exec to token, {how}": Sample(ms, "ms")}
+        began = time.perf_counter()
+        side.target = self.start(model)
+        if side.last_prompt:
+            asyncio.run(side.turn())
+            ms = (time.perf_counter() - began) * 1000
+            found[f"exec to {side.last_turn}, restarted"] = Sample(ms, "ms")
+        return found
