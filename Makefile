@@ -172,6 +172,9 @@ leak-http: full  ## 10,000 requests against the real model: memory, descriptors 
 binary: full     ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
 	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)
 
+reproduce:       ## build the shipped file twice, in two folders and (as root) as two users: every byte must be equal
+	tools/reproduce.sh
+
 release:         ## check that this commit is VERSION= and build what is published into dist/; tags nothing
 	tools/release.sh $(VERSION)
 

@@ -3,8 +3,8 @@
 usage: release.py [--without-criu] [--model NAME] [--out DIR]
 
 Stages, each timed on stderr: bootloader (compiled once), CRIU (fetched once), PyInstaller, the tree,
-the payload, the file. Equal inputs give an equal payload: PyInstaller runs with a fixed hash seed and
-SOURCE_DATE_EPOCH, and pack.py leaves times out. With a model, the file just built gets it inside.
+the payload, the file. Equal inputs give an equal file (`make reproduce` compares two): PyInstaller runs
+with a fixed hash seed and SOURCE_DATE_EPOCH, and pack.py leaves times out. With a model, the file just built gets it inside.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(frozen / "app", tree, symlinks=True)
+    _forget_the_installation(tree / "_internal")
     _make_libraries_find_each_other(tree / "_internal")
     _name_by_version(tree / "_internal/libstdc++.so.6")
     shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
@@ -136,6 +137,13 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     if criu:
         shutil.copytree(criu, tree / "criu", symlinks=True)
     return tree
+
+
+def _forget_the_installation(internal: Path) -> None:
+    """Remove what pip noted of this machine: folders, and digests of scripts that name them."""
+    for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
+        for path in internal.glob(f"*.dist-info/{name}"):
+            path.unlink()
 
 
 def _strip(internal: Path) -> None:
