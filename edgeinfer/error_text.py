@@ -59,6 +59,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.ServeError: (1, "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"),
     e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
+    e.ReleaseUntrustedError: (5, "nothing was changed; do not install it by hand either"),
     e.InterruptedByUser: (130, ""),
 }
 

@@ -227,6 +227,10 @@ class ShippingError(EdgeInferError):
     """The shipped file is not one, is damaged, or cannot be unpacked here."""
 
 
+class ReleaseUntrustedError(ShippingError):
+    """A release is not signed by a key of this program, or is older than one seen, or expired."""
+
+
 class InterruptedByUser(EdgeInferError):
     """Ctrl-C; nothing is lost."""
 

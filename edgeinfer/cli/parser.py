@@ -117,6 +117,11 @@ VERBS = {
         "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
     ),
     "doctor": Verb("check this machine and print commands that mend it", ("doctor",)),
+    "update": Verb(
+        "replace this program's file by a newer release, once it is verified and has answered here",
+        ("update", "update --back"),
+        linux_only=True,
+    ),
     "version": Verb("show the versions of edgeinfer and its components", ("version --licenses",)),
     "config": Verb(
         "show every configuration key with its value, and the file they come from", ("config",)

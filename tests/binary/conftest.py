@@ -19,6 +19,7 @@ import pytest
 from other_processes import run
 
 from ..conftest import BUILD_CACHE
+from ..models.conftest import server as server
 
 ROOT = Path(__file__).parents[2]
 BARE = Path(__file__).with_name("bare.py")

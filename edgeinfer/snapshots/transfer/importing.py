@@ -28,6 +28,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import need_room, room_errors, sha256_of, sync
+from edgeinfer.platform.ed25519 import is_signed_by
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshots import format, registry
 from edgeinfer.snapshots.build import jobs
@@ -70,7 +71,7 @@ def _signer(annotations: dict[str, str], config: bytes) -> str:
         raise SnapshotUntrustedError(
             "the snapshot is not signed", hint="export it again: `edgeinfer snapshots export`"
         ) from error
-    if not signing.is_signed_by(public, signature, config):
+    if not is_signed_by(public, signature, config):
         raise SnapshotUntrustedError(
             "the snapshot's signature is not of what it describes: it was altered after it was signed",
             hint="fetch or export it again",

@@ -16,6 +16,7 @@ from stores_here import docker_registry, registry_program
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
+from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by
 from edgeinfer.snapshots.transfer import description, importing, signing
 from edgeinfer.snapshots.transfer.oci import Layout
 
@@ -80,7 +81,7 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
 def resigned(
     exported: Path,
     folder: Path,
-    key: signing.SigningKey,
+    key: SigningKey,
     change: Callable[[description.SnapshotDescription], description.SnapshotDescription],
 ) -> None:
     """A copy of an export whose description is changed and signed by `key`."""
@@ -174,7 +175,7 @@ def unsign(exported, folder, _key):
 
 
 def other_signer(exported, folder, _key):
-    resigned(exported, folder, signing.SigningKey(os.urandom(32)), lambda d: d)
+    resigned(exported, folder, SigningKey(os.urandom(32)), lambda d: d)
 
 
 TAMPERINGS = {
@@ -202,7 +203,7 @@ def refused(folder: Path) -> EdgeInferError:
 
 def all_refused(tamperings: dict, exported: Path, signer: str) -> None:
     """Import what each of `tamperings` makes of an export; `signer` and a key of the test are trusted."""
-    key = signing.SigningKey(os.urandom(32))
+    key = SigningKey(os.urandom(32))
     signing.trust(signer)
     signing.trust(key.fingerprint)
     for number, (what, (tamper, code, words)) in enumerate(tamperings.items()):
@@ -247,8 +248,8 @@ def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch, tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert signing.own_key(make=False).fingerprint == key.fingerprint
     signature = key.sign(b"message")
-    assert signing.is_signed_by(key.public, signature, b"message")
-    assert not signing.is_signed_by(key.public, signature, b"massage")
+    assert is_signed_by(key.public, signature, b"message")
+    assert not is_signed_by(key.public, signature, b"massage")
     path.chmod(0o644)
     with pytest.raises(EdgeInferError, match="yours alone"):
         signing.own_key(make=False)
@@ -269,7 +270,7 @@ def test_openssl_reads_the_key_and_checks_the_signature(tmp_path):
 
 
 def test_trust_is_given_and_taken():
-    who = signing.fingerprint(bytes(32))
+    who = fingerprint(bytes(32))
     signing.trust(who)
     assert list(signing.trusted()) == [who]
     signing.distrust(who)

@@ -1,0 +1,61 @@
+"""`edgeinfer update`: replace the shipped file by a newer release, or return to the one before."""
+
+from __future__ import annotations
+
+import argparse
+
+from edgeinfer import __version__
+from edgeinfer.cli.options import add_quiet
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import stoppable
+from edgeinfer.host import Host
+
+
+class UpdateResult(Result, frozen=True, kw_only=True):
+    """`before` is the running version, `version` the one in place now or, with `--check`, offered."""
+
+    before: str
+    version: str
+    changed: bool
+
+    def human(self) -> str:
+        if self.changed:
+            return (
+                f"edgeinfer {self.version} replaces {self.before}; running processes keep theirs\n"
+                "back again, with its snapshots: edgeinfer update --back"
+            )
+        if self.version != self.before:
+            return f"edgeinfer {self.version} is published, this is {self.before}: edgeinfer update"
+        return f"edgeinfer {self.before} is the newest"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--check", action="store_true", help="only say what is published")
+    which.add_argument(
+        "--back", action="store_true", help="return to the version before, with its snapshots"
+    )
+    add_quiet(parser)
+
+
+def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
+    """Update this program's file. Raises what `shipping.update` raises; nothing is changed then."""
+    from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
+    from edgeinfer.shipping import update
+    from edgeinfer.shipping.release import channel, number
+
+    program = update.own_program()
+    with update.locked() as folder:
+        if options.back:
+            return UpdateResult(before=__version__, version=update.back(program, folder), changed=True)
+        known = channel()
+        release = update.newest(known, folder)
+        is_newer = number(release.version) > number(__version__)
+        if is_newer and not options.check:
+            with (
+                progress_on(quiet=options.quiet) as report,
+                stoppable(f"stopped; {FETCHED_IS_KEPT}", "run the same command again"),
+            ):
+                update.install(program, release, known.url, folder, Job(report))
+        version = release.version if is_newer else __version__
+        return UpdateResult(before=__version__, version=version, changed=is_newer and not options.check)

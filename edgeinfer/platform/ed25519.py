@@ -1,0 +1,136 @@
+"""Ed25519 (RFC 8032) by the OpenSSL that Python is linked with.
+
+No package is needed for it: `libcrypto` is loaded wherever `hashlib` is. Keys are files that `openssl
+pkey` reads, signatures what `openssl pkeyutl -verify -rawin` checks.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from edgeinfer.errors import EdgeInferError
+
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+#: What stands before a key's bytes in DER: PKCS #8 and SubjectPublicKeyInfo (RFC 8410).
+_PKCS8 = bytes.fromhex("302e020100300506032b657004220420")
+_SPKI = bytes.fromhex("302a300506032b6570032100")
+_BEGIN, _END = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
+_EVP_PKEY_ED25519 = 1087
+_PRIVATE, _PUBLIC = "EVP_PKEY_new_raw_private_key", "EVP_PKEY_new_raw_public_key"
+_NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def _libcrypto() -> ctypes.CDLL:
+    """Open the library that `hashlib` has loaded. Raises EdgeInferError where it is not to be had."""
+    for name in () if _loaded else _NAMES:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        for maker in (_PRIVATE, _PUBLIC, "EVP_MD_CTX_new"):
+            getattr(library, maker).restype = ctypes.c_void_p
+        _loaded.append(library)
+        break
+    if not _loaded:
+        raise EdgeInferError(
+            "this Python has an OpenSSL of its own inside, which cannot sign for others",
+            hint="use the shipped file, or your distribution's Python",
+        )
+    return _loaded[0]
+
+
+def fingerprint(public: bytes) -> str:
+    """Return a public key's name: `SHA256:` and the base64 digest of its DER form."""
+    digest = hashlib.sha256(_SPKI + public).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+@contextmanager
+def _key(maker: str, raw: bytes) -> Iterator[ctypes.c_void_p]:
+    """Yield OpenSSL's key of these bytes."""
+    crypto = _libcrypto()
+    made = getattr(crypto, maker)(_EVP_PKEY_ED25519, None, raw, ctypes.c_size_t(KEY_BYTES))
+    if not made:
+        raise EdgeInferError("OpenSSL knows no such Ed25519 key")
+    try:
+        yield ctypes.c_void_p(made)
+    finally:
+        crypto.EVP_PKEY_free(ctypes.c_void_p(made))
+
+
+@contextmanager
+def _context() -> Iterator[ctypes.c_void_p]:
+    crypto = _libcrypto()
+    context = ctypes.c_void_p(crypto.EVP_MD_CTX_new())
+    try:
+        yield context
+    finally:
+        crypto.EVP_MD_CTX_free(context)
+
+
+class SigningKey:
+    """A private key of 32 bytes."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        public, size = ctypes.create_string_buffer(KEY_BYTES), ctypes.c_size_t(KEY_BYTES)
+        with _key(_PRIVATE, seed) as key:
+            _libcrypto().EVP_PKEY_get_raw_public_key(key, public, ctypes.byref(size))
+        self.public = public.raw
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.public)
+
+    def sign(self, message: bytes) -> bytes:
+        """Sign a message; return 64 bytes."""
+        crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
+        signature = ctypes.create_string_buffer(SIGNATURE_BYTES)
+        size = ctypes.c_size_t(SIGNATURE_BYTES)
+        with _key(_PRIVATE, self._seed) as key, _context() as context:
+            done = crypto.EVP_DigestSignInit(context, None, None, None, key) == 1 and (
+                crypto.EVP_DigestSign(context, signature, ctypes.byref(size), message, length) == 1
+            )
+        if not done or size.value != SIGNATURE_BYTES:
+            raise EdgeInferError("OpenSSL could not sign")
+        return signature.raw
+
+
+def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
+    if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
+    size = ctypes.c_size_t(SIGNATURE_BYTES)
+    with _key(_PUBLIC, public) as key, _context() as context:
+        return bool(
+            crypto.EVP_DigestVerifyInit(context, None, None, None, key) == 1
+            and crypto.EVP_DigestVerify(context, signature, size, message, length) == 1
+        )
+
+
+def new_key_text() -> str:
+    """Make a private key; return the text of its file."""
+    body = base64.b64encode(_PKCS8 + os.urandom(KEY_BYTES)).decode()
+    return f"{_BEGIN}\n{body}\n{_END}\n"
+
+
+def parse_key(text: str) -> SigningKey | None:
+    """Return the private key of a file's text; None if it is no Ed25519 key."""
+    body = "".join(text.split())
+    body = body.removeprefix("".join(_BEGIN.split())).removesuffix("".join(_END.split()))
+    try:
+        der = base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError):
+        der = b""
+    if not der.startswith(_PKCS8) or len(der) != len(_PKCS8) + KEY_BYTES:
+        return None
+    return SigningKey(der.removeprefix(_PKCS8))

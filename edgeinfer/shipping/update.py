@@ -1,0 +1,235 @@
+"""Update the shipped file, when asked and never otherwise: fetch, verify, try, put in place.
+
+    DATA/update/.lock        flock of the update in progress
+    DATA/update/seen         when the newest manifest seen was issued (Unix time)
+    DATA/update/NAME.part    a download, kept for the next try
+    DATA/update/previous     the shipped file before, for `back`
+
+Nothing changes before the new file has started here, loaded llama.cpp and answered with a pulled model;
+then one rename puts it in place. The previous file keeps its unpacked application (`shipping.unpack`)
+and thereby its snapshots. Running processes keep theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2  # 75–120 ms
+
+from edgeinfer.errors import (
+    ChecksumError,
+    DownloadError,
+    EdgeInferError,
+    ReleaseUntrustedError,
+    ShippingError,
+)
+from edgeinfer.models import store
+from edgeinfer.models.fetching import download, http_client
+from edgeinfer.models.progress import Job
+from edgeinfer.platform import disk, paths
+from edgeinfer.shipping import payload, shipped, unpack
+from edgeinfer.shipping.release import MANIFEST, MOST_BYTES, SIGNATURE, Channel, Release, parse_release
+
+PREVIOUS = "previous"
+SEEN = "seen"
+_TRIAL_S = 900
+
+
+def own_program() -> Path:
+    """Return the shipped file of this process. Raises ShippingError if it may not replace it."""
+    if not shipped.is_shipped():
+        raise ShippingError(
+            "this edgeinfer is a Python package: it updates as it was installed",
+            hint="`pipx upgrade edgeinfer` or `uv tool upgrade edgeinfer`; in a checkout `git pull`",
+        )
+    program = shipped.program_file()
+    if program is None:
+        raise ShippingError("the file that started this process is gone", hint="install it again")
+    if program.parent == Path("/usr/bin"):
+        raise ShippingError(
+            f"{program} belongs to a package", hint="update it with your package manager (apt, dnf)"
+        )
+    if not os.access(program.parent, os.W_OK):
+        raise ShippingError(
+            f"{program.parent} cannot be written", hint="run it as the owner of that folder"
+        )
+    return program
+
+
+@contextmanager
+def locked() -> Iterator[Path]:
+    """Hold the lock of updates; yield their folder. Raises ShippingError while another has it."""
+    folder = paths.data_dir() / "update"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def busy() -> None:
+        raise ShippingError("another update is running", hint="wait for it to end")
+
+    with disk.locked(folder / ".lock", busy):
+        yield folder
+
+
+def newest(channel: Channel, folder: Path) -> Release:
+    """Fetch the manifest, and note when it was issued.
+
+    Raises ReleaseUntrustedError for a wrong signature and an old or expired manifest, DownloadError.
+    """
+    if not channel.url or not channel.keys:
+        raise ShippingError(
+            "this build carries no release key, so there is nothing whose word it would take",
+            hint="install a published release, or build the new version",
+        )
+    release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
+    seen = int((folder / SEEN).read_text()) if (folder / SEEN).exists() else 0
+    if release.issued_s < seen:
+        raise ReleaseUntrustedError("the server offers an older manifest than it did before")
+    if release.expires_s < time.time():
+        day = time.strftime("%Y-%m-%d", time.gmtime(release.expires_s))
+        raise ReleaseUntrustedError(
+            f"the release's manifest expired on {day}",
+            hint="check this machine's clock; otherwise the server hides newer releases",
+        )
+    disk.write_whole(folder / SEEN, str(release.issued_s).encode())
+    return release
+
+
+def _get(channel: Channel, name: str) -> bytes:
+    url, raw = f"{channel.url}/{name}", b""
+    try:
+        with (
+            http_client.client(url, 30.0) as client,
+            client.stream("GET", url, headers=http_client.range_headers(0, "")) as response,
+        ):
+            if response.status_code != 200:
+                raise http_client.status_error(url, "server", response.status_code)
+            for chunk in response.iter_raw():
+                raw += chunk
+                if len(raw) > MOST_BYTES:
+                    raise ReleaseUntrustedError(f"{url} is larger than a manifest may be")
+    except httpx2.HTTPError as error:
+        raise DownloadError(f"{url}: {http_client.describe_transport_error(error)}") from error
+    return raw
+
+
+def install(program: Path, release: Release, url: str, folder: Path, job: Job) -> None:
+    """Fetch the release's file for this machine, verify and try it, and put it in `program`'s place.
+
+    Raises DownloadError, ChecksumError, DiskFullError, ReleaseUntrustedError, ShippingError; `program`
+    is unchanged then, and what was fetched is kept if it may be of use.
+    """
+    machine = platform.machine()
+    file = release.files.get(machine)
+    if file is None:
+        raise ShippingError(
+            f"{release.version} has no file for {machine}", hint="build it: `make binary`"
+        )
+    name = f"{file.name}-{release.version}"
+    for other in folder.glob("*.part*"):
+        if not other.name.startswith(name):
+            other.unlink()
+    source = f"{url}/{file.name}"
+    remote = download.Remote(
+        url=source, file_name=name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
+    )
+    job.begin("downloading", file.name, total=file.size_bytes)
+    part = download.fetch(remote, folder, job)
+    candidate = program.with_name(f".{program.name}-{release.version}")
+    try:
+        with part.open("rb") as fetched, disk.whole_file(candidate, 0o755) as out:
+
+            def copy(chunk: bytes, _done: int) -> None:
+                out.write(chunk)
+
+            digest = disk.sha256_of_part(fetched.fileno(), 0, file.size_bytes, copy)
+        if digest != file.sha256:
+            part.unlink()
+            raise ChecksumError(
+                f"{source} has SHA-256 {digest}, not {file.sha256}: nothing was changed",
+                hint="run it again; if it still differs, do not trust the server",
+            )
+        job.begin("checking", f"{release.version} on this machine")
+        _try_out(candidate, release.version)
+        _swap(program, candidate, folder)
+    finally:
+        candidate.unlink(missing_ok=True)
+    for left in folder.glob("*.part*"):
+        left.unlink()
+
+
+def _try_out(candidate: Path, version: str) -> None:
+    """Raise unless the candidate is of `version`, starts, loads llama.cpp, and answers."""
+    found = payload.open_shipped(candidate).app.rpartition("-")[0]
+    if found != version:
+        raise ReleaseUntrustedError(f"the release {version} holds a file of version {found}")
+    smallest = min(store.list_pulled(), key=lambda model: model.size_bytes, default=None)
+    commands = [["version", "--json"]]
+    if smallest is not None:
+        commands.append(["run", smallest.name, "Hi", "--max-tokens", "1", "--resume", "never"])
+    for words in commands:
+        try:
+            done = subprocess.run(
+                [candidate, *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_TRIAL_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _unfit(version, words, str(error)) from error
+        if done.returncode:
+            raise _unfit(version, words, done.stderr.decode(errors="replace").strip()[-500:])
+
+
+def _unfit(version: str, words: list[str], why: str) -> EdgeInferError:
+    return ShippingError(
+        f"{version} does not work on this machine (`{' '.join(words)}`): {why}",
+        hint="nothing was changed: this version goes on working",
+    )
+
+
+def back(program: Path, folder: Path) -> str:
+    """Exchange `program` and the version before it; return that version. Raises ShippingError."""
+    previous = folder / PREVIOUS
+    if not previous.exists():
+        raise ShippingError("there is no version before this one", hint="`edgeinfer update` keeps one")
+    found = payload.open_shipped(previous).app
+    if found == payload.open_shipped(program).app:
+        raise ShippingError("the version before is this one", hint="`edgeinfer update` gets the newest")
+    candidate = program.with_name(f".{program.name}-back")
+    try:
+        _place(previous, candidate)
+        _swap(program, candidate, folder)
+    finally:
+        candidate.unlink(missing_ok=True)
+    return found.rpartition("-")[0]
+
+
+def _swap(program: Path, candidate: Path, folder: Path) -> None:
+    """Keep `program` as the previous file, and put `candidate` in its place by one rename."""
+    previous = folder / PREVIOUS
+    with unpack.locked():  # no other process removes a version meanwhile
+        _place(program, folder / ".previous")
+        os.replace(folder / ".previous", previous)
+        os.replace(candidate, program)
+        disk.sync(program.parent)
+        for file in (previous, program):
+            app = unpack.app_root() / payload.open_shipped(file).app
+            if app.is_dir():
+                disk.write_whole(app / unpack.SOURCE, os.fsencode(file))
+
+
+def _place(file: Path, target: Path) -> None:
+    """Link `file` as `target`, or copy it to another disk."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        with file.open("rb") as source, disk.whole_file(target, 0o755) as out:
+            shutil.copyfileobj(source, out)

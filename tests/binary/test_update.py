@@ -1,0 +1,208 @@
+"""`edgeinfer update` with small shipped files: a shell script where the bootloader is."""
+
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_hub import Fault, sha
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
+
+import assemble
+import pack
+
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.models.progress import Job, RetryPolicy
+from edgeinfer.platform.ed25519 import new_key_text, parse_key
+from edgeinfer.shipping import payload, unpack, update
+from edgeinfer.shipping.release import Channel, Release, ReleasedFile
+
+KEY, OTHER_KEY = (parse_key(new_key_text()) for _ in range(2))
+NOW = int(time.time())
+RETRIES = RetryPolicy(attempts=3, pause_s=0.001)
+
+
+def ship(folder, version, behaviour="exit 0"):
+    """Write a shipped file of `version` that starts with `behaviour`; return it."""
+    tree = folder / f"tree-{version}"
+    tree.mkdir(parents=True, exist_ok=True)
+    (tree / "note").write_text(version)
+    packed = pack.pack(tree, version, (), folder / "cache")
+    fields = [key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD)]
+    (folder / "boot").write_bytes(f"#!/bin/sh\n{behaviour}\nexit\n".encode() + b"".join(fields))
+    cookie = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
+    (folder / "archive").write_bytes(cookie)
+    out = folder / f"shipped-{version}"
+    assemble.assemble(folder / "boot", packed.name, packed.data, folder / "archive", out)
+    return out
+
+
+class Updates:
+    """An installed 1.0.0, and a server that publishes others."""
+
+    def __init__(self, folder, publisher):
+        self.folder, self.server = folder, publisher
+        self.program = folder / "bin/edgeinfer"
+        self.program.parent.mkdir()
+        ship(folder, "1.0.0").rename(self.program)
+        self.before = self.program.read_bytes()
+        self.app = unpack.ensure_unpacked(self.program)
+        self.channel = Channel(url=publisher.url, keys=(OTHER_KEY.public.hex(), KEY.public.hex()))
+
+    def publish(self, version="1.1.0", *, key=KEY, issued_s=NOW, expires_s=NOW + 60, **options):
+        body = ship(self.folder, version, options.get("behaviour", "exit 0")).read_bytes()
+        file = ReleasedFile(name="edgeinfer-here", size_bytes=len(body), sha256=sha(body))
+        files = {options.get("machine", platform.machine()): file}
+        release = Release(
+            version=options.get("says", version), issued_s=issued_s, expires_s=expires_s, files=files
+        )
+        raw = msgspec.json.encode(release)
+        self.server.files |= {
+            "/release.json": raw, "/release.json.sig": key.sign(raw), "/edgeinfer-here": body,
+        }  # fmt: skip
+        return body
+
+    def update(self):
+        with update.locked() as place:
+            release = update.newest(self.channel, place)
+            job = Job(retry_policy=RETRIES)
+            update.install(self.program, release, self.server.url, place, job)
+
+    def back(self):
+        with update.locked() as place:
+            return update.back(self.program, place)
+
+    def refused(self):
+        """Update in vain; returns the error's code. Nothing is changed and nothing lies about."""
+        with pytest.raises(EdgeInferError) as caught:
+            self.update()
+        assert self.program.read_bytes() == self.before
+        assert [p.name for p in self.program.parent.iterdir()] == ["edgeinfer"]
+        assert payload.open_shipped(self.program).app == self.app.name
+        return caught.value.code
+
+
+@pytest.fixture
+def updates(tmp_path, server):
+    return Updates(tmp_path, server)
+
+
+def test_update_and_back_keep_both_applications(updates):
+    """A snapshot belongs to the files of its application: they stay, and so does the snapshot."""
+    newer = updates.publish()
+    inode = (updates.app / "note").stat().st_ino
+    updates.update()
+    assert updates.program.read_bytes() == newer
+    assert updates.program.stat().st_mode & 0o777 == 0o755
+    newer_app = unpack.ensure_unpacked(updates.program)
+    for version, program in (("1.0.0", updates.before), ("1.1.0", newer), ("1.0.0", updates.before)):
+        with unpack.locked():
+            assert unpack.remove_unused() == []
+        assert updates.back() == version
+        assert updates.program.read_bytes() == program
+    assert (updates.app / "note").stat().st_ino == inode
+    assert unpack.versions() == [updates.app, newer_app]
+    assert [p.name for p in updates.program.parent.iterdir()] == ["edgeinfer"]
+
+
+def test_third_version_lets_the_first_go(updates):
+    for version in ("1.1.0", "1.2.0"):
+        updates.publish(version)
+        updates.update()
+        unpack.ensure_unpacked(updates.program)
+    assert [app.name.partition("-")[0] for app in unpack.versions()] == ["1.1.0", "1.2.0"]
+    assert updates.back() == "1.1.0"
+
+
+@pytest.mark.parametrize(
+    ("published", "code"),
+    [
+        ({"key": parse_key(new_key_text())}, "release-untrusted"),
+        ({"expires_s": NOW - 1}, "release-untrusted"),
+        ({"says": "1.2.0"}, "release-untrusted"),  # an older file under a newer number
+        ({"says": "1.2"}, "shipping"),
+        ({"machine": "vax"}, "shipping"),
+        ({"behaviour": "echo no llama.cpp >&2; exit 1"}, "shipping"),
+        ({"behaviour": "kill -9 $$"}, "shipping"),
+    ],
+)
+def test_release_that_is_refused(updates, published, code):
+    updates.publish(**published)
+    assert updates.refused() == code
+
+
+@pytest.mark.parametrize("path", ["/release.json", "/release.json.sig", "/edgeinfer-here"])
+@pytest.mark.parametrize("change", ["bit", "short", "empty", "long", "gone"])
+def test_tampered_file(updates, path, change):
+    updates.publish()
+    raw = updates.server.files.pop(path)
+    middle = len(raw) // 2
+    changed = {
+        "bit": raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :],
+        "short": raw[:-1], "empty": b"", "long": raw + bytes(1 << 17),
+    }  # fmt: skip
+    if change in changed:
+        updates.server.files[path] = changed[change]
+    wanted = {"/edgeinfer-here": "checksum"}.get(path, "release-untrusted")
+    assert updates.refused() == ("source-not-found" if change == "gone" else wanted)
+    updates.publish()
+    updates.update()  # nothing of it stands in the way of the true one
+
+
+def test_older_manifest_than_one_seen_is_refused(updates):
+    updates.publish("1.0.0", issued_s=NOW)
+    with update.locked() as place:
+        update.newest(updates.channel, place)
+    updates.publish("1.1.0", issued_s=NOW - 1)
+    assert updates.refused() == "release-untrusted"
+    updates.publish("1.1.0", issued_s=NOW)
+    updates.update()
+
+
+def test_half_a_download_goes_on(updates):
+    newer = updates.publish()
+    half = len(newer) // 2
+    cut = [Fault(cut_after=half), *[Fault(status=503)] * RETRIES.attempts]
+    updates.server.faults.extend([None, None, *cut])  # the manifest and its signature come first
+    assert updates.refused() == "download"
+    updates.update()
+    assert updates.program.read_bytes() == newer
+    assert updates.server.gets("/edgeinfer-here")[-1].headers["range"] == f"bytes={half}-"
+
+
+def test_full_disk_keeps_what_was_fetched(updates):
+    newer = updates.publish()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(newer) // 2, before[1]))
+    try:
+        assert updates.refused() == "disk-full"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    updates.update()
+    assert updates.server.gets("/edgeinfer-here")[-1].headers["range"] == f"bytes={len(newer) // 2}-"
+
+
+def test_one_update_at_a_time(updates):
+    updates.publish()
+    with update.locked():
+        assert updates.refused() == "shipping"
+
+
+def test_back_without_a_version_before(updates):
+    with pytest.raises(EdgeInferError, match="no version before"):
+        updates.back()
+
+
+def test_build_without_a_key_refuses(updates):
+    updates.publish()
+    updates.channel = Channel(url=updates.server.url)
+    assert updates.refused() == "shipping"
+    assert updates.server.seen == []
+
+
+def test_python_package_names_its_own_way(as_json):
+    assert "pipx upgrade" in as_json("update", code=1)["hint"]
