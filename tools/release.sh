@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# release.sh VERSION: check that this commit can be released as VERSION, and build what is published into dist/. Tags nothing.
+# release.sh VERSION: check that this commit can be released as VERSION, and make what is published: dist/release. Tags nothing.
 # docs/development/release-checklist.md says what comes before and after.
+#
+# EDGEINFER_RELEASE_KEY   the Ed25519 key (PEM) that signs; without it nothing is signed, and `edgeinfer update` takes none of it
+# BASE                    the image that the OCI image is built on; podman makes it, and without podman there is none
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. tools/debian.sh
 version=${1:?usage: release.sh X.Y.Z}
-die() { printf 'error: %s\n\nhint: %s\n' "$1" "$2" >&2; exit 1; }
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-1577836800}
 
 [ -z "$(git status --porcelain)" ] || die "there are uncommitted changes" "commit them, or work in a clean clone"
 grep -q "^version = \"$version\"$" pyproject.toml && grep -q "__version__ = \"$version\"" edgeinfer/__init__.py ||
@@ -14,6 +18,15 @@ notes=$(sed -n "/^## $version\b/,/^## /{/^## /d;p}" CHANGELOG.md)
 
 make lint
 make binary
+.venv/bin/pip install -q --no-deps --require-hashes -r requirements/release.txt
+rm -f dist/edgeinfer-oci.tar
+if command -v podman >/dev/null; then
+    podman build -q --timestamp "$SOURCE_DATE_EPOCH" ${BASE:+--build-arg "BASE=$BASE"} -t "edgeinfer:$version" \
+        -f docs/kubernetes/Containerfile . >&2
+    podman save -q --format oci-archive -o dist/edgeinfer-oci.tar "edgeinfer:$version"
+fi
+.venv/bin/python build/publish.py ${EDGEINFER_RELEASE_KEY:+--key "$EDGEINFER_RELEASE_KEY"}
 printf '%s\n' "$notes" >dist/NOTES.md
-(cd dist && sha256sum --check --quiet --ignore-missing SHA256SUMS)
-printf 'release: dist/ holds edgeinfer %s; next: git tag v%s\n' "$version" "$version" >&2
+(cd dist/release && sha256sum --check --quiet SHA256SUMS)
+[ -n "${EDGEINFER_RELEASE_KEY:-}" ] || say "unsigned: set EDGEINFER_RELEASE_KEY to sign"
+say "dist/release holds edgeinfer $version; next: git tag v$version"

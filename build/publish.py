@@ -1,0 +1,207 @@
+"""`make release`: dist/release, everything that is published (called by tools/release.sh).
+
+usage: publish.py [--key FILE] [--days N]
+
+    edgeinfer-ARCH                 the shipped file of this machine, and dist/edgeinfer-aarch64 if it is there
+    edgeinfer_VERSION_ARCH.deb     and .rpm: the same file in /usr/bin, man page, completions, systemd units
+    edgeinfer-VERSION-….whl        the package with llama.cpp and our own libraries compiled (release_wheel.py)
+    edgeinfer.cdx.json             the components of the shipped file (notices.py)
+    provenance.intoto.json         an in-toto statement, SLSA provenance 1.0
+    release.json                   what `edgeinfer update` reads (edgeinfer.shipping.release)
+    SHA256SUMS                     of all these; with --key, it and release.json have a signature beside them, .sig
+
+The key is an Ed25519 key as `openssl genpkey -algorithm ed25519` writes it. Equal inputs give equal files, but for
+release.json and SHA256SUMS, which name the time, and for signatures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "build")]
+
+import msgspec  # noqa: E402  the two folders above come first
+import release_wheel  # noqa: E402
+
+from edgeinfer import __version__  # noqa: E402
+from edgeinfer.platform.ed25519 import parse_key  # noqa: E402
+from edgeinfer.shipping.release import SIGNATURE, Release, ReleasedFile, channel  # noqa: E402
+
+DIST = ROOT / "dist"
+OUT = DIST / "release"
+#: By `uname -m`: what Debian calls the architecture.
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+#: In a package the shipped file is here, and its systemd units name it.
+PROGRAM = "/usr/bin/edgeinfer"
+COMPLETIONS = {
+    "edgeinfer.bash": "/usr/share/bash-completion/completions/edgeinfer",
+    "_edgeinfer": "/usr/share/zsh/site-functions/_edgeinfer",
+    "edgeinfer.fish": "/usr/share/fish/vendor_completions.d/edgeinfer.fish",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--key", type=Path, help="sign with this Ed25519 key")
+    parser.add_argument(
+        "--days", type=int, default=180, help="how long `edgeinfer update` takes release.json"
+    )
+    options = parser.parse_args()
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    programs = find_programs()
+    for arch, program in programs.items():
+        shutil.copy(program, OUT / f"edgeinfer-{arch}")
+        package(OUT / f"edgeinfer-{arch}", arch)
+    release_wheel.build(OUT)
+    for name in ("edgeinfer.cdx.json", "INSTALL.md", "edgeinfer-oci.tar"):
+        if (DIST / name).exists():
+            shutil.copy(DIST / name, OUT)
+    (OUT / "provenance.intoto.json").write_text(json.dumps(provenance(), indent=1) + "\n")
+    (OUT / "release.json").write_bytes(msgspec.json.encode(manifest(programs, options.days)))
+    sums = [f"{digest}  {name}\n" for name, digest in digests().items()]
+    (OUT / "SHA256SUMS").write_text("".join(sums))
+    if options.key:
+        sign(options.key, OUT / "release.json", OUT / "SHA256SUMS")
+
+
+def find_programs() -> dict[str, Path]:
+    """The shipped files by machine: the one built here, and those of others that lie beside it."""
+    found = {arch: DIST / f"edgeinfer-{arch}" for arch in ARCHITECTURES}
+    found[platform.machine()] = DIST / "edgeinfer"
+    return {arch: path for arch, path in found.items() if path.exists()}
+
+
+def digests() -> dict[str, str]:
+    names = sorted(path.name for path in OUT.iterdir())
+    return {name: hashlib.sha256((OUT / name).read_bytes()).hexdigest() for name in names}
+
+
+def manifest(programs: dict[str, Path], days: int) -> Release:
+    now = int(time.time())
+    files = {
+        arch: ReleasedFile(
+            name=f"edgeinfer-{arch}",
+            size_bytes=path.stat().st_size,
+            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for arch, path in programs.items()
+    }
+    return Release(version=__version__, issued_s=now, expires_s=now + days * 86400, files=files)
+
+
+def sign(key_file: Path, *files: Path) -> None:
+    """Write FILE.sig beside each. Raises SystemExit for a key that the programs do not know."""
+    key = parse_key(key_file.read_text())
+    if key is None:
+        raise SystemExit(
+            f"error: {key_file} is no Ed25519 key\n\nhint: openssl genpkey -algorithm ed25519"
+        )
+    if key.public.hex() not in channel().keys:
+        raise SystemExit(
+            f"error: the programs would not accept what {key_file} signs\n\n"
+            f"hint: name its public key in edgeinfer/data/release.toml: {key.public.hex()}"
+        )
+    for file in files:
+        file.with_name(file.name + SIGNATURE).write_bytes(key.sign(file.read_bytes()))
+
+
+def package(program: Path, arch: str) -> None:
+    """Write the .deb and the .rpm of a shipped file."""
+    contents = [
+        (program, PROGRAM, 0o755),
+        (ROOT / "LICENSE", "/usr/share/doc/edgeinfer/copyright", 0o644),
+    ]
+    contents += [(DIST / "completions" / name, to, 0o644) for name, to in COMPLETIONS.items()]
+    with tempfile.TemporaryDirectory() as scratch:
+        manual = Path(scratch) / "edgeinfer.1.gz"
+        manual.write_bytes(gzip.compress((DIST / "edgeinfer.1").read_bytes(), mtime=0))
+        contents.append((manual, f"/usr/share/man/man1/{manual.name}", 0o644))
+        for unit in sorted((ROOT / "docs/systemd").iterdir()):
+            text = unit.read_text().replace("%h/.local/bin/edgeinfer", PROGRAM)
+            copy = Path(scratch) / unit.name
+            copy.write_text(text.replace("~/.config/systemd/user/", ""))
+            contents.append((copy, f"/usr/lib/systemd/user/{unit.name}", 0o644))
+        config = Path(scratch) / "nfpm.json"  # JSON is YAML
+        config.write_text(json.dumps(_nfpm(arch, contents)))
+        for kind in ("deb", "rpm"):
+            nfpm = Path(sys.executable).with_name("nfpm")
+            command = [nfpm, "package", "--config", config, "--packager", kind, "--target", OUT]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _nfpm(arch: str, contents: list[tuple[Path, str, int]]) -> dict[str, Any]:
+    project = "edgeinfer contributors"
+    return {
+        "name": "edgeinfer",
+        "arch": ARCHITECTURES[arch],
+        "platform": "linux",
+        "version": __version__,
+        "mtime": _time(),
+        "section": "utils",
+        "maintainer": project,
+        "vendor": project,
+        "description": "Local language models that feel already loaded\n"
+        "Chat, endpoint and scripts over llama.cpp, resumed from a snapshot.",
+        "license": "MIT",
+        "overrides": {"deb": {"depends": ["libc6 (>= 2.31)"]}, "rpm": {"depends": ["glibc >= 2.31"]}},
+        "rpm": {"buildhost": "edgeinfer"},
+        "contents": [
+            {"src": str(src), "dst": dst, "file_info": {"mode": mode, "mtime": _time()}}
+            for src, dst, mode in contents
+        ],
+    }
+
+
+def _time() -> str:
+    epoch = int(os.environ["SOURCE_DATE_EPOCH"])
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(epoch))
+
+
+def provenance() -> dict[str, Any]:
+    """From what, and by what, the files were made."""
+    commit = _run("git", "rev-parse", "HEAD")
+    components = json.loads((DIST / "edgeinfer.cdx.json").read_text())["components"]
+    inputs = [{"uri": part["purl"]} for part in components]
+    lock = hashlib.sha256((ROOT / "requirements/dev.txt").read_bytes()).hexdigest()
+    builder = os.environ.get("GITHUB_WORKFLOW_REF", "make release")
+    return {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": name, "digest": {"sha256": d}} for name, d in digests().items()],
+        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicate": {
+            "buildDefinition": {
+                "buildType": "urn:edgeinfer:make-release:1",
+                "externalParameters": {"version": __version__, "command": "make release"},
+                "resolvedDependencies": [
+                    {"uri": "git+edgeinfer", "digest": {"gitCommit": commit}},
+                    {"uri": "requirements/dev.txt", "digest": {"sha256": lock}},
+                    *inputs,
+                ],
+            },
+            "runDetails": {"builder": {"id": builder}},
+        },
+    }
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
