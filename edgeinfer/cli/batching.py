@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -56,13 +56,27 @@ def batch(options: argparse.Namespace, host: Host) -> BatchResult:
         raise UsageError(
             f"{options.output} is both input and output", hint="name another file for the answers"
         )
-    lines = read_input(Path(options.input))
-    with _opened(Path(options.output)) as output:
+    return answer(options, host, read_input(Path(options.input)), Path(options.output))
+
+
+def answer(
+    options: argparse.Namespace,
+    host: Host,
+    lines: list[BatchLine],
+    path: Path,
+    models: Sequence[str] = (),
+) -> BatchResult:
+    """Append the answers that `path` has not yet; requests may name GGUF files if they are in `models`.
+
+    Raises as `batch`.
+    """
+    with _opened(path) as output:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]
         if not todo:
-            return _Tally(0).result(len(lines), options.output)
-        return asyncio.run(_run(options, host, lines, todo, output))
+            return _Tally(0).result(len(lines), str(path))
+        tally = asyncio.run(_run(options, host, models, todo, output))
+        return tally.result(len(lines), str(path))
 
 
 def read_input(path: Path) -> list[BatchLine]:
@@ -102,7 +116,7 @@ def _opened(path: Path) -> Iterator[int]:
         raise UsageError(f"{path}: {error.strerror}") from error
     try:
         if not try_lock(output):
-            raise ModelBusyError(f"another `edgeinfer batch` writes to {path}")
+            raise ModelBusyError(f"another command writes to {path}")
         yield output
     finally:
         os.close(output)
@@ -139,9 +153,9 @@ class _Tally:
 
 
 async def _run(
-    options: argparse.Namespace, host: Host, lines: list[BatchLine], todo: list[BatchLine], output: int
-) -> BatchResult:
-    endpoint, app = offline_endpoint(options, host)
+    options: argparse.Namespace, host: Host, models: Sequence[str], todo: list[BatchLine], output: int
+) -> _Tally:
+    endpoint, app = offline_endpoint(options, host, models)
     tally = _Tally(len(todo))
     try:
         width = options.concurrency or await _width(endpoint)
@@ -158,7 +172,7 @@ async def _run(
         endpoint.cancel_all()
         await endpoint.models.close()
         endpoint.threads.shutdown(wait=False, cancel_futures=True)
-    return tally.result(len(lines), options.output)
+    return tally
 
 
 async def _width(endpoint: Endpoint) -> int:

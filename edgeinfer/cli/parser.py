@@ -25,7 +25,7 @@ _SCOPES = {LOAD: "load", LAUNCH: "launch", ENDPOINT: "launch", SAMPLING: "reques
 #: Groups that `--help` leaves to `--help-all`.
 FOLDED = (LOAD, LAUNCH, SAMPLING)
 #: Verbs whose options have a scope.
-_SCOPED_VERBS = ("chat", "run", "serve", "batch", "warm")
+_SCOPED_VERBS = ("chat", "run", "serve", "batch", "eval", "warm")
 #: Verbs whose requests come from elsewhere, each with its own sampling.
 _ENDPOINTS = ("serve", "batch")
 EXAMPLES = "examples"
@@ -68,6 +68,10 @@ VERBS = {
     ),
     "batch": Verb(
         "answer a file of requests in OpenAI's batch format", ("batch requests.jsonl answers.jsonl",)
+    ),
+    "eval": Verb(
+        "score models, prompts or adapters on a set of items, beside each other",
+        ("eval basics qwen3-4b qwen3-1.7b", "eval mine.jsonl qwen3-4b --system A --system B"),
     ),
     "pull": Verb(
         "fetch, verify and store a model; an interrupted pull continues",

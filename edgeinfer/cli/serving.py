@@ -133,12 +133,18 @@ async def _serve(
         purging.cancel()
 
 
-def offline_endpoint(options: argparse.Namespace, host: Host) -> tuple[Endpoint, ASGIApp]:
-    """Assemble an endpoint without a socket or limits, and its application, for `edgeinfer batch`."""
+def offline_endpoint(
+    options: argparse.Namespace, host: Host, names: Sequence[str] = ()
+) -> tuple[Endpoint, ASGIApp]:
+    """Assemble an endpoint without a socket or limits, and its application, for `edgeinfer batch`.
+
+    `names` are models beside the default and the stored ones, such as GGUF files.
+    """
     load_options = requesting.load_options(options, host.config.load)
     name = host.files(options.model or host.config.default_model).name
+    stored, also = pulled_models(), [AvailableModel(name=one) for one in names]
     sources = ModelSources(
-        load=ModelLoader(options.model, name, host, load_options), pulled=pulled_models()
+        load=ModelLoader(options.model, name, host, load_options), pulled=lambda: [*stored(), *also]
     )
     models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)

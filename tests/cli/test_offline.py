@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": ((MODEL, "--plain", *LAUNCH), 0),
     "run": ((MODEL, "Hello", "--max-tokens", "2", *LAUNCH), 0),
     "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
+    "eval": (("items.jsonl", MODEL, "--ctx", "512"), 0),
     "launch": (("--list",), 0),  # what it launches is a third-party program
     "pull": (("qwen3-4b",), 4),
     "list": ((), 0),
@@ -65,6 +66,9 @@ def home(smollm2, tmp_path_factory) -> Path:
     (home / "ei/config").mkdir(parents=True)
     (home / "ei/config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
     (home / "in.jsonl").write_text(json.dumps(BATCH) + "\n")
+    (home / "items.jsonl").write_text(
+        '{"id": "1", "prompt": "Hi", "choices": ["a", "b"], "answer": 0}\n'
+    )
     for name in (MODEL, "other"):
         pull = ["pull", str(smollm2), "--name", name, "--in-place", "--quiet"]
         subprocess.run([*_program(), *pull], env=_environment(home), cwd=home, check=True)

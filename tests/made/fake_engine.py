@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from edgeinfer.config.config_file import Config
 from edgeinfer.errors import EngineClosedError, EngineError, InvalidRequestError, QueueFullError
+from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime.events import (
     Divergence,
     Event,
@@ -33,7 +35,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
+from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, check_request
 
 _N_VOCAB = 256
@@ -208,6 +210,22 @@ class FakeEngine:
             player.stream.cancel()
         for player in players:
             player.join()
+
+
+class FakeHost(Host):
+    """Gives out the scripted engine that `load` returns for a model's name."""
+
+    def __init__(self, load: Callable[[str], FakeEngine]) -> None:
+        super().__init__(config=Config(default_model="fake"))
+        self._load_fake = load
+
+    def files(self, model: object, progress: LoadProgress | None = None) -> ModelFiles:
+        return ModelFiles(name=str(model), paths=())
+
+    def engine(
+        self, model: str, options: LoadOptions, progress: LoadProgress | None = None
+    ) -> FakeEngine:
+        return self._load_fake(model)
 
 
 class _Player(threading.Thread):

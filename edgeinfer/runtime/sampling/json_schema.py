@@ -50,7 +50,7 @@ def _step(place: str, key: str | int) -> str:
     return f"{place}/{escaped}"
 
 
-def _target(root: dict[str, Any], ref: Any) -> Any:
+def target(root: dict[str, Any], ref: Any) -> Any:
     """Return what a pointer into `root` names; None for another `$ref`, or a wrong one."""
     pointer = str(ref).removeprefix(str(root.get("$id", "")).rstrip("#"))
     if pointer != "#" and not pointer.startswith("#/"):
@@ -73,8 +73,8 @@ def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Itera
             yield from ((_step(here, i), sub) for i, sub in enumerate(part))
         elif key in _ONE:
             yield here, part
-        elif key == "$ref" and _target(root, part) is not None:
-            yield f"#{unquote(part.partition('#')[2])}", _target(root, part)
+        elif key == "$ref" and target(root, part) is not None:
+            yield f"#{unquote(part.partition('#')[2])}", target(root, part)
 
 
 class _Normaliser:
@@ -97,7 +97,7 @@ class _Normaliser:
             _replace_one_of(schema, place, overlaps)
 
     def _target(self, ref: str) -> Any:
-        found = None if self._has_inner_id else _target(self.root, ref)
+        found = None if self._has_inner_id else target(self.root, ref)
         return True if found is None else found
 
     def _define(self, schema: dict[str, Any]) -> dict[str, Any]:

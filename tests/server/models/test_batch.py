@@ -12,29 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, FakeHost
 
 from edgeinfer.cli.batching import batch
 from edgeinfer.cli.parser import build_parser
-from edgeinfer.config.config_file import Config
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
-from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.server import batches
-
-
-class FakeHost(Host):
-    """Gives out one scripted engine."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        super().__init__(config=Config(default_model="fake"))
-        self.fake = engine
-
-    def files(self, model, progress=None):
-        return ModelFiles(name=model, paths=())
-
-    def engine(self, model, options, progress=None):
-        return self.fake
 
 
 def _options(*typed: str) -> argparse.Namespace:
@@ -68,7 +52,7 @@ def _run(files_, engine=None, *typed):
             f"<{(request.messages or [None])[-1].content if request.messages else request.prompt}>"
         ]
     )
-    return batch(_options(*files_, "--quiet", *typed), FakeHost(engine)), engine
+    return batch(_options(*files_, "--quiet", *typed), FakeHost(lambda model: engine)), engine
 
 
 def _answers(path: str) -> dict[str, dict]:
@@ -236,7 +220,7 @@ from fake_engine import Delay, FakeEngine
 def script(request):
     number = int(request.messages[-1].content)
     return [Delay(0.01 if number < 45 else rest_s), "fine" if number % 3 else DecodeError("broken")]
-result = batching.batch(t._options(*sys.argv[1:], "--quiet", "--concurrency", "2"), t.FakeHost(FakeEngine(script)))
+result = batching.batch(t._options(*sys.argv[1:], "--quiet", "--concurrency", "2"), t.FakeHost(lambda model: FakeEngine(script)))
 print(result.done, result.left)
 """
 

@@ -1,0 +1,329 @@
+"""`edgeinfer eval SET MODEL…`: have candidates answer the items of a set, and check the answers.
+
+Answers are lines of a batch, kept in the data folder under a hash of all that they depend on. So a run
+that was stopped continues, and another candidate or a changed item costs only its own answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from edgeinfer import __version__, requesting
+from edgeinfer.cli import batching
+from edgeinfer.cli.verbs.eval import EvalResult, ItemResult, Verdict
+from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
+from edgeinfer.errors import UnsupportedConstraintError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.platform import paths
+from edgeinfer.runtime.sampling.schema_check import follows
+from edgeinfer.server.batches import BatchLine
+
+#: What an item may be checked by, each a field of `Item`.
+CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
+_NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
+#: The longest name of a system prompt (characters).
+_LABEL = 24
+_JUDGE = """Question:
+{question}
+
+Answer:
+{answer}
+
+Criterion: {criterion}
+
+Does the answer meet the criterion? Reply yes or no."""
+
+K = TypeVar("K")
+
+_Texts = str | Annotated[list[str], Meta(min_length=1)]
+_Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=2, max_length=32)]
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A question, as `prompt` or `messages`, and one check of its answer.
+
+    `exact`, `contains`: one of these texts. `number`: the answer's last one, within `tolerance`.
+    `choices`: texts that may follow the prompt, of which `answer` (from 0) must be the likeliest.
+    `judge`: what the answer must meet, decided by the judge model.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=200)]
+    prompt: str = ""
+    messages: list[dict[str, Any]] = []
+    max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    exact: _Texts | None = None
+    contains: _Texts | None = None
+    regex: str | None = None
+    schema: dict[str, Any] | None = None
+    number: float | None = None
+    tolerance: Annotated[float, Meta(ge=0)] = 0.0
+    choices: _Choices | None = None
+    answer: Annotated[int, Meta(ge=0)] | None = None
+    judge: Annotated[str, Meta(min_length=1)] | None = None
+
+    @property
+    def check(self) -> str:
+        return next(name for name in CHECKS if getattr(self, name) is not None)
+
+
+def read_set(typed: str) -> tuple[str, list[Item]]:
+    """Return a set's name and items. Raises UsageError naming the line."""
+    shipped = paths.shipped_file(f"eval-{typed}.jsonl")
+    path = shipped if re.fullmatch(r"\w+", typed) and shipped.is_file() else Path(typed)
+    try:
+        raw = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(
+            f"{typed}: {error.strerror}", hint="give a file of items, or `basics`, the set shipped here"
+        ) from error
+    items: dict[str, Item] = {}
+    for number, line in enumerate(raw, 1):
+        if line.strip():
+            try:
+                item = _checked(msgspec.json.decode(line, type=Item))
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{typed}:{number}: {error}", hint=_FORM) from error
+            if items.setdefault(item.id, item) is not item:
+                raise UsageError(f"{typed}:{number}: the id {item.id!r} stands on another line too")
+    if not items:
+        raise UsageError(f"{typed} has no items", hint=_FORM)
+    return path.stem.removeprefix("eval-"), list(items.values())
+
+
+_FORM = f'an item is a line such as {{"id": "1", "prompt": "2 + 2?", "number": 4}}; checks: {CHECKS}'
+
+
+def _checked(item: Item) -> Item:
+    """Raise ValueError for what types do not say."""
+    if bool(item.prompt) == bool(item.messages):
+        raise ValueError("give either `prompt` or `messages`")
+    given = [name for name in CHECKS if getattr(item, name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"give exactly one of {', '.join(CHECKS)}")
+    if item.choices is not None:
+        if not item.prompt or item.answer is None or item.answer >= len(item.choices):
+            raise ValueError("`choices` need a `prompt`, and the `answer` among them, counted from 0")
+    elif item.answer is not None:
+        raise ValueError("`answer` goes with `choices`")
+    try:
+        re.compile(item.regex or "")
+        follows({}, item.schema or {})
+    except re.error as error:
+        raise ValueError(f"`regex`: {error}") from error
+    except UnsupportedConstraintError as error:
+        raise ValueError(error.message) from error
+    return item
+
+
+class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with a system prompt and adapters. `stamp` identifies its weights and load options."""
+
+    name: str
+    model: str
+    stamp: Any
+    system: str = ""
+    lora: list[dict[str, Any]] | None = None
+
+    def line(self, item: Item, options: argparse.Namespace) -> BatchLine:
+        if item.choices is not None:
+            text = f"{self.system}\n\n{item.prompt}" if self.system else item.prompt
+            # as lm-evaluation-harness splits them: white space at the end belongs to what follows
+            prompts = [text.rstrip() or text, *(_continued(text, choice) for choice in item.choices)]
+            body = {"prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 0}
+            return self._request("/v1/completions", body)
+        messages = item.messages or [{"role": "user", "content": item.prompt}]
+        if self.system:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        limit = item.max_tokens or options.max_tokens
+        # a cached prefix rounds otherwise (decision 022); without one, no item depends on others
+        return self.chat(messages, limit, options.think, cache_prompt=bool(self.system))
+
+    def chat(
+        self, messages: list[dict[str, Any]], max_tokens: int, think: str | None, **fields: Any
+    ) -> BatchLine:
+        body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, **fields}
+        if think is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": think == "on"}
+        return self._request("/v1/chat/completions", body)
+
+    def _request(self, url: Any, body: dict[str, Any]) -> BatchLine:
+        body = {"model": self.model, **body, **({} if self.lora is None else {"lora": self.lora})}
+        key = msgspec.json.encode([__version__, self.stamp, body])
+        return BatchLine(custom_id=hashlib.blake2b(key, digest_size=16).hexdigest(), url=url, body=body)
+
+
+def _continued(text: str, choice: str) -> str:
+    is_spaced = text[-1:].isspace() or choice[:1].isspace()
+    return text + choice if is_spaced else f"{text} {choice}"
+
+
+class _Response(msgspec.Struct, frozen=True):
+    status_code: int
+    body: dict[str, Any]
+
+
+class _Answered(msgspec.Struct, frozen=True):
+    custom_id: str
+    response: _Response
+
+
+def evaluate(options: argparse.Namespace, host: Host) -> EvalResult:
+    """Answer what has no answer yet, check all, and store the report.
+
+    Raises UsageError for a wrong set or options, and what resolving and loading the models raise.
+    """
+    name, items = read_set(options.set)
+    if not options.judge and any(item.judge for item in items):
+        raise UsageError("some items need a judge", hint="name a model that judges: `--judge MODEL`")
+    options.model = options.models[0]
+    candidates = list(_candidates(options, host))
+    judge = _candidate(options.judge, options, host) if options.judge else None
+    folder = paths.private_dir(paths.data_dir() / "evaluations")
+    names = {one.model for one in (*candidates, *([judge] if judge else []))}
+
+    def ask(lines: Mapping[K, BatchLine]) -> dict[K, _Response]:
+        path = folder / f"{name}.answers.jsonl"
+        asked = {line.custom_id: line for line in lines.values()}
+        batching.answer(options, host, list(asked.values()), path, sorted(names))
+        with path.open("rb") as file:
+            rows = [msgspec.json.decode(line, type=_Answered) for line in file]
+        found = {row.custom_id: row.response for row in rows if row.custom_id in asked}
+        return {key: found[line.custom_id] for key, line in lines.items() if line.custom_id in found}
+
+    replies = ask(
+        {(n, item.id): one.line(item, options) for n, one in enumerate(candidates) for item in items}
+    )
+    judged = {item.id: item for item in items if item.judge}
+    judgements = ask(
+        {
+            key: _judging(judge, judged[key[1]], reply)
+            for key, reply in replies.items()
+            if judge and key[1] in judged and reply.status_code == 200
+        }
+    )
+    results = []
+    for item in items:
+        keys = [(n, item.id) for n in range(len(candidates))]
+        verdicts = [_verdict(item, replies.get(key), judgements.get(key)) for key in keys]
+        results.append(ItemResult(id=item.id, check=item.check, verdicts=verdicts))
+    result = EvalResult(set=name, candidates=[one.name for one in candidates], items=results)
+    return _published(result, folder)
+
+
+def _candidates(options: argparse.Namespace, host: Host) -> Iterator[_Candidate]:
+    """Yield every model with every system prompt and every adapter. Raises UsageError."""
+    if options.adapter and len(options.models) > 1:
+        raise UsageError("--adapter goes with one model", hint="run the command once for each model")
+    adapters = [one for one in options.adapter if one != NO_ADAPTERS]
+    if adapters:
+        options.lora = str(LORA.parse(",".join([*filter(None, [options.lora]), *adapters])))
+    rows = itertools.product(options.models, options.system or [""], options.adapter or [None])
+    for model, system, adapter in rows:
+        one = _candidate(model, options, host)
+        label = system if len(system) <= _LABEL else f"{system[:_LABEL]}…"
+        parts = [one.name, label and f"“{label}”", adapter or ""]
+        loaded = [] if adapter is None else adapters_of(adapter).items()
+        lora = [{"name": name, "scale": scale} for name, (_, scale) in loaded]
+        yield msgspec.structs.replace(
+            one,
+            name=" + ".join(filter(None, parts)),
+            system=requesting.system_prompt(system, host.config),
+            lora=None if adapter is None else lora,
+        )
+
+
+def _candidate(typed: str, options: argparse.Namespace, host: Host) -> _Candidate:
+    files = host.files(typed)
+    loading = requesting.load_options(options, host.config.load)
+    adapters = loading.adapter_paths(files)
+    stamp = [loading, files.sha256, [_stat(path) for path in (*files.paths, *adapters)]]
+    name = os.path.basename(typed) if typed.endswith(".gguf") else typed
+    model = files.name if typed == options.model else host.resolve(typed).name
+    return _Candidate(name=name, model=model, stamp=stamp)
+
+
+def _stat(path: str) -> tuple[int, int]:
+    found = (
+        os.stat(path) if os.path.exists(path) else os.stat("/")
+    )  # loading will say that it is missing
+    return found.st_size, found.st_mtime_ns
+
+
+def _judging(judge: _Candidate, item: Item, reply: _Response) -> BatchLine:
+    question = item.prompt or item.messages[-1].get("content")
+    text = _JUDGE.format(question=question, answer=_content(reply), criterion=item.judge)
+    constraint = {"structured_outputs": {"choice": ["yes", "no"]}}
+    return judge.chat([{"role": "user", "content": text}], 8, "off", **constraint)
+
+
+def _content(reply: _Response) -> str:
+    return str(reply.body["choices"][0]["message"]["content"] or "")
+
+
+def _verdict(item: Item, reply: _Response | None, judgement: _Response | None) -> Verdict:
+    for one in (reply, judgement) if item.judge else (reply,):
+        if one is None or one.status_code != 200:
+            why = one.body.get("error", {}).get("message", "") if one else "not answered yet"
+            return Verdict(error=why or "failed")
+    assert reply is not None
+    if item.choices is not None:
+        sums = _sums(reply.body["choices"])
+        chosen = sums.index(max(sums))
+        passed = chosen == item.answer
+        return Verdict(passed=passed, answer=item.choices[chosen], logprobs=sums)
+    answer = _content(reply)
+    passed = passes(item, answer) if judgement is None else _content(judgement) == "yes"
+    return Verdict(
+        passed=passed, answer=answer, is_cut=reply.body["choices"][0]["finish_reason"] == "length"
+    )
+
+
+def _sums(scored: list[dict[str, Any]]) -> list[float]:
+    """Return the log-probability of each text after the first, behind the first."""
+    rows = [one["logprobs"]["token_logprobs"] for one in scored]
+    return [sum(row[min(len(rows[0]), len(row) - 1) :]) for row in rows[1:]]
+
+
+def passes(item: Item, answer: str) -> bool:
+    """Return whether an answer passes the check of an item that no model decides."""
+    if item.exact is not None:
+        return answer.strip() in _several(item.exact)
+    if item.contains is not None:
+        return any(text.casefold() in answer.casefold() for text in _several(item.contains))
+    if item.regex is not None:
+        return re.search(item.regex, answer) is not None
+    if item.number is not None:
+        found = _NUMBER.findall(answer)
+        return bool(found) and abs(float(found[-1].replace(",", "")) - item.number) <= item.tolerance
+    fenced = _FENCED.fullmatch(answer)
+    try:
+        return follows(json.loads(fenced[1] if fenced else answer), item.schema or {})
+    except (ValueError, RecursionError):
+        return False
+
+
+def _several(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _published(result: EvalResult, folder: Path) -> EvalResult:
+    """Write the report beside the answers, where the page finds it."""
+    which = hashlib.blake2b(msgspec.json.encode([result.set, result.candidates]), digest_size=4)
+    path = folder / f"{result.set}-{which.hexdigest()}.md"
+    made = path.with_suffix(".part")
+    made.touch(mode=0o600)
+    made.write_text(result.report(), "utf-8")
+    made.replace(path)
+    return msgspec.structs.replace(result, path=str(path))

@@ -1,0 +1,285 @@
+"""`edgeinfer eval`: checks, candidates beside each other, resuming, and the figures of a report."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, FakeHost
+from made_models import make_llama
+from raw_logits import read
+
+from edgeinfer.cli.evaluating import evaluate
+from edgeinfer.cli.parser import build_parser
+from edgeinfer.cli.verbs.eval import EvalResult, paired_difference, share
+from edgeinfer.errors import DecodeError, ModelBusyError, UsageError
+from edgeinfer.host import Host
+from edgeinfer.platform import paths
+from edgeinfer.runtime.requests import GenerateRequest
+
+
+class Models:
+    """Scripted models: `answers(model, request)` is the text of an answer, or an error."""
+
+    def __init__(self, answers):
+        self.engines: list[FakeEngine] = []
+        self.host = FakeHost(self._load)
+        self._answers = answers
+
+    def _load(self, model):
+        self.engines.append(FakeEngine(lambda request: [self._answers(model, request)]))
+        return self.engines[-1]
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        return [request for engine in self.engines for request in engine.requests]
+
+
+def _echo(model, request):
+    return request.messages[-1].content
+
+
+@pytest.fixture
+def score(tmp_path):
+    """Write a set and score scripted models on it, which answer with their prompt unless told."""
+
+    def run(items, *typed, answers=_echo, models=("one",)):
+        path = tmp_path / "mine.jsonl"
+        lines = (one if isinstance(one, str) else json.dumps(one) for one in items)
+        path.write_text("".join(f"{line}\n" for line in lines))
+        found = Models(answers)
+        result = _run(str(path), *models, *typed, host=found.host)
+        return result, found.requests
+
+    return run
+
+
+def _run(*typed: str, host: Host) -> EvalResult:
+    return evaluate(build_parser("eval").parse_args(["eval", *typed, "--quiet"]), host)
+
+
+def _item(name, prompt="?", **check):
+    return {"id": str(name), "prompt": prompt, **check}
+
+
+NAME = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b"]}
+CHECKED = [
+    ({"exact": "Paris"}, [" Paris\n"], ["paris", "Paris!", ""]),
+    ({"exact": ["yes", "Yes"]}, ["yes", "Yes"], ["YES"]),
+    ({"contains": "Rome"}, ["It is ROME."], ["It is Romania's"[:8], "Ro me"]),
+    ({"contains": ["red", "blue"]}, ["light blue"], ["green"]),
+    ({"regex": r"^\d{3}$"}, ["123"], ["1234", "a 123"]),
+    ({"number": 1234.5}, ["so 7, or 1,234.5 in all.", "1.2345e3"], ["1234", "none", "1234.5 of 2"]),
+    ({"number": -3, "tolerance": 0.5}, ["-3.4", "it is -2.5°"], ["3", "-2.4", "7-3"]),
+    (
+        {"schema": NAME},
+        ['{"b": 1, "a": 2}', '```json\n{"b": null}\n```'],
+        ['{"a": 1}', "{", '{"b": 1}.'],
+    ),
+    ({"schema": {"const": "x"}}, ['"x"'], ["x", "[" * 100_000]),
+]
+
+
+def test_answers_are_checked(score):
+    rows = [
+        (_item(n, prompt=answer, **check), passed)
+        for n, (check, answer, passed) in enumerate(
+            (check, answer, passed)
+            for check, good, bad in CHECKED
+            for passed, answers in ((True, good), (False, bad))
+            for answer in answers or ["."]
+        )
+        if answer
+    ]
+    result, _ = score([item for item, _ in rows])
+    assert {row[0]["id"]: v for row, v in zip(rows, result.passed(0), strict=True)} == {
+        item["id"]: passed for item, passed in rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "mine.jsonl:2"),
+        ({"id": "x", "prompt": "?"}, "exactly one of exact, contains"),
+        ({"id": "x", "prompt": "?", "exact": "a", "regex": "a"}, "exactly one of"),
+        ({"id": "x", "exact": "a"}, "either `prompt` or `messages`"),
+        ({"id": "x", "prompt": "?", "equals": "a"}, "equals"),
+        ({"id": "1", "prompt": "?", "exact": "a"}, "another line"),
+        ({"id": "x", "prompt": "?", "regex": "("}, "`regex`"),
+        ({"id": "x", "prompt": "?", "schema": {"type": 7}}, "#"),
+        ({"id": "x", "prompt": "?", "schema": {"$ref": "https://example.org/a"}}, "not read"),
+        ({"id": "x", "prompt": "?", "choices": ["a", "b"], "answer": 2}, "counted from 0"),
+        ({"id": "x", "prompt": "?", "choices": ["a", "b"]}, "counted from 0"),
+        ({"id": "x", "prompt": "?", "choices": ["a"], "answer": 0}, "choices"),
+        ({"id": "x", "prompt": "?", "exact": "a", "answer": 0}, "goes with `choices`"),
+        ({"id": "x", "prompt": "?", "number": 1, "tolerance": -1}, "tolerance"),
+        ({"id": "x", "prompt": "?", "exact": []}, "exact"),
+        ("[" * 100_000, "mine.jsonl:2"),
+    ],
+)
+def test_wrong_item_is_named_before_anything_runs(score, line, said):
+    with pytest.raises(UsageError, match=said):
+        score([_item(1, exact="a"), line], answers=None)
+
+
+def test_missing_set_and_empty_one_are_told(score, tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(UsageError, match=str(path)):
+            _run(str(path), "one", host=FakeHost(lambda _: FakeEngine()))
+    with pytest.raises(UsageError, match="no items"):
+        score([])
+
+
+def test_only_what_is_new_is_asked(score):
+    items = [_item(n, f"say {n}", contains="say") for n in range(6)]
+    _, requests = score(items)
+    assert len(requests) == 6
+    answers = paths.data_dir() / "evaluations/mine.answers.jsonl"
+    answers.write_bytes(answers.read_bytes()[:-20])  # as a kill leaves it
+    assert len(score(items)[1]) == 1
+    items[2] |= {"prompt": "say it otherwise", "contains": "it"}
+    items[3] |= {"contains": "nothing"}  # another check costs no answer
+    result, requests = score(items)
+    assert [request.messages[-1].content for request in requests] == ["say it otherwise"]
+    assert result.passed(0) == [True, True, True, False, True, True]
+    result, requests = score(items, models=("one", "two"))
+    assert len(requests) == 6
+    assert result.candidates == ["one", "two"]
+    with answers.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ModelBusyError):
+            score([_item("new", exact="a")])
+
+
+def test_system_prompts_and_adapters_are_candidates(score, tmp_path):
+    (tmp_path / "red.gguf").write_bytes(b"")
+    prompt = tmp_path / "long.txt"
+    prompt.write_text("Answer in one word, please, and think of it first.")
+    items = [
+        _item(1, contains="a"),
+        {"id": "2", "messages": [{"role": "user", "content": "b"}], "exact": "b"},
+    ]
+    typed = ["--system", f"@{prompt}", "--system", "Briefly."]
+    typed += ["--adapter", "none", "--adapter", f"{tmp_path}/red.gguf:0.5"]
+    result, requests = score(items, *typed)
+    assert len(requests) == 8
+    assert len(set(result.candidates)) == 4
+    assert {request.messages[0].content for request in requests} == {prompt.read_text(), "Briefly."}
+    assert Counter(request.lora for request in requests) == {(): 4, (("red", 0.5),): 4}
+    with pytest.raises(UsageError, match="one model"):
+        score(items, "--adapter", "red", models=("one", "two"))
+
+
+def test_judge_decides(score):
+    def answers(model, request):
+        if model != "wise":
+            return "blue"
+        assert request.constraint is not None
+        return "yes" if "blue" in request.messages[-1].content.partition("Criterion")[0] else "no"
+
+    items = [_item(1, "A colour?", judge="It is a colour."), _item(2, "Say it.", exact="blue")]
+    result, requests = score(items, "--judge", "wise", answers=answers)
+    assert result.passed(0) == [True, True]
+    assert len(requests) == 3
+    assert "Criterion: It is a colour." in requests[-1].messages[-1].content
+    with pytest.raises(UsageError, match="judge"):
+        score(items)
+
+
+def test_answer_that_fails_is_not_passed_and_told(score):
+    items = [_item(1, "fine", exact="fine"), _item(2, "x" * 5000, exact="x", max_tokens=1)]
+    items.append(_item(3, "broken", exact="broken"))
+
+    def answers(model, request):
+        text = request.messages[-1].content
+        return DecodeError("llama_decode failed") if text == "broken" else text
+
+    result, _ = score(items, answers=answers)
+    assert result.passed(0) == [True, False, False]
+    assert (result.exit_code, result.items[1].verdicts[0].is_cut) == (1, False)
+    assert "1 have no answer" in result.human()
+    result, requests = score(items)
+    assert (result.passed(0), len(requests), result.exit_code) == ([True, False, True], 1, 0)
+
+
+def test_report_has_every_item_and_no_text_breaks_its_table(score):
+    evil = 'a|b\n| c |\n<script>alert("x")</script>'
+    result, _ = score(
+        [_item(1, evil, exact="no"), _item("a|b", "yes", exact="yes")], models=("one", "two")
+    )
+    report = (paths.data_dir() / "evaluations").glob("mine-*.md")
+    text = next(report).read_text()
+    assert text == result.report()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in rows[:4]} == {6}
+    assert {line.replace("\\|", "").count("|") for line in rows[4:]} == {5}
+    assert "no difference shown" in text
+    assert "50%" in result.human()
+
+
+def test_paired_interval_is_newcombes_and_covers():
+    """Values of Newcombe's table II, method 10, then simulated pairs: the true difference is inside."""
+    found = paired_difference(36, 2, 12, 0)
+    assert tuple(found) == pytest.approx((0.2, 0.0569, 0.3404), abs=1e-4)
+    assert paired_difference(50, 0, 0, 0).low < 0 < paired_difference(50, 0, 0, 0).high
+    assert tuple(share(0, 10)) == pytest.approx((0.0, 0.0, 0.2775), abs=1e-4)
+    for n, p, q, common in (
+        (50, 0.6, 0.7, 0.5),
+        (50, 0.9, 0.9, 0.8),
+        (200, 0.5, 0.55, 0.3),
+        (20, 0.5, 0.5, 0),
+    ):
+        rng = random.Random(n)
+        inside = 0
+        for _ in range(2000):
+            pairs = []
+            for _ in range(n):
+                one = rng.random()
+                two = one if rng.random() < common else rng.random()
+                pairs.append((one < p, two < q))
+            cells = itertools.product((True, False), repeat=2)
+            low, high = paired_difference(*map(pairs.count, cells))[1:]
+            inside += low <= q - p <= high
+        assert inside / 2000 >= 0.94
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("eval") / "tiny.gguf", n_ctx=512)
+
+
+def _likeliest(path, prompt, choices):
+    """The choice of the largest raw log-probability behind the prompt."""
+
+    def total(text):
+        tokens = list(text.encode())
+        rows = read(path, tokens).astype(np.float64)[:-1]
+        rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        return rows[np.arange(len(rows)), tokens[1:]][len(prompt) - 1 :].sum()
+
+    return max(range(len(choices)), key=lambda n: total(f"{prompt} {choices[n]}"))
+
+
+def test_choice_is_that_of_raw_logits_by_one_prefill(tiny, tmp_path):
+    prompts = [f"A question that is long enough to share, number {n}, is answered by" for n in range(4)]
+    choices = ["red", "bleu", "gelb", "oak"]
+    items = [
+        _item(n, p, choices=choices, answer=_likeliest(tiny, p, choices)) for n, p in enumerate(prompts)
+    ]
+    path = tmp_path / "choices.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in items))
+    other = make_llama(tmp_path / "other.gguf", n_ctx=512)
+    result = _run(str(path), str(tiny), str(other), "--kv-type", "f16", host=Host())
+    assert result.passed(0) == [True] * 4
+    assert result.candidates == ["tiny.gguf", "other.gguf"]
+    lines = (paths.data_dir() / "evaluations/choices.answers.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        usage = line["response"]["body"]["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert usage["prompt_tokens"] - cached < 2 * len(prompts[0])  # of five rows
