@@ -15,7 +15,7 @@
 /* --- 2.32: libstdc++ asks whether it may count without atomics; 0 is always right ------------------------------------- */
 char __libc_single_threaded = 0;
 
-/* --- 2.33: inline functions before; the kernel's struct is libc's on x86-64 ------------------------------------------- */
+/* --- 2.33: inline functions before; the kernel's struct is libc's on x86-64 and arm64 --------------------------------------- */
 int fstatat(int folder, const char *path, void *out, int flags) { return syscall(SYS_newfstatat, folder, path, out, flags); }
 int stat(const char *path, void *out) { return fstatat(AT_FDCWD, path, out, 0); }
 int lstat(const char *path, void *out) { return fstatat(AT_FDCWD, path, out, AT_SYMLINK_NOFOLLOW); }

@@ -11,6 +11,7 @@ import hashlib
 import json
 import lzma
 import os
+import platform
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def _compressed(raw: bytes, machine_code: bool, cache: Path) -> bytes:
     filters: list[dict[str, int]] = [
         {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}
     ]
-    if machine_code:
+    if machine_code and platform.machine() == "x86_64":  # Python's lzma has none for arm64
         filters.insert(0, {"id": lzma.FILTER_X86})
     kept = cache / f"{hashlib.sha256(raw + repr(filters).encode()).hexdigest()}.xz"
     if kept.exists():

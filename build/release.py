@@ -212,7 +212,7 @@ def _describe_again(backends: Path) -> None:
 
 
 def _check_whole(tree: Path) -> None:
-    have = {p.name.split(".")[0] for p in (tree / "_internal/python3.11/lib-dynload").glob("*.so")}
+    have = {p.name.split(".")[0] for p in tree.glob("_internal/python3.*/lib-dynload/*.so")}
     missing = launcher_zip.extensions() - have
     if missing:
         raise SystemExit(

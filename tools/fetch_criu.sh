@@ -10,22 +10,30 @@
 #   PREFIX/share/doc/*/copyright     the licences (CRIU: GPL-2.0)
 #   PREFIX/share/packages.tsv        package, version, source, source version, SHA-256 of the .deb
 #
-# An ELF interpreter cannot be relative. It is PREFIX/lib/ld-linux-x86-64.so.2 written with leading slashes to INTERP_LENGTH
+# An ELF interpreter cannot be relative. It is the ld.so in PREFIX/lib written with leading slashes to INTERP_LENGTH
 # bytes, so whoever copies PREFIX elsewhere can write the new path in the same place (`edgeinfer.shipping.payload.relocate`).
 #
-# Environment: PATCHELF (the patchelf to use), CRIU_SUITE (default trixie; on Ubuntu questing, which is untested).
+# Environment: PATCHELF (the patchelf to use), CRIU_SUITE (default trixie, for arm64 forky, whose CRIU 4.2 can restore on
+# processors with pointer authentication; on Ubuntu questing, which is untested), CRIU_ARCH (amd64 or arm64; another machine's is
+# fetched for a PREFIX of that machine, and not tried).
 set -euo pipefail
 
 readonly INTERP_LENGTH=1023
-readonly MULTIARCH=x86_64-linux-gnu
 readonly LAYOUT=1 # part of the stamp: another layout fetches again
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/debian.sh"
 prefix=$(realpath -m "${1:?usage: fetch_criu.sh PREFIX [--force]}")
-[ "$(uname -sm)" = "Linux x86_64" ] || die "CRIU packages are fetched for Linux x86-64 only, this is $(uname -sm)"
+here_arch=$(dpkg --print-architecture 2>/dev/null || true)
+arch=${CRIU_ARCH:-$here_arch}
+suite=trixie
+case $arch in
+    amd64) multiarch=x86_64-linux-gnu ld=ld-linux-x86-64.so.2 ;;
+    arm64) multiarch=aarch64-linux-gnu ld=ld-linux-aarch64.so.1 suite=forky ;;
+    *) die "CRIU packages are fetched for Linux on x86-64 and arm64 only, this is $(uname -sm)" ;;
+esac
 
-works() { [ "$("$prefix/bin/criu" --version 2>/dev/null | sed -n 's/^Version: \([0-9]*\)\..*/\1/p')" -ge 4 ] 2>/dev/null; }
+works() { [ "$arch" != "$here_arch" ] || [ "$("$prefix/bin/criu" --version 2>/dev/null | sed -n 's/^Version: \([0-9]*\)\..*/\1/p')" -ge 4 ] 2>/dev/null; }
 if [ "${2:-}" != --force ] && [ "$(cat "$prefix/share/layout" 2>/dev/null)" = $LAYOUT ] && works; then
     say "$prefix holds CRIU already: nothing to do"
     exit 0
@@ -40,16 +48,15 @@ trap 'say "stopped at line $LINENO: $BASH_COMMAND"' ERR
 chmod 755 "$work"
 
 # --- its packages ------------------------------------------------------------------------------------------------------
-suite=trixie
 [ "$(. /etc/os-release && echo "$ID")" != ubuntu ] || suite=questing
 suite=${CRIU_SUITE:-$suite}
 mkdir "$work/debs"
-open_suite "$work" "$suite"
+open_suite "$work" "$suite" "$arch"
 
 # criu depends on Python for tools that are not wanted here: of all that apt would install, only the libraries count.
 mapfile -t packages < <(apt-get "${apt[@]}" -s install criu | sed -n 's/^Inst \([^ ]*\) .*/\1/p' |
     grep -E '^(criu$|lib)' | grep -vE '^lib(python|perl|crypt1|ssl|sqlite|ncurses|readline|tinfo|expat|db5)')
-[[ " ${packages[*]} " == *" criu "* ]] || die "$suite has no criu for amd64"
+[[ " ${packages[*]} " == *" criu "* ]] || die "$suite has no criu for $arch"
 say "downloading ${#packages[@]} packages"
 (cd "$work/debs" && apt-get "${apt[@]}" download "${packages[@]}") || die "a download failed" "run it again"
 unpack_debs "$work/debs" "$work/root"
@@ -58,7 +65,7 @@ unpack_debs "$work/debs" "$work/root"
 out=$work/out
 mkdir -p "$out"/{bin,lib,share/doc}
 cp "$work/root/usr/sbin/criu" "$out/bin/criu"
-find_library() { find "$work/root" \( -path "*/$MULTIARCH/*" -o -path '*/lib64/*' \) -name "$1" | sort | head -1; }
+find_library() { find "$work/root" \( -path "*/$multiarch/*" -o -path '*/lib64/*' \) -name "$1" | sort | head -1; }
 wanted=("$out/bin/criu")
 sources=("$work/root/usr/sbin/criu")
 while [ ${#wanted[@]} -gt 0 ]; do
@@ -74,7 +81,6 @@ while [ ${#wanted[@]} -gt 0 ]; do
         wanted+=("$out/lib/$soname")
     done
 done
-ld=ld-linux-x86-64.so.2
 for so in "$out"/lib/*; do
     chmod 644 "$so"
     case $(basename "$so") in $ld | libc.so.6) ;; *) "$patchelf" --force-rpath --set-rpath '$ORIGIN' "$so" ;; esac
@@ -108,4 +114,4 @@ if ! works; then
     [ ! -e "$work/old" ] || mv "$work/old" "$prefix"
     die "$prefix is left as it was"
 fi
-say "$("$prefix/bin/criu" --version | head -1) in $prefix ($(du -sh "$prefix" | cut -f1))"
+say "$(sed -n 's/^criu\t\([^\t]*\).*/CRIU \1/p' "$prefix/share/packages.tsv") in $prefix ($(du -sh "$prefix" | cut -f1))"

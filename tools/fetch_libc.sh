@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # fetch_libc.sh PREFIX: Debian 11's glibc, 2.31, for the tests that run the shipped file on a root with nothing else.
 #
-#   PREFIX/lib/x86_64-linux-gnu/, PREFIX/lib64/     as the package libc6 has them
+#   PREFIX/lib/MULTIARCH/, PREFIX/lib64/     as the package libc6 has them; ARCH=arm64 fetches that one
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/debian.sh"
 
@@ -11,12 +11,12 @@ mkdir -p "$(dirname "$prefix")"
 work=$(mktemp -d "$(dirname "$prefix")/.libc.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work"/{debs,out}
-open_suite "$work" bullseye
+open_suite "$work" bullseye "${ARCH:-}"
 (cd "$work/debs" && apt-get "${apt[@]}" download libc6) || die "a download failed" "run it again"
 unpack_debs "$work/debs" "$work/root"
-rm -rf "$work"/root/lib/x86_64-linux-gnu/gconv
+rm -rf "$work"/root/lib/*-linux-gnu/gconv
 mv "$work/root/lib" "$work/out/lib"
-mkdir "$work/out/lib64"
-ln -s ../lib/x86_64-linux-gnu/ld-2.31.so "$work/out/lib64/ld-linux-x86-64.so.2"
+mkdir "$work/out/lib64" # where x86-64 looks for its ld.so
+[ ! -d "$work/out/lib/x86_64-linux-gnu" ] || ln -s ../lib/x86_64-linux-gnu/ld-2.31.so "$work/out/lib64/ld-linux-x86-64.so.2"
 chmod -R u+w,a+rX "$work/out"
 mv -T "$work/out" "$prefix"

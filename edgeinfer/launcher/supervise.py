@@ -134,7 +134,10 @@ def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: in
         if pid == criu_pid:
             if status:
                 why = os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip().replace("\n", "; ")
-                tell(f"failed criu ended with {os.waitstatus_to_exitcode(status)}: {why}")
+                code = os.waitstatus_to_exitcode(status)
+                hung = f"did not end within {criu.RESTORE_LIMIT_S} s"
+                outcome = hung if code == -_signal.SIGALRM else f"ended with {code}"
+                tell(f"failed criu {outcome}: {why}")
                 os._exit(125)
             alive = True
             tell("restored")

@@ -30,7 +30,7 @@ _AUTHORITIES = (
 
 _CXX = "libstdc++.so.6"
 #: Where distributions keep it: Debian, Ubuntu; Fedora, RHEL; Arch.
-_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
+_LIBRARIES = (f"/usr/lib/{getattr(sys.implementation, '_multiarch', '')}", "/usr/lib64", "/usr/lib")
 
 
 def restore_environment() -> None:

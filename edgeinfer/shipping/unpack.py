@@ -163,7 +163,8 @@ def _unpack_blocks(
 
 def interpreter(folder: Path, path: str) -> str:
     """Return the ELF interpreter of `folder/path`: the ld.so in the `lib` beside its `bin`."""
-    return str((folder / path).parent.parent / "lib/ld-linux-x86-64.so.2")
+    name = "ld-linux-aarch64.so.1" if os.uname().machine == "aarch64" else "ld-linux-x86-64.so.2"
+    return str((folder / path).parent.parent / "lib" / name)
 
 
 def _write(path: Path, data: bytes | memoryview, mode: int) -> None:

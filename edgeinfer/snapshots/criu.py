@@ -11,6 +11,7 @@ Nothing but the standard library, and what the launcher does not need is importe
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms for its enums
 import os
 import sys
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 #: Dumping and restoring without privilege came with this version.
 MINIMUM = (4, 1)
+#: The first that restores a process on an Arm processor with pointer authentication; older ones hang
+#: (criu issues 2709, 2720).
+MINIMUM_WITH_POINTER_AUTHENTICATION = (4, 2)
+#: A restore takes hundredths of a second. One that takes this long (s) hangs; the launch is cold then.
+RESTORE_LIMIT_S = 60
 ROOT = "root"
 UNPRIVILEGED = "unprivileged"
 CAPABILITIES = "capabilities"
@@ -90,6 +96,16 @@ def version_of(criu: str) -> tuple[int, ...]:
     return ()
 
 
+def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
+    """Return the oldest CRIU version that works on the processor of `cpuinfo`."""
+    try:
+        with open(cpuinfo, encoding="ascii", errors="replace") as file:
+            has_pac = any(line.startswith("Features") and " paca" in line for line in file)
+    except OSError:
+        return MINIMUM
+    return MINIMUM_WITH_POINTER_AUTHENTICATION if has_pac else MINIMUM
+
+
 def probe() -> Probe:
     """Find a CRIU that is new enough and the tier it works in. Runs programs: 10 to 100 ms."""
     if sys.platform != "linux":
@@ -97,14 +113,20 @@ def probe() -> Probe:
     if os.uname().machine not in ("x86_64", "aarch64"):
         return Probe(None, f"no one has tried snapshots on {os.uname().machine}")
     found = [(path, version_of(path)) for path in candidates()]
-    fix = "install CRIU >= 4.1 (`apt-get install criu` from Debian 13 on, `make setup` in a checkout)"
+    needed = minimum()
+    first = ".".join(map(str, needed))
+    distribution = "Debian 13" if needed == MINIMUM else "Debian 14"
+    fix = (
+        f"install CRIU >= {first} (`apt-get install criu` from {distribution} on, "
+        "`make setup` in a checkout)"
+    )
     if not found:
         return Probe(None, "there is no criu on this machine", fix)
-    able = [(path, version) for path, version in found if version >= MINIMUM]
+    able = [(path, version) for path, version in found if version >= needed]
     if not able:
         path, version = found[0]
         was = ".".join(map(str, version)) or "of unknown version"
-        return Probe(None, f"{path} is {was}, and 4.1 is the first that can do it", fix)
+        return Probe(None, f"{path} is {was}, and {first} is the first that works here", fix)
     path, version = able[0]
     return _tier(path, ".".join(map(str, version)))
 
@@ -183,6 +205,7 @@ def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) ->
     for fd, original in ((link_fd, socket), (wake_fd, pipe)):
         arguments += ["--inherit-fd", f"fd[{fd}]:{original}"]
         os.set_inheritable(fd, True)
+    _signal.alarm(RESTORE_LIMIT_S)  # ends CRIU: an alarm survives exec
     _exec(manifest.criu, manifest.tier, arguments)
 
 

@@ -44,7 +44,7 @@ def program_tag() -> str:
 
 
 def machine_keys() -> dict[str, str]:
-    """Return the keys compared by name: program, interpreter, kernel, processor, user."""
+    """Return the keys compared by name: program, interpreter, kernel, page size, processor, user."""
     system = os.uname()
     program, environment = program_places()
     return {
@@ -52,6 +52,7 @@ def machine_keys() -> dict[str, str]:
         "python": sys.version.split()[0],
         "program": program,
         "environment": environment,
+        "page size": str(os.sysconf("SC_PAGE_SIZE")),  # before the kernel: it is the better reason
         "kernel": system.release,
         "architecture": system.machine,
         "cpu": _cpu(),

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import socket
 import subprocess
 import sys
 
@@ -26,7 +27,7 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
-from edgeinfer.launcher import selection
+from edgeinfer.launcher import selection, supervise
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import locked
 from edgeinfer.platform.page_cache import is_cold
@@ -345,6 +346,50 @@ def test_prefetch_reads_only_uncached_pages(tmp_path):
     assert is_cold(path)
     assert prefetch.read_ahead(area) >= 5000
     assert prefetch.read_ahead(area) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("flags\t\t: fpu vme sse2", (4, 1)),
+        ("Features\t: fp asimd asimddp", (4, 1)),
+        ("Features\t: fp asimd paca pacg", (4, 2)),
+        (None, (4, 1)),
+    ],
+)
+def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
+    if line:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert criu.minimum(str(tmp_path / "cpuinfo")) == version
+
+
+#: Ends as the alarm that it was started with would end it.
+HANGS = f"""#!{sys.executable}
+import signal
+assert 0 < signal.alarm(0) <= {criu.RESTORE_LIMIT_S}
+signal.raise_signal(signal.SIGALRM)
+"""
+
+
+def test_criu_that_hangs_in_a_restore_is_ended(tmp_path):
+    program = tmp_path / "criu"
+    program.write_text(HANGS)
+    program.chmod(0o755)
+    manifest = format.Manifest(
+        name="m",
+        model="m",
+        criu=str(program),
+        tier=criu.CAPABILITIES,
+        pid=1,
+        link_inode=1,
+        wake_inode=1,
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = supervise.resume(manifest, str(tmp_path), theirs.fileno())
+        with open(child.status_fd, encoding="utf-8") as reports:
+            assert reports.read().startswith(f"failed criu did not end within {criu.RESTORE_LIMIT_S} s")
+    os.waitpid(child.pid, 0)
 
 
 def test_criu_work_folder_of_another_user_is_skipped(root, monkeypatch):

@@ -34,6 +34,7 @@ Status = Literal["ok", "todo", "warn", "fail"]
 #: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
 CPU_FEATURES = """
     sse4_2 avx f16c fma avx2 bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8
+    asimd asimdhp asimddp i8mm sve sve2
 """.split()
 GIB = 1 << 30
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
@@ -112,14 +113,17 @@ def _cpu() -> Finding:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         flags = next(
-            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith(("flags", "Features"))
         ).split()
     except (OSError, StopIteration):
         return Finding("ok", f"{allowed} threads")
     found = [feature for feature in CPU_FEATURES if feature in flags]
     text = f"{allowed} threads; {' '.join(found) or 'no vector extensions'}"
-    if "avx2" not in found:
-        return Finding("warn", text, "decoding is slow without AVX2: prefer a model under 1 GB")
+    fast = "asimddp" if "asimd" in found else "avx2"
+    if fast not in found:
+        return Finding("warn", text, f"decoding is slow without {fast}: prefer a model under 1 GB")
     return Finding("ok", text)
 
 

@@ -79,7 +79,7 @@ def cpu_library() -> str:
         maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape")
     except OSError:
         return ""
-    found = re.search(r"/.*libggml-cpu-\w+\.so$", maps, re.MULTILINE)
+    found = re.search(r"/.*libggml-cpu-[\w.]+\.so$", maps, re.MULTILINE)
     return found.group() if found else ""
 
 

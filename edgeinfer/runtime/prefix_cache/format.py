@@ -8,13 +8,14 @@
     28      ...    header: msgpack of `Header`
     64 * n  ...    the states' pieces, in order, each from a multiple of 64 on, zeros between
 
-A piece of a state that is cells of a tensor starts where the header says, within a page (4,096 bytes):
-such pages can become those of the cells. No byte is used before the checksum is verified: llama.cpp
-asserts on damaged states.
+A piece of a state that is cells of a tensor starts where the header says, within a page of this kernel:
+such pages can become those of the cells. Each page size but 4,096 has a MAGIC of its own. No byte is
+used before the checksum is verified: llama.cpp asserts on damaged states.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -26,11 +27,10 @@ import xxhash
 from edgeinfer.errors import BlockDamagedError
 from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, MappedFile, State
 
-MAGIC = b"eiblock3"
+MAGIC = b"eiblock3" if mmap.PAGESIZE == 4096 else b"eiblk%03d" % (mmap.PAGESIZE >> 10)
 _HEAD = struct.Struct("<8sQQI")
 _CHECKED_FROM = 16
 _ALIGN = 64
-_PAGE = 4096
 
 #: "full": a whole block of a chain. "tail": the partial block behind the last whole one. "point": a
 #: partial block that ends at a checkpoint of a recurrent model. "rows": those of a picture, in f32, for
@@ -41,8 +41,8 @@ Kind = Literal["full", "tail", "point", "rows"]
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """A block's header. `tokens` are int32, little endian.
 
-    `states` has for each state its pieces: how many bytes, and where in a page they start, [0, 4096),
-    or ANYWHERE.
+    `states` has for each state its pieces: how many bytes, and where in a page they start,
+    [0, page size), or ANYWHERE.
     """
 
     kind: Kind
@@ -141,4 +141,4 @@ def _states(
 
 def _padding(at: int, place: int) -> int:
     """Count the zeros before a piece, in a file of `at` bytes so far."""
-    return -at % _ALIGN if place == ANYWHERE else (place - at) % _PAGE
+    return -at % _ALIGN if place == ANYWHERE else (place - at) % mmap.PAGESIZE

@@ -16,6 +16,7 @@ no disk.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,9 +27,9 @@ from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.snapshots.build import criu_images
 from edgeinfer.snapshots.build.criu_images import ImageMessage
 
-PAGE = 4096
-#: Shorter runs are read by CRIU: a mapping costs it as much as reading so many pages.
-SHORTEST_RUN_PAGES = 16
+PAGE = mmap.PAGESIZE
+#: Shorter runs are read by CRIU: a mapping costs it as much as reading so many bytes.
+SHORTEST_RUN_BYTES = 64 << 10
 #: Zeros are looked for in blocks of this size.
 BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
@@ -196,7 +197,7 @@ class _Baker:
         status = area.number(criu_images.AREA_STATUS)
         # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
-        shortest = SHORTEST_RUN_PAGES * PAGE if _may_be_mapped(area) else end
+        shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
         at = start
         for run in runs:
             if run.end <= start or run.start >= end:

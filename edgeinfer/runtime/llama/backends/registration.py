@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import platform
 import re
 import threading
 from collections.abc import Iterator
@@ -172,7 +173,7 @@ _SYSTEM = (
     "/usr/local/cuda/lib64",
     "/usr/local/cuda-13/lib64",
     "/opt/cuda/lib64",
-    "/usr/lib/x86_64-linux-gnu",
+    f"/usr/lib/{platform.machine()}-linux-gnu",
     "/usr/lib64",
 )
 
