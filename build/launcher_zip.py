@@ -11,6 +11,7 @@ import importlib.util
 import marshal
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
@@ -97,8 +98,26 @@ def write(out: Path, root: Path = ROOT) -> int:
 
 
 def _pyc(code: CodeType) -> bytes:
-    """An unchecked hash-based .pyc: neither a time nor a source is looked at."""
+    """An unchecked hash-based .pyc: neither a time nor a source is looked at.
+
+    marshal marks what has further references and what is interned, which depends on the process: here
+    all of it has, and so are the one-letter strings, which a process has once.
+    """
+    _held = list(_parts(code))
+    for number in range(256):
+        sys.intern(chr(number))
     return importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8) + marshal.dumps(code)
+
+
+def _parts(value: object) -> Iterator[object]:
+    yield value
+    if isinstance(value, CodeType):
+        names = (value.co_names, value.co_varnames, value.co_cellvars, value.co_freevars)
+        own = (value.co_filename, value.co_name, value.co_qualname)
+        value = (value.co_consts, *names, *own, value.co_linetable, value.co_exceptiontable)
+    if isinstance(value, (tuple, frozenset)):
+        for part in value:
+            yield from _parts(part)
 
 
 if __name__ == "__main__":
