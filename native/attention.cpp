@@ -3,7 +3,7 @@
 // ggml computes GGML_OP_FLASH_ATTN_EXT row by row where there are fewer than 64, and always where the cache is
 // quantized. Here the rows that read the same head of the cache (query heads of a group, tokens) are the lanes of
 // vectors, so that what is read and converted once serves all of them. A row's bits depend on its query and on the cells
-// that it sees, in their order: not on where these lie, how many rows there are, which lanes they have, or how many threads
+// that it sees, as they were written (cell_order.cpp): not on where these lie, how many rows there are, which lanes they have, or how many threads
 // compute them. What is not seen adds exact zeros, and what is summed shrinks by powers of two alone, which rounds nothing.
 //
 // The online softmax is that of Milakov and Gimelshein,
@@ -154,13 +154,15 @@ struct Operation {
     ggml_tensor *out;
     int key_size, value_size, n_tokens, n_heads, n_cells, group, n_streams;
     float scale;
+    const int32_t *listed = nullptr;  // the cells that are summed, in order; null: all, by their indices
+    int n_summed;
     int n_chunks, lanes, n_units;  // a unit: a chunk of the tokens for one head of the cache
     int n_parts;                   // of a unit's values, each by a thread, where there are few units
 
     Operation(const ggml_tensor *op, int n_threads)
         : q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), out((ggml_tensor *)op) {
         key_size = k->ne[0], value_size = v->ne[0], n_tokens = q->ne[1], n_heads = k->ne[2], n_cells = k->ne[1];
-        group = q->ne[2] / n_heads, n_streams = q->ne[3];
+        group = q->ne[2] / n_heads, n_streams = q->ne[3], n_summed = n_cells;
         memcpy(&scale, op->op_params, sizeof scale);
         const int most = std::max(1, kMostLanes / group);
         n_chunks = (n_tokens + most - 1) / most;
@@ -169,6 +171,10 @@ struct Operation {
         const bool is_even = n_units % n_threads == 0 || n_units >= 4 * n_threads;
         const bool is_small = n_units * shared_size() * sizeof(float) <= kMostShared;
         n_parts = is_even || !is_small ? 1 : std::max(1, std::min(n_threads, value_size / 32));
+    }
+
+    void take_order(const std::vector<int32_t> *cells) {
+        if (cells) listed = cells->data(), n_summed = cells->size();
     }
 
     static bool accepts(const ggml_tensor *op) {
@@ -213,7 +219,7 @@ public:
     void compute() {
         read_queries();
         clear(o_.value_size);
-        for (int cell = 0; cell < o_.n_cells; cell += kBlock) {
+        for (int cell = 0; cell < o_.n_summed; cell += kBlock) {
             const Seen seen = look(cell);
             if (seen == Seen::none) continue;
             score(cell, seen, scores_);
@@ -235,7 +241,7 @@ public:
         const int from = pieces * part / o_.n_parts * 32;
         const int to = part + 1 == o_.n_parts ? o_.value_size : pieces * (part + 1) / o_.n_parts * 32;
         clear(to - from);
-        for (int cell = 0; cell < o_.n_cells; cell += kBlock) {
+        for (int cell = 0; cell < o_.n_summed; cell += kBlock) {
             if (look(cell) == Seen::none) continue;
             memcpy(scores_, shared + (size_t)cell * o_.lanes, sizeof(float) * kBlock * o_.lanes);
             weigh(scores_, to - from);
@@ -257,7 +263,8 @@ private:
     int n_rows() const { return (end_ - first_) * o_.group; }
     int token(int row) const { return first_ + row / o_.group; }
     int head(int row) const { return head_ * o_.group + row % o_.group; }
-    const char *at(const ggml_tensor *t, int cell) const {
+    const char *at(const ggml_tensor *t, int place) const {
+        const int cell = o_.listed ? o_.listed[place] : place;
         return (const char *)t->data + cell * t->nb[1] + head_ * t->nb[2] + stream_ * t->nb[3];
     }
 
@@ -266,16 +273,24 @@ private:
         memset(sum_, 0, (size_t)(n_values + 1) * o_.lanes * sizeof(float));
     }
 
-    int count(int cell) const { return std::min(kBlock, o_.n_cells - cell); }
+    int count(int cell) const { return std::min(kBlock, o_.n_summed - cell); }
 
     // elements of the cells of a block, `size` from `first` on
     void read(const ggml_tensor *t, int cell, int first, int size, float *to, int stride) const {
         const int bytes = ggml_row_size(t->type, size), skipped = ggml_row_size(t->type, first);
         for (int c = 0; c < count(cell); c++) {
-            const char *ahead = at(t, std::min(cell + c + kAhead, o_.n_cells - 1)) + skipped;
+            const char *ahead = at(t, std::min(cell + c + kAhead, o_.n_summed - 1)) + skipped;
             for (int i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i);
             to_floats(t->type, at(t, cell + c) + skipped, to + c * stride, size);
         }
+    }
+
+    // what is added to the scores of a block
+    const uint16_t *mask_of(int token, int cell) {
+        const uint16_t *row = o_.mask_of(token, stream_);
+        if (!o_.listed) return row + cell;
+        for (int c = 0; c < count(cell); c++) mask_[c] = row[o_.listed[cell + c]];
+        return mask_;
     }
 
     // whether the unit's tokens see the cells of a block; what follows is for the lanes of those that do
@@ -285,7 +300,7 @@ private:
         int from = end_, to = first_;
         uint16_t others = 0;  // -inf is 0xfc00, and what is added to a cell that is seen 0
         for (int t = first_; t < end_; t++) {
-            const uint16_t *mask = o_.mask_of(t, stream_) + cell;
+            const uint16_t *mask = mask_of(t, cell);
             uint16_t hidden = 0xffff;
             for (int c = 0; c < count(cell); c++) hidden &= mask[c] == 0xfc00 ? 0xffff : 0, others |= mask[c];
             if (!hidden) from = std::min(from, t), to = t + 1;
@@ -302,7 +317,7 @@ private:
         product<kKeyStride>((n + 15) / 16 * 16, o_.key_size, keys_, 1, queries_, scores, o_.lanes, low_, high_, false);
         if (seen == Seen::some)
             for (int r = low_; r < std::min(high_, n_rows()); r++) {
-                const uint16_t *mask = o_.mask_of(token(r), stream_) + cell;
+                const uint16_t *mask = mask_of(token(r), cell);
                 for (int c = 0; c < n; c++) scores[c * o_.lanes + r] += _cvtsh_ss(mask[c]);
             }
         for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
@@ -356,6 +371,7 @@ private:
 
     const Operation &o_;
     int head_, stream_, first_, end_;
+    uint16_t mask_[kBlock];
     int low_, high_;  // the lanes that see a block
     float *queries_, *scores_, *keys_, *cells_;
     float *base_, *sum_, *values_;  // by rows, of 2^base: the exponent of the largest score, the sum of weights, weighted values
@@ -373,7 +389,8 @@ class Attention : public ggml::cpu::tensor_traits {
 
     bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
         if (!Operation::accepts(op)) return false;
-        const Operation o(op, params->nth);
+        Operation o(op, params->nth);
+        o.take_order(cell_order(op));
         float *work = (float *)(((uintptr_t)params->wdata + 63) / 64 * 64);
         float *scratch = work + params->ith * o.scratch_size(), *shared = work + params->nth * o.scratch_size();
         if (o.n_parts > 1) {
@@ -385,7 +402,7 @@ class Attention : public ggml::cpu::tensor_traits {
     }
 
     static void compute_parts(const Operation &o, ggml_compute_params *params, float *scratch, float *shared) {
-        const int n_blocks = (o.n_cells + kBlock - 1) / kBlock, n = o.n_units * n_blocks;
+        const int n_blocks = (o.n_summed + kBlock - 1) / kBlock, n = o.n_units * n_blocks;
         int unit_read = -1;
         for (int i = (int64_t)n * params->ith / params->nth; i < (int64_t)n * (params->ith + 1) / params->nth; i++) {
             Unit unit(o, i / n_blocks, scratch);

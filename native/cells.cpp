@@ -31,6 +31,7 @@ struct Transfer {
     uint64_t mapping;       // address where the pieces' file is mapped from its first byte on
     int64_t file;           // its descriptor; -1: all is copied
     uint64_t n_bytes, n_mapped;  // set: bytes found in pieces; ranges of pages that were mapped
+    void (*written)(const ggml_tensor *, int64_t first, int64_t n);  // set: edgeinfer_cells_written, or null
 };
 
 thread_local Transfer *transfer = nullptr;
@@ -69,6 +70,7 @@ extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *tensor, void *dat
 
 extern "C" void edgeinfer_cells_set(void *, ggml_tensor *tensor, const void *data, size_t offset, size_t size) {
     char *cells = static_cast<char *>(ggml_get_data(tensor)) + offset;
+    if (transfer->written) transfer->written(tensor, offset / tensor->nb[1], size / tensor->nb[1]);
     const uint64_t at = reinterpret_cast<uint64_t>(data) - transfer->state;
     const Piece *first = transfer->pieces, *behind = std::upper_bound(
         first, first + transfer->n_pieces, at, [](uint64_t value, const Piece &piece) { return value < piece.at; });

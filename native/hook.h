@@ -1,6 +1,7 @@
 // The parts of ggml's private headers that an extra buffer type needs (ggml-cpu-impl.h, traits.h, ggml-backend-impl.h).
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "ggml-backend.h"
@@ -41,6 +42,9 @@ struct ggml_backend_buffer_type {
 extern void (*g_barrier)(ggml_threadpool *);          // ggml_barrier
 ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // null for other operations
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op);
+ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op);
+// The cells that any row of an attention sees, as they were written; null if that is the order of their indices.
+const std::vector<int32_t> *cell_order(const ggml_tensor *op);
 bool matmul_takes(const ggml_tensor *weight);
 
 // What the LoRA adapters of this step add to one product (adapters.cpp); empty without any. Of one thread.

@@ -1,4 +1,4 @@
-// libedgeinfer-kernels-*.so.1: the in-tree kernels (attention.cpp, matmul.cpp) and their entry into ggml's CPU backend.
+// libedgeinfer-kernels-*.so.1: the in-tree kernels (attention.cpp, cell_order.cpp, matmul.cpp) and their entry into ggml's CPU backend.
 //
 // They enter as repacked weights do: ggml asks each "extra buffer type" for each operation of a graph, and computes it in
 // its own threads. This one is never a place for weights.
@@ -13,8 +13,9 @@ namespace {
 class Hook : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor *) override { return false; }
     ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
-        ggml::cpu::tensor_traits *attention = attention_for(op);
-        return attention ? attention : matmul_for(op);
+        for (auto traits_for : {attention_for, cell_writes_for})
+            if (ggml::cpu::tensor_traits *traits = traits_for(op)) return traits;
+        return matmul_for(op);
     }
 };
 Hook g_hook;

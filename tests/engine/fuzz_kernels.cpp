@@ -31,6 +31,7 @@ struct Transfer {
     uint64_t n_pieces, page, mapping;
     int64_t file;
     uint64_t n_bytes, n_mapped;
+    void (*written)(const ggml_tensor *, int64_t first, int64_t n);
 };
 extern "C" void edgeinfer_cells(Transfer *);
 extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *, void *, size_t offset, size_t size);

@@ -35,8 +35,8 @@ _COPY = ctypes.CFUNCTYPE(
 )  # get_tensor and set_tensor of ggml_backend_buffer_i
 _PROBE_BYTES = 4096
 _I8 = 24  # GGML_TYPE_I8
-#: Copies of one state that are recorded: a layer has two, or one for each run of cells.
-_MOST_COPIES = 4096
+#: Copies of one state that are recorded: a layer has two for each run of cells.
+_MOST_COPIES = 32768
 #: Mappings of a process if the kernel does not say; the share of them for cells.
 _DEFAULT_MAPPINGS = 65_530
 _MAPPINGS_SHARE = 0.75
@@ -71,6 +71,7 @@ class _Transfer(ctypes.Structure):
         ("file", ctypes.c_int64),
         ("n_bytes", ctypes.c_uint64),
         ("n_mapped", ctypes.c_uint64),
+        ("written", ctypes.c_void_p),
     ]
 
 
@@ -88,9 +89,13 @@ class _Entries(NamedTuple):
 class CellCopies:
     """The library, and the table entries it replaces. One per process, for all its contexts."""
 
-    def __init__(self, library: ctypes.CDLL, entries: _Entries) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, entries: _Entries, kernels: ctypes.CDLL | None = None
+    ) -> None:
         self._library = library
         self._entries = entries
+        self._kernels = kernels
+        self._written = kernels and ctypes.cast(kernels.edgeinfer_cells_written, ctypes.c_void_p)
         self._copied = (Copied * _MOST_COPIES)()
         self._n_free = 0
         self._counted_at = float("-inf")
@@ -121,6 +126,7 @@ class CellCopies:
             page=mmap.PAGESIZE,
             mapping=file.address if file else 0,
             file=file.descriptor if file and can_map else -1,
+            written=self._written,
         )
         with self._at_work(buffers, self._entries.set, "edgeinfer_cells_set", transfer):
             yield transfer
@@ -136,6 +142,11 @@ class CellCopies:
                 stack.enter_context(replaced(entries, entry, self._library[name]))
             self._library.edgeinfer_cells(ctypes.byref(transfer))
             yield
+
+    def freed(self, memory: Range) -> None:
+        """Forget in which order cells in `memory` were written (native/cell_order.cpp)."""
+        if self._kernels:
+            self._kernels.edgeinfer_cells_freed(*map(ctypes.c_void_p, memory))
 
     def _may_map(self, n: int) -> bool:
         """Tell if the kernel leaves this process room for `n` separately mapped ranges."""
@@ -155,9 +166,11 @@ def find_copies() -> CellCopies | None:
         library = libllama.own_library("cells")
         library.edgeinfer_cells.argtypes = [Pointer]
         library.edgeinfer_cells.restype = None
+        level = libllama.build_info().kernels
+        kernels = libllama.own_library(f"kernels-{level}") if level else None
     except (OSError, AttributeError):
         return None
-    return CellCopies(library, entries) if entries else None
+    return CellCopies(library, entries, kernels) if entries else None
 
 
 def _most_mappings() -> int:
@@ -218,6 +231,12 @@ class CellMemory:
         """Return `pages`, or all, to the kernel: zeros then. No sequence may have cells in them."""
         for low, high in self.pages() if pages is None else pages:
             map_zeros(low, high)
+
+    def freed(self) -> None:
+        """The context is freed, and its buffers with it."""
+        if self.copies:
+            for buffer in self.buffers:
+                self.copies.freed(buffer.memory)
 
     def can_be_pages_of(self, shift: int) -> bool:
         """Tell if cells lie in a page as those `shift` cells before them do."""

@@ -47,6 +47,7 @@ class ActiveContext:
         """Free the context. Idempotent."""
         if self.context:
             L.llama_free(self.context)
+            self.cells.freed()
             self.context = self.memory = None
 
     def remove(self, seq_id: int, start: int = -1, end: int = -1) -> bool:

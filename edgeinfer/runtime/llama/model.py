@@ -109,6 +109,7 @@ class LlamaModel:
         llama = libllama.lib()
         if self.context:
             llama.llama_free(self.context)
+            self.cells.freed()
         if self.model:
             llama.llama_model_free(self.model)
         self.context = self.model = self.memory = None
@@ -321,11 +322,12 @@ def open_context(
     if pooling is not None:
         params.embeddings = True
         params.pooling_type = pooling
-    return ActiveContext(make_context(model, params)[0])
+    context, lines, buffers = make_context(model, params)
+    return ActiveContext(context, cell_memory(_kv_buffers(buffers, lines), (), n_cells))
 
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
-    """Make a context; with it, llama.cpp's log meanwhile and the large buffers that hold zeros.
+    """Make a context; with it, llama.cpp's log meanwhile and the buffers that hold zeros.
 
     Raises ModelLoadError, OutOfMemoryError.
     """
@@ -345,15 +347,19 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
 def _cells(
     buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
-    """Find the KV cache's buffers by the sizes in llama.cpp's log.
-
-    They live as long as the context; others may be replaced. Without flash attention V is transposed.
-    """
+    """Describe the KV cache's memory. Without flash attention V is transposed."""
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
+    return cell_memory(_kv_buffers(buffers, lines), rows, n_cells)
+
+
+def _kv_buffers(buffers: list[Buffer], lines: list[str]) -> list[Buffer]:
+    """Find the KV cache's buffers by the sizes in llama.cpp's log.
+
+    They live as long as the context; others may be replaced.
+    """
     sizes = {m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))}
-    own = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
-    return cell_memory(own, rows, n_cells)
+    return [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
 
 
 def _sum_mib(lines: list[str], pattern: str) -> int:

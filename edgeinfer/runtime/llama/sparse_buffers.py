@@ -1,4 +1,4 @@
-"""Clear large CPU buffers of llama.cpp by returning their pages instead of writing zeros.
+"""Clear CPU buffers of llama.cpp by returning their pages instead of writing zeros.
 
 llama.cpp clears a KV cache when it makes it: 0.5 s and a gigabyte of memory for each gigabyte, though
 most cells may never be used. Returned anonymous memory reads as zeros as well (madvise(2)).
@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.mappings import DONTNEED, LARGE_BYTES, Range
+from edgeinfer.runtime.llama.mappings import DONTNEED, Range
 
 Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
@@ -39,7 +39,7 @@ class Buffer(NamedTuple):
 
 @contextlib.contextmanager
 def sparse_buffers() -> Iterator[list[Buffer]]:
-    """Clear large buffers made meanwhile by returning pages; yields them, at the end."""
+    """Clear buffers made meanwhile by returning pages; yields them, at the end."""
     sparse = _find()
     if sparse is None:
         yield []
@@ -75,7 +75,7 @@ class _SparseBuffers:
 
     def _on_allocate(self, buffer_type: int, size: int) -> int | None:
         buffer: int | None = self._allocate(buffer_type, size)
-        if buffer and size >= LARGE_BYTES:
+        if buffer and size >= mmap.PAGESIZE:
             entries = table(buffer, BUFFER_ENTRIES)
             self._clear = self._clear or _CLEAR(entries[self._clear_entry])
             entries[self._clear_entry] = ctypes.cast(self._own_clear, Pointer).value

@@ -24,6 +24,7 @@ from edgeinfer.runtime.llama.context import ActiveContext
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_BEFORE_CACHES, _BEFORE_TENSOR = 8, 12
 #: Smaller pieces (bytes) are copied: mapping them is no faster.
 _WORTH_MAPPING = 32 << 10
 
@@ -91,11 +92,16 @@ class SequenceStates:
         buffer = np.empty(size, np.uint8)
         with cells.copies.out(cells.handles, buffer.ctypes.data) as copied:
             done = self._fill(buffer, self._scratch, 0)
-        return _cut(memoryview(buffer.data), _runs(copied), n_tokens, cell) if done else None
+        if not done:
+            return None
+        runs = _runs(copied)
+        _sort_by_position(buffer, runs)
+        large = [run for run in runs if run.size >= _WORTH_MAPPING]
+        return _cut(memoryview(buffer.data), large, n_tokens, cell)
 
     def _set_pieces(self, state: State) -> bool:
         cells = self._active.cells
-        if cells.copies is None or len(state.pieces) == 1:
+        if cells.copies is None:
             return False
         # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
         buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
@@ -140,7 +146,31 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
             last.size += one.size
         else:
             runs.append(Copied(one.at, one.size, one.tensor))
-    return [run for run in runs if run.size >= _WORTH_MAPPING]
+    return runs
+
+
+def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> None:
+    """Sort the cells of a state, which llama.cpp writes by their indices.
+
+    At first a magic number and the sequence id. Before the layers of a cache (`llama_kv_cache::state_write`): u32 number of streams, u32 number of cells, of
+    each an i32 position, a u32 1, with M-RoPE an i32 x and y, and the i32 sequence id; u32 transposed, u32 number
+    of layers. Before each tensor: i32 type, u64 bytes of a cell.
+    """
+    end = 0
+    order = None
+    for run in runs:
+        if run.at - end > _BEFORE_TENSOR:
+            words = state[end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
+            cells = words[2:-2].reshape(words[1], -1)
+            order = np.lexsort((cells[:, 2], cells[:, -2], cells[:, 0]))
+            if (order[1:] > order[:-1]).all():
+                order = None
+            else:
+                cells[:] = cells[order]
+        if order is not None:
+            rows = state[run.at : run.at + run.size].reshape(len(order), -1)
+            rows[:] = rows[order]
+        end = run.at + run.size
 
 
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:

@@ -1,0 +1,110 @@
+// The order in which the cells of a KV cache were written, which is that of a sequence's positions.
+//
+// llama.cpp gives a token the lowest free cell, so a sequence that continues behind a cached prefix may have cells below it.
+// Sums in the order of cells' indices then round otherwise than in an empty cache. Here each written key gets a number, and
+// attention.cpp takes the cells in the order of these numbers.
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "hook.h"
+
+namespace {
+
+struct Numbers {  // of one layer's keys; memory is taken as cells are written
+    std::unique_ptr<int64_t, decltype(&free)> of_cell;
+    int64_t n_cells, n_written = 0;
+    explicit Numbers(int64_t n) : of_cell((int64_t *)calloc(n, sizeof(int64_t)), free), n_cells(n) {}
+};
+std::map<const char *, Numbers> g_numbers;  // by the address of the keys
+std::mutex g_lock;
+
+bool is_keys(const ggml_tensor *cache) { return !strncmp(cache->name, "cache_k", 7); }
+
+Numbers &numbers_of(const ggml_tensor *keys) {
+    const int64_t n = ggml_nelements(keys) / keys->ne[0];
+    std::lock_guard lock(g_lock);
+    const auto found = g_numbers.find((const char *)keys->data);
+    if (found != g_numbers.end() && found->second.n_cells == n) return found->second;
+    return g_numbers.insert_or_assign((const char *)keys->data, Numbers(n)).first->second;
+}
+
+class Writes : public ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *, size_t &) override { return false; }
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        if (params->ith) return false;
+        const ggml_tensor *cells = op->src[1];
+        Numbers &numbers = numbers_of(op->view_src);
+        for (int64_t i = 0; i < ggml_nelements(cells); i++) {
+            const int64_t cell = cells->type == GGML_TYPE_I64 ? ((int64_t *)cells->data)[i] : ((int32_t *)cells->data)[i];
+            numbers.of_cell.get()[cell] = ++numbers.n_written;
+        }
+        return false;  // ggml writes them
+    }
+};
+Writes g_writes;
+
+// The order of a step: one for all layers of a cache, as these are written alike.
+struct Order {
+    const void *cache = nullptr, *mask = nullptr;
+    int64_t n_written = 0;
+    bool is_by_index = true;
+    std::vector<int32_t> cells;
+
+    void find(const Numbers &numbers, const ggml_tensor *op) {
+        const int n = op->src[1]->ne[1], n_tokens = op->src[0]->ne[1];
+        std::vector<uint16_t> hidden(n, 0xffff);
+        for (int t = 0; t < n_tokens; t++) {
+            const uint16_t *row = (const uint16_t *)((const char *)op->src[3]->data + t * op->src[3]->nb[1]);
+            for (int c = 0; c < n; c++) hidden[c] &= row[c];  // -inf, 0xfc00, where all are that
+        }
+        cells.clear();
+        const int64_t *number = numbers.of_cell.get();
+        int64_t last = 0;
+        is_by_index = true;
+        for (int c = 0; c < n; c++) {
+            if (hidden[c] == 0xfc00) continue;
+            is_by_index &= number[c] >= last;
+            last = number[c];
+            cells.push_back(c);
+        }
+        if (!is_by_index)
+            std::stable_sort(cells.begin(), cells.end(), [=](int a, int b) { return number[a] < number[b]; });
+    }
+};
+thread_local Order g_order;
+
+}  // namespace
+
+ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op) {
+    return op->op == GGML_OP_SET_ROWS && op->view_src && is_keys(op->view_src) ? &g_writes : nullptr;
+}
+
+const std::vector<int32_t> *cell_order(const ggml_tensor *op) {
+    const ggml_tensor *keys = op->src[1]->view_src, *mask = op->src[3];
+    if (!keys || !mask || op->src[0]->ne[3] != 1 || op->src[1]->data != keys->data || !is_keys(keys)) return nullptr;
+    const Numbers &numbers = numbers_of(keys);
+    Order &order = g_order;
+    if (order.cache != keys->buffer || order.mask != mask->data || order.n_written != numbers.n_written) {
+        order.cache = keys->buffer, order.mask = mask->data, order.n_written = numbers.n_written;
+        order.find(numbers, op);
+    }
+    return order.is_by_index ? nullptr : &order.cells;
+}
+
+// Cells [first, first + n) of a tensor of a cache were written, in this order, without an operation.
+extern "C" void edgeinfer_cells_written(const ggml_tensor *tensor, int64_t first, int64_t n) {
+    if (!is_keys(tensor)) return;
+    Numbers &numbers = numbers_of(tensor);
+    for (int64_t cell = first; cell < first + n; cell++) numbers.of_cell.get()[cell] = ++numbers.n_written;
+}
+
+// The memory of caches from `low` to `high` goes back.
+extern "C" void edgeinfer_cells_freed(const char *low, const char *high) {
+    std::lock_guard lock(g_lock);
+    g_numbers.erase(g_numbers.lower_bound(low), g_numbers.lower_bound(high));
+}
