@@ -17,10 +17,6 @@ from edgeinfer.runtime.pictures import picture_start, without_rows
 AdapterKey = tuple[tuple[str, float], ...]
 
 _BLOCK = 64
-#: Pending-free sequences are dropped at this many cells, or an eighth of a small cache, because
-#: attention scans them.
-_PENDING_FREE_CELLS = 512
-_PENDING_FREE_SHARE = 8
 #: While at least `_MANY` sequences run, idle ones below `_SHORT` tokens may hold `_SHORT_CELLS` cells
 #: together: attention scans them in every step, and they are cheap to prefill again (decision 056).
 _MANY = 3
@@ -59,11 +55,9 @@ class SequenceMemory(Protocol):
 class CachedSequence:
     """The tokens one sequence id has in the cache; several sequences may share its `cells`.
 
-    `pending_free`: no longer reusable; its cells are released later, because llama.cpp refills freed
-    cells at once, which would reorder running sequences and change their rounding. Requests with
-    another `salt` cannot use it; if `is_private`, no other request can. `conversation` names its
-    last owner. `is_shifted`: its keys were rotated, or copied from another context, so it is not stored
-    on disk. Its first `n_unchanged` tokens have not changed since the last store; those from
+    Requests with another `salt` cannot use it; if `is_private`, no other request can. `conversation`
+    names its last owner. `is_shifted`: its keys were rotated, or copied from another context, so it is
+    not stored on disk. Its first `n_unchanged` tokens have not changed since the last store; those from
     `memory_only_from` on are never stored. `is_prefetched`: prefilled for a request that is still
     expected. `logprobs[i]` is of token `i + 1`, with `n_top` alternatives each.
     """
@@ -82,7 +76,6 @@ class CachedSequence:
     pinned: bool = False
     is_private: bool = False
     is_prefetched: bool = False
-    pending_free: bool = False
     used_at: int = 0
     n_top: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -90,7 +83,7 @@ class CachedSequence:
     def serves(self, adapters: AdapterKey, salt: str) -> bool:
         """Return whether a new request with `adapters` and `salt` may reuse these tokens."""
         is_shared = self.pinned or self.salt == salt
-        return is_shared and self.adapters == adapters and not (self.pending_free or self.is_private)
+        return is_shared and self.adapters == adapters and not self.is_private
 
 
 class KvCache:
@@ -122,7 +115,6 @@ class KvCache:
         self._free = list(range(n_cells - 1, -1, -1))
         self._shares = [0] * n_cells
         self._clock = 0
-        self._pending_free_allowed = min(_PENDING_FREE_CELLS, n_cells // _PENDING_FREE_SHARE)
         self.cached_sequences: list[CachedSequence] = []
 
     @property
@@ -296,41 +288,32 @@ class KvCache:
         return True
 
     def release(self, cached_seq: CachedSequence, *, keep: bool) -> None:
-        """End the use of a sequence; if `keep`, later requests may reuse its tokens.
-
-        Otherwise it is `pending_free` while others run (see `CachedSequence`): the end of one request
-        must not change another's answer.
-        """
+        """End the use of a sequence; if `keep`, later requests may reuse its tokens."""
         self._clock += 1
         cached_seq.active, cached_seq.used_at = False, self._clock
-        cached_seq.pending_free = not keep or not cached_seq.tokens
         cached_seq.logprobs = cached_seq.logprobs[: max(0, len(cached_seq.tokens) - 1)]
+        if not keep or not cached_seq.tokens:
+            self._remove(cached_seq)
         self._limit_short_idle()
-        pending_free = [c for c in self.cached_sequences if c.pending_free]
-        if (
-            not any(c.active for c in self.cached_sequences)
-            or sum(len(c.cells) for c in pending_free) > self._pending_free_allowed
-        ):
-            for cached_seq in pending_free:
-                self.drop(cached_seq)
 
     def _limit_short_idle(self) -> None:
         if sum(c.active for c in self.cached_sequences) < _MANY:
             return
         idle = [
-            c
-            for c in self.cached_sequences
-            if not (c.active or c.pinned or c.pending_free) and len(c.tokens) < _SHORT
+            c for c in self.cached_sequences if not (c.active or c.pinned) and len(c.tokens) < _SHORT
         ]
         left = _SHORT_CELLS
         for cached_seq in sorted(idle, key=lambda c: -c.used_at):
             left -= len(cached_seq.cells)
-            cached_seq.pending_free = left < 0
+            if left < 0:
+                self.drop(cached_seq)
 
     def drop(self, cached_seq: CachedSequence) -> None:
         """Forget a cached sequence, and free the cells that no other sequence shares."""
-        if not cached_seq.pending_free:
-            self.before_drop(cached_seq)
+        self.before_drop(cached_seq)
+        self._remove(cached_seq)
+
+    def _remove(self, cached_seq: CachedSequence) -> None:
         self._memory.remove(cached_seq.seq_id, -1, -1)
         self._give_back(cached_seq.cells)
         if self.checkpoints is not None:
@@ -358,7 +341,7 @@ class KvCache:
         idle = [c for c in self.cached_sequences if not c.active and c is not keep]
         if not idle:
             return False
-        self.drop(min(idle, key=lambda c: (c.pinned, not c.pending_free, c.used_at)))
+        self.drop(min(idle, key=lambda c: (c.pinned, c.used_at)))
         return True
 
 

@@ -152,8 +152,9 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
 def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> None:
     """Sort the cells of a state, which llama.cpp writes by their indices.
 
-    At first a magic number and the sequence id. Before the layers of a cache (`llama_kv_cache::state_write`): u32 number of streams, u32 number of cells, of
-    each an i32 position, a u32 1, with M-RoPE an i32 x and y, and the i32 sequence id; u32 transposed, u32 number
+    At first a magic number and the sequence id. Before the layers of a cache
+    (`llama_kv_cache::state_write`): u32 number of streams, u32 number of cells, of each an i32
+    position, a u32 1, with M-RoPE an i32 x and y, and the i32 sequence id; u32 transposed, u32 number
     of layers. Before each tensor: i32 type, u64 bytes of a cell.
     """
     end = 0

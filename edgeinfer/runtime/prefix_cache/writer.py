@@ -122,7 +122,7 @@ class BlockWriter:
         """Store the first missing block of `cached_seq`. False if none is missing."""
         if self._verdict.is_refused or cached_seq.is_shifted:
             return False
-        if cached_seq not in self._kv.cached_sequences or cached_seq.pending_free:
+        if cached_seq not in self._kv.cached_sequences:
             return False
         missing = next(self._missing(cached_seq, found), None)
         if missing is None:

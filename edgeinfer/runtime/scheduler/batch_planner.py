@@ -68,7 +68,7 @@ class BatchPlanner:
             return self._add_picture(picture, is_alone=len(members) == 1)
         members = [s for s in members if s.picture is None]
         prefilling = [s for s in members if not self._is_decoding(s)]
-        entries = self._add_decoding(decoding, beside=bool(prefilling))
+        entries = self._add_decoding(decoding, is_alone=len(members) == 1)
         self._add_prefill(prefilling, entries)
         return entries
 
@@ -144,11 +144,8 @@ class BatchPlanner:
         del seq.tokens[keep : keep + drop]
         return True
 
-    def _add_decoding(self, decoding: list[Sequence], *, beside: bool) -> list[BatchEntry]:
-        """Add the next tokens of all, and draft tokens of the batch's last sequence, unless a prompt
-        follows (`beside`): a later sequence would refill the cells of rejected drafts out of order,
-        which changes its rounding.
-        """
+    def _add_decoding(self, decoding: list[Sequence], *, is_alone: bool) -> list[BatchEntry]:
+        """Add the next tokens of all, each with its draft tokens; another first in each step."""
         entries: list[BatchEntry] = []
         self._turn += 1
         at = self._turn % max(1, len(decoding))
@@ -157,12 +154,10 @@ class BatchPlanner:
         spare = min(self.kv.free_cells, self.batch.capacity) - rows
         spare = min(spare, self.batch.max_outputs - len(decoding))
         budget = DraftBudget(self.costs, len(decoding), rows)
-        exact = self._invariant_rows() - rows
+        exact = self._invariant_rows(is_alone=is_alone) - rows
         for seq in decoding:
             is_named = seq.request.speculative != "auto"  # such a drafter's rows may round otherwise
-            is_last = seq is decoding[-1] and not beside
-            room = min(spare, exact) if is_last else 0
-            drafts = self._drafts(seq, spare if is_named else room, budget)
+            drafts = self._drafts(seq, spare if is_named else min(spare, exact), budget)
             spare -= len(drafts)
             exact -= len(drafts)
             tokens = [*seq.tokens[seq.n_past :], *drafts]
@@ -172,12 +167,14 @@ class BatchPlanner:
             entries.append(BatchEntry(seq, row, tokens, drafts))
         return entries
 
-    def _invariant_rows(self) -> int:
+    def _invariant_rows(self, *, is_alone: bool) -> int:
         """Return how many rows a step may have with answers bit-identical to unbatched ones."""
         exact = self.batch_invariance
         is_beyond = exact.cells is not None and self.kv.used_cells > exact.cells
+        # other sequences get the cells of rejected drafts, and then have theirs out of order
+        is_mixed = not (is_alone or exact.in_order)
         # llama.cpp's products with a LoRA's small matrices round otherwise in a batch
-        return 0 if is_beyond or self._last_group else exact.rows
+        return 0 if is_beyond or is_mixed or self._last_group else exact.rows
 
     def _drafts(self, seq: Sequence, spare: int, budget: DraftBudget) -> list[int]:
         if not self.kv.supports_truncation or spare <= 0:

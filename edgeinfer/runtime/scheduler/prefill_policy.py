@@ -27,11 +27,13 @@ class BatchInvariance:
     """Bounds within which a batched step is bit-identical to unbatched ones (decision 022).
 
     `rows`: tokens in the batch, beyond which kernels round otherwise. `cells`: used cells, beyond which
-    the attention of a single token does; None for no such bound.
+    the attention of a single token does; None for no such bound. `in_order`: attention sums a
+    sequence's cells in the order of its positions, wherever free ones were filled.
     """
 
     rows: int
     cells: int | None
+    in_order: bool = True
 
 
 class Chunks:

@@ -217,7 +217,8 @@ def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     kernels = libllama.build_info().kernels
     rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_ours = flash == "on" and kernels
-    if kv_type != "f16" or (is_ours and not any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)):
-        return BatchInvariance(rows, cells=None)
-    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells)
+    is_left = any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)
+    is_ours = flash == "on" and bool(kernels) and not is_left
+    if kv_type != "f16" or is_ours:
+        return BatchInvariance(rows, cells=None, in_order=is_ours)
+    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells, in_order=False)

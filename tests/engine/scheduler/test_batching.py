@@ -123,7 +123,8 @@ def test_attention_in_use_decides_batch_invariance(
     capped = replace(loaded, meta=loaded.meta | {"gemma2.attn_logit_softcapping": "50.0"})
     unbounded = BatchInvariance(rows=loaded.n_batch, cells=None)
     is_f16 = loaded.choices["kv_type"].value == "f16"
-    llamas = BatchInvariance(rows=60, cells=192) if is_f16 else unbounded
+    bounds = (60, 192) if is_f16 else (loaded.n_batch, None)
+    llamas = BatchInvariance(*bounds, in_order=False)
     for attention, model, expected in (
         ("v3", loaded, unbounded),
         ("v3", capped, llamas),
