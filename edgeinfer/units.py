@@ -38,6 +38,18 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def format_cost(seconds: float, joules: float | None, cached_tokens: int, saved_s: float) -> str:
+    """Format what an answer took and its cached tokens saved.
+
+    `3.2 s, 141 J; 12,300 tokens not prefilled again: 4 min 10 s`.
+    """
+    cost = format_ms(seconds * 1000) + ("" if joules is None else f", {joules:,.3g} J")
+    if not cached_tokens or not saved_s:
+        return cost
+    saved = format_ms(saved_s * 1000) if saved_s < 10 else format_duration(saved_s)
+    return f"{cost}; {cached_tokens:,} tokens not prefilled again: about {saved}"
+
+
 def parse_duration(text: str) -> float:
     """Parse a duration in Go's notation (`90s`, `1h30m`) or in plain seconds. Raises ValueError."""
     import re  # 5 ms, which the launcher saves

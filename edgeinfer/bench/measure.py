@@ -131,10 +131,10 @@ class Side:
 
     async def measured(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
         """Ask all at once; the answers, and the joules of the meantime."""
-        before = self._meter.joules() if self._meter else None
+        if self._meter:
+            self._meter.used()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))
-        after = self._meter.joules() if self._meter else None
-        return answers, None if before is None or after is None else after - before
+        return answers, self._meter.used() if self._meter else None
 
     async def round(self, plan: Plan) -> dict[str, Sample]:
         """Measure every test once. Raises ServeError."""
@@ -171,8 +171,10 @@ class Side:
         made = sum(answer.completion_tokens - 1 for answer in answers)
         if made < n * len(prompts) / 2:
             self.notes.add(f"{self.name}: answers ended long before {n} tokens")
-        first = min(answer.ttft_s for answer in answers)
-        return _rate(made, max(answer.arrivals[-1] for answer in answers) - first, joules)
+        first, last = min(a.ttft_s for a in answers), max(a.arrivals[-1] for a in answers)
+        if first == last:
+            self.notes.add(f"{self.name} sent answers in one piece: tg is with their prefill")
+        return _rate(made, last - first or last, joules)
 
 
 def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:

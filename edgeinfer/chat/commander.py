@@ -408,6 +408,7 @@ def stats_text(session: ChatSession, started: str) -> str:
             ("prompt", f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} cached"),
             ("first token", f"{stats.ttft_ms:,.0f} ms"),
             ("speed", f"{stats.tokens_per_s:.1f} tokens/s over {stats.completion_tokens:,} tokens"),
+            *([("cost", stats.cost)] if stats.cost else []),
         ]
     last = session.answer.cache_report if session.answer is not None else None
     if last is not None and last.divergence.cause != "off":

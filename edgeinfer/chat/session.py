@@ -602,6 +602,9 @@ class Answer:
             ttft_ms=end.timings.ttft_ms,
             tokens_per_s=end.timings.decode_tokens_per_s(end.usage.completion_tokens),
             n_ctx=self._n_ctx,
+            seconds=end.timings.total_ms / 1000,
+            saved_s=end.timings.saved_ms / 1000,
+            joules=end.timings.joules,
         )
         if end.reason == "tool_calls":
             self._calls = uses_of(self._all)

@@ -13,20 +13,19 @@ _NONE = (
 
 
 class EnergyMeter:
-    """Adds up joules from the first call on.
+    """Reads joules between two calls of `used`.
 
     RAPL and hwmon's sockets count the processors' energy; a power meter or a battery, the machine's, is
     integrated between calls, a second apart at best. `source` names what is read, `reason` tells why
     nothing is; the other one is "".
     """
 
-    def __init__(self, sys: Path = _SYS) -> None:
-        self._joules = 0.0
+    def __init__(self, sys: Path | None = None) -> None:
         self._last: tuple[float, list[int]] | None = None
         self._wraps: list[int] = []
         self._files: list[Path] = []
         self.source = ""
-        self.reason = self._find(sys)
+        self.reason = self._find(sys or _SYS)
 
     def _find(self, sys: Path) -> str:
         """Take the first kind of source that can be read; kinds overlap and are never added."""
@@ -53,15 +52,15 @@ class EnergyMeter:
         ):
             if files and all(_number(p) is not None for p in files):
                 self.source, self._files = source, files
-                ranges = [_number(p.with_name("max_energy_range_uj")) or 0 for p in files]
-                self._wraps = ranges if files is packages else [1 << 64] * len(files)
+                ranges = (_number(p.with_name("max_energy_range_uj")) for p in files)
+                self._wraps = [wrap or 1 << 64 for wrap in ranges]
                 self._is_power = files in (meters, batteries)
                 return ""
         secret = next((p for p in packages if p.exists()), None)
         return f"only root may read {secret}" if secret else _NONE
 
-    def joules(self) -> float | None:
-        """Return the joules since the first call, None if unreadable, also once it has become so."""
+    def used(self) -> float | None:
+        """Return the joules since the last call, 0 at first; None if unreadable, and from then on."""
         values = [_number(p) for p in self._files]
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
@@ -70,11 +69,11 @@ class EnergyMeter:
             return None
         now = time.monotonic()
         then, before = self._last or (now, known)
-        for a, b, wrap in zip(before, known, self._wraps, strict=True):
-            used = (a + b) / 2 * (now - then) if self._is_power else (b - a) % (wrap or 1 << 64)
-            self._joules += used / 1e6
         self._last = now, known
-        return self._joules
+        pairs = zip(before, known, self._wraps, strict=True)
+        if self._is_power:
+            return sum((a + b) / 2 for a, b, _ in pairs) * (now - then) / 1e6
+        return sum((b - a) % wrap for a, b, wrap in pairs) / 1e6
 
 
 def _text(path: Path) -> str:

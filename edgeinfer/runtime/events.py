@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from edgeinfer.units import format_cost
+
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
 
 
@@ -60,7 +62,12 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of one request, milliseconds. TTFT counts from submission to the first token."""
+    """Durations of one request, milliseconds. TTFT counts from submission to the first token.
+
+    `saved_ms`: about how long the cached tokens would have taken, by the recent cost of prefill; 0 if
+    that is unknown. `joules`: the machine's energy meanwhile, shared evenly among the engine's running
+    requests; None if it is not readable.
+    """
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -69,6 +76,17 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     constraint_ms: float = 0.0
     draft_tokens: int = 0
     draft_accepted_tokens: int = 0
+    saved_ms: float = 0.0
+    joules: float | None = None
+
+    @property
+    def total_ms(self) -> float:
+        """Return the time from submission to the last token, or to the end of a prefill alone."""
+        return (self.ttft_ms or self.queue_ms + self.prefill_ms) + self.decode_ms
+
+    def cost(self, cached_tokens: int) -> str:
+        """Describe time, energy and what the cached tokens saved."""
+        return format_cost(self.total_ms / 1000, self.joules, cached_tokens, self.saved_ms / 1000)
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
         """Tokens after the first over the time after the first; 0 when there is none."""

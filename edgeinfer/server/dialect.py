@@ -175,7 +175,13 @@ def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
         completion_tokens=sum(end.usage.completion_tokens for end in ends),
         reasoning_tokens=sum(end.usage.reasoning_tokens for end in ends),
     )
-    return usage, max((end.timings for end in ends), key=lambda timings: timings.decode_ms)
+    joules = [end.timings.joules for end in ends]
+    slowest = max((end.timings for end in ends), key=lambda timings: timings.decode_ms)
+    return usage, msgspec.structs.replace(
+        slowest,
+        saved_ms=sum(end.timings.saved_ms for end in firsts),
+        joules=None if None in joules else sum(filter(None, joules)),
+    )
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
@@ -200,4 +206,6 @@ def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
         constraint_ms=round(timings.constraint_ms, 3),
         draft_n=timings.draft_tokens,
         draft_n_accepted=timings.draft_accepted_tokens,
+        saved_ms=round(timings.saved_ms, 3),
+        joules=None if timings.joules is None else round(timings.joules, 3),
     )

@@ -210,3 +210,5 @@ class WireTimings(Reply, frozen=True, kw_only=True):
     constraint_ms: float = 0.0
     draft_n: int = 0
     draft_n_accepted: int = 0
+    saved_ms: float = 0.0
+    joules: float | None = None

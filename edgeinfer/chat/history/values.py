@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from edgeinfer.tools.uses import ToolUse
+from edgeinfer.units import format_cost
 
 Role = Literal["user", "assistant"]
 
@@ -40,7 +41,10 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of one answer: tokens, time to first token (ms), steady decode rate (tokens/s)."""
+    """The cost of one answer: tokens, time to first token (ms), steady decode rate (tokens/s).
+
+    `seconds` in all, and as in `Timings` the seconds saved and the joules, None if unknown.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -49,6 +53,16 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float = 0.0
     tokens_per_s: float = 0.0
     n_ctx: int = 0
+    seconds: float = 0.0
+    saved_s: float = 0.0
+    joules: float | None = None
+
+    @property
+    def cost(self) -> str:
+        """Describe time, energy and savings; "" of an answer stored without them."""
+        if not self.seconds:
+            return ""
+        return format_cost(self.seconds, self.joules, self.cached_tokens, self.saved_s)
 
     @property
     def context_tokens(self) -> int:

@@ -297,5 +297,5 @@ def timings_line(result: RunResult) -> str:
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
         f"prefill {format_ms(took.prefill_ms)}; "
         f"first token {timings.ttft_ms:.0f} ms; {usage.completion_tokens} tokens at {rate:.1f}/s; "
-        f"{result.finish_reason}"
+        f"{result.finish_reason}; {timings.cost(usage.cached_tokens)}"
     )

@@ -26,6 +26,8 @@ _ABORTED = 2
 T = TypeVar("T")
 #: Rows with logits of a measured step. Their memory, up to 1 MB each, stays in the parked process.
 _MEASURED_OUTPUTS = 16
+#: Rows of the prefill that is measured: it tells a resumed engine what its cached prefixes save.
+_MEASURED_PREFILL = 128
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -154,6 +156,8 @@ class Executor:
             return took_s
 
         self.costs.measure(step_s)
+        rows = min(_MEASURED_PREFILL, self.batch.capacity, self.kv.free_cells)
+        self.chunks.note(rows, step_s(rows), is_long=False)
 
 
 class LowPriorityExecutor:

@@ -45,6 +45,11 @@ class Chunks:
         self.s_per_token = s_per_token
         #: That of long prompts, which attend to more; None before the first.
         self._long_s: float | None = None
+        self._is_measured = False
+
+    def measured_s(self, n_tokens: int) -> float:
+        """Return about how long (s) a prefill of `n_tokens` takes; 0 before the first was measured."""
+        return n_tokens * (self._long_s or self.s_per_token) if self._is_measured else 0.0
 
     def budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
         """Return the tokens of prompts for a batch with `room` left beside `n_decoding` tokens.
@@ -69,6 +74,7 @@ class Chunks:
         if n_tokens < _CHUNK_MIN:
             return
         took_s = seconds / n_tokens
+        self._is_measured = True
         self.s_per_token = _towards(took_s, self.s_per_token)
         if is_long:
             self._long_s = _towards(took_s, self._long_s)

@@ -42,6 +42,10 @@ class Prefixes:
         self._vocab = vocab
         self.blocks: PrefixCache | None = None
 
+    def saved_s(self, seq: Sequence) -> float:
+        """Return about how long (s) its cached tokens would have taken; 0 if unknown."""
+        return self._chunks.measured_s(seq.cached_tokens)
+
     def in_memory(self, seq: Sequence) -> int:
         """Return how many of its tokens the KV cache holds."""
         if not seq.request.cache_prompt:

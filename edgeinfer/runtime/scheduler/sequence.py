@@ -81,6 +81,8 @@ class Sequence:
     n_generated: int = 0
     delayed_s: float = 0.0
     constraint_s: float = 0.0
+    saved_s: float = 0.0
+    joules: float | None = None
     cancelled: bool = False
     wake: Callable[[], None] = lambda: None
 
@@ -265,6 +267,8 @@ class Sequence:
             constraint_ms=self.constraint_s * 1000.0,
             draft_tokens=self.drafting.drafted,
             draft_accepted_tokens=self.drafting.accepted,
+            saved_ms=self.saved_s * 1000.0,
+            joules=self.joules,
         )
 
 

@@ -145,6 +145,7 @@ class ShownTurn(Reply, frozen=True, kw_only=True):
     model: str
     note: str
     stats: Stats
+    cost: str
 
 
 def shown(turn: Turn, page: tuple[int, int]) -> ShownTurn:
@@ -172,6 +173,7 @@ def shown(turn: Turn, page: tuple[int, int]) -> ShownTurn:
         model=turn.model,
         note=turn.error or turn.cut.partition(" · ")[0],
         stats=turn.stats,
+        cost=turn.stats.cost,
     )
 
 

@@ -33,7 +33,7 @@ function Stats({ turn }) {
   const s = turn.stats;
   if (!s.completion_tokens) return null;
   return html`<span class="stats" title="${tokens(s.prompt_tokens)} prompt tokens; first token after ${Math.round(s.ttft_ms)} ms">
-    ${s.tokens_per_s.toFixed(1)} tokens/s · ${tokens(s.cached_tokens)} of ${tokens(s.prompt_tokens)} cached</span>`;
+    ${s.tokens_per_s.toFixed(1)} tokens/s · ${tokens(s.cached_tokens)} of ${tokens(s.prompt_tokens)} cached${turn.cost && ` · ${turn.cost}`}</span>`;
 }
 
 class Turn extends Component {
