@@ -23,9 +23,10 @@ from edgeinfer import __version__, requesting
 from edgeinfer.cli import batching
 from edgeinfer.cli.verbs.eval import EvalResult, ItemResult, Verdict
 from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
-from edgeinfer.errors import UnsupportedConstraintError, UsageError
+from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
+from edgeinfer.runtime.requests import preparing
 from edgeinfer.runtime.sampling.schema_check import follows
 from edgeinfer.server.batches import BatchLine
 
@@ -119,11 +120,11 @@ def _checked(item: Item) -> Item:
         raise ValueError("`answer` goes with `choices`")
     try:
         re.compile(item.regex or "")
-        follows({}, item.schema or {})
-    except re.error as error:
-        raise ValueError(f"`regex`: {error}") from error
-    except UnsupportedConstraintError as error:
-        raise ValueError(error.message) from error
+        if item.schema is not None:
+            with preparing():
+                follows({}, item.schema)
+    except (re.error, InvalidRequestError) as error:
+        raise ValueError(f"`{item.check}`: {error}") from error
     return item
 
 
@@ -187,16 +188,18 @@ def evaluate(options: argparse.Namespace, host: Host) -> EvalResult:
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name a model that judges: `--judge MODEL`")
-    options.model = options.models[0]
+    options.model, options.concurrency = options.models[0], None
     candidates = list(_candidates(options, host))
-    judge = _candidate(options.judge, options, host) if options.judge else None
+    judge = _candidate(options.judge or options.model, options, host)
+    if options.adapter:
+        judge = msgspec.structs.replace(judge, lora=[])
     folder = paths.private_dir(paths.data_dir() / "evaluations")
-    names = {one.model for one in (*candidates, *([judge] if judge else []))}
+    names = sorted({one.model for one in (*candidates, judge)})
 
     def ask(lines: Mapping[K, BatchLine]) -> dict[K, _Response]:
         path = folder / f"{name}.answers.jsonl"
         asked = {line.custom_id: line for line in lines.values()}
-        batching.answer(options, host, list(asked.values()), path, sorted(names))
+        batching.answer(options, host, list(asked.values()), path, names)
         with path.open("rb") as file:
             rows = [msgspec.json.decode(line, type=_Answered) for line in file]
         found = {row.custom_id: row.response for row in rows if row.custom_id in asked}
@@ -210,7 +213,7 @@ def evaluate(options: argparse.Namespace, host: Host) -> EvalResult:
         {
             key: _judging(judge, judged[key[1]], reply)
             for key, reply in replies.items()
-            if judge and key[1] in judged and reply.status_code == 200
+            if key[1] in judged and reply.status_code == 200
         }
     )
     results = []
@@ -218,7 +221,7 @@ def evaluate(options: argparse.Namespace, host: Host) -> EvalResult:
         keys = [(n, item.id) for n in range(len(candidates))]
         verdicts = [_verdict(item, replies.get(key), judgements.get(key)) for key in keys]
         results.append(ItemResult(id=item.id, check=item.check, verdicts=verdicts))
-    result = EvalResult(set=name, candidates=[one.name for one in candidates], items=results)
+    result = EvalResult.of(name, [one.name for one in candidates], results)
     return _published(result, folder)
 
 
@@ -232,7 +235,8 @@ def _candidates(options: argparse.Namespace, host: Host) -> Iterator[_Candidate]
     rows = itertools.product(options.models, options.system or [""], options.adapter or [None])
     for model, system, adapter in rows:
         one = _candidate(model, options, host)
-        label = system if len(system) <= _LABEL else f"{system[:_LABEL]}…"
+        line = " ".join(system.split())
+        label = line if len(line) <= _LABEL else f"{line[:_LABEL]}…"
         parts = [one.name, label and f"“{label}”", adapter or ""]
         loaded = [] if adapter is None else adapters_of(adapter).items()
         lora = [{"name": name, "scale": scale} for name, (_, scale) in loaded]
@@ -248,17 +252,11 @@ def _candidate(typed: str, options: argparse.Namespace, host: Host) -> _Candidat
     files = host.files(typed)
     loading = requesting.load_options(options, host.config.load)
     adapters = loading.adapter_paths(files)
-    stamp = [loading, files.sha256, [_stat(path) for path in (*files.paths, *adapters)]]
+    found = [os.stat(path) for path in (*files.paths, *adapters) if os.path.exists(path)]
+    stamp = [loading, files.sha256, [(one.st_size, one.st_mtime_ns) for one in found]]
     name = os.path.basename(typed) if typed.endswith(".gguf") else typed
     model = files.name if typed == options.model else host.resolve(typed).name
     return _Candidate(name=name, model=model, stamp=stamp)
-
-
-def _stat(path: str) -> tuple[int, int]:
-    found = (
-        os.stat(path) if os.path.exists(path) else os.stat("/")
-    )  # loading will say that it is missing
-    return found.st_size, found.st_mtime_ns
 
 
 def _judging(judge: _Candidate, item: Item, reply: _Response) -> BatchLine:
@@ -320,7 +318,8 @@ def _several(texts: str | list[str]) -> list[str]:
 
 def _published(result: EvalResult, folder: Path) -> EvalResult:
     """Write the report beside the answers, where the page finds it."""
-    which = hashlib.blake2b(msgspec.json.encode([result.set, result.candidates]), digest_size=4)
+    what = msgspec.json.encode([result.candidates, [item.id for item in result.items]])
+    which = hashlib.blake2b(what, digest_size=4)
     path = folder / f"{result.set}-{which.hexdigest()}.md"
     made = path.with_suffix(".part")
     made.touch(mode=0o600)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import NamedTuple
 
 import msgspec
 
+from edgeinfer.bench.measure import markdown
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_quiet, count
 from edgeinfer.cli.parser import LAUNCH
 from edgeinfer.cli.result import Result
@@ -17,6 +17,8 @@ from edgeinfer.host import Host
 _Z = 1.96
 #: An answer in a report is cut to this (characters).
 _SHOWN = 80
+#: Items of one table: the page renders no longer block.
+_ROWS = 25
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +42,7 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: list[Verdict]
 
 
-class Interval(NamedTuple):
+class Interval(msgspec.Struct, frozen=True):
     """A share, or a difference of two, with its 95 % confidence interval."""
 
     value: float
@@ -80,29 +82,35 @@ def paired_difference(both: int, first: int, second: int, neither: int) -> Inter
 
 
 class EvalResult(Result, frozen=True, kw_only=True):
-    """The verdicts on a set. `path` is the report; the first candidate is the others' baseline."""
+    """The verdicts on a set. `path` is the report.
+
+    `scores` are shares of the items; one without an answer is not passed. `differences` are those of
+    each later candidate from the first, item by item.
+    """
 
     set: str
     candidates: list[str]
+    scores: list[Interval]
+    differences: list[Interval]
     items: list[ItemResult]
     path: str = ""
+
+    @classmethod
+    def of(cls, name: str, candidates: list[str], items: list[ItemResult]) -> EvalResult:
+        passed = [[item.verdicts[n].passed for item in items] for n in range(len(candidates))]
+        pairs = [list(zip(passed[0], other, strict=True)) for other in passed[1:]]
+        cells = ((True, True), (True, False), (False, True), (False, False))
+        return cls(
+            set=name,
+            candidates=candidates,
+            scores=[share(sum(one), len(items)) for one in passed],
+            differences=[paired_difference(*map(rows.count, cells)) for rows in pairs],
+            items=items,
+        )
 
     @property
     def exit_code(self) -> int:
         return int(any(verdict.error for item in self.items for verdict in item.verdicts))
-
-    def passed(self, n: int) -> list[bool]:
-        return [item.verdicts[n].passed for item in self.items]
-
-    def score(self, n: int) -> Interval:
-        """Return the share of items that candidate `n` passes; one without an answer is not passed."""
-        return share(sum(self.passed(n)), len(self.items))
-
-    def difference(self, n: int) -> Interval:
-        """Return candidate `n` minus the baseline, item by item."""
-        pairs = list(zip(self.passed(0), self.passed(n), strict=True))
-        cells = ((True, True), (True, False), (False, True), (False, False))
-        return paired_difference(*map(pairs.count, cells))
 
     def human(self) -> str:
         rows = table(self._scores(), right=frozenset({1, 2}))
@@ -110,17 +118,17 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
     def report(self) -> str:
         """Return the report in Markdown: the scores, and every item's verdicts."""
-        rows = [["item", "check", *self.candidates]]
-        for item in self.items:
-            rows.append([item.id, item.check, *map(_cell, item.verdicts)])
-        parts = [f"# {self.set}", _markdown(self._scores()), *self._notes(), _markdown(rows)]
-        return "\n\n".join(parts) + "\n"
+        rows = [[one.id, one.check, *map(_shown, one.verdicts)] for one in self.items]
+        head = ["item", "check", *self.candidates]
+        parts = [[head, *rows[at : at + _ROWS]] for at in range(0, len(rows), _ROWS)]
+        tables = [[[_cell(text) for text in row] for row in part] for part in (self._scores(), *parts)]
+        scores, *verdicts = (markdown(one[0], one[1:]) for one in tables)
+        return "\n\n".join([f"# {self.set}", scores, *self._notes(), *verdicts]) + "\n"
 
     def _scores(self) -> list[list[str]]:
         rows = [["candidate", "passed", "score", "95 % interval", "beside the first"]]
-        for n, name in enumerate(self.candidates):
-            score = self.score(n)
-            passed = f"{sum(self.passed(n))} of {len(self.items)}"
+        for n, (name, score) in enumerate(zip(self.candidates, self.scores, strict=True)):
+            passed = f"{round(score.value * len(self.items))} of {len(self.items)}"
             interval = f"{score.low:.0%} – {score.high:.0%}"
             rows.append([name, passed, f"{score.value:.0%}", interval, self.beside(n)])
         return rows
@@ -129,7 +137,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
         """Describe the difference of candidate `n` from the first; "" of the first itself."""
         if not n:
             return ""
-        found = self.difference(n)
+        found = self.differences[n - 1]
         verdict = "better" if found.low > 0 else "no difference shown"
         verdict = "worse" if found.high < 0 else verdict
         return f"{found.value:+.0%} ({found.low:+.0%} to {found.high:+.0%}): {verdict}"
@@ -138,28 +146,21 @@ class EvalResult(Result, frozen=True, kw_only=True):
         verdicts = [verdict for item in self.items for verdict in item.verdicts]
         cut = sum(one.is_cut for one in verdicts)
         failed = [one.error for one in verdicts if one.error]
-        notes = []
-        if cut:
-            notes.append(
-                f"{cut} of {len(verdicts)} answers ended at their token limit (`--max-tokens`)."
-            )
-        if failed:
-            notes.append(f"{len(failed)} have no answer and count as not passed: {failed[0]}")
-        return notes
+        limit = f"{cut} of {len(verdicts)} answers ended at their token limit (`--max-tokens`)."
+        missing = f"{len(failed)} have no answer and count as not passed: {''.join(failed[:1])}"
+        return [limit] * bool(cut) + [missing] * bool(failed)
 
 
-def _cell(verdict: Verdict) -> str:
+def _cell(text: str) -> str:
+    """Keep a text of a model or a user from ending its cell."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _shown(verdict: Verdict) -> str:
     if verdict.passed:
         return "✓"
     text = verdict.error or verdict.answer.strip()
     return f"✗ {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}"
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    """Write a table; texts of models and users are one line, and end no cell."""
-    cells = [[" ".join(text.split()).replace("|", "\\|") for text in row] for row in rows]
-    cells.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,12 +189,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=count, default=512, metavar="N", help="at most N tokens an answer (512)"
     )
     parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
-    parser.add_argument(
-        "--concurrency",
-        type=count,
-        metavar="N",
-        help="requests run at once (default: chosen automatically)",
-    )
     add_quiet(parser)
     add_load_options(parser)
     add_attached_options(parser.add_argument_group(LAUNCH))

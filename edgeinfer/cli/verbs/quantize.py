@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import time
+from statistics import median
 
 import msgspec
 
 from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable, table
+from edgeinfer.cli.verbs.eval import EvalResult
 from edgeinfer.host import Host
+from edgeinfer.models.gguf import FILE_TYPES, parse_file_type
 from edgeinfer.models.progress import progress_on
 from edgeinfer.models.quantizing.helpers import QuantizeOptions
 from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.platform import paths
+from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.units import format_bytes
 
 
@@ -68,17 +75,72 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
         return text
 
 
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of a comparison. Speeds are medians of three runs, in tokens per second.
+
+    `divergence` and `same_top` as in `QuantizeResult`; None for the source.
+    """
+
+    name: str
+    type: str
+    size_bytes: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    divergence: float | None = None
+    same_top: float | None = None
+
+
+class QuantizeCompareResult(Result, frozen=True, kw_only=True):
+    """Quantizations beside their source, which is the first; `evaluation` has them in this order."""
+
+    models: list[Compared]
+    evaluation: EvalResult
+
+    def human(self) -> str:
+        rows = [("", "SIZE", "PREFILL/s", "DECODE/s", "KL", "SAME TOP", "SCORE", "BESIDE THE FIRST")]
+        for n, one in enumerate(self.models):
+            speeds = f"{one.prefill_tokens_per_s:.0f}", f"{one.decode_tokens_per_s:.1f}"
+            loss = (
+                ("-", "-")
+                if one.divergence is None
+                else (f"{one.divergence:.4f}", f"{one.same_top:.1%}")
+            )
+            score = f"{self.evaluation.scores[n].value:.0%}", self.evaluation.beside(n)
+            rows.append((one.name, format_bytes(one.size_bytes), *speeds, *loss, *score))
+        notes = [
+            f"KL: nats a token beside {self.models[0].name}; score: {self.evaluation.set}, "
+            f"{len(self.evaluation.items)} items, each in {self.evaluation.path}",
+            "all are stored: `edgeinfer rm NAME` removes one",
+        ]
+        return "\n".join([table(rows, right=frozenset(range(1, 7))), "", *notes])
+
+
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from edgeinfer.models.gguf import FILE_TYPES
-
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
     types = tuple(FILE_TYPES.values())
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument(
+        "type",
+        nargs="?",
+        metavar="TYPE",
+        type=str.upper,
+        choices=types,
+        help=f"one of {', '.join(types)}",
+    )
+    wanted.add_argument(
+        "--compare",
+        metavar="TYPE,…",
+        help="make these, and show size, speed, loss and score of each beside MODEL",
+    )
     parser.add_argument(
-        "type", metavar="TYPE", type=str.upper, choices=types, help=f"one of {', '.join(types)}"
+        "--set",
+        default="basics",
+        metavar="SET.jsonl",
+        help="with --compare: the items of `edgeinfer eval` to score (default: basics)",
     )
     parser.add_argument(
         "--text",
@@ -100,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
+def run(options: argparse.Namespace, host: Host) -> Result:
     """Quantize a model. Raises what `quantize` raises, and InterruptedByUser."""
     start_s = time.monotonic()
     quantize_options = QuantizeOptions(
@@ -109,6 +171,8 @@ def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         perplexity=not options.no_perplexity,
         text=options.text,
     )
+    if options.compare:
+        return _compare(options, quantize_options, host)
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
         quantized = quantize(options.model, options.type, report, options=quantize_options)
     figures = msgspec.structs.asdict(quantized)
@@ -124,3 +188,74 @@ def run(options: argparse.Namespace, _host: Host) -> QuantizeResult:
         text=options.text,
         wall_s=round(time.monotonic() - start_s, 3),
     )
+
+
+#: Tokens of a prompt and of an answer by which speed is measured.
+_PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
+#: How often.
+_ROUNDS = 3
+
+
+def _compare(
+    options: argparse.Namespace, quantize_options: QuantizeOptions, host: Host
+) -> QuantizeCompareResult:
+    from edgeinfer.cli.evaluating import evaluate, read_set  # the server
+    from edgeinfer.cli.parser import build_parser
+
+    kinds = [FILE_TYPES[parse_file_type(kind)] for kind in options.compare.split(",")]
+    read_set(options.set)  # a mistake in it costs no hours
+    made = []
+    for kind in kinds:
+        name = f"{options.name}:{kind}" if options.name else None
+        one = msgspec.structs.replace(quantize_options, name=name, perplexity=True)
+        with progress_on(quiet=options.quiet) as report, stoppable("stopped; what was made is kept"):
+            made.append(quantize(options.model, kind, report, options=one))
+    first = made[0]
+    models = [
+        Compared(
+            name=options.model,
+            type=first.source_type,
+            size_bytes=first.source_bytes,
+            **_speed(options.model, host),
+        )
+    ]
+    models += [
+        Compared(
+            name=one.model.name,
+            type=one.model.quantization,
+            size_bytes=one.model.size_bytes,
+            divergence=one.divergence,
+            same_top=one.same_top,
+            **_speed(one.model.name, host),
+        )
+        for one in made
+    ]
+    typed = [
+        "eval",
+        options.set,
+        *(one.name for one in models),
+        *(["--quiet"] if options.quiet else []),
+    ]
+    evaluation = evaluate(build_parser("eval").parse_args(typed), host)
+    return QuantizeCompareResult(models=models, evaluation=evaluation)
+
+
+def _speed(model: str, host: Host) -> dict[str, float]:
+    """Measure one stream. Raises what loading and generating raise."""
+    engine = host.engine(model, LoadOptions(n_ctx=2 * _PROMPT_TOKENS, n_parallel=1))
+    try:
+        text = paths.shipped_file("perplexity.txt").read_text("utf-8")
+        prompt = tuple(engine.tokenize(text)[:_PROMPT_TOKENS])
+        request = GenerateRequest(
+            prompt=prompt, max_tokens=_ANSWER_TOKENS, ignore_eos=True, cache_prompt=False
+        )
+        events = [event for _ in range(_ROUNDS) for event in engine.submit(request)]
+    finally:
+        engine.close()
+    runs = [event for event in events if isinstance(event, Finished)]
+    return {
+        "prefill_tokens_per_s": median(len(prompt) * 1000 / run.timings.prefill_ms for run in runs),
+        "decode_tokens_per_s": median(
+            run.timings.decode_tokens_per_s(run.usage.completion_tokens) for run in runs
+        ),
+    }

@@ -16,6 +16,7 @@ from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.platform import paths
 from edgeinfer.runtime import picture_files
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
@@ -28,6 +29,7 @@ from edgeinfer.server.web.access import PATH, Web
 from edgeinfer.server.web.code import as_code
 from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
 from edgeinfer.server.web.models import Pulls, offered
+from edgeinfer.server.web.render import blocks
 from edgeinfer.tools.approval import Decision
 
 ROUTES = RouteTable()
@@ -171,6 +173,29 @@ async def pull(context: RequestContext, body: wire.PullModel) -> list[wire.Pull]
     else:
         found.start(body.name, context.key)
     return list(found.now.values())
+
+
+@ROUTES.get(f"{PATH}/evaluations", web="cookie")
+async def evaluations(context: RequestContext) -> list[wire.Report]:
+    """List the reports of `edgeinfer eval`, the newest first."""
+    found = await context.endpoint.in_thread(_reports)
+    times = {name: path.stat().st_mtime for name, path in found.items()}
+    newest = sorted(times, key=lambda name: -times[name])
+    return [wire.Report(name=name, written_at=int(times[name])) for name in newest]
+
+
+@ROUTES.get(f"{PATH}/evaluations/{{id}}", web="cookie")
+async def evaluation(context: RequestContext) -> wire.Report:
+    """Return a report, rendered."""
+    path = (await context.endpoint.in_thread(_reports)).get(context.path_id)
+    if path is None:
+        raise Problem(404, "There is no such report.", code="not_found")
+    text = await context.endpoint.in_thread(lambda: path.read_text("utf-8"))
+    return wire.Report(name=path.stem, blocks=blocks(text))
+
+
+def _reports() -> dict[str, Path]:
+    return {path.stem: path for path in (paths.data_dir() / "evaluations").glob("*.md")}
 
 
 #: For the playground, which stores nothing.

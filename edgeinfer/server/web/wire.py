@@ -118,6 +118,14 @@ class ListedModel(Reply, frozen=True, kw_only=True):
     can_see: bool
 
 
+class Report(Reply, frozen=True, kw_only=True):
+    """A report of `edgeinfer eval`: when it was written (Unix time), or its blocks of HTML."""
+
+    name: str
+    written_at: int = 0
+    blocks: tuple[str, ...] = ()
+
+
 class Pull(Reply, frozen=True, kw_only=True):
     """A running or failed pull; `total` (bytes) is 0 if unknown."""
 

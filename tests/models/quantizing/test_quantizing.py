@@ -92,6 +92,31 @@ def test_quantize_writes_a_model_and_says_so(smol: str, as_json) -> None:
     assert Path(body["path"]).stat().st_size == body["size_bytes"]
 
 
+def test_types_are_compared_by_size_speed_loss_and_score(smol: str, as_json, tmp_path: Path) -> None:
+    items = tmp_path / "mine.jsonl"
+    items.write_text(
+        '{"id": "1", "prompt": "Paris is in", "choices": ["France", "wax"], "answer": 0}\n'
+    )
+    body = as_json("quantize", smol, "--compare", "q8_0,q2_k", "--set", str(items), "--quiet")
+    assert [one["name"] for one in body["models"]] == [smol, f"{smol}:Q8_0", f"{smol}:Q2_K"]
+    source, large, small = body["models"]
+    assert large["size_bytes"] > source["size_bytes"] > small["size_bytes"]
+    assert source["divergence"] is None
+    assert 0 < large["divergence"] < small["divergence"]
+    for one in body["models"]:
+        assert min(one["prefill_tokens_per_s"], one["decode_tokens_per_s"]) > 0
+    assert body["evaluation"]["scores"][0]["value"] == 1
+    assert body["evaluation"]["candidates"] == [one["name"] for one in body["models"]]
+
+
+def test_comparison_of_bad_types_or_items_begins_with_an_error(smol: str, as_json) -> None:
+    assert "quantization" in as_json("quantize", smol, "--compare", "q8_0,q9", code=2)["message"]
+    wrong = as_json("quantize", smol, "--compare", "q8_0", "--set", "nowhere", code=2)
+    assert "nowhere" in wrong["message"]
+    as_json("quantize", smol, code=2)
+    assert [model.name for model in store.list_pulled()] == [smol]
+
+
 @pytest.mark.parametrize("kind", sorted(NEEDS_IMATRIX))
 def test_types_without_importance_matrix_are_refused(gemma: str, kind: str) -> None:
     with pytest.raises(QuantizeError, match="importance matrix"):

@@ -11,6 +11,8 @@ import pytest
 from fake_engine import FakeEngine
 
 from edgeinfer.errors import ServeError
+from edgeinfer.platform import paths
+from edgeinfer.platform.paths import private_dir
 from edgeinfer.server.app import OPERATIONS, match_route
 from edgeinfer.server.web import access, routes
 from edgeinfer.server.web.access import make_code
@@ -153,6 +155,7 @@ def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
         "lib.js",
         "models.js",
         "playground.js",
+        "evaluations.js",
         "preact.js",
         "icon.svg",
     ):
@@ -181,3 +184,12 @@ def test_the_vendored_file_is_the_one_that_its_notice_names():
     folder = Path(routes.__file__).with_name("static")
     digest = hashlib.sha256((folder / "preact.js").read_bytes()).hexdigest()
     assert digest in (folder / "preact.LICENSE.txt").read_text()
+
+
+def test_a_report_is_named_in_the_list_or_there_is_none(paged):
+    page = paged()
+    assert page.get("/evaluations") == []
+    outside = private_dir(paths.data_dir() / "evaluations").parent / "outside.md"
+    outside.write_text("no report")
+    for name in ("outside", "..%2Foutside", "%2e%2e%2foutside.md", "x"):
+        assert page.client.get(f"/evaluations/{name}").status_code == 404

@@ -18,6 +18,8 @@ from other_processes import wait_until
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.cli.serving import pulled_models
+from edgeinfer.platform import paths
+from edgeinfer.platform.paths import private_dir
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from tests.conftest import BUILD_CACHE
 from tests.server.conftest import with_page
@@ -235,6 +237,33 @@ def test_accessible_at_every_size(serve, tab, width, dark):
         "document.querySelectorAll('.sides .stats').length === 2 && document.querySelector('form button').textContent === 'Run'"
     )
     assert violations(page) == []
+
+
+def test_reports_of_evaluations_are_listed_and_shown(serve, tab):
+    here = with_page(serve())
+    folder = private_dir(paths.data_dir() / "evaluations")
+    page = tab(here, width=400)
+    page.js("location.hash = '#evaluations'")
+    page.see("No reports yet")
+    (folder / "mine 1-ab.md").write_text(
+        "# mine\n\n| item | one |\n| --- | --- |\n| a | ✗ <img src=x onerror=alert(1)> |\n"
+    )
+    (folder / "older.md").write_text("# older")
+    os.utime(folder / "older.md", (1e9, 1e9))
+    page.js("location.hash = ''")
+    page.wait("!document.querySelector('[aria-label=Report]')")
+    page.js("location.hash = '#evaluations'")
+    page.wait("document.querySelector('.block table td')")
+    assert (
+        page.js("[...document.querySelectorAll('td')].at(-1).textContent")
+        == "✗ <img src=x onerror=alert(1)>"
+    )
+    assert page.js("document.title") == "Evaluations · edgeinfer"
+    assert violations(page) == []
+    page.js(
+        "const list = document.querySelector('select'); list.value = 'older'; list.dispatchEvent(new Event('change'))"
+    )
+    page.wait("document.querySelector('.block h1')?.textContent === 'older'")
 
 
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">

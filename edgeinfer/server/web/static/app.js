@@ -2,6 +2,7 @@
 import { html, render, Component, useState, useEffect, useLayoutEffect, useRef } from "./preact.js";
 import { Models } from "./models.js";
 import { Playground } from "./playground.js";
+import { Evaluations } from "./evaluations.js";
 import { api, follow, copy, base64, trusted, plain } from "./lib.js";
 
 const actions = {}; // set by App; the same object at every drawing, so unchanged turns are not drawn again
@@ -96,7 +97,7 @@ function Card({ card }) {
 function Sidebar({ list, id, query, shown, search }) {
   return html`<nav class="side ${shown ? "shown" : ""}" id="side" aria-label="Conversations">
     <div class="side-head">
-      <div class="row">edgeinfer <a href="#playground">Playground</a><button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
+      <div class="row">edgeinfer <a href="#playground">Playground</a><a href="#evaluations">Evaluations</a><button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
       <input type="search" ref=${search} placeholder="Search" aria-label="Search conversations" title="Ctrl+K"
         value=${query} onInput=${(event) => actions.search(event.target.value)} />
     </div>
@@ -206,7 +207,7 @@ function SignIn({ done }) {
 
 const NO_CALLS = { card: null, words: {}, said: [] };
 const NEW = { conversation: null, path: [], turns: new Map(), earlier: 0, answering: false, notice: "" };
-const address = () => { const [, id, turn] = location.hash.match(/^#\/(\d+)(?:\/(\d+))?/) ?? []; return { id: +(id ?? 0), turn: +(turn ?? 0), plays: location.hash === "#playground" }; };
+const address = () => { const [, id, turn] = location.hash.match(/^#\/(\d+)(?:\/(\d+))?/) ?? []; return { id: +(id ?? 0), turn: +(turn ?? 0), screen: /^#(playground|evaluations)$/.test(location.hash) ? location.hash : "" }; };
 
 function App({ setup: first }) {
   const [setup, setSetup] = useState(first), [place, setPlace] = useState(address), [list, setList] = useState([]);
@@ -286,7 +287,7 @@ function App({ setup: first }) {
     });
   }, [id, latest]);
   useEffect(() => { if (!branch.answering) api("/setup").then(setSetup, () => {}); }, [branch.answering, dialog]);
-  useEffect(() => { if (!place.plays) document.title = stored?.title ? `${stored.title} · edgeinfer` : "edgeinfer"; }, [stored?.title, place.plays]);
+  useEffect(() => { if (!place.screen) document.title = stored?.title ? `${stored.title} · edgeinfer` : "edgeinfer"; }, [stored?.title, place.screen]);
   useLayoutEffect(() => { if (sticks.current && log.current) log.current.scrollTop = log.current.scrollHeight; }, [branch, calls]);
   useEffect(() => { // a link to one turn: on this branch, earlier on it, or on another one
     if (!place.turn || !stored) return;
@@ -313,7 +314,7 @@ function App({ setup: first }) {
   return html`<a class="hidden skip" href="#message" onClick=${(event) => { event.preventDefault(); document.querySelector("#message").focus(); }}>To the message field</a>
     <${Sidebar} list=${list} id=${id} query=${query} shown=${shown} search=${search} />
     <main class="main" onClick=${() => shown && setShown(false)}>
-      ${place.plays ? html`<${Playground} setup=${setup} model=${settings.model} menu=${menu} />` : html`<header class="bar">
+      ${place.screen ? (place.screen === "#playground" ? html`<${Playground} setup=${setup} model=${settings.model} menu=${menu} />` : html`<${Evaluations} menu=${menu} />`) : html`<header class="bar">
         ${menu}
         <h1 dir="auto">${stored?.title || "New conversation"}</h1>
         <select aria-label="Model" value=${settings.model} onChange=${(event) => { if (event.target.value) actions.set({ model: event.target.value }, null); else { event.target.value = settings.model; actions.show("models"); } }}>
