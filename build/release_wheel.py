@@ -22,6 +22,8 @@ from edgeinfer import __version__
 
 ROOT = Path(__file__).parents[1]
 BINDING = "llama_cpp_python"
+#: What a wheel puts elsewhere than its own files.
+DATA = f"edgeinfer-{__version__}.data"
 #: Loaded already when ours are, or the system's, if it has a GPU.
 ELSEWHERE = ("libggml-base.so.0", "libggml.so.0", "libllama.so.0", "libvulkan.so.1")
 #: 1980: the first time that a zip can hold.
@@ -57,10 +59,14 @@ def _add_libraries(tree: Path) -> None:
         if file.parts[0] in ("bin", "llama_cpp") and "__pycache__" not in file.parts:
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(str(binding.locate_file(file)), tree / file)
+        if file.parts[0].endswith(".dist-info") and file.name in ("METADATA", "WHEEL"):  # its version
+            target = tree / DATA / "purelib" / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(str(binding.locate_file(file)), target)
     for name in ("native", "backends"):
         shutil.copytree(
             Path(sys.prefix) / "lib/edgeinfer" / name,
-            tree / f"edgeinfer-{__version__}.data/data/lib/edgeinfer" / name,
+            tree / DATA / "data/lib/edgeinfer" / name,
             ignore=shutil.ignore_patterns(".*"),
         )
 

@@ -23,9 +23,11 @@ from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import open_shipped
 
+BLOCKS = bootloader.cache_dir() / "blocks"
 
-def variant(binary, folder, note):
-    """Another version of the shipped file: the same blocks but for one small file."""
+
+def variant(binary, folder, changes, version="", cache=BLOCKS):
+    """Another version of the shipped file: the same blocks but for the small files in `changes`."""
     shipped = open_shipped(binary)
     with binary.open("rb") as file:
         index = payload.read_index(file, shipped)
@@ -44,8 +46,9 @@ def variant(binary, folder, note):
             (tree / path).symlink_to(target)
         file.seek(shipped.archive_offset)
         (folder / "archive").write_bytes(file.read())
-    (tree / "share/NOTE").write_text(note)
-    packed = pack.pack(tree, index.version, index.relocate, bootloader.cache_dir() / "blocks")
+    for name, text in changes.items():
+        (tree / name).write_text(text)
+    packed = pack.pack(tree, version or index.version, index.relocate, cache)
     assemble.assemble(
         bootloader.build(), packed.name, packed.data, folder / "archive", folder / "edgeinfer"
     )
@@ -55,7 +58,7 @@ def variant(binary, folder, note):
 @pytest.fixture(scope="session")
 def second(binary, tmp_path_factory):
     """A second version of the shipped file, and the name of its folder."""
-    return variant(binary, tmp_path_factory.mktemp("second"), "a second version\n")
+    return variant(binary, tmp_path_factory.mktemp("second"), {"share/NOTE": "a second version\n"})
 
 
 def test_unpacks_once_and_says_so(machine, binary):

@@ -1,11 +1,14 @@
 """`edgeinfer update` with small shipped files: a shell script where the bootloader is."""
 
+import os
 import platform
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
 
+import httpx2
 import msgspec
 import pytest
 from fake_hub import Fault, sha
@@ -20,6 +23,9 @@ from edgeinfer.models.progress import Job, RetryPolicy
 from edgeinfer.platform.ed25519 import new_key_text, parse_key
 from edgeinfer.shipping import payload, unpack, update
 from edgeinfer.shipping.release import Channel, Release, ReleasedFile
+
+from .conftest import MODEL
+from .test_first_start import BLOCKS, variant, wait_for_port
 
 KEY, OTHER_KEY = (parse_key(new_key_text()) for _ in range(2))
 NOW = int(time.time())
@@ -206,3 +212,54 @@ def test_build_without_a_key_refuses(updates):
 
 def test_python_package_names_its_own_way(as_json):
     assert "pipx upgrade" in as_json("update", code=1)["hint"]
+
+
+def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, tmp_path):
+    channel = f'url = "{server.url}"\nkeys = ["{KEY.public.hex()}"]\n'
+    changes = {"_internal/edgeinfer/data/release.toml": channel}
+    blocks = tmp_path / "blocks"  # what is compressed here is of no use to a later run
+    shutil.copytree(BLOCKS, blocks, copy_function=os.symlink)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    old, old_app = variant(binary, tmp_path / "old", changes, cache=blocks)
+    new, new_app = variant(binary, tmp_path / "new", changes, "999.0.0", cache=blocks)
+    machine.install(old)
+    machine.own(machine.root / "usr/local/bin")
+    shutil.copy(smollm2, machine.root / "tmp/small.gguf")
+    (machine.root / "tmp/small.gguf").chmod(0o644)
+    machine.run("pull", "/tmp/small.gguf", "--name", MODEL)
+    machine.run("warm", MODEL)
+    ask = ("run", MODEL, "Name three colours.", "--max-tokens", "6", "--temperature", "0")
+    answer = machine.run(*ask, "--resume", "always").stdout
+
+    body = new.read_bytes()
+    file = ReleasedFile(name="edgeinfer-here", size_bytes=len(body), sha256=sha(body))
+    raw = msgspec.json.encode(
+        Release(version="999.0.0", issued_s=NOW, expires_s=NOW + 3600, files={platform.machine(): file})
+    )
+    server.files |= {"/release.json": raw, "/edgeinfer-here": body}
+    server.files["/release.json.sig"] = OTHER_KEY.sign(raw)
+    refused = machine.run("update", check=False)
+    assert refused.returncode == 5
+    assert "not signed by a key of this program" in refused.stderr
+    server.files["/release.json.sig"] = KEY.sign(raw)
+
+    serving = machine.start("serve", MODEL, "--port", "0", "--resume", "always")
+    try:
+        base = f"http://127.0.0.1:{wait_for_port(serving)}"
+        assert machine.json("update", "--check")["version"] == "999.0.0"
+        assert machine.json("update")["changed"]
+        question = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Say hi."}],
+            "max_tokens": 4,
+        }
+        reply = httpx2.post(f"{base}/v1/chat/completions", json=question, timeout=60).json()
+        assert reply["usage"]["completion_tokens"] == 4
+    finally:
+        serving.terminate()
+        serving.communicate(timeout=60)
+    assert machine.run(*ask).stdout == answer
+    assert machine.apps == sorted([old_app, new_app])
+    assert machine.json("update", "--back")["changed"]
+    assert machine.run(*ask, "--resume", "always").stdout == answer
