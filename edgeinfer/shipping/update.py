@@ -130,13 +130,9 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
         raise ShippingError(
             f"{release.version} has no file for {machine}", hint="build it: `make binary`"
         )
-    name = f"{file.name}-{release.version}"
-    for other in folder.glob("*.part*"):
-        if not other.name.startswith(name):
-            other.unlink()
     source = f"{url}/{file.name}"
     remote = download.Remote(
-        url=source, file_name=name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
+        url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
     )
     job.begin("downloading", file.name, total=file.size_bytes)
     part = download.fetch(remote, folder, job)
@@ -168,7 +164,8 @@ def _try_out(candidate: Path, version: str) -> None:
     found = payload.open_shipped(candidate).app.rpartition("-")[0]
     if found != version:
         raise ReleaseUntrustedError(f"the release {version} holds a file of version {found}")
-    smallest = min(store.list_pulled(), key=lambda model: model.size_bytes, default=None)
+    writing = (m for m in store.list_pulled() if m.purpose in ("chat", "base"))
+    smallest = min(writing, key=lambda model: model.size_bytes, default=None)
     commands = [["version", "--json"]]
     if smallest is not None:
         commands.append(["run", smallest.name, "Hi", "--max-tokens", "1", "--resume", "never"])
@@ -190,7 +187,7 @@ def _try_out(candidate: Path, version: str) -> None:
 def _unfit(version: str, words: list[str], why: str) -> EdgeInferError:
     return ShippingError(
         f"{version} does not work on this machine (`{' '.join(words)}`): {why}",
-        hint="nothing was changed: this version goes on working",
+        hint="nothing was changed; if this version fails at the same, mend that first",
     )
 
 
