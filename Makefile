@@ -9,10 +9,10 @@ BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: $(shell sed -n 's/^\([a-z][a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
+.PHONY: $(shell sed -n 's/^\([a-z][a-z0-9-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help:            ## these lines
-	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+: .*##|^[a-z0-9-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 setup:           ## what a first answer needs: virtual environment, llama.cpp for this processor, CRIU
 	@tools/setup.sh
@@ -35,6 +35,10 @@ test:            ## the whole test suite
 test-fast:       ## what needs no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
 	@tools/setup.sh lint
 	PYTHONPATH=. $(PYTEST) $(BESIDE) -p no:schemathesis --fast -q $(ARGS)
+
+test-arm64: full  ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm build file"); no root
+	@tools/setup.sh test
+	tools/arm64/machine.sh $(or $(TESTS),plain warm)
 
 lint:            ## ruff, mypy, style and words, import contracts, generated docs and links: seconds, compiles nothing
 	@tools/setup.sh lint

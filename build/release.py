@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -122,7 +123,8 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     _forget_the_installation(tree / "_internal")
     _make_libraries_find_each_other(tree / "_internal")
     _name_by_version(tree / "_internal/libstdc++.so.6")
-    shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
+    if platform.machine() == "x86_64":  # the Vulkan backend is built there alone
+        shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
     shutil.copytree(NATIVE, tree / "_internal/native", ignore=shutil.ignore_patterns(".*"))
     _strip(tree / "_internal")
     floor.build(tree / "_internal")

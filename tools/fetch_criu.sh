@@ -24,7 +24,7 @@ readonly LAYOUT=1 # part of the stamp: another layout fetches again
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/debian.sh"
 prefix=$(realpath -m "${1:?usage: fetch_criu.sh PREFIX [--force]}")
-here_arch=$(dpkg --print-architecture 2>/dev/null || true)
+here_arch=$(uname -m | sed 's/x86_64/amd64/; s/aarch64/arm64/')
 arch=${CRIU_ARCH:-$here_arch}
 suite=trixie
 case $arch in

@@ -29,27 +29,32 @@ FEATURES: dict[str, tuple[str, int]] = {
     "AVX512_VNNI": ("avx512_vnni", 10),
     "AMX_INT8": ("amx_int8", 11),
     "AMX_TILE": ("amx_tile", 11),
+    # arm64; without SME, which gcc before 14 does not know and ggml uses in none of its own kernels
+    "DOTPROD": ("asimddp", 1),
+    "FP16_VECTOR_ARITHMETIC": ("asimdhp", 2),
+    "SVE": ("sve", 3),
+    "MATMUL_INT8": ("i8mm", 4),
+    "SVE2": ("sve2", 5),
 }
-VARIANT = re.compile(r"^ *ggml_add_cpu_backend_variant\((\w+)([A-Z0-9_ ]*)\) *\n", re.MULTILINE)
+VARIANT = re.compile(r"^ *ggml_add_cpu_backend_variant\(([\w.]+)([A-Z0-9_ ]*)\) *\n", re.MULTILINE)
+#: Machine → the names of its variants on Linux.
+NAMES = {"x86_64": re.compile(r"[a-z]+\d*"), "aarch64": re.compile(r"armv[\d._]+")}
 
 
 def score(features: str, flags: set[str]) -> int:
-    """Return ggml's score of a variant on a CPU with `flags`; -1 if it does not run there. Raises KeyError
-    for a feature of another architecture.
-    """
+    """Return ggml's score of a variant on a CPU with `flags`; -1 if it does not run there."""
     needed = [FEATURES[name] for name in features.split()]
     if not all(flags.issuperset(words.split()) for words, _ in needed):
         return -1
     return sum({1 << bit for _, bit in needed})
 
 
-def choose(cmake: str, flags: set[str]) -> str:
-    """Return the name of the best variant among those of x86-64, which stand first in `cmake`."""
+def choose(cmake: str, flags: set[str], machine: str) -> str:
+    """Return the name of the best variant in `cmake` of x86_64 or aarch64."""
     scores = {}
     for name, features in VARIANT.findall(cmake):
-        if any(feature not in FEATURES for feature in features.split()):
-            break
-        scores.setdefault(name, score(features, flags))
+        if NAMES[machine].fullmatch(name) and set(features.split()) <= FEATURES.keys():
+            scores.setdefault(name, score(features, flags))
     best = max(scores, key=lambda name: scores[name], default="")
     return best if best and scores[best] >= 0 else ""
 
@@ -61,12 +66,15 @@ def keep_only(cmake: str, chosen: str) -> str:
 
 def main() -> int:
     """Edit the file below the folder of argv; exit 1 if no variant is known to fit."""
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine not in NAMES:
         return 1
     file = Path(sys.argv[1]) / CMAKE
     cmake = file.read_text("utf-8")
-    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
-    chosen = choose(cmake, set(flags[1].split()) if flags else set())
+    flags = re.search(
+        r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE
+    )
+    chosen = choose(cmake, set(flags[1].split()) if flags else set(), machine)
     if chosen:
         file.write_text(keep_only(cmake, chosen), "utf-8")
         print(chosen)

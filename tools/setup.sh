@@ -51,13 +51,15 @@ flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA
 [ "$(uname -s)" = Linux ] || flags="-DLLAVA_BUILD=OFF"
 key=$(printf '%s' "$llama $flags $(uname -sm) $(ldd --version 2>/dev/null | head -1)" | cksum | cut -d' ' -f1)
 all_variants=$cache/wheels/llama-$llama-$key
-one_variant=$all_variants-cpu$({ grep -m1 ^flags /proc/cpuinfo || true; } 2>/dev/null | cksum | cut -d' ' -f1)
+one_variant=$all_variants-cpu$({ grep -m1 -E '^(flags|Features)' /proc/cpuinfo || true; } 2>/dev/null | cksum | cut -d' ' -f1)
 
 build_llama() {  # a wheel in the cache, keyed by what went into it; sets `wheels`
   wheels=$all_variants
   ls "$wheels"/*.whl >/dev/null 2>&1 && return
   for tool in gcc g++ cmake make; do command -v $tool >/dev/null || die "$tool is missing" "apt-get install build-essential cmake"; done
   if [ "$1" = one ] && build_one_variant; then wheels=$one_variant; return; fi
+  [ "$(uname -m)" != aarch64 ] || [ "$(gcc -dumpversion | cut -d. -f1)" -ge 14 ] ||
+    die "all CPU variants of arm64 need gcc 14" "Debian 13 has it; make setup compiles this processor's variant alone with any gcc"
   say "compiling llama-cpp-python $llama with all CPU variants, once; 8 to 15 minutes on 2 cores"
   compile_wheel "$wheels" --no-binary llama-cpp-python "llama-cpp-python==$llama" ||
     die "llama-cpp-python did not compile" "the whole log: $log"

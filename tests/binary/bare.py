@@ -24,7 +24,7 @@ BIND = 4096
 REC = 16384
 PRIVATE = 1 << 18
 NOSUID_NODEV_NOEXEC = 2 | 4 | 8
-PIVOT_ROOT = 155
+PIVOT_ROOT = 41 if os.uname().machine == "aarch64" else 155
 
 
 def call(name, *args):

@@ -14,6 +14,9 @@ CMAKE = """
     elseif(GGML_SYSTEM_ARCH STREQUAL "ARM")
         ggml_add_cpu_backend_variant(armv8.0_1)
         ggml_add_cpu_backend_variant(armv8.2_1    DOTPROD)
+        ggml_add_cpu_backend_variant(armv8.6_1    DOTPROD FP16_VECTOR_ARITHMETIC SVE MATMUL_INT8)
+        ggml_add_cpu_backend_variant(armv9.2_1    DOTPROD FP16_VECTOR_ARITHMETIC SVE MATMUL_INT8 SME)
+        ggml_add_cpu_backend_variant(apple_m1     DOTPROD)
 """
 AVX2 = "sse4_2 avx f16c fma avx2 bmi2"
 AVX512 = f"{AVX2} avx512f avx512cd avx512vl avx512dq avx512bw"
@@ -31,11 +34,22 @@ AVX512 = f"{AVX2} avx512f avx512cd avx512vl avx512dq avx512bw"
     ],
 )
 def test_best_variant_that_runs_is_chosen(flags, variant):
-    assert one_variant.choose(CMAKE, set(flags.split())) == variant
+    assert one_variant.choose(CMAKE, set(flags.split()), "x86_64") == variant
+
+
+@pytest.mark.parametrize(
+    ("flags", "variant"),
+    [
+        ("asimd", "armv8.0_1"),
+        ("asimd asimdhp asimddp", "armv8.2_1"),
+        ("asimd asimdhp asimddp sve i8mm sme", "armv8.6_1"),
+    ],
+)
+def test_best_variant_of_arm64_is_chosen_without_sme(flags, variant):
+    assert one_variant.choose(CMAKE, set(flags.split()), "aarch64") == variant
 
 
 def test_other_variants_leave_the_source_and_its_conditions_stay():
     kept = one_variant.keep_only(CMAKE, "zen4")
     assert [name for name, _ in one_variant.VARIANT.findall(kept)] == ["zen4"]
     assert kept.count("if (") == 2
-    assert "armv8.2_1" not in one_variant.keep_only(CMAKE.replace("armv8.2_1", "armv82"), "zen4")

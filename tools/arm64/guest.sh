@@ -1,0 +1,101 @@
+#!/bin/bash
+# guest.sh TESTS: init of the emulated machine (machine.sh): /work is its disk, with the checkout, its environment and a model.
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8
+mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /tmp -o mode=1777
+mkdir -p /dev/shm /dev/pts /tmp/etc
+mount -t tmpfs tmpfs /dev/shm -o mode=1777
+mount -t devpts devpts /dev/pts
+ip link set lo up
+exec </dev/null
+printf 'root:x:0:0::/root:/bin/bash\nuser:x:1000:1000::/work/home:/bin/bash\n' >/etc/passwd
+printf 'root:x:0:\nuser:x:1000:\n' >/etc/group
+[ "$(stat -c %u /work/home)" = 1000 ] || chown -R 0:0 /work/edgeinfer /work/venv
+chown 1000:1000 /work/home
+echo "VM $(uname -rm), page size $(getconf PAGESIZE), $(grep -m1 'CPU part' /proc/cpuinfo), $(/work/venv/criu/bin/criu --version | head -1)"
+echo "features $(grep -m1 Features /proc/cpuinfo)"
+
+as_user() { setpriv --reuid 1000 --regid 1000 --clear-groups --inh-caps=-all env HOME=/work/home USER=user "$@"; }
+edgeinfer() { as_user /work/venv/bin/edgeinfer "$@"; }
+check() { # NAME COMMAND...
+    local name=$1 begun=$SECONDS outcome=PASS
+    shift
+    echo "--- $name"
+    "$@" || outcome=FAIL
+    echo "=== $name: $outcome ($((SECONDS - begun)) s)"
+}
+
+# --- plain: CRIU alone, in the namespaces that a launch makes ----------------------------------------------------------------------
+plain() { # MEGABYTES THREADS
+    rm -rf /work/home/plain
+    as_user mkdir -p /work/home/plain/images
+    as_user env home=/work/home/plain megabytes=$1 threads=$2 bash /work/edgeinfer/tools/arm64/cycle.sh
+}
+
+# --- warm: the product, as an ordinary user ---------------------------------------------------------------------------------------
+question="The capital of France is"
+says() { edgeinfer run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 "$@"; }
+refused_by_page_size() {
+    ! says --resume=always >/dev/null 2>/tmp/refused && cat /tmp/refused && grep -q "another page size" /tmp/refused
+}
+resumed_as_cold() {
+    local cold resumed
+    cold=$(says --resume=never) || return
+    resumed=$(says --resume=always --timings) || return
+    printf '%s\n' "$resumed"
+    [ -n "$cold" ] && [ "$cold" = "$resumed" ]
+}
+
+# --- build: make binary; file: what it made, on a root with glibc 2.31 alone ----------------------------------------------------------
+build() {
+    cd /work/edgeinfer || return
+    ln -sfn /work/venv/criu /work/tmp/cache/criu
+    env HOME=/work/tmp TMPDIR=/work/tmp PATH="/work/venv/bin:$PATH" EDGEINFER_BUILD_CACHE=/work/tmp/cache \
+        /work/venv/bin/python build/release.py
+}
+in_bare_root() { # COMMAND...: as an ordinary user
+    env -i HOME=/home TERM=dumb python3 /work/edgeinfer/tests/binary/bare.py /work/bare --uid 1000 -- /edgeinfer "$@"
+}
+file_runs() {
+    local file=/work/edgeinfer/dist/edgeinfer cold resumed
+    [ -f $file ] || file=/work/edgeinfer-aarch64
+    mkdir -p /work/bare/{home,tmp,sys} && cp $file /work/bare/edgeinfer && cp /work/model.gguf /work/bare/ || return
+    chmod 755 /work/bare/edgeinfer
+    chmod 1777 /work/bare/tmp
+    chown 1000:1000 /work/bare/home
+    in_bare_root version && in_bare_root doctor && in_bare_root pull /model.gguf --name smollm2-135m-instruct --quiet || return
+    in_bare_root warm smollm2-135m-instruct --quiet || return
+    cold=$(in_bare_root run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 --resume=never) || return
+    resumed=$(in_bare_root run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 --resume=always --timings) || return
+    printf '%s\n' "$resumed"
+    [ -n "$cold" ] && [ "$cold" = "$resumed" ]
+}
+
+for tests in ${1//,/ }; do
+    case $tests in
+    plain)
+        check "dump and restore twice, one thread" plain 1 1
+        check "dump and restore twice, 64 MiB and 5 threads" plain 64 5
+        ;;
+    warm)
+        check "doctor" edgeinfer doctor
+        if [ -e /work/home/warmed ]; then
+            [ "$(cat /work/home/warmed)" = "$(getconf PAGESIZE)" ] || check "a snapshot of another page size is refused by name" refused_by_page_size
+        else
+            check "pull a file" edgeinfer pull /work/model.gguf --name smollm2-135m-instruct --quiet
+        fi
+        check "warm" edgeinfer warm smollm2-135m-instruct
+        getconf PAGESIZE >/work/home/warmed
+        check "a resumed run says what a cold one says" resumed_as_cold
+        check "a second resumed run" says --resume=always --timings
+        check "snapshots verify" edgeinfer snapshots verify smollm2-135m-instruct
+        ;;
+    build) check "make binary" build ;;
+    file) check "the shipped file on glibc 2.31: version, doctor, pull, warm, a resumed run" file_runs ;;
+    esac
+done
+read -r up _ </proc/uptime
+echo "VM done after ${up%.*} s"
+sync
+echo o >/proc/sysrq-trigger
+sleep 60
