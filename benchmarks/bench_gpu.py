@@ -1,12 +1,13 @@
 """Layers on GPUs: resume to first token, reading and writing, the CPU against each device and split.
 
-    bench_gpu.py [--models tiny,small,7b] [--runs 5] [--software] [--out docs/figures]
+    bench_gpu.py [--models tiny,small,4b-q4_k_m] [--runs 5] [--software] [--out docs/figures]
 
-A side is an endpoint that was resumed from one and the same snapshot: on the CPU, with all layers on a device,
-with half of them, with prompts alone, and with all spread over all devices. Where a device is, `llama-server` runs
-beside it with the very same backend library. A machine without one gets a row that says so; --software takes
-Mesa's software device of the tests, which is slower than any CPU and shows that everything runs. The model `tiny`
-is one of random numbers that is made, for it.
+A side is an endpoint that was resumed from one and the same snapshot: on the CPU, with all layers on a
+device, with half of them, and with all spread over all devices of a backend. EDGEINFER_LLAMA_BENCH names
+a llama-bench of llama.cpp's same build, to run beside it with the very same backend libraries. A machine
+without a device gets a row that says so; --software takes Mesa's software device of the tests, which is
+slower than any CPU and shows that everything runs. A SHAPE-TYPE like 4b-q4_k_m is a model of random
+weights, `tiny` a small one.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import http.client
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench_resume import MODELS, Bench
-from common import CACHE, ROOT, add_out, spread, write_figure
-from peer_server import Server
+from common import CACHE, ROOT, SHAPES, add_out, random_model, spread, write_figure
 
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
@@ -61,8 +62,12 @@ class GpuBench(Bench):
 
     def prepare(self) -> tuple[list[Device], list[str]]:
         """Choose devices, and say why a backend has none."""
+        data = self.work / "home/data"
+        data.mkdir(parents=True)
         if self.options.software:
             self._take_software()
+        elif files.added_dir().is_dir():
+            (data / "backends").symlink_to(files.added_dir())
         os.environ.update(self.environment)
         answers = survey()
         devices = [d for answer in answers if isinstance(answer, LoadedBackend) for d in answer.devices]
@@ -94,6 +99,8 @@ class GpuBench(Bench):
         }
 
     def _model(self, name: str) -> Path:
+        if "-" in name:
+            return random_model(name, self.models)
         if name != "tiny":
             return super()._model(name)
         self.models.mkdir(parents=True, exist_ok=True)
@@ -108,9 +115,10 @@ class GpuBench(Bench):
                 Side(f"all on {device.name}", "all", (device.name,)),
                 Side(f"{half} on {device.name}", half, (device.name,)),
             ]
-        if len(devices) > 1:
-            names = tuple(device.name for device in devices)
-            found.append(Side(f"all on {' and '.join(names)}", "all", names))
+        for backend in dict.fromkeys(device.backend for device in devices):
+            names = tuple(device.name for device in devices if device.backend == backend)
+            if len(names) > 1:
+                found.append(Side(f"all on {' and '.join(names)}", "all", names))
         return found
 
     def measure_sides(self, name: str, devices: list[Device]) -> dict[str, Found]:
@@ -148,44 +156,19 @@ class GpuBench(Bench):
         return timings["prompt_per_second"], timings["predicted_per_second"]
 
     def _peer_rates(self, model: Path, devices: list[Device]) -> dict[str, Found]:
-        """llama-server with the same backend libraries, all layers on one device after the other."""
-        if self.server is None:
-            return {}
+        """llama-bench of the same build with the same backend libraries, all layers on one device."""
+        program = os.environ.get("EDGEINFER_LLAMA_BENCH")
         found = {}
-        for device in devices:
+        for device in devices if program else ():
             file = files.find(device.backend)
             assert file is not None
-            flags = ("-ngl", "999", "--device", device.name)
-            environment = {"GGML_BACKEND_PATH": file.path}
-            with _peer(self.server, model, flags, environment) as port:
-                turns = [self._turn(port, n) for n in range(self.options.runs)]
-            words = f"llama-server, all on {device.name}"
-            found[words] = Found(None, (), *zip(*turns, strict=True))
+            tests = f"-p {self.options.prompt} -n {self.options.tokens} -r {self.options.runs} -o json"
+            command = [program, "-m", str(model), "-ngl", "999", "-dev", device.name, *tests.split()]
+            environment = os.environ | {"GGML_BACKEND_PATH": file.path}
+            done = subprocess.run(command, env=environment, capture_output=True, check=True)
+            read, written = (test["samples_ts"] for test in json.loads(done.stdout))
+            found[f"llama-bench, all on {device.name}"] = Found(None, (), read, written)
         return found
-
-
-@contextlib.contextmanager
-def _peer(
-    program: str, model: Path, flags: Sequence[str], environment: Mapping[str, str]
-) -> Iterator[int]:
-    threads = len(os.sched_getaffinity(0))
-    with _environment(environment):
-        server = Server(program, model, slots=1, n_ctx=4096, threads=threads, flags=flags)
-    try:
-        yield server.port
-    finally:
-        server.close()
-
-
-@contextlib.contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _attached(port: int) -> bool:
@@ -259,7 +242,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="small", help=f"of tiny, {', '.join(MODELS)}")
+    parser.add_argument(
+        "--models",
+        default="small",
+        help=f"of tiny, {', '.join(MODELS)}; SHAPE-TYPE of {', '.join(SHAPES)}",
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")

@@ -34,6 +34,8 @@ NAMES = {
 
 #: Shapes of models with random weights: options of `random_gguf.py`.
 SHAPES = {
+    "0.6b": "--layers 28 --width 1024 --feed-forward 3072 --key-value-heads 8 --head-size 64"
+    " --context 16384".split(),
     "4b": "--layers 36 --width 2560 --feed-forward 9728 --key-value-heads 8 --head-size 128"
     " --context 16384".split(),
     "7b": "--context 16384".split(),

@@ -33,11 +33,15 @@ TYPES = {
     "q4_1": (Q.Q4_1, Q.Q4_1, gguf.LlamaFileType.MOSTLY_Q4_1),
     "q8_0": (Q.Q8_0, Q.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_k_m": (Q.Q4_K, Q.Q6_K, gguf.LlamaFileType.MOSTLY_Q4_K_M),
+    "f16": (Q.F16, Q.F16, gguf.LlamaFileType.MOSTLY_F16),
 }
 
 
 def random_rows(kind: Q, rows: int, width: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Random rows of a quantized type, uint8 of (rows, bytes); scales keep activations sane."""
+    """Random rows of a type, uint8 of (rows, bytes); scales keep activations sane."""
+    if kind is Q.F16:
+        weights = rng.standard_normal((rows, width), dtype=np.float32) / np.sqrt(width)
+        return weights.astype(np.float16).view(np.uint8)
     values, size = gguf.GGML_QUANT_SIZES[kind]
     data = rng.integers(0, 256, size=(rows, width // values, size), dtype=np.uint8)
     for offset, scale in SCALES[kind].items():
