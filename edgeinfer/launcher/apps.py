@@ -170,9 +170,11 @@ class Apps:
 
 
 def hint_at(error: EdgeInferError) -> str:
-    """Return the command that makes the next start a resumed one."""
+    """Return the command that makes the next start a resumed one, or why none does."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
-        return _WARM
+        from edgeinfer.snapshots import criu  # not for a launch that resumes a known one
+
+        return criu.FILTERED if criu.is_filtered() else _WARM
     from edgeinfer import error_text  # 1 ms, and only before a cold start
 
     return error_text.hint(error)

@@ -131,7 +131,23 @@ def probe() -> Probe:
     return _tier(path, ".".join(map(str, version)))
 
 
+#: Why nothing can be dumped in most containers and in WSL2.
+FILTERED = "no snapshot can be built under the seccomp filter that every process has here"
+
+
+def is_filtered(status: str = "/proc/self/status") -> bool:
+    """Tell if a seccomp filter was inherited; the kernel lets such a process suspend no filter."""
+    try:
+        with open(status, encoding="ascii", errors="replace") as file:
+            return any(line.startswith("Seccomp:") and line.split()[1] != "0" for line in file)
+    except OSError:
+        return False
+
+
 def _tier(criu: str, version: str) -> Probe:
+    if is_filtered():
+        fix = "start the container with --security-opt seccomp=unconfined; WSL2 has no such switch"
+        return Probe(None, FILTERED, fix, criu, version)
     tier = ROOT if os.geteuid() == 0 else UNPRIVILEGED
     why_not = namespaces_refused(tier)
     if not why_not:

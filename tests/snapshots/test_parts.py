@@ -15,6 +15,7 @@ import sys
 
 import pytest
 from fake_engine import FakeEngine
+from made_models import make_llama
 from other_processes import run_python
 
 from edgeinfer.cli.main import main
@@ -361,6 +362,34 @@ def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
     if line:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
     assert criu.minimum(str(tmp_path / "cpuinfo")) == version
+
+
+#: Runs a command under a seccomp filter that allows everything, as every process of WSL2 and most containers is.
+FILTERED = """
+import ctypes, os, struct, sys
+code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
+program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(code))
+assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == ctypes.CDLL(None).prctl(22, 2, program, 0, 0) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.criu
+def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
+    def filtered(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", FILTERED, sys.executable, "-m", "edgeinfer", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    model = make_llama(tmp_path / "tiny.gguf", 512)
+    assert filtered("pull", str(model), "--name", "tiny", "--in-place").returncode == 0
+    found = filtered("run", "tiny", "Hi", "--max-tokens", "2")
+    assert (found.returncode, found.stderr) == (
+        0,
+        f"edgeinfer: cold start: tiny has no snapshot yet ({criu.FILTERED})\n",
+    )
+    assert f"launches are cold: {criu.FILTERED}" in filtered("doctor").stdout
+    refused = filtered("warm", "tiny")
+    assert (refused.returncode, criu.FILTERED in refused.stderr) == (7, True)
 
 
 #: Ends as the alarm that it was started with would end it.
