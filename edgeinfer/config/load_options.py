@@ -166,7 +166,7 @@ FLASH_ATTENTION = LoadOption(
 GPU_LAYERS = LoadOption(
     "gpu_layers",
     "auto",
-    'layers on GPUs: "auto" takes all if they fit, "none", "all" or a number',
+    'layers on GPUs: "auto" takes those that fit, if half of them do, "none", "all" or a number',
     name="gpu-layers",
     choices=("auto", "none", "all"),
     high=1 << 16,

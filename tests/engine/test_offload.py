@@ -62,7 +62,8 @@ def spread(shape: Shape, *free_gib: float, wanted: int | str = "auto") -> Offloa
     [
         (DENSE, (24.0,), 33, 0),
         (DENSE, (8.0,), 33, 0),
-        (DENSE, (4.0,), 0, 0),
+        (DENSE, (4.0,), 23, 0),
+        (DENSE, (2.0,), 0, 0),
         (DENSE, (0.5,), 0, 0),
         (DENSE, (3.5, 3.5), 33, 0),
         (DENSE, (24.0, 0.1), 33, 0),
@@ -75,9 +76,7 @@ def spread(shape: Shape, *free_gib: float, wanted: int | str = "auto") -> Offloa
         (DENSE, (), 0, 0),
     ],
 )
-def test_auto_offloads_all_layers_or_none_and_leaves_experts_first(
-    shape, free_gib, n_layers, n_without
-) -> None:
+def test_auto_leaves_experts_first_then_layers_then_all(shape, free_gib, n_layers, n_without) -> None:
     found = spread(shape, *free_gib)
     assert found.n_layers == n_layers
     assert found.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
@@ -91,8 +90,9 @@ def test_auto_offloads_all_layers_or_none_and_leaves_experts_first(
 def test_more_room_never_holds_less() -> None:
     counts = [spread(DENSE, gib / 4).n_layers for gib in range(1, 33)]
     assert counts == sorted(counts)
-    assert set(counts) == {0, 33}
-    assert "--gpu-layers N" in spread(DENSE, 4.0).reason
+    assert {0, 33} < set(counts)
+    assert min(filter(None, counts)) >= 17, "less than half was never measured to gain"
+    assert "--gpu-layers N" in spread(DENSE, 2.0).reason
 
 
 def test_layers_are_split_by_the_room_of_each_device() -> None:

@@ -10,6 +10,7 @@ from edgeinfer.cli.verbs import doctor as doctor_module
 from edgeinfer.cli.verbs.doctor import Check, DoctorResult
 from edgeinfer.errors import EngineError
 from edgeinfer.platform import paths
+from edgeinfer.runtime.llama.backends.devices import MissingBackend
 
 DEFAULT = "smollm2-135m-instruct"
 
@@ -49,6 +50,12 @@ def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
     assert doctor_module._guarded("llama.cpp", broken) == [
         Check("fail", "no CPU backend", "run `edgeinfer doctor`", name="llama.cpp")
     ]
+
+
+@pytest.mark.parametrize(("is_used", "status"), [(True, "ok"), (False, "warn")])
+def test_doctor_warns_of_a_backend_without_a_device_unless_another_has_it(is_used, status):
+    missing = MissingBackend(name="vulkan", reason="no Vulkan driver has a device here", absent=True)
+    assert doctor_module._backend(missing, ("NVIDIA",), is_used=is_used).status == status
 
 
 def test_doctor_reads_without_colour():

@@ -153,19 +153,25 @@ def _gpu() -> list[Finding]:
     from edgeinfer.runtime.llama.backends.devices import survey
 
     cards, answers = read_gpus(), survey()
-    checks = [_backend(answer, cards) for answer in answers]
+    is_used = any(d.kind != "software" for a in answers for d in getattr(a, "devices", ()))
+    checks = [_backend(answer, cards, is_used=is_used) for answer in answers]
     if not answers and cards:
         text = f"{' and '.join(cards)} on the bus, but no library for it"
         return [Finding("warn", text, files.adding())]
     return checks or [Finding("ok", "none on the bus, and no library for one")]
 
 
-def _backend(answer: LoadedBackend | MissingBackend, cards: tuple[str, ...]) -> Finding:
-    """One backend library: its devices, or why it has none. `cards` are on the PCI bus."""
+def _backend(
+    answer: LoadedBackend | MissingBackend, cards: tuple[str, ...], *, is_used: bool
+) -> Finding:
+    """One backend library: its devices, or why it has none.
+
+    `cards` are on the PCI bus; `is_used` if some backend has one of them.
+    """
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         found = f"{answer.name}: {answer.reason}; {bus}"
-        missed = bool(cards) or not answer.absent
+        missed = (bool(cards) and not is_used) or not answer.absent
         return Finding("warn", found, answer.fix) if missed else Finding("ok", found)
     found = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
     if all(device.kind == "software" for device in answer.devices):

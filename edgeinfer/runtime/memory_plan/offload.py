@@ -64,8 +64,8 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
 def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int | str) -> Offload:
     """Put a model of `shape`, to be loaded by `plan`, on devices.
 
-    `wanted` is "none", "all", a number of layers, or "auto": all layers, if they fit without their
-    experts at least, or none.
+    `wanted` is "none", "all", a number of layers, or "auto": all layers, if need be without their
+    experts, else as many as fit, else none if that is less than half of them.
     """
     n_all = shape.n_layer + 1
     if wanted == "none" or not rooms or wanted == 0:
@@ -75,14 +75,19 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
     if wanted != "auto":
         n_layers = n_all if wanted == "all" else min(int(wanted), n_all)
         return _offload(sizes, rooms, n_layers, n_all, 0, "as asked")  # loading will show if it fits
-    for n_without in range(shape.n_layer + 1 if sizes.experts else 1):
-        reason = "all of it fits" if not n_without else "all but these experts fits"
-        found = _offload(sizes, rooms, n_all, n_all, n_without, reason)
-        if found.weights_bytes + found.kv_bytes <= sum(_usable(room, sizes) for room in rooms):
+    usable = sum(_usable(room, sizes) for room in rooms)
+    most = shape.n_layer if sizes.experts else 0
+    tries = [
+        (n_all, n, "all but these experts fits" if n else "all of it fits") for n in range(most + 1)
+    ]
+    tries += [(n, most, "as many as fit") for n in range(n_all - 1, n_all // 2, -1)]
+    for n_layers, n_without, reason in tries:
+        found = _offload(sizes, rooms, n_layers, n_all, n_without, reason)
+        if found.weights_bytes + found.kv_bytes <= usable:
             return found
     free = ", ".join(f"{format_bytes(room.free_bytes)} of {room.name}" for room in rooms)
-    reason = f"{free} that are free, with a margin, do not hold all layers; --gpu-layers N puts N there"
-    return Offload(n_layers=0, n_all=n_all, reason=reason)
+    reason = f"{free} that are free, with a margin, do not hold half of the layers"
+    return Offload(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
 
 
 def _offload(

@@ -125,6 +125,7 @@ def experts() -> dict[str, object]:
             n
             for n in range(256 << 20, 1 << 30, 4096)
             if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").n_layers
+            > loaded.shape.n_layer
         )
     return with_layers("auto", devices=("Vulkan0",), memory_bytes=room)
 

@@ -88,7 +88,7 @@ def test_all_some_and_no_layers_give_the_cpus_text(
         assert found[name]["cached"] == alone["cpu"]["cached"] > 0, "what was computed has moved along"
     assert found["one"]["place"] == "1 of 3 on Vulkan0"
     assert found["all"]["place"] == found["fits"]["place"] == "3 of 3 on Vulkan0"
-    assert "do not hold all layers" in found["small"]["reason"]
+    assert "do not hold half of the layers" in found["small"]["reason"]
     # a software device is nothing to choose by oneself, nor one without room
     assert found["auto"]["place"] == found["small"]["place"] == found["named"]["place"] == "none"
     assert found["auto"]["said"] == found["small"]["said"] == found["one"]["said"] == []

@@ -153,7 +153,10 @@ def _no_vulkan_device() -> MissingBackend:
         fix = "sudo usermod -aG render,video $USER, and log in again"
     else:
         reason = "no Vulkan driver has a device here"
-        fix = "for AMD and Intel: apt-get install mesa-vulkan-drivers; for NVIDIA: its own driver"
+        fix = (
+            "for AMD and Intel: apt-get install mesa-vulkan-drivers; for NVIDIA: its own driver, "
+            "which in a container needs apt-get install libgl1 libegl1"
+        )
     return MissingBackend(name="vulkan", reason=reason, fix=fix, absent=True)
 
 
