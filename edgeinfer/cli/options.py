@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,16 @@ def ranged(kind: type[int] | type[float], low: float, high: float) -> Callable[[
 
 
 count = ranged(int, 1, 1_000_000)
+
+
+def add_traces(parser: argparse._ActionsContainer) -> None:
+    """Add `--traces`; the path is absolute."""
+    parser.add_argument(
+        "--traces",
+        type=os.path.abspath,
+        metavar="FILE",
+        help="append spans (load, resume, tokenize, queue, prefill, decode) as OTLP's JSON",
+    )
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:

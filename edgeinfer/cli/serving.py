@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -34,6 +35,7 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.tracing import Span, start_spans
 from edgeinfer.server.web.access import Access, Web
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, ReplicaEngine
@@ -85,6 +87,10 @@ async def _serve(
         endpoint.log.info(
             "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)
         )
+        now_s = time.perf_counter()
+        spans = start_spans(how.stages_ms, how.how)
+        root = Span(f"start {model}", min([now_s - seconds, *(span.began_s for span in spans)]), now_s)
+        endpoint.trace(root, spans, edgeinfer__how=how.how, edgeinfer__where=how.where)
         for text in how.engine.info.warnings:
             endpoint.log.warning("model-slow", model=model, reason=text)
 
@@ -117,6 +123,7 @@ async def _serve(
         normalizer=PromptNormalizer(config.normalize_prompts),
         journal=AnswerJournal(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
+        traces=options.traces or "",
         model_admin=ModelAdmin(host) if _speaks_ollama(options, host) else None,
     )
     if pick(options.web, config.web):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from edgeinfer.server.openapi import document
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query, read_body
 from edgeinfer.server.responses.routes import RESPONSES
+from edgeinfer.server.tracing import Span
 from edgeinfer.server.web.access import PATH as PAGE
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
@@ -160,6 +162,17 @@ class App:
             metrics.e2e.labels(*model).observe(context.seconds)
         if context.route in OPEN_ROUTES or context.route == "/metrics":
             return
+        endpoint.trace(
+            Span(f"{method} {context.route}", context.started, time.perf_counter()),
+            context.spans,
+            context.headers.get("traceparent", ""),
+            http__response__status_code=context.status,
+            gen_ai__request__model=context.model,
+            gen_ai__usage__input_tokens=context.prompt_tokens,
+            gen_ai__usage__output_tokens=context.completion_tokens,
+            edgeinfer__cached_tokens=context.cached_tokens,
+            edgeinfer__request_id=context.id,
+        )
         endpoint.log.info(
             "request",
             request_id=context.id,

@@ -22,6 +22,7 @@ from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.request_fields import keep_alive_s
+from edgeinfer.server.tracing import Span, generation_spans
 from edgeinfer.server.wire_types import ModelFields, Slot
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -64,6 +65,9 @@ class RequestContext:
     journaled: JournaledAnswer | None = None
     #: The prompt normalization rules that changed the prompt.
     normalized: tuple[PromptRule, ...] = ()
+    #: What it did; `tokenizing_s` is when its model was there.
+    spans: list[Span] = field(default_factory=list)
+    tokenizing_s: float = 0.0
     #: Fields and hints of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
 
@@ -138,6 +142,8 @@ class RequestContext:
 
     def ended(self, end: Finished) -> None:
         """Record a finished generation of this request."""
+        if self.endpoint.traces:
+            self.spans += generation_spans(self.tokenizing_s, end.timings)
         self.prompt_tokens += end.usage.prompt_tokens
         self.cached_tokens += end.usage.cached_tokens
         self.completion_tokens += end.usage.completion_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from edgeinfer.errors import EdgeInferError, QueueFullError
 from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.server import tracing
 from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.limits import Limits
@@ -30,6 +31,7 @@ from edgeinfer.server.problems import (
     too_many,
     unavailable,
 )
+from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import Slot
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class Endpoint:
     web: Any = None
     #: Adds and removes models; None if no client may do so.
     model_admin: ModelAdministrator | None = None
+    #: The file that traces are written to, "" for none.
+    traces: str = ""
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.models.engines)
@@ -104,6 +108,19 @@ class Endpoint:
             self._by_key[key] -= 1
             if not self._by_key[key]:
                 del self._by_key[key]
+
+    def trace(
+        self, root: Span, spans: Iterable[Span], traceparent: str = "", **attributes: Any
+    ) -> None:
+        """Write a trace, if they are wanted; a failure is logged once, and ends them."""
+        if not self.traces:
+            return
+        named = {name.replace("__", "."): value for name, value in attributes.items()}
+        try:
+            tracing.write(self.traces, root, spans, named, traceparent)
+        except OSError as error:
+            self.log.warning("traces-ended", path=self.traces, reason=error.strerror)
+            self.traces = ""
 
     def queue(self, model: str, n_parallel: int, n: int) -> None:
         """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError."""

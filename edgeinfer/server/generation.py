@@ -33,6 +33,7 @@ from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem, shutting_down
 from edgeinfer.server.request_fields import refuse_pictures
+from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import ModelFields
 
 #: Characters of a prompt tokenized on the event loop at most: 1,000 take 0.7 ms, 16,000 16 ms.
@@ -73,7 +74,10 @@ async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask
 
 
 async def _start_once(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
+    began_s = time.perf_counter()
     lease = await context.endpoint.models.acquire(context.model, context.stay_s(spec.keep_alive))
+    context.tokenizing_s = time.perf_counter()
+    context.spans.append(Span("load", began_s, context.tokenizing_s))
     try:
         info = lease.engine.info
         context.version = version_of(info.sha256)

@@ -336,3 +336,13 @@ def test_tools_need_a_configuration_and_no_raw_prompt(engine, capsys):
     assert run(engine, "Hi", "--tools") == 2
     assert "no tools are configured" in capsys.readouterr().err
     assert run(engine, "Hi", "--tools", "--raw") == 2
+
+
+def test_traces_of_a_run_begin_with_its_start(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(engine, "x", "--traces", "t.jsonl") == 0
+    [line] = (tmp_path / "t.jsonl").read_text().splitlines()
+    [scope] = json.loads(line)["resourceSpans"][0]["scopeSpans"]
+    names = ["run", "resume", "tokenize", "queue", "prefill", "decode"]
+    assert [span["name"] for span in scope["spans"]] == names
+    assert run(engine, "x", "--traces", "missing/t.jsonl") == 2

@@ -20,6 +20,7 @@ from edgeinfer.cli.options import (
     add_launch_options,
     add_load_options,
     add_sampling_options,
+    add_traces,
     count,
 )
 from edgeinfer.cli.result import Result
@@ -33,6 +34,7 @@ from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.safe_text import without_controls
+from edgeinfer.server.tracing import Span, generation_spans, start_spans, write
 from edgeinfer.tools.uses import ToolUse, call_messages, uses_of
 from edgeinfer.units import format_ms
 
@@ -113,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
     launch = add_launch_options(parser)
     launch.add_argument("--timings", action="store_true", help="timings on stderr")
+    add_traces(launch)
 
 
 def run(options: argparse.Namespace, host: Host) -> RunResult:
@@ -140,6 +143,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         raise UnknownModelError(
             error.message, hint=error.hint or (quoted if options.prompt else None)
         ) from error
+    spans = start_spans(host.start.stages_ms, host.start.how)
     for warning in engine.info.warnings:
         sys.stderr.write(without_controls(f"warning: {warning}\n"))
     system = engine.info.system_prompt if system is None else system
@@ -157,12 +161,25 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     else:
         with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
             result = _consume(generation, model, host.start, stream_to)
+    if options.traces:
+        _trace(options.traces, spans, result)
     from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
 
     purge_deleted()
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result
+
+
+def _trace(path: str, start: list[Span], result: RunResult) -> None:
+    """Write the start and the last generation as one trace. Raises UsageError."""
+    spans = start + generation_spans(start[-1].ended_s, result.timings)
+    root = Span("run", start[0].began_s, spans[-1].ended_s)
+    facts = {"gen_ai.request.model": result.model, "edgeinfer.how": result.start.how}
+    try:
+        write(path, root, spans, facts)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="name another file for --traces") from error
 
 
 def _with_tools(

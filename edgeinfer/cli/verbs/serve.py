@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-from edgeinfer.cli.options import add_launch_options, add_load_options, add_model, count, ranged
+from edgeinfer.cli.options import (
+    add_launch_options,
+    add_load_options,
+    add_model,
+    add_traces,
+    count,
+    ranged,
+)
 from edgeinfer.cli.parser import ENDPOINT
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import replica_range
@@ -106,6 +113,7 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         choices=("json", "text", "off"),
         help="log lines on stderr (default: text on a terminal)",
     )
+    add_traces(where)
 
 
 def _replicas(text: str) -> str:

@@ -1,0 +1,92 @@
+"""Spans of requests and starts: a line of OTLP's JSON each, which OpenTelemetry's collector reads.
+
+No prompt and no answer. The file is opened for each line: nothing stays open, so a process that traces
+can be parked, and the file may be rotated. Times are seconds of time.perf_counter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from edgeinfer import __version__
+from edgeinfer.runtime.events import Timings
+
+_PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+_SERVER, _INTERNAL = 2, 1
+
+
+class Span(NamedTuple):
+    """A part of a request or of a load."""
+
+    name: str
+    began_s: float
+    ended_s: float
+
+
+def generation_spans(began_s: float, timings: Timings) -> list[Span]:
+    """Divide a generation that has ended now; its prompt was tokenized from `began_s` on."""
+    decode = time.perf_counter() - timings.decode_ms / 1000
+    prefill = decode - (timings.total_ms - timings.decode_ms - timings.queue_ms) / 1000
+    queue = prefill - timings.queue_ms / 1000
+    marks = [("tokenize", began_s), ("queue", queue), ("prefill", prefill), ("decode", decode)]
+    return _in_turn(marks, decode + timings.decode_ms / 1000)
+
+
+def start_spans(stages_ms: Mapping[str, float], how: str) -> list[Span]:
+    """Divide a start that is ready now, from its stages (ms since exec); [] without any."""
+    ended, last_ms = time.perf_counter(), max(stages_ms.values(), default=0.0)
+    names = {"restore": "resume" if how == "resumed" else "spawn"}
+    stages = sorted(stages_ms.items(), key=lambda stage: stage[1])
+    marks = [(names.get(name, name), ended - (last_ms - ms) / 1000) for name, ms in stages]
+    return [span for span in _in_turn(marks, ended) if span.name != "ready"]
+
+
+def _in_turn(marks: list[tuple[str, float]], ended: float) -> list[Span]:
+    ends = [*(began for _, began in marks[1:]), ended]
+    pairs = zip(marks, ends, strict=False)  # of no mark there is an end
+    return [Span(name, began, max(began, end)) for (name, began), end in pairs]
+
+
+def write(
+    path: str, root: Span, spans: Iterable[Span], attributes: Mapping[str, Any], traceparent: str = ""
+) -> None:
+    """Append the spans below `root`, itself below a client's `traceparent`. Raises OSError."""
+    parent = _PARENT.fullmatch(traceparent)
+    trace = parent[1] if parent else secrets.token_hex(16)
+    top = secrets.token_hex(8)
+    to_unix_s = time.time() - time.perf_counter()
+
+    def wire(span: Span, id: str, above: str, kind: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        began, ended = (str(int((at + to_unix_s) * 1e9)) for at in span[1:])
+        return {
+            "traceId": trace,
+            "spanId": id,
+            "parentSpanId": above,
+            "name": span.name,
+            "kind": kind,
+            "startTimeUnixNano": began,
+            "endTimeUnixNano": ended,
+            "attributes": [{"key": key, "value": _value(value)} for key, value in values.items()],
+        }
+
+    written = [wire(root, top, parent[2] if parent else "", _SERVER, attributes)]
+    written += [wire(span, secrets.token_hex(8), top, _INTERNAL, {}) for span in spans]
+    service = [{"key": "service.name", "value": {"stringValue": "edgeinfer"}}]
+    scope = {"scope": {"name": "edgeinfer", "version": __version__}, "spans": written}
+    line = {"resourceSpans": [{"resource": {"attributes": service}, "scopeSpans": [scope]}]}
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, msgspec.json.encode(line) + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def _value(value: Any) -> dict[str, Any]:
+    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": str(value)}

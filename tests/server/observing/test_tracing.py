@@ -1,0 +1,88 @@
+"""Traces: what a request and a start did, as OTLP's JSON in a file."""
+
+import json
+
+import pytest
+from fake_engine import FakeEngine
+
+from edgeinfer.runtime.events import Finished, Timings, Usage
+from edgeinfer.server.tracing import Span, generation_spans, start_spans, write
+
+PARTS = ["load", "tokenize", "queue", "prefill", "decode"]
+TIMINGS = Timings(queue_ms=1, prefill_ms=2, ttft_ms=4, decode_ms=8)
+END = Finished(reason="stop", usage=Usage(prompt_tokens=5, cached_tokens=3), timings=TIMINGS)
+BODY = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 4}
+
+
+def spans(path):
+    """The spans of each trace in the file: its root first."""
+    lines = [json.loads(line)["resourceSpans"] for line in path.read_text().splitlines()]
+    return [one["scopeSpans"][0]["spans"] for [one] in lines]
+
+
+def milliseconds(span):
+    return (int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])) / 1e6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path, until, stream):
+    path = tmp_path / "traces.jsonl"
+    here = serve(FakeEngine([["Hel", "lo", END]]), traces=str(path))
+    trace, parent = "ab" * 16, "cd" * 8
+    headers = {"traceparent": f"00-{trace}-{parent}-01"}
+    here.client.post("/v1/chat/completions", json=BODY | {"stream": stream}, headers=headers).read()
+    until(path.exists, "the trace is written")
+    [[root, *parts]] = spans(path)
+    assert [span["name"] for span in (root, *parts)] == ["POST /v1/chat/completions", *PARTS]
+    assert {span["traceId"] for span in (root, *parts)} == {trace}
+    assert {span["parentSpanId"] for span in parts} == {root["spanId"]}
+    assert root["parentSpanId"] == parent
+    assert [round(milliseconds(span)) for span in parts[-3:]] == [1, 3, 8]
+    facts = {one["key"]: next(iter(one["value"].values())) for one in root["attributes"]}
+    assert (facts["http.response.status_code"], facts["gen_ai.usage.input_tokens"]) == ("200", "5")
+    assert facts["edgeinfer.cached_tokens"] == "3"
+    assert "secret" not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_wrong_traceparent_begins_a_trace_and_a_refusal_is_one_too(serve, tmp_path, until):
+    path = tmp_path / "traces.jsonl"
+    here = serve(traces=str(path))
+    headers = {"traceparent": "00-zz-1"}
+    assert here.client.post("/v1/chat/completions", json={}, headers=headers).status_code == 400
+    until(path.exists, "the trace is written")
+    [[root]] = spans(path)
+    assert (len(root["traceId"]), root["parentSpanId"]) == (32, "")
+
+
+def test_file_that_cannot_be_written_ends_traces_and_no_request(serve, tmp_path):
+    here = serve(FakeEngine([["Hel", END], ["lo", END]]), traces=str(tmp_path / "missing/traces"))
+    for _ in range(2):
+        assert here.client.post("/v1/chat/completions", json=BODY).status_code == 200
+    assert here.log.getvalue().count("traces-ended") == 1
+
+
+def test_start_is_divided_into_its_stages(tmp_path):
+    stages = {
+        "launcher": 5.0,
+        "restore": 9.0,
+        "running": 60.0,
+        "request": 61.0,
+        "load": 70.0,
+        "ready": 90.0,
+    }
+    found = start_spans(stages, "resumed")
+    assert [span.name for span in found] == ["launcher", "resume", "running", "request", "load"]
+    assert found[1].ended_s - found[1].began_s == pytest.approx(0.051)
+    assert found[-1].ended_s - found[0].began_s == pytest.approx(0.085)
+    assert start_spans({}, "cold") == []
+    write(str(tmp_path / "t"), Span("start", found[0].began_s, found[-1].ended_s), found, {})
+    [[root, *_]] = spans(tmp_path / "t")
+    assert milliseconds(root) == pytest.approx(85, abs=0.01)
+
+
+def test_prefill_alone_has_no_decode_time():
+    parts = generation_spans(0.0, Timings(queue_ms=1, prefill_ms=2))
+    assert [span.name for span in parts] == PARTS[1:]
+    assert parts[-1].ended_s == parts[-1].began_s
+    assert parts[2].ended_s - parts[2].began_s == pytest.approx(0.002)
