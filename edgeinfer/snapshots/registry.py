@@ -33,7 +33,8 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     """A built snapshot. `memory_bytes` counts holes, `disk_bytes` does not.
 
     `system` is the system prompt computed in it, `depends_on` the digest of program, machine, files,
-    options and system prompt it was built of.
+    options and system prompt it was built of. `digests` are of its own files, `sources` of those it
+    maps or was built from, by path; `canary` is that of what `LoadedModel.canary` computed.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[str, str]
     stages_ms: dict[str, float]
     depends_on: str = ""
+    sources: dict[str, str] = {}
+    canary: str = ""
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from other_processes import run, wait_until
 
-from ..conftest import BUILD_CACHE, ROOT
+from ..conftest import BUILD_CACHE, ROOT, flip_bit
 
 UID = 65533
 HOME = "/home/person"
@@ -181,3 +181,20 @@ def test_socket_unit_resumes_the_endpoint_after_an_idle_exit(systemd):
     log = systemd.log()
     assert '"start": "resumed"' in log or "resumed" in log, log
     assert "cold" not in log, log
+
+
+def test_canary_unit_fails_after_a_bit_of_the_model_has_changed(systemd):
+    program = f"{HOME}/.local/bin/edgeinfer"
+    for words in (["pull", f"{HOME}/small.gguf", "--name", MODEL], ["warm", MODEL]):
+        done = systemd.run(program, *words)
+        assert done.returncode == 0, done.stderr
+    systemd.control("enable", "--now", "edgeinfer-canary.timer")
+    assert "edgeinfer-canary.timer" in systemd.control("list-timers", "--all")
+    systemd.control("start", "edgeinfer-canary.service")
+    (model,) = (systemd.home / ".local/share/edgeinfer/models").glob(f"{MODEL}*/*.gguf")
+    times = model.stat()
+    flip_bit(model, times.st_size // 2)
+    os.utime(model, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert systemd.run("systemctl", "--user", "start", "edgeinfer-canary.service").returncode != 0
+    systemd.wait_until("edgeinfer-canary.service", "failed")
+    assert f"{model.name} changed since it was built" in systemd.log()

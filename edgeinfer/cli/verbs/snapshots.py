@@ -15,7 +15,13 @@ from edgeinfer.cli.parser import add_action
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, confirm, stoppable, table
 from edgeinfer.config.load_options import LOAD_OPTIONS
-from edgeinfer.errors import SnapshotCorruptError, SnapshotError, SnapshotMissingError, UsageError
+from edgeinfer.errors import (
+    RestoreError,
+    SnapshotCorruptError,
+    SnapshotError,
+    SnapshotMissingError,
+    UsageError,
+)
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.snapshots import criu, fingerprint, format, registry, running
@@ -102,15 +108,17 @@ def _flag(field: str) -> str:
 
 
 class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
-    """Every byte was read and compared."""
+    """Every byte was read and compared, of several snapshots together, and their canaries computed."""
 
     name: str
     files: int
     read_bytes: int
 
     def human(self) -> str:
-        read = f"{self.files} files, {format_bytes(self.read_bytes)}"
-        return f"{self.name}: {read}, all as they were built; resumed twice"
+        if not self.name:
+            return "no snapshot to verify can be resumed here"
+        read = f"{self.files:,} files, {format_bytes(self.read_bytes)}"
+        return f"{self.name}: {read}, all as they were built; answers are bit-identical"
 
 
 class SnapshotsRemovedResult(Result, frozen=True, kw_only=True):
@@ -137,7 +145,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("list", "list all of them, as `edgeinfer snapshots` does")
     _add_name(add("show", "show one", "my-snapshot"))
     _add_take(add("take", "build one of a running process's model and options", "--name my-snapshot"))
-    _add_name(add("verify", "read every byte and compare", "my-snapshot"))
+    verify = add(
+        "verify",
+        "read every byte, of the model and libraries too, compute the canary, and compare",
+        "--all",
+    )
+    _add_name(verify, nargs="*")
+    verify.add_argument("--all", action="store_true", help="every snapshot that can be resumed here")
     rm = add("rm", "remove one or more", "my-snapshot")
     _add_name(rm, nargs="+")
     prune = add("prune", "remove those this machine refuses, and the oldest beyond the limit")
@@ -219,22 +233,46 @@ def _show(options: argparse.Namespace, _host: Host) -> SnapshotResult:
 
 
 def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
-    folder = registry.find(options.name)
+    if bool(options.name) == options.all:
+        raise UsageError("name snapshots, or give --all", hint="edgeinfer snapshots verify --all")
+    folders = [registry.find(name) for name in options.name]
+    if options.all:
+        folders = [Path(one.details.folder) for one in registry.listed() if one.fresh]
+    faults = [fault for folder in folders if (fault := _fault(folder))]
+    if faults:
+        raise SnapshotCorruptError("; ".join(faults), hint=_FAULTY)
+    details = [registry.read_details(folder) for folder in folders]
+    read = {path for one in details for path in one.sources} | {
+        f"{folder}/{name}" for folder, one in zip(folders, details, strict=True) for name in one.digests
+    }
+    return SnapshotsVerifyResult(
+        name=", ".join(one.name for one in details),
+        files=len(read),
+        read_bytes=sum(map(os.path.getsize, read)),
+    )
+
+
+#: What to do about bits that changed by themselves.
+_FAULTY = (
+    "if nothing was changed on purpose, suspect the disk or the memory; then pull the model, install "
+    "edgeinfer, or build the snapshot (`edgeinfer warm`) again"
+)
+
+
+def _fault(folder: Path) -> str:
+    """Return what differs from the build, or "". Raises SnapshotError."""
     wrong = builder.wrong_files(folder)
     if wrong:
-        raise SnapshotCorruptError(
-            f"{folder.name}: {', '.join(wrong)} changed since it was built",
-            hint=f"build it again: `edgeinfer warm {options.name}`",
-        )
+        return f"{folder.name}: {', '.join(wrong)} changed since it was built"
+    try:
+        if not builder.computes_canary(folder):
+            return f"{folder.name} computes other bits than when it was built, from the same files"
+    except RestoreError as error:
+        return f"{folder.name}: {error.message}"
     repeated = builder.repeated_randomness(folder)
     if repeated:
-        raise SnapshotCorruptError(
-            f"{folder.name}: two resumed processes got the same bytes from {', '.join(repeated)}"
-        )
-    manifest = format.read_manifest(str(folder))
-    return SnapshotsVerifyResult(
-        name=manifest.name, files=len(manifest.images), read_bytes=sum(manifest.images.values())
-    )
+        return f"{folder.name}: two resumed processes got the same bytes from {', '.join(repeated)}"
+    return ""
 
 
 def _rm(options: argparse.Namespace, _host: Host) -> SnapshotsRemovedResult:

@@ -12,6 +12,7 @@ has computed the canary (`LoadedModel.canary`) bit for bit as it was before the 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -256,7 +257,19 @@ class Builder:
             digests={name: sha256_of(self._folder / name) for name in manifest.images},
             stages_ms=parked.stages_ms | self._stages.ms,
             depends_on=self._request.depends_on,
+            sources=self._sources(manifest),
+            canary=hashlib.sha256(parked.canary).hexdigest(),
         )
+
+    def _sources(self, manifest: format.Manifest) -> dict[str, str]:
+        """Return the digests of the manifest's files; of a model in one file that of its pull."""
+        files = self._request.inputs.files
+        known = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
+        return {
+            path: known.get(path) or sha256_of(Path(path))
+            for path in manifest.files
+            if os.path.isfile(path)
+        }
 
     def _publish(self, manifest: format.Manifest, details: Details) -> None:
         """Write all to the disk, then rename the manifest: from there on the snapshot exists."""
@@ -337,14 +350,29 @@ def main() -> None:
 
 
 def wrong_files(folder: Path) -> list[str]:
-    """List the files of a snapshot that differ from what was built.
+    """List the files of a snapshot, and those it maps or was built from, that differ from the build.
 
+    They are read from the disk, but for pages that a process has mapped.
     Raises SnapshotStaleError, SnapshotUnsafeError, SnapshotCorruptError by the manifest alone.
     """
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
-    digests = registry.read_details(folder).digests
-    return [name for name in manifest.images if sha256_of(folder / name) != digests.get(name)]
+    details = registry.read_details(folder)
+    expected = {name: details.digests.get(name, "") for name in manifest.images} | details.sources
+    return [name for name, digest in expected.items() if _digest_on_disk(folder / name) != digest]
+
+
+def _digest_on_disk(path: Path) -> str:
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return sha256_of(path)
+
+
+def computes_canary(folder: Path) -> bool:
+    """Resume it and return whether it computes the bits of the build. Raises RestoreError."""
+    manifest = format.read_manifest(str(folder))
+    content = checks.ask(manifest, str(folder), checks.nobodys_request("canary"))
+    return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
 
 
 def repeated_randomness(folder: Path) -> list[str]:

@@ -19,7 +19,12 @@ from edgeinfer.snapshots.inputs import ProcessDescription
 from edgeinfer.snapshots.restore.prefetch import start_prefetch
 
 CANARY_TOKENS = 4
-_CANARY_PROMPT, _CANARY_DOCUMENT = "The quick brown fox", "jumps over the lazy dog"
+_CANARY_PROMPTS = (
+    "The quick brown fox",
+    "jumps over the lazy dog, und der Hund schläft weiter; ни звука не слышно.",
+    "1, 2, 4, 8, 16, 32, 64, 128,",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
 
 
 class Parkable(OwnEngine, Engine, Protocol):
@@ -87,17 +92,17 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Compute a score, four tokens or an embedding, bit-equal after a restore."""
+        """Compute four prompts' tokens, embeddings or scores, bit-equal after a restore."""
         info = self.engine.info
         if info.can_rerank:
-            return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPT, [_CANARY_DOCUMENT]))
+            return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPTS[0], _CANARY_PROMPTS[1:]))
         if info.can_generate:
-            return msgspec.msgpack.encode(self._canary_tokens())
-        return msgspec.msgpack.encode(self.engine.embed([_CANARY_PROMPT]))
+            return msgspec.msgpack.encode([self._canary_tokens(prompt) for prompt in _CANARY_PROMPTS])
+        return msgspec.msgpack.encode(self.engine.embed(_CANARY_PROMPTS))
 
-    def _canary_tokens(self) -> list[TokenLogprobs]:
+    def _canary_tokens(self, prompt: str) -> list[TokenLogprobs]:
         request = GenerateRequest(
-            prompt=_CANARY_PROMPT,
+            prompt=prompt,
             max_tokens=CANARY_TOKENS,
             ignore_eos=True,
             logprobs=1,

@@ -1,0 +1,98 @@
+"""`snapshots verify` on files whose bits change although their times do not, as on a failing disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ..conftest import flip_bit
+from .conftest import MODEL, NO_AUTO_WARM, Person
+
+pytestmark = pytest.mark.criu
+
+
+@contextmanager
+def decayed(path: Path):
+    """A file with a flipped bit in its middle, and the times it had."""
+    before = path.stat()
+
+    def flip() -> None:
+        flip_bit(path, before.st_size // 2)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    flip()
+    try:
+        yield
+    finally:
+        flip()
+
+
+def sources(person: Person) -> dict[str, str]:
+    return json.loads((person.snapshot() / "snapshot.json").read_text())["sources"]
+
+
+@pytest.fixture
+def own_libraries(user) -> Person:
+    """A user whose virtual environment has copies of our libraries, and links to the rest."""
+    real, prefix = user.place.prefix, user.home / "venv"
+    shutil.copytree(real / "lib/edgeinfer", prefix / "lib/edgeinfer", symlinks=True)
+    (python,) = (real / "lib").glob("python3*")
+    (prefix / "lib" / python.name).symlink_to(python)
+    (prefix / "bin").mkdir()
+    (prefix / "bin/python").symlink_to((real / "bin/python").resolve())
+    shutil.copy(real / "pyvenv.cfg", prefix)
+    user.place = copy.copy(user.place)
+    user.place.python = prefix / "bin/python"
+    user.settings(NO_AUTO_WARM)
+    user.run("warm", MODEL, "--quiet").check()
+    return user
+
+
+def test_a_bit_of_the_model_is_found(warm):
+    result = warm.run("snapshots", "verify", "--all", "--json").result
+    assert result["name"] == MODEL
+    assert result["files"] > len(sources(warm)) > 100
+    assert result["read_bytes"] > warm.model.stat().st_size
+    with decayed(warm.model):
+        assert warm.ask("--resume=always").code == 0, "a launch does not read the whole file"
+        outcome = warm.run("snapshots", "verify", MODEL, "--json")
+        assert (outcome.code, outcome.error["code"]) == (7, "snapshot-corrupt")
+        assert f"{warm.model} changed since it was built" in outcome.error["message"]
+    assert warm.run("snapshots", "verify", "--all").code == 0
+
+
+def test_other_bits_from_the_same_files_are_found(warm):
+    """The model's digest is left out, as if the memory and not the file had changed."""
+    details = warm.snapshot() / "snapshot.json"
+    before = details.read_text()
+    details.write_text(json.dumps({**json.loads(before), "sources": {}}))
+    try:
+        with decayed(warm.model):
+            outcome = warm.run("snapshots", "verify", "--all")
+    finally:
+        details.write_text(before)
+    assert outcome.code == 7
+    assert "computes other bits than when it was built" in outcome.err
+    assert "suspect the disk or the memory" in outcome.err
+
+
+def test_a_bit_of_a_library_is_found(own_libraries):
+    (library,) = (path for path in sources(own_libraries) if "/native/libedgeinfer-kernels" in path)
+    assert Path(library).is_relative_to(own_libraries.home)
+    assert own_libraries.run("snapshots", "verify", "--all").code == 0
+    with decayed(Path(library)):
+        outcome = own_libraries.run("snapshots", "verify", "--all")
+    assert outcome.code == 7
+    assert f"{library} changed since it was built" in outcome.err
+
+
+@pytest.mark.parametrize("names", [(), (MODEL, "--all")])
+def test_verify_needs_names_or_all(warm, names):
+    outcome = warm.run("snapshots", "verify", *names)
+    assert (outcome.code, "edgeinfer snapshots verify --all" in outcome.err) == (2, True)
