@@ -220,7 +220,7 @@ class ServeError(EdgeInferError):
 
 
 class StoreError(EdgeInferError):
-    """The store of conversations cannot be read or written."""
+    """The store of conversations, or the counts for `drift`, cannot be read or written."""
 
 
 class ShippingError(EdgeInferError):

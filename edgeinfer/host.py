@@ -26,6 +26,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
 
 if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
+    from edgeinfer.runtime.drift import DriftRecorder
     from edgeinfer.runtime.engine import LlamaEngine
     from edgeinfer.runtime.llama.backends.devices import OffloadRequest
     from edgeinfer.runtime.prefix_cache.store import BlockStore
@@ -73,6 +74,8 @@ class OwnEngine(Protocol):
     def leave_blocks(self) -> None: ...
 
     def use_devices(self, wanted: OffloadRequest) -> None: ...
+
+    def use_recorder(self, recorder: DriftRecorder) -> None: ...
 
 
 def _slow_stages_on_stderr() -> LoadProgress:
@@ -152,6 +155,7 @@ class Host:
 
         engine = load_engine(files, options, progress)
         self.keep_blocks(engine)
+        self.record_drift(engine, files)
         self.attach_devices(engine, options)
         self._reached("ready")
         return engine
@@ -180,6 +184,15 @@ class Host:
             _log.warning("the on-disk prefix cache is off: %s", error)
             return
         atexit.register(engine.leave_blocks)
+
+    def record_drift(self, engine: OwnEngine, files: ModelFiles) -> None:
+        """Have `engine` count its answers by day, unless the user switched it off."""
+        if self.config.drift.record:
+            from edgeinfer.runtime.drift import DriftRecorder, drift_path  # imported with the engine
+
+            recorder = DriftRecorder(drift_path(), files.name, files.sha256)
+            engine.use_recorder(recorder)
+            atexit.register(recorder.flush)
 
     def note_prompt(self, last: CacheReport) -> None:
         """Publish the cache report of the latest prompt for `edgeinfer ps`."""

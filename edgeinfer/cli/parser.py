@@ -120,6 +120,10 @@ VERBS = {
     "stop": Verb(
         "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
     ),
+    "drift": Verb(
+        "compare what models were asked and answered with the week before, and name what moved",
+        ("drift", "drift qwen3-4b --until 2026-11-22 --against 2026-11-01"),
+    ),
     "doctor": Verb("check this machine and print commands that mend it", ("doctor",)),
     "update": Verb(
         "replace this program's file by a newer release, once it is verified and has answered here",

@@ -89,6 +89,14 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
+class DriftConfig(_Section, frozen=True, kw_only=True):
+    """Counts of what a model is asked and how it answers."""
+
+    record: Annotated[
+        bool, key_doc("Count answers by day, without any text, for `edgeinfer drift`.")
+    ] = True
+
+
 class GpuConfig(_Section, frozen=True, kw_only=True):
     """GPUs."""
 
@@ -270,6 +278,7 @@ class Config(_Section, frozen=True, kw_only=True):
     load: LoadConfig = LoadConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
     blocks: BlocksConfig = BlocksConfig()
+    drift: DriftConfig = DriftConfig()
     gpu: GpuConfig = GpuConfig()
     serve: ServeConfig = ServeConfig()
     chat: ChatConfig = ChatConfig()

@@ -10,6 +10,7 @@ import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
+from edgeinfer.runtime.drift import DriftRecorder
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
@@ -212,6 +213,10 @@ class LlamaEngine:
         if self._loaded.can_generate and self._cache is None:
             self._blocks.open(store, self._gpu.loaded, self._checked)
 
+    def use_recorder(self, recorder: DriftRecorder) -> None:
+        """Count the answers from now on in `recorder`."""
+        self._scheduler.queue.recorder = recorder
+
     def use_devices(self, wanted: OffloadRequest) -> None:
         """Attach devices in the background, while the CPU decodes; once per engine."""
         if self._loaded.can_generate:
@@ -300,6 +305,8 @@ class LlamaEngine:
         if self._cache is not None:
             self._cache.writing.is_leaving = True
         self._loop.close()
+        if self._scheduler.queue.recorder is not None:
+            self._scheduler.queue.recorder.flush()
         self._gpu.close()
         if self._vision is not None:
             self._vision.close()

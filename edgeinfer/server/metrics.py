@@ -7,7 +7,10 @@ them, generated from `Metrics.described`.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date, timedelta
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,8 +24,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform.machine import resident_bytes
+from edgeinfer.runtime.drift import compare, drift_path, read_week
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, HasReplicas
 
@@ -34,6 +38,8 @@ _E2E_SHORT = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5)
 E2E_BUCKETS = (*_E2E_SHORT, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
+#: How long (s) a comparison of two weeks is shown: it takes some 20 ms.
+_DRIFT_S = 300.0
 #: Values of the label `key`, with "" for none and "other" for those beyond.
 MAX_KEYS = 64
 
@@ -129,6 +135,13 @@ class Metrics:
             "Requests being answered, of any route.",
             registry=self.registry,
         )
+        self.drift = Gauge(
+            "edgeinfer_drift_psi",
+            "PSI of the last 7 days against the 7 before, and whether `edgeinfer drift` says moved.",
+            ("aggregate", "moved", "model_name"),
+            registry=self.registry,
+        )
+        self._drift_due = 0.0
         self.refused = self._counter("requests_refused", "Requests refused by a limit.", ("limit",))
 
     def request_ended(self, route: str, status: int, key: str, model: str, version: str) -> None:
@@ -175,7 +188,19 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Write the Prometheus text format. Call it in a thread: every engine is asked."""
+        if time.monotonic() >= self._drift_due:
+            self._drift_due = time.monotonic() + _DRIFT_S
+            self._compare_weeks()
         return generate_latest(self.registry)
+
+    def _compare_weeks(self) -> None:
+        self.drift.clear()
+        with contextlib.suppress(StoreError):
+            weeks = [read_week(drift_path(), date.today() - timedelta(n)) for n in (7, 0)]
+            for model in weeks[0].keys() & weeks[1].keys():
+                for change in compare(weeks[0][model], weeks[1][model]):
+                    moved = "yes" if change.moved else "no"
+                    self.drift.labels(change.aggregate, moved, model).set(change.psi)
 
 
 class _Engines(Collector):

@@ -35,6 +35,7 @@ COMMANDS = {
     "ps": ((), 0),
     "stop": (("nobody",), 2),
     "doctor": ((), None),
+    "drift": ((), 0),
     "tools": ((), 2),  # none are configured
     "version": ((), 0),
     "config": ((), 0),

@@ -84,6 +84,10 @@ class ReasoningParser:
         return self._step == self._inside
 
     @property
+    def n_broken_calls(self) -> int:
+        return self._inner.n_broken_calls if self._inner is not None else 0
+
+    @property
     def is_holding(self) -> bool:
         """True if the end of the text could still become a marker of the span."""
         return bool(self._held)

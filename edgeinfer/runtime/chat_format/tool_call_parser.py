@@ -46,6 +46,7 @@ class CallParser:
         self._after_call = False
         self._section: Section | None = None
         self.special_tokens = special_tokens
+        self.n_broken_calls = 0
 
     def feed(self, text: str) -> Sequence[Parsed]:
         """Return the events certain after `text`, without what could still become a marker."""
@@ -83,6 +84,7 @@ class CallParser:
         """Leave the section; the marker of one that failed is text, or it would open again."""
         marker, rest = section.leftover
         self._section = None
+        self.n_broken_calls += bool(marker)
         self._say(marker, events)
         self._text = rest + self._text
 

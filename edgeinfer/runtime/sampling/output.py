@@ -55,6 +55,11 @@ class Output:
         return self._parser is not None and self._parser.is_reasoning
 
     @property
+    def n_broken_calls(self) -> int:
+        """Tool calls that began with a marker and could not be parsed."""
+        return self._parser.n_broken_calls if self._parser is not None else 0
+
+    @property
     def is_holding(self) -> bool:
         """Tell if the end of the text waits for the rest of a character or a marker."""
         return self._text.is_holding or (self._parser is not None and self._parser.is_holding)

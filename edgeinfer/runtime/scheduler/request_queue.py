@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from edgeinfer.errors import EngineError
 from edgeinfer.platform.energy import EnergyMeter
+from edgeinfer.runtime.drift import DriftRecorder
 from edgeinfer.runtime.events import FinishReason
 from edgeinfer.runtime.kv_cache.cache import KvCache, common_prefix
 from edgeinfer.runtime.scheduler.metrics import Counters
@@ -35,6 +36,7 @@ class RequestQueue:
         self._energy = EnergyMeter()
         self._charged_s = 0.0
         self.on_end: Callable[[Sequence], None] = lambda seq: None
+        self.recorder: DriftRecorder | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -69,6 +71,8 @@ class RequestQueue:
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         self._leave(seq, lambda s: s.finish(reason), keep=seq.request.cache_prompt)
+        if self.recorder is not None:
+            self.recorder.note(seq.request, seq.said, seq.some_logprobs, seq.output.n_broken_calls)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:
         self._leave(seq, lambda s: s.fail(error), keep=False)

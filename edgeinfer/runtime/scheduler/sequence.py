@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
+from edgeinfer.runtime.drift import LOGPROB_EVERY
 from edgeinfer.runtime.events import (
     Divergence,
+    Event,
     Finished,
     FinishReason,
     Progress,
@@ -21,7 +23,7 @@ from edgeinfer.runtime.events import (
     TokenLogprobs,
     Usage,
 )
-from edgeinfer.runtime.generation import EventStream
+from edgeinfer.runtime.generation import Collected, EventStream
 from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, Closest
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -78,6 +80,8 @@ class Sequence:
     restore: Restore | None = None
     pictures: PromptPictures = field(default_factory=PromptPictures)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    said: Collected = field(default_factory=Collected)
+    some_logprobs: list[float] = field(default_factory=list)
     n_generated: int = 0
     delayed_s: float = 0.0
     constraint_s: float = 0.0
@@ -152,14 +156,18 @@ class Sequence:
         """Sample from a row of logits and emit events; return the finish reason, if it ended."""
         report = None
         top = self.request.logprobs
-        if top is not None:
-            report = token_logprobs(vocab, logits, top)
+        is_counted = self.n_generated % LOGPROB_EVERY == 0
+        if top is not None or is_counted:
+            report = token_logprobs(vocab, logits, top or 0)
         if self.banned is not None:
             logits[self.banned] = _MINUS_INFINITY
         if self.matcher is not None:
             self._mask(logits)
         token = self.sampler.sample(context, row, logits)
-        reason = self._take(vocab, token, chosen_logprobs(vocab, token, *report) if report else None)
+        if report is not None and is_counted:
+            self.some_logprobs.append(float(report[0][token]))
+        shown = report if top is not None else None
+        reason = self._take(vocab, token, chosen_logprobs(vocab, token, *shown) if shown else None)
         if reason is None and self.budget is not None and self.budget.is_spent(self.output):
             reason = self._close_reasoning(vocab, self.budget.close)
         if reason is None and self.matcher is not None and top is None:
@@ -181,7 +189,7 @@ class Sequence:
                 self.output.note(logprobs)  # evaluators drop the last entry as the generated token's
             return "stop"
         for event in self.output.feed(token, logprobs):
-            self.stream.put(event)
+            self._emit(event)
         if self.output.stopped_by is not None:
             return "stop"
         if self.matcher is not None and self._matched(token):
@@ -222,10 +230,10 @@ class Sequence:
     def finish(self, reason: FinishReason) -> None:
         """Emit the held text and the end. Frees the sampler."""
         for event in self.output.finish():
-            self.stream.put(event)
+            self._emit(event)
         if reason == "stop" and self.output.has_tool_calls:
             reason = "tool_calls"
-        self.stream.put(
+        self._emit(
             Finished(
                 reason=reason,
                 usage=self.usage(),
@@ -235,6 +243,10 @@ class Sequence:
             )
         )
         self._free()
+
+    def _emit(self, event: Event) -> None:
+        self.said.add(event)
+        self.stream.put(event)
 
     def fail(self, error: EngineError) -> None:
         """End with an error, raised from the consumer's iteration."""

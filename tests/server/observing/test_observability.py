@@ -7,12 +7,14 @@ from __future__ import annotations
 import io
 import json
 import re
+from datetime import date, timedelta
 from pathlib import Path
 
 import msgspec
 from fake_engine import DEFAULT_INFO, FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
+from edgeinfer.runtime.drift import DriftRecorder, drift_path
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.logs import Log
@@ -100,6 +102,19 @@ def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):
     text = metrics.exposition().decode()
     assert len(set(re.findall(r'key="([^"]*)"', text))) < MAX_KEYS
     assert re.search(r'key="other",.* 138\.0', text)
+
+
+def test_drift_has_gauges(serve):
+    recorder = DriftRecorder(drift_path(), "fake", "")
+    for n in range(14):  # prompts twice as long in the last seven days
+        day = (date.today() - timedelta(n)).isoformat()
+        recorder._pending.update(
+            {(day, "prompt_tokens", 24 if n < 7 else 20): 30, (day, "turns", 0): 30}
+        )
+    recorder.flush()
+    scrape = serve(_engine()).client.get("/metrics").text
+    assert re.search(r'drift_psi{aggregate="prompt_tokens",model_name="fake",moved="yes"} \d', scrape)
+    assert 'drift_psi{aggregate="turns",model_name="fake",moved="no"} 0.0' in scrape
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(serve):

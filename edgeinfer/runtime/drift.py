@@ -1,0 +1,317 @@
+"""Drift: a model's requests and answers as counts by day, and what moved between two weeks.
+
+A finished generation becomes some twenty values; each is counted in a fixed bin, four to a doubling.
+The file has one table of counts: no text, and no request on its own.
+
+The definitions are Evidently's (github.com/evidentlyai/evidently, `calculations/stattests`): PSI =
+Σ (now - before) ln(now / before) over bins, an empty one being 0.0001, with drift from 0.1 on; and the
+two-sample Kolmogorov-Smirnov test, here also for categories, in alphabetical order, where it errs to
+silence. An aggregate has moved if both say so. Unlike there, all tests of a comparison share one level
+(Bonferroni), and the sample size is divided by the variation between days beyond chance (Rao and Scott
+1981): the requests of one session resemble each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import sqlite3
+import threading
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer import __version__
+from edgeinfer.errors import StoreError
+from edgeinfer.platform import paths
+from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.requests import GenerateRequest
+
+_log = logging.getLogger("edgeinfer.drift")
+
+#: The log-probability of every so many tokens of an answer is taken: each costs 0.1 to 0.5 ms.
+LOGPROB_EVERY = 16
+_KEPT_DAYS = 182
+#: Counts are written when idle, or after this long (s) beside running requests.
+_IDLE_S, _BUSY_S = 2.0, 30.0
+_FAILED_S = 600.0
+_BINS_PER_DOUBLING = 4
+_LEAST, _MOST = 2.0**-6, 2.0**30
+_SHARE_BINS = 20
+_SEEN_CHARS = 300
+_REFUSAL = re.compile(
+    r"\bI(?:'|’)?m sorry,? but\b|\bas an ai\b|\bje (?:ne peux|suis désolé)|\btut mir leid\b"
+    r"|\bI (?:cannot|can(?:'|’)t|won(?:'|’)t|am (?:unable|not able) to) "
+    r"(?:help|assist|provide|answer|comply|fulfil|support|engage|discuss|create)"
+    r"|\blo siento\b|\bno puedo (?:ayudar|responder)",
+    re.IGNORECASE,
+)
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS count (day TEXT, model TEXT, aggregate TEXT, bin, n INTEGER, "
+    "PRIMARY KEY (day, model, aggregate, bin)) WITHOUT ROWID"
+)
+
+#: A number's bin, or a category.
+Bin = int | str
+#: Aggregate → day (ISO) → bin → answers.
+Counts = dict[str, dict[str, Counter[Bin]]]
+Array = npt.NDArray[np.float64]
+
+
+def drift_path() -> Path:
+    """Return the path of the counts in the state directory."""
+    return paths.state_dir() / "drift.db"
+
+
+class DriftRecorder:
+    """Counts the answers of one model; `path` is created on the first write. Any thread."""
+
+    def __init__(self, path: Path, model: str, sha256: str) -> None:
+        self._path, self._model = path, model
+        self._constant = {"model_file": sha256[:12] or "unknown", "program": __version__}
+        self._lock = threading.Lock()
+        self._pending = Counter[tuple[str, str, Bin]]()
+        self._due = 0.0
+
+    def note(
+        self, request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
+    ) -> None:
+        """Count a generation with an answer; `n_broken` of its tool calls could not be parsed."""
+        if not said.finished.usage.completion_tokens:
+            return
+        try:
+            found = observe(request, said, logprobs, n_broken) | self._constant
+        except Exception:  # noqa: BLE001  a statistic must not cost an answer
+            _log.exception("an answer could not be counted")
+            return
+        day = date.today().isoformat()
+        with self._lock:
+            if not self._pending:
+                self._due = time.monotonic() + _IDLE_S
+            self._pending.update((day, name, bin_of(name, value)) for name, value in found.items())
+        if time.monotonic() > self._due + _BUSY_S:
+            self.flush()
+
+    def due_in_s(self) -> float | None:
+        """Return the seconds until an idle engine should `flush`; None without pending counts."""
+        return max(0.0, self._due - time.monotonic()) if self._pending else None
+
+    def flush(self) -> None:
+        """Add the pending counts to the file; if that fails, they are tried again later."""
+        with self._lock:
+            if not self._pending:
+                return
+            try:
+                self._write()
+                self._pending.clear()
+            except (OSError, sqlite3.Error) as error:
+                self._due = time.monotonic() + _FAILED_S
+                _log.info("%s cannot be written: %s", self._path, error)
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        oldest = (date.today() - timedelta(_KEPT_DAYS)).isoformat()
+        with contextlib.closing(sqlite3.connect(self._path, timeout=0.1)) as db, db:
+            # no fsync: a write takes 1 ms, and a power cut may cost the last counts
+            db.execute("PRAGMA synchronous = OFF")
+            db.execute(_TABLE)
+            db.executemany(
+                "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
+                [(day, self._model, name, bin, n) for (day, name, bin), n in self._pending.items()],
+            )
+            db.execute("DELETE FROM count WHERE day < ?", (oldest,))
+
+
+def observe(
+    request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
+) -> dict[str, float | str]:
+    """Reduce a generation to its values: numbers, shares (`…_share`) and categories."""
+    end, turns = said.finished, request.messages
+    usage, timings = end.usage, end.timings
+    asked = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
+    found: dict[str, float | str] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "turns": len(turns),
+        "system_chars": sum(len(t.content) for t in turns if t.role in ("system", "developer")),
+        "kind": _kind(request),
+        "temperature": request.sampling.temperature,
+        "answer_tokens": usage.completion_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
+        "answer_script": _script(said.text),
+        "finish_reason": end.reason,
+        "refusal": "yes" if _REFUSAL.search(said.text[:_SEEN_CHARS]) else "no",
+        "cached_share": usage.cached_tokens / max(1, usage.prompt_tokens),
+        "queue_ms": timings.queue_ms,
+        "ttft_ms": timings.ttft_ms,
+    }
+    if isinstance(asked, str) and not request.n_pictures:
+        found["prompt_chars_per_token"] = request.length / max(1, usage.prompt_tokens)
+        found["prompt_script"] = _script(asked)
+    if request.tools:
+        found["tool_calls"] = _tool_calls(request, said, n_broken)
+    if not said.calls:
+        chars = len(said.text) + len(said.reasoning)
+        found["answer_chars_per_token"] = chars / usage.completion_tokens
+    if timings.draft_tokens:
+        found["draft_accepted_share"] = timings.draft_accepted_tokens / timings.draft_tokens
+    if usage.completion_tokens > 1:
+        found["token_ms"] = timings.decode_ms / (usage.completion_tokens - 1)
+    if logprobs:
+        found["negative_logprob"] = -sum(logprobs) / len(logprobs)
+    return found
+
+
+def _kind(request: GenerateRequest) -> str:
+    kinds = ("pictures", request.n_pictures), ("tools", request.tools), ("schema", request.constraint)
+    return next((kind for kind, has in kinds if has), "text")
+
+
+def _script(text: str) -> str:
+    """Return the commonest script of the first letters: "latin", "cyrillic", "cjk", …"""
+    letters = (unicodedata.name(c, "other") for c in text[:_SEEN_CHARS] if c.isalpha())
+    counted = Counter(name.partition(" ")[0].lower() for name in letters)
+    return counted.most_common(1)[0][0] if counted else "none"
+
+
+def _tool_calls(request: GenerateRequest, said: Collected, n_broken: int) -> str:
+    """Return "broken" if a call has a wrong notation, no JSON object, or lacks a required argument."""
+    required = {tool.name: tool.parameters.get("required") or () for tool in request.tools}
+    for call in said.calls.values():
+        try:
+            arguments = msgspec.json.decode(call.arguments, type=dict[str, object])
+        except (msgspec.MsgspecError, RecursionError):
+            return "broken"
+        n_broken += any(str(name) not in arguments for name in required.get(call.name, ()))
+    if n_broken:
+        return "broken"
+    return "valid" if said.calls else "none"
+
+
+def bin_of(aggregate: str, value: float | str) -> Bin:
+    """Return the bin of a value: a category itself, a twentieth of a share, a quarter of a doubling."""
+    if isinstance(value, str):
+        return value
+    if aggregate.endswith("_share"):
+        return int(value * _SHARE_BINS)
+    return math.floor(_BINS_PER_DOUBLING * math.log2(min(_MOST, max(_LEAST, value))))
+
+
+def read_week(path: Path, last: date) -> dict[str, Counts]:
+    """Read seven days of counts up to `last` by model; none without a file. Raises StoreError."""
+    models: dict[str, Counts] = {}
+    if not path.exists():
+        return models
+    days = ((last - timedelta(6)).isoformat(), last.isoformat())
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as db:
+            rows = db.execute("SELECT * FROM count WHERE day BETWEEN ? AND ?", days).fetchall()
+    except sqlite3.Error as error:
+        hint = f"remove {path}: counting starts again"
+        raise StoreError(f"the counts in {path} cannot be read: {error}", hint=hint) from error
+    for day, model, aggregate, bin, n in rows:
+        models.setdefault(model, {}).setdefault(aggregate, {}).setdefault(day, Counter())[bin] = n
+    return models
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One aggregate in two weeks: its PSI, the p-value of its test, and a typical value of each."""
+
+    aggregate: str
+    psi: float
+    p: float
+    moved: bool
+    before: str
+    now: str
+
+
+#: Chance of naming anything in a comparison of two equal weeks.
+_LEVEL = 0.01
+_PSI_DRIFT, _EMPTY = 0.1, 0.0001
+#: An aggregate needs as many days in each week, and as many answers that count as independent.
+_LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
+
+
+def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
+    """Compare what both weeks have enough of: first what moved, then by PSI."""
+    changes, names = [], sorted(before.keys() & now.keys())
+    for name in names:
+        days = [list(week[name].values()) for week in (before, now)]
+        if min(map(len, days)) < _LEAST_DAYS:
+            continue
+        bins: list[Any] = sorted({bin for week in days for day in week for bin in day})
+        weeks = [np.array([[day[bin] for bin in bins] for day in week], float) for week in days]
+        sizes = [week.sum() / _spread(weeks) for week in weeks]
+        if min(sizes) < _LEAST_ANSWERS:
+            continue
+        shares = [week.sum(0) / week.sum() for week in weeks]
+        psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))
+        # of all names: the spread of those with enough answers may be underestimated
+        moved = psi >= _PSI_DRIFT and p * len(names) <= _LEVEL
+        was, is_now = _typical(name, bins, shares)
+        changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=was, now=is_now))
+    return tuple(sorted(changes, key=lambda change: (not change.moved, -change.psi)))
+
+
+def _spread(weeks: Sequence[Array]) -> float:
+    """Return how much more the days of a week differ than by chance, at least 1, erring upwards.
+
+    The largest value of all cuts of the bins in two counts: sessions differ in few directions, which a
+    mean over all bins would miss.
+    """
+    squares, freedom = np.zeros(weeks[0].shape[1]), 0
+    for week in weeks:
+        below, sizes = week.cumsum(1), week.sum(1, keepdims=True)
+        share = below.sum(0) / sizes.sum()
+        variance = np.maximum(sizes * share * (1 - share), 1e-9)
+        squares += ((below - sizes * share) ** 2 / variance).sum(0)
+        freedom += len(week) - 1
+    # the critical values of F(1, freedom) over those of chi-squared, at p = 0.0005, within 5 %
+    return max(1.0, float(squares.max()) / freedom * math.exp(7.3 / freedom))
+
+
+def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
+    """Return the PSI over categories or pairs of bins: about as many as Sturges' rule has."""
+    parts = [bin // 2 if isinstance(bin, int) else bin for bin in bins]
+    _, at = np.unique(parts, return_inverse=True)
+    a, b = (np.maximum(np.bincount(at, week), _EMPTY) for week in shares)
+    return float(((b - a) * np.log(b / a)).sum())
+
+
+def _ks(shares: Sequence[Array], size: float) -> float:
+    """Return the p-value of the two-sample test, which is conservative on bins."""
+    distance = float(np.abs((shares[0] - shares[1]).cumsum()).max())
+    scaled = (math.sqrt(size) + 0.12 + 0.11 / math.sqrt(size)) * distance
+    if scaled < 0.3:  # the sum below does not converge there
+        return 1.0
+    terms = ((1 if j % 2 else -1) * math.exp(-2 * (j * scaled) ** 2) for j in range(1, 20))
+    return min(1.0, max(0.0, 2 * sum(terms)))
+
+
+def _typical(name: str, bins: Sequence[Bin], shares: Sequence[Array]) -> list[str]:
+    """Describe both weeks: the median, or the share of the category that changed most."""
+    most = int(np.abs(shares[0] - shares[1]).argmax())
+    if isinstance(bins[most], str):
+        return [f"{bins[most]} {week[most]:.0%}" for week in shares]
+    return [_middle(name, bins[int(week.cumsum().searchsorted(0.5))]) for week in shares]
+
+
+def _middle(name: str, bin: Any) -> str:
+    if name.endswith("_share"):
+        return f"{min(1.0, (bin + 0.5) / _SHARE_BINS):.0%}"
+    if bin == bin_of(name, 0.0):
+        return "0"
+    value = 2 ** ((bin + 0.5) / _BINS_PER_DOUBLING)
+    return f"{value:,.0f}" if value >= 10 else f"{value:,.1f}"

@@ -1,0 +1,210 @@
+"""Drift: what is counted of an answer, what two weeks of counts show, and what they do not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from datetime import date, timedelta
+
+import numpy as np
+import pytest
+from other_processes import wait_until
+
+from edgeinfer.cli.main import main
+from edgeinfer.config.config_file import Config, DriftConfig
+from edgeinfer.host import Host
+from edgeinfer.runtime.drift import DriftRecorder, compare, drift_path, read_week
+from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.requests import Message, Tool, ToolChoice
+
+from .conftest import answers, ask, load
+
+LAST = date(2026, 11, 22)
+ENGLISH = """The ferry leaves the harbour twice a day. Nobody had painted the fence since spring. A good
+knife keeps its edge for years. The committee will meet again on Thursday. Snow fell until noon. Her
+brother repairs old clocks. We walked along the river and counted herons.""".split(". ")
+RUSSIAN = ["Зимой река замерзает.", "Поезд опаздывает.", "Мой брат чинит часы."]
+WEATHER = Tool(
+    name="weather",
+    parameters={
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    },
+)
+ROMAN, KEY = "tell me of the romans", "the colour of the key is green"
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2):
+    with closing(load(smollm2)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def recorded(engine):
+    """An engine whose answers are counted in this test's home."""
+    engine.use_recorder(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
+    yield engine
+    engine.use_recorder(DriftRecorder(drift_path(), "none", ""))
+    recorder.flush()
+
+
+def chat(text: str, **fields):
+    return ask(None, messages=(Message(role="user", content=text),), **fields)
+
+
+def flush(engine) -> None:
+    """Write the counts, on the decode thread, which counts an answer after its last event."""
+    engine.between_steps(engine._scheduler.queue.recorder.flush)
+
+
+def week(engine, last: date, draw) -> None:
+    """Seven days of answers: each day's are recorded as today's, and then dated back."""
+    for n in range(7):
+        answers(engine, [draw() for _ in range(18)])
+        flush(engine)
+        day, today = (last - timedelta(n)).isoformat(), date.today().isoformat()
+        with closing(sqlite3.connect(drift_path())) as db, db:
+            db.execute("UPDATE count SET day = ? WHERE day = ?", (day, today))
+
+
+def moved(as_json, until: date, code: int) -> dict[str, dict]:
+    found = as_json("drift", "small", "--until", until.isoformat(), code=code)
+    return {c["aggregate"]: c for c in found["models"]["small"] if c["moved"]}
+
+
+@pytest.mark.model
+def test_an_injected_drift_is_named_and_an_equal_week_is_not(recorded, as_json, capsys):
+    rng = random.Random(31)
+
+    def usual():
+        if rng.random() < 0.4:
+            call = {"tools": (WEATHER,), "tool_choice": ToolChoice(mode="required")}
+            return chat(rng.choice(ENGLISH), max_tokens=40, ignore_eos=False, **call)
+        return chat(" ".join(rng.choices(ENGLISH, k=rng.randint(2, 9))), max_tokens=4)
+
+    def changed():
+        if rng.random() < 0.4:  # the call is cut off
+            call = {"tools": (WEATHER,), "tool_choice": ToolChoice(mode="required")}
+            return chat(rng.choice(RUSSIAN), max_tokens=8, ignore_eos=False, **call)
+        return chat(rng.choice(RUSSIAN), max_tokens=4)
+
+    week(recorded, LAST, usual)
+    week(recorded, LAST + timedelta(7), usual)
+    week(recorded, LAST + timedelta(14), changed)
+    with closing(sqlite3.connect(drift_path())) as db, db:  # times depend on what else runs here
+        db.execute("DELETE FROM count WHERE aggregate LIKE '%_ms'")
+    assert not moved(as_json, LAST + timedelta(7), code=0)
+    found = moved(as_json, LAST + timedelta(14), code=1)
+    assert {"prompt_tokens", "prompt_chars_per_token", "prompt_script", "tool_calls"} <= found.keys()
+    assert found["prompt_script"]["now"] == "cyrillic 100%"
+    assert found["tool_calls"]["now"] == "broken 100%"
+    assert {"model_file", "program", "turns", "kind", "temperature"}.isdisjoint(found)
+    assert main(["drift", "--until", (LAST + timedelta(14)).isoformat()]) == 1
+    shown = capsys.readouterr().out
+    assert "small, the week to 2026-12-06 beside that to 2026-11-29:" in shown
+    assert "prompt script" in shown
+
+
+@pytest.mark.model
+def test_no_text_is_kept(recorded):
+    for prompt in (ROMAN, KEY):
+        (said,) = answers(recorded, [chat(prompt, max_tokens=20)])
+    flush(recorded)
+    kept = drift_path().read_bytes().decode("latin-1").lower()
+    words = {word for text in (ROMAN, KEY, said.text.lower()) for word in text.split() if len(word) > 4}
+    assert words
+    assert not {word for word in words if word in kept}
+    assert drift_path().stat().st_mode & 0o777 == 0o600
+    counts = read_week(drift_path(), date.today())["small"]
+    assert len(counts) > 15
+    always = counts["prompt_tokens"], counts["refusal"], counts["program"]
+    assert [bins.total() for days in always for bins in days.values()] == [2, 2, 2]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("record", [True, False])
+def test_idle_engine_writes_its_counts_unless_switched_off(smollm2, record):
+    host = Host(config=Config(drift=DriftConfig(record=record)))
+    with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
+        host.record_drift(engine, ModelFiles(name="small", paths=(str(smollm2),)))
+        answers(engine, [ask(max_tokens=0), ask(max_tokens=2)])
+        if record:
+            wait_until(drift_path().exists, "the idle engine to write")
+    assert drift_path().exists() == record
+    if record:  # a prefill without an answer does not count
+        assert (
+            read_week(drift_path(), date.today())["small"]["answer_tokens"][
+                date.today().isoformat()
+            ].total()
+            == 1
+        )
+
+
+@pytest.mark.parametrize("fault", ["folder", "locked", "damaged"])
+def test_counts_that_cannot_be_written_wait(fault, tmp_path):
+    path = tmp_path / "state/drift.db"
+    recorder = DriftRecorder(path, "m", "")
+    recorder._pending[("2026-11-22", "turns", 0)] = 3
+    if fault == "folder":
+        path.parent.write_text("")
+    else:
+        path.parent.mkdir()
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE") if fault == "locked" else path.write_bytes(b"no database" * 99)
+    recorder.flush()
+    assert recorder.due_in_s()
+    if fault == "folder":
+        path.parent.unlink()
+    else:
+        other.close()
+        if fault == "damaged":
+            path.unlink()
+    recorder.flush()
+    assert read_week(path, LAST)["m"]["turns"] == {"2026-11-22": Counter({0: 3})}
+    assert recorder.due_in_s() is None
+
+
+def test_verb_says_what_is_missing_or_damaged(capsys):
+    assert main(["drift"]) == 0
+    assert "no answers are counted in these weeks" in capsys.readouterr().out
+    assert main(["drift", "qwen3-4b"]) == 2
+    assert "no answers of qwen3-4b are counted in these weeks" in capsys.readouterr().err
+    assert main(["drift", "--until", "tomorrow"]) == 2
+    assert "'tomorrow' is no day" in capsys.readouterr().err
+    drift_path().parent.mkdir(parents=True)
+    drift_path().write_bytes(b"no database" * 99)
+    assert main(["drift"]) == 1
+    assert f"remove {drift_path()}" in capsys.readouterr().err
+
+
+def simulated(rng: np.random.Generator, day: date):
+    """A week of some 160 answers in sessions, whose requests resemble each other: twenty aggregates."""
+    n = rng.poisson(40)
+    sizes = rng.geometric(0.25, n)
+    days = np.repeat(rng.integers(0, 7, n), sizes)
+    table = {}
+    for k in range(20):
+        level = np.repeat(rng.normal(k % 10, 0.3, n), sizes)
+        values: np.ndarray = np.floor(4 * rng.normal(level, 0.9)).astype(int)
+        if k >= 13:
+            values = np.where(values > 2 * (k - 13), "yes", "no")
+        table[f"value{k}"] = {
+            (day + timedelta(d)).isoformat(): Counter(values[days == d].tolist())
+            for d in np.unique(days).tolist()
+        }
+    return table
+
+
+@pytest.mark.slow
+def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms():
+    rng = np.random.default_rng(31)
+    weeks = [simulated(rng, LAST + timedelta(7 * n)) for n in range(1001)]
+    found = [compare(before, now) for before, now in itertools.pairwise(weeks)]
+    assert np.mean([len(changes) for changes in found]) > 10
+    assert sum(any(change.moved for change in changes) for changes in found) <= 10
