@@ -42,3 +42,23 @@ def test_launcher_imports_the_standard_library_and_edgeinfer_only():
     bare = modules_after("pass")
     foreign = {m.split(".")[0] for m in loaded - bare} - set(sys.stdlib_module_names) - {"edgeinfer"}
     assert foreign == set()
+
+
+#: Imports every module, but for Ray's, as macOS would: without what Python offers on Linux alone.
+ON_MACOS = """
+import asyncio, ctypes.util, multiprocessing, os, select, subprocess, urllib.request, pypdfium2
+import importlib, pkgutil, sys
+for name in ("eventfd", "memfd_create", "pidfd_open", "posix_fadvise", "sched_getaffinity", "setns", "unshare"):
+    vars(os).pop(name, None)
+del select.epoll
+sys.platform = "darwin"
+import edgeinfer
+for module in pkgutil.walk_packages(edgeinfer.__path__, "edgeinfer."):
+    if not module.name.startswith("edgeinfer.cluster.") and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+assert "edgeinfer.snapshots.build.builder" in sys.modules
+"""
+
+
+def test_every_module_can_be_imported_where_linux_names_are_missing():
+    run_python(ON_MACOS)
