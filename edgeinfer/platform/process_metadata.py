@@ -14,9 +14,9 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Names of notes: the latest prompt, the replicas of a model, what is loaded.
+#: Names of notes: the latest prompt, the replicas of a model, its layers on devices, what is loaded.
 CACHE_REPORT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
-DESCRIPTION = "edgeinfer-description"
+LAYERS, DESCRIPTION = "edgeinfer-layers", "edgeinfer-description"
 
 
 class Note:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
+from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.backends import files as backend_files
 from edgeinfer.runtime.llama.backends import registration
@@ -24,7 +25,7 @@ from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
-from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
 from edgeinfer.runtime.prefix_cache.opening import open_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore
@@ -62,6 +63,7 @@ class GpuOffload:
         self._device_context: DeviceContext | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._note = process_metadata.Note(process_metadata.LAYERS)
         self.loaded = cpu
 
     def begin(self, wanted: OffloadRequest) -> None:
@@ -177,6 +179,8 @@ class GpuOffload:
         self.loaded = loaded
         loaded.active_context().set_threads(self._cpu.n_threads)
         self._blocks.attach(loaded)
+        layers = str(loaded.choices["gpu_layers"].value)
+        self._note.write(LayersInfo(model=self._files.name, layers=layers))
 
 
 def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:

@@ -184,6 +184,13 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_total: int
 
 
+class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a model's layers are since a device was attached, or lost: "29 of 29 on CUDA0", "none"."""
+
+    model: str
+    layers: str
+
+
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas of a model.
 

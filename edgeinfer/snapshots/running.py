@@ -18,7 +18,7 @@ from edgeinfer.cache_report import CacheReport
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.process_metadata import left_by
-from edgeinfer.runtime.options import ReplicasInfo
+from edgeinfer.runtime.options import LayersInfo, ReplicasInfo
 from edgeinfer.snapshots.inputs import ProcessDescription
 
 T = TypeVar("T")
@@ -28,8 +28,9 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
 
     `private_bytes` is unshared memory, `shared_bytes` is of files: shared or droppable.
-    `last_prompts` are the latest of each of its apps that was asked something, `replicas` those
-    of an endpoint that may have several, `snapshots` the names of those its apps came of.
+    `last_prompts` are the latest of each of its apps that was asked something, `replicas` those of an
+    endpoint that may have several, `layers` those of apps that had a device, `snapshots` the names of
+    those its apps came of.
     """
 
     pid: int
@@ -41,6 +42,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     shared_bytes: int
     last_prompts: tuple[CacheReport, ...] = ()
     replicas: tuple[ReplicasInfo, ...] = ()
+    layers: tuple[LayersInfo, ...] = ()
     snapshots: tuple[str, ...] = ()
 
     @property
@@ -73,6 +75,7 @@ def processes(*, everywhere: bool = False) -> list[Running]:
                 shared_bytes=max((shared for _, shared in sizes), default=0),
                 last_prompts=_notes(apps, process_metadata.CACHE_REPORT, CacheReport),
                 replicas=_notes(apps, process_metadata.REPLICAS, ReplicasInfo),
+                layers=_notes(apps, process_metadata.LAYERS, LayersInfo),
                 snapshots=tuple(one.snapshot for one in _loaded_by(apps) if one.snapshot),
             )
         )

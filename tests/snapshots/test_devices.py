@@ -102,6 +102,7 @@ def test_one_snapshot_is_resumed_with_a_device_and_without(
         with Endpoint(warm, *words, env=device) as endpoint:
             if layers == "2":
                 assert on_device(endpoint) == "2 of 31 on Vulkan0"
+                assert f"{MODEL}: layers on GPUs: 2 of 31 on Vulkan0" in warm.run("ps").out
             body = {"model": MODEL, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 6, "temperature": 0}
             texts.add(endpoint.post(body)["choices"][0]["text"])
             assert (place(endpoint) == "none") == (layers == "none")

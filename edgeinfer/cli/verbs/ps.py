@@ -1,4 +1,6 @@
-"""`edgeinfer ps`: what runs, its replicas of a model, and how much of its latest prompt was cached."""
+"""`edgeinfer ps`: what runs, its replicas of a model, where its layers are, and how much of its latest
+prompt was cached.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,15 @@ class PsResult(Result, frozen=True, kw_only=True):
             return "nothing is running"
         rows = [("PID", "AGE", "PRIVATE", "SHARED", "SNAPSHOT", "COMMAND"), *map(_row, self.running)]
         reports = [
-            f"{process.pid} {report}" for process in self.running for report in _cache_reports(process)
+            f"{process.pid} {report}" for process in self.running for report in _reports(process)
         ]
         return "\n\n".join([table(rows), *(["\n".join(reports)] if reports else [])])
 
 
-def _cache_reports(process: Running) -> list[str]:
-    replicas = [f"{found.model}: {found.words}" for found in process.replicas]
-    return replicas + [f"{last.model}: {last.summary}" for last in process.last_prompts]
+def _reports(process: Running) -> list[str]:
+    found = [f"{one.model}: {one.words}" for one in process.replicas]
+    found += [f"{one.model}: layers on GPUs: {one.layers}" for one in process.layers]
+    return found + [f"{last.model}: {last.summary}" for last in process.last_prompts]
 
 
 def _row(process: Running) -> tuple[str, ...]:
