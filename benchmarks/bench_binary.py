@@ -5,8 +5,8 @@ launch, and sizes.
 
 Whole processes, timed here from just before exec; sides alternate run by run, each with a home and a
 snapshot of its own. `ready` is an endpoint whose /health answers 200, `painted` a chat that has drawn
-its screen on a pseudo-terminal; `cold` is a start without a snapshot and a prompt of one token, also in a
-podman container if this runs as root. Run as root, the programs run as an ordinary user (--uid). Medians and
+its screen on a pseudo-terminal; `cold` is a start without a snapshot and a prompt of one token, also in
+podman containers if this runs as root: as they come, and under Kubernetes' restricted profile. Run as root, the programs run as an ordinary user (--uid). Medians and
 the spread (least to greatest) go to bench-out/binary.md and .json.
 """
 
@@ -45,29 +45,41 @@ STAGES = ("launcher", "restore", "running", "request")
 PAINTED = b"Ask something"
 
 
+#: Options of podman by container: unmodified, and what Kubernetes' restricted profile and a read-only root are.
+CONTAINERS = {
+    "container": "",
+    "restricted container": "--read-only --tmpfs=/tmp --cap-drop=all --security-opt=no-new-privileges",
+}
+
+
 class Container:
-    """The shipped file in an unmodified podman container, as an ordinary user without privileges.
+    """The shipped file in a podman container with `options`, as an ordinary user without privileges.
 
     The image is the Debian tree that tools/setup.sh unpacks for tests.
     """
 
-    name = "shipped file, container"
-
-    def __init__(self, binary: Path, work: Path) -> None:
+    def __init__(self, name: str, options: str, binary: Path, work: Path) -> None:
+        self.name = f"shipped file, {name}"
+        self._options = options.split()
+        home = work / name.replace(" ", "-")
         self._podman = ["podman", f"--root={work}/store", f"--runroot={work}/run"]
         self._podman += ["--cgroup-manager=cgroupfs", "--runtime=runc"]
-        self._mounts = [f"--volume={work}/container:/home/user", f"--volume={work}:/models:ro"]
+        self._mounts = [f"--volume={home}:/home/user", f"--volume={work}:/models:ro"]
         self._mounts.append(f"--volume={binary}:/usr/local/bin/edgeinfer:ro")
-        home = work / "container"
         home.mkdir()
         os.chown(home, 1000, 1000)
+        if (
+            subprocess.run([*self._podman, "image", "exists", "localhost/base"], check=False).returncode
+            == 0
+        ):
+            return
         base = work / "base.tar"
         subprocess.run(["tar", "-C", str(CACHE / "systemd-257"), "-cf", str(base), "."], check=True)
         subprocess.run([*self._podman, "import", "--quiet", str(base), "localhost/base"], check=True)
         base.unlink()
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [*self._podman, "run", "--rm", "--network=none", "--user=1000:1000"]
+        command = [*self._podman, "run", "--rm", "--network=none", "--user=1000:1000", *self._options]
         command += ["--ulimit=nofile=1024:4096", "--ulimit=nproc=4096:4096"]  # not above our own
         command += ["--env=HOME=/home/user", *self._mounts, "localhost/base"]
         done = subprocess.run(
@@ -278,9 +290,9 @@ def model_file(name: str, options: argparse.Namespace, work: Path) -> Path:
 
 
 def measure(
-    name: str, both: list[Side], container: Container | None, options: argparse.Namespace, work: Path
+    name: str, both: list[Side], containers: list[Container], options: argparse.Namespace, work: Path
 ) -> dict[str, dict[str, Any]]:
-    """Warm the model on both sides and launch it in turn; start it cold in a container."""
+    """Warm the model on both sides and launch it in turn; start it cold in containers."""
     path = model_file(name, options, work)
     runs: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
     for side in both:
@@ -299,7 +311,7 @@ def measure(
                     runs[side.name].setdefault(stage, []).append(ms)
     for side in both:
         side.run("snapshots", "rm", name, check=False)
-    if container is not None:
+    for container in containers:
         container.run("pull", f"/models/{path.name}", "--name", name, "--in-place", "--quiet")
         for _ in range(options.runs):
             for stage, ms in cold_start(container, name).items():
@@ -364,10 +376,13 @@ def main() -> None:
         results: dict[str, Any] = {"sizes": sizes(options.binary), "models": {}}
         results["first_launch"] = first_launches(both[0], min(5, options.runs))
         can_contain = os.geteuid() == 0 and shutil.which("podman") and (CACHE / "systemd-257").is_dir()
-        container = Container(options.binary.resolve(), Path(folder)) if can_contain else None
+        containers = [
+            Container(name, flags, options.binary.resolve(), Path(folder))
+            for name, flags in (CONTAINERS if can_contain else {}).items()
+        ]
         for name in filter(None, options.models.split(",")):
-            results["models"][name] = measure(name, both, container, options, Path(folder))
-        if container is not None:
+            results["models"][name] = measure(name, both, containers, options, Path(folder))
+        for container in containers:
             container.close()
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "binary.json").write_text(json.dumps(results, indent=1))
