@@ -162,8 +162,11 @@ def _nfpm(arch: str, contents: list[tuple[Path, str, int]]) -> dict[str, Any]:
         "overrides": {"deb": {"depends": ["libc6 (>= 2.31)"]}, "rpm": {"depends": ["glibc >= 2.31"]}},
         "rpm": {"buildhost": "edgeinfer"},
         "contents": [
-            {"src": str(src), "dst": dst, "file_info": {"mode": mode, "mtime": _time()}}
-            for src, dst, mode in contents
+            {"dst": "/usr/share/doc/edgeinfer", "type": "dir"},
+            *(
+                {"src": str(src), "dst": dst, "file_info": {"mode": mode, "mtime": _time()}}
+                for src, dst, mode in contents
+            ),
         ],
     }
 
