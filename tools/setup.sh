@@ -61,19 +61,25 @@ build_llama() {  # a wheel in the cache, keyed by what went into it; sets `wheel
   [ "$(uname -m)" != aarch64 ] || [ "$(gcc -dumpversion | cut -d. -f1)" -ge 14 ] ||
     die "all CPU variants of arm64 need gcc 14" "Debian 13 has it; make setup compiles this processor's variant alone with any gcc"
   say "compiling llama-cpp-python $llama with all CPU variants, once; 8 to 15 minutes on 2 cores"
-  compile_wheel "$wheels" --no-binary llama-cpp-python "llama-cpp-python==$llama" ||
-    die "llama-cpp-python did not compile" "the whole log: $log"
+  local source=$cache/source.$$
+  unpack_llama "$source" || die "llama-cpp-python $llama could not be downloaded" "run it again"
+  compile_wheel "$wheels" "$source" || die "llama-cpp-python did not compile" "the whole log: $log"
+  rm -rf "$source"
+}
+
+unpack_llama() {  # FOLDER
+  mkdir -p "$1"
+  # not --no-binary :all:, which compiles CMake and ninja first
+  .venv/bin/pip download -q --no-deps --no-binary llama-cpp-python -d "$1" "llama-cpp-python==$llama" >/dev/null 2>&1 &&
+    tar xf "$1"/*.tar.gz -C "$1" --strip-components=1
 }
 
 build_one_variant() {  # fails if this machine's variant is not known: then all are compiled
   ls "$one_variant"/*.whl >/dev/null 2>&1 && return
   local source=$cache/source.$$ variant done=1
-  mkdir -p "$source"
-  # not --no-binary :all:, which compiles CMake and ninja first
-  if .venv/bin/pip download -q --no-deps --no-binary llama-cpp-python -d "$source" "llama-cpp-python==$llama" >/dev/null 2>&1 &&
-    tar xf "$source"/*.tar.gz -C "$source" && variant=$(.venv/bin/python tools/one_variant.py "$source"/*/); then
+  if unpack_llama "$source" && variant=$(.venv/bin/python tools/one_variant.py "$source"); then
     say "compiling llama-cpp-python $llama for this processor ($variant), once; about four minutes on 2 cores"
-    compile_wheel "$one_variant" "$source"/*/ && unzip_names "$one_variant" | grep "libggml-cpu-$variant\.so" >/dev/null && done=0
+    compile_wheel "$one_variant" "$source" && unzip_names "$one_variant" | grep "libggml-cpu-$variant\.so" >/dev/null && done=0
     [ $done = 0 ] || rm -rf "$one_variant"
   fi
   rm -rf "$source"
@@ -82,12 +88,12 @@ build_one_variant() {  # fails if this machine's variant is not known: then all 
 
 unzip_names() { .venv/bin/python -m zipfile -l "$1"/*.whl; }
 
-compile_wheel() {  # FOLDER WHAT...: sets `log`
-  local out=$1 started=$SECONDS step='' last='' pid
-  shift
+compile_wheel() {  # FOLDER SOURCE: sets `log`. Another place of the sources gives the same bytes
+  local out=$1 started=$SECONDS step='' last='' pid map=-ffile-prefix-map=$2=.
   mkdir -p "$out.tmp" "$cache/logs"
   log=$cache/logs/$(basename "$out").log
-  CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} CMAKE_ARGS=$flags .venv/bin/pip wheel -v --no-deps -w "$out.tmp" "$@" >"$log" 2>&1 &
+  CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} CMAKE_ARGS=$flags CFLAGS=$map CXXFLAGS=$map \
+    .venv/bin/pip wheel -v --no-deps -w "$out.tmp" "$2" >"$log" 2>&1 &
   pid=$!
   while kill -0 $pid 2>/dev/null; do
     sleep 2
