@@ -3,8 +3,6 @@
 // llama.cpp sets adapters on the whole context: four more nodes of the graph for each matrix and adapter, for all rows. Here the
 // graph stays as it is, rows without an adapter cost nothing, and rows with different ones share a step. A row's bits depend on
 // its activations and on its adapters alone: sums go through the columns of A by 16 lanes, and through the ranks in order.
-#include <immintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -14,7 +12,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "hook.h"
+#include "vectors.h"
 
 // ---- the parts of llama.cpp's private headers that are read (llama-adapter.h)
 
@@ -31,29 +29,11 @@ struct llama_adapter_lora {
 
 namespace {
 
-#if defined(__AVX512VNNI__)
-constexpr int kLanes = 16;
-typedef __m512 Floats;
-INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE Floats all(float x) { return _mm512_set1_ps(x); }
-INLINE Floats load(const float *p) { return _mm512_loadu_ps(p); }
-INLINE Floats load(const ggml_fp16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-INLINE Floats load(const ggml_bf16_t *p) {
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
-}
-#else
-constexpr int kLanes = 8;
-typedef __m256 Floats;
-INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE Floats all(float x) { return _mm256_set1_ps(x); }
-INLINE Floats load(const float *p) { return _mm256_loadu_ps(p); }
-INLINE Floats load(const ggml_fp16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-INLINE Floats load(const ggml_bf16_t *p) {
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
-}
-#endif
+INLINE Floats load(const float *p) { return load<Floats>(p); }
+INLINE Floats load(const ggml_fp16_t *p) { return from_halves(p); }
+INLINE Floats load(const ggml_bf16_t *p) { return from_bf16(p); }
 constexpr int kSums = 16, kParts = kSums / kLanes;  // partial sums of a dot, on every processor
-constexpr int kRanks = 4, kColumns = 8;             // of a unit of project()
+constexpr int kRanks = 4, kTokens = 8;              // of a unit of project()
 
 // dots[r] of x and the rows r of A, `by` times
 template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, float by, float *to) {
@@ -176,12 +156,12 @@ void Additions::project(float *work, int ith, int nth) {
     int unit = 0;
     for (const Run &run : runs) {
         const int rank = run.pair->rank, k = run.pair->a->ne[0];
-        for (int first = 0; first < run.n; first += kColumns)
+        for (int first = 0; first < run.n; first += kTokens)
             for (int r = 0; r < rank; r += kRanks) {
                 if (unit++ % nth != ith) continue;
                 with_type(run.pair->a->type, run.pair->a->data, [&](auto a) {
                     a += (size_t)r * k;
-                    for (int c = first; c < std::min(first + kColumns, run.n); c++) {
+                    for (int c = first; c < std::min(first + kTokens, run.n); c++) {
                         const float *column = (const float *)((const char *)x->data + (run.first + c) * x->nb[1]);
                         float *to = work + run.at + (size_t)c * rank + r;
                         if (r + kRanks <= rank) dots<kRanks>(a, k, column, run.scale, to);
@@ -197,7 +177,7 @@ void Additions::prefetch(int first, int n) const {
         if (!run.is_first) continue;
         const size_t row_size = ggml_type_size(run.pair->b_type) * run.pair->rank;
         const uint8_t *b = run.pair->b.data() + first * row_size;
-        for (size_t i = 0; i < n * row_size; i += 64) _mm_prefetch((const char *)b + i, _MM_HINT_T0);
+        for (size_t i = 0; i < n * row_size; i += 64) __builtin_prefetch(b + i);
     }
 }
 

@@ -8,49 +8,17 @@
 //
 // The online softmax is that of Milakov and Gimelshein,
 // https://arxiv.org/abs/1805.02867.
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "hook.h"
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kWidth = 16, kMostVectors = 5;
-typedef float Vector __attribute__((vector_size(64)));
-typedef int32_t Integers __attribute__((vector_size(64)));
-inline Vector from_halves(const void *x) { return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x)); }
-inline Vector from_bytes(const void *x) {
-    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
-}
-inline Vector all(float x) { return (Vector)_mm512_set1_ps(x); }
-inline Vector larger(Vector a, Vector b) { return (Vector)_mm512_max_ps((__m512)a, (__m512)b); }
-inline Integers nearest(Vector a) { return (Integers)_mm512_cvtps_epi32((__m512)a); }
-inline Vector floats(Integers a) { return (Vector)_mm512_cvtepi32_ps((__m512i)a); }
-#else
-constexpr int kWidth = 8, kMostVectors = 3;
-typedef float Vector __attribute__((vector_size(32)));
-typedef int32_t Integers __attribute__((vector_size(32)));
-inline Vector from_halves(const void *x) { return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)); }
-inline Vector from_bytes(const void *x) {
-    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
-}
-inline Vector all(float x) { return (Vector)_mm256_set1_ps(x); }
-inline Vector larger(Vector a, Vector b) { return (Vector)_mm256_max_ps((__m256)a, (__m256)b); }
-inline Integers nearest(Vector a) { return (Integers)_mm256_cvtps_epi32((__m256)a); }
-inline Vector floats(Integers a) { return (Vector)_mm256_cvtepi32_ps((__m256i)a); }
-#endif
-
-inline Vector load(const float *x) {
-    Vector v;
-    memcpy(&v, x, sizeof v);
-    return v;
-}
-inline void store(float *x, Vector v) { memcpy(x, &v, sizeof v); }
+constexpr int kMostVectors = kRegisters == 32 ? 5 : 3;  // of rows, that are summed in registers
+INLINE Floats load(const float *p) { return load<Floats>(p); }
 
 constexpr int kBlock = 64;     // cells whose scores are computed at a time
 constexpr int kMostLanes = 80;  // rows at a time
@@ -62,50 +30,50 @@ constexpr float kLowest = -2e4f;  // scores from here down are of cells that are
 constexpr float kNoBase = -3e4f;  // less than any score's exponent of two
 
 // the whole number n for which e^x is 2^n times something between 0.7 and 1.5
-inline Integers exponent(Vector x) { return nearest(x * 1.44269504f); }
+inline Integers exponent(Floats x) { return nearest(x * 1.44269504f); }
 
 // 2^n for n <= 0; 0 where that is below the least normal number
-inline Vector power(Integers n) {
+inline Floats power(Integers n) {
     n = n < -127 ? Integers{} - 127 : n;
-    return (Vector)((n + 127) << 23);
+    return (Floats)((n + 127) << 23);
 }
 
 // e^x / 2^base, for a base of exponent(x) or more; exactly 0 for cells that are not seen (Cephes' expf)
-inline Vector exponential(Vector x, Integers base) {
+inline Floats exponential(Floats x, Integers base) {
     const Integers is_seen = x > all(kLowest);
     x = larger(x, all(kLowest));
     const Integers n = exponent(x);
-    const Vector whole = floats(n);
-    const Vector r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    const Floats whole = floats(n);
+    const Floats r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return (Vector)((Integers)(p * power(n - base)) & is_seen);
+    return (Floats)((Integers)(p * power(n - base)) & is_seen);
 }
 
 // c[i][lane] (+)= sum over k of a[i * kAI + k * ak] * b[k][lane], for kI rows of c and kN vectors of lanes;
 // rows of b and c are `lanes` apart
 template <int kN, int kI, int kAI>
 inline void product_tile(int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, bool add) {
-    Vector sums[kI][kN];
+    Floats sums[kI][kN];
     for (int i = 0; i < kI; i++)
-        for (int j = 0; j < kN; j++) sums[i][j] = add ? load(c + i * lanes + j * kWidth) : Vector{};
+        for (int j = 0; j < kN; j++) sums[i][j] = add ? load(c + i * lanes + j * kLanes) : Floats{};
     for (int k = 0; k < n_k; k++, a += ak, b += lanes) {
-        Vector row[kN];
+        Floats row[kN];
 #pragma GCC unroll 8
-        for (int j = 0; j < kN; j++) row[j] = load(b + j * kWidth);
+        for (int j = 0; j < kN; j++) row[j] = load(b + j * kLanes);
 #pragma GCC unroll 16
         for (int i = 0; i < kI; i++) {
-            const Vector x = all(a[i * kAI]);
+            const Floats x = all(a[i * kAI]);
 #pragma GCC unroll 8
             for (int j = 0; j < kN; j++) sums[i][j] += x * row[j];
         }
     }
     for (int i = 0; i < kI; i++)
-        for (int j = 0; j < kN; j++) store(c + i * lanes + j * kWidth, sums[i][j]);
+        for (int j = 0; j < kN; j++) store(c + i * lanes + j * kLanes, sums[i][j]);
 }
 
 template <int kN, int kI, int kAI>
@@ -118,28 +86,26 @@ template <int kAI>
 void product(int n_i, int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, int low, int high,
              bool add) {
     for (int j = low; j < high;) {
-        const int n = std::min((high - j) / kWidth, kMostVectors);
+        const int n = std::min((high - j) / kLanes, kMostVectors);
         switch (n) {
-            case 1: product_lanes<1, kWidth == 16 ? 16 : 8, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
-            case 2: product_lanes<2, kWidth == 16 ? 8 : 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
-            case 3: product_lanes<3, kWidth == 16 ? 8 : 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
-#if defined(__AVX512F__)
-            case 4: product_lanes<4, 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
-            case 5: product_lanes<5, 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
-#endif
+            case 1: product_lanes<1, kRegisters == 32 ? 16 : 8, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+            case 2: product_lanes<2, kRegisters == 32 ? 8 : 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+            case 3: product_lanes<3, kRegisters == 32 ? 8 : 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+            case 4: if constexpr (kMostVectors > 3) product_lanes<4, 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
+            case 5: if constexpr (kMostVectors > 3) product_lanes<5, 4, kAI>(n_i, n_k, a, ak, b + j, c + j, lanes, add); break;
         }
-        j += n * kWidth;
+        j += n * kLanes;
     }
 }
 
 void to_floats(ggml_type type, const char *from, float *to, int n) {
     if (type == GGML_TYPE_F16) {
-        for (int i = 0; i < n; i += kWidth) store(to + i, from_halves(from + 2 * i));
+        for (int i = 0; i < n; i += kLanes) store(to + i, from_halves(from + 2 * i));
     } else if (type == GGML_TYPE_Q8_0) {  // blocks of 32: a half, which scales as many bytes
         for (int i = 0; i < n; i += 32, from += 34) {
             uint16_t scale;
             memcpy(&scale, from, 2);
-            for (int j = 0; j < 32; j += kWidth) store(to + i + j, from_bytes(from + 2 + j) * _cvtsh_ss(scale));
+            for (int j = 0; j < 32; j += kLanes) store(to + i + j, from_bytes(from + 2 + j) * from_half(scale));
         }
     } else if (type == GGML_TYPE_F32) {
         memcpy(to, from, n * sizeof(float));
@@ -166,7 +132,7 @@ struct Operation {
         memcpy(&scale, op->op_params, sizeof scale);
         const int most = std::max(1, kMostLanes / group);
         n_chunks = (n_tokens + most - 1) / most;
-        lanes = ((n_tokens + n_chunks - 1) / n_chunks * group + kWidth - 1) / kWidth * kWidth;
+        lanes = ((n_tokens + n_chunks - 1) / n_chunks * group + kLanes - 1) / kLanes * kLanes;
         n_units = n_chunks * n_heads * n_streams;
         const bool is_even = n_units % n_threads == 0 || n_units >= 4 * n_threads;
         const bool is_small = n_units * shared_size() * sizeof(float) <= kMostShared;
@@ -306,8 +272,8 @@ private:
             if (!hidden) from = std::min(from, t), to = t + 1;
         }
         if (to == first_) return Seen::none;
-        low_ = (from - first_) * o_.group / kWidth * kWidth;
-        high_ = ((to - first_) * o_.group + kWidth - 1) / kWidth * kWidth;
+        low_ = (from - first_) * o_.group / kLanes * kLanes;
+        high_ = ((to - first_) * o_.group + kLanes - 1) / kLanes * kLanes;
         return others ? Seen::some : Seen::every;
     }
 
@@ -318,23 +284,23 @@ private:
         if (seen == Seen::some)
             for (int r = low_; r < std::min(high_, n_rows()); r++) {
                 const uint16_t *mask = mask_of(token(r), cell);
-                for (int c = 0; c < n; c++) scores[c * o_.lanes + r] += _cvtsh_ss(mask[c]);
+                for (int c = 0; c < n; c++) scores[c * o_.lanes + r] += from_half(mask[c]);
             }
         for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
     }
 
     // scores become weights; what was summed shrinks where a larger score was found
     void weigh(float *scores, int n_values) {
-        for (int l = low_; l < high_; l += kWidth) {
-            Vector most = all(kLowest);
+        for (int l = low_; l < high_; l += kLanes) {
+            Floats most = all(kLowest);
             for (int c = 0; c < kBlock; c++) most = larger(most, load(scores + c * o_.lanes + l));
-            const Vector before = load(base_ + l), after = larger(before, floats(exponent(most)));
-            const Vector shrink = power(nearest(before - after));
+            const Floats before = load(base_ + l), after = larger(before, floats(exponent(most)));
+            const Floats shrink = power(nearest(before - after));
             const Integers base = nearest(after);
-            Vector sum = load(sum_ + l) * shrink;
+            Floats sum = load(sum_ + l) * shrink;
             for (int c = 0; c < kBlock; c++) {
                 float *x = scores + c * o_.lanes + l;
-                const Vector weight = exponential(load(x), base);
+                const Floats weight = exponential(load(x), base);
                 store(x, weight);
                 sum += weight;
             }

@@ -4,8 +4,8 @@
 #
 #   libedgeinfer-guard.so.1           guard.cpp
 #   libedgeinfer-cells.so.1           cells.cpp
-#   libedgeinfer-kernels-LEVEL.so.1   kernels.cpp, attention.cpp, cell_order.cpp, matmul.cpp, adapters.cpp; LEVEL is v3 for AVX2 (x86-64-v3), v3-vnni
-#                                     with AVX-VNNI, v4 for AVX-512 with VNNI; on x86-64 alone
+#   libedgeinfer-kernels-LEVEL.so.1   kernels.cpp, attention.cpp, cell_order.cpp, matmul.cpp, adapters.cpp; LEVEL is v3 for AVX2 (x86-64-v3),
+#                                     v3-vnni with AVX-VNNI, v4 for AVX-512 with VNNI; on arm64 dotprod (ARMv8.2) and i8mm (ARMv8.6)
 #
 # usage: build.sh [here|aarch64 OUT]; `here`: only the level that this machine's processor needs; `aarch64`: every level of
 # arm64, into OUT, with the compiler that CXX names, else the one of tools/fetch_cross.sh in the build cache
@@ -24,15 +24,19 @@ llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
 made_from() { cat "$@" native/build.sh; printf '%s\n' "$llama" "$machine" "$("$CXX" --version 2>&1 | head -1)"; }
 case $machine in
   x86_64) every="v3 v3-vnni v4" ;;
+  aarch64) every="dotprod i8mm" ;;
   *) every= ;;
 esac
 levels=$every
 all=$(made_from native/*.cpp native/*.h | cksum)
-if [ "${1:-}" = here ] && [ "$machine" = x86_64 ]; then
-  case " $(grep -m1 ^flags /proc/cpuinfo) " in
+if [ "${1:-}" = here ]; then
+  case " $(grep -m1 -E '^(flags|Features)' /proc/cpuinfo) " in
     *" avx512_vnni "*) levels=v4 ;;
     *" avx_vnni "*) levels=v3-vnni ;;
-    *) levels=v3 ;;
+    *" avx2 "*) levels=v3 ;;
+    *" i8mm "*) levels=i8mm ;;
+    *" asimddp "*) levels=dotprod ;;
+    *) levels= ;;
   esac
 fi
 built=$(cat "$out/.built" 2>/dev/null || true)
@@ -46,7 +50,7 @@ library() {  # NAME SOURCE... -- OPTION...
   local file=libedgeinfer-$1.so.1 sources=() version; shift
   while [ "$1" != -- ]; do sources+=("native/$1"); shift; done
   shift
-  version=$(made_from "${sources[@]}" native/hook.h | sha256sum | cut -c1-12)
+  version=$(made_from "${sources[@]}" native/*.h | sha256sum | cut -c1-12)
   "$CXX" -shared -fPIC -s -DEDGEINFER_VERSION="\"$version\"" -o "$work/$file" "${sources[@]}" native/version.cpp "$@"
   cmp -s "$work/$file" "$out/$file" || mv "$work/$file" "$out/$file"
 }
@@ -65,6 +69,8 @@ for level in $levels; do
     v3) kernels v3 -march=x86-64-v3 & ;;
     v3-vnni) kernels v3-vnni -march=x86-64-v3 -mavxvnni & ;;
     v4) kernels v4 -march=x86-64-v4 -mavx512vnni & ;;
+    dotprod) kernels dotprod -march=armv8.2-a+dotprod & ;;
+    i8mm) kernels i8mm -march=armv8.2-a+dotprod+i8mm & ;;
   esac
   compilers+=($!)
 done

@@ -8,75 +8,16 @@
 //
 // Two kernels: up to kFew columns (rows of the batch), weights are unpacked in registers for all of them; more columns share
 // a slab of 32 rows that is unpacked to the L1 cache.
-#include <immintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 
-#include "hook.h"
-
-#define UNROLL _Pragma("GCC unroll 8")  // of loops of up to eight: whole
+#include "vectors.h"
 
 namespace {
 
-// ---- vectors: a dword (four bytes of weights) or a float of each lane
-
-#if defined(__AVX512VNNI__)
-constexpr int kLanes = 16, kFew = 16, kColumns = 8, kTile = 6;
-constexpr bool kExactBytes = true;  // the dot instruction takes weights up to 255 without saturation
-#elif defined(__AVXVNNI__)
-constexpr int kLanes = 8, kFew = 8, kColumns = 4, kTile = 4;
-constexpr bool kExactBytes = true;
-#else
-constexpr int kLanes = 8, kFew = 8, kColumns = 4, kTile = 4;
-constexpr bool kExactBytes = false;
-#endif
 constexpr int kRows = 2 * kLanes;  // of a slab
-typedef uint32_t Dwords __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-
-template <class T> INLINE T load(const void *p) {
-    T v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-template <class T> INLINE void store(void *p, T v) { memcpy(p, &v, sizeof v); }
-
-#if defined(__AVX512VNNI__)
-INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x)); }  // the low ones
-INLINE Dwords look_up(__m128i table, Dwords x) {
-    return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)x);
-}
-INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0, 4, 8 and 12
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 4 * stride)), 1);
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
-    return (Dwords)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
-}
-#define UNPACK(name, x, y, width) ((Dwords)_mm512_unpack##name##_epi##width((__m512i)(x), (__m512i)(y)))
-#else
-INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-INLINE Floats halves(Dwords x) {
-    const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
-    return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(packed));
-}
-INLINE Dwords look_up(__m128i table, Dwords x) {
-    return (Dwords)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)x);
-}
-INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0 and 4
-    return (Dwords)_mm256_set_m128i(_mm_loadu_si128((const __m128i *)(p + 4 * stride)), _mm_loadu_si128((const __m128i *)p));
-}
-#define UNPACK(name, x, y, width) ((Dwords)_mm256_unpack##name##_epi##width((__m256i)(x), (__m256i)(y)))
-#endif
-INLINE Floats floats(Integers x) { return __builtin_convertvector(x, Floats); }
-INLINE Floats floats(Dwords x) { return __builtin_convertvector((Integers)x, Floats); }
-INLINE Integers all(int32_t x) { return Integers{} + x; }
-INLINE Floats all(float x) { return Floats{} + x; }
 
 // n dwords of each row from p on; the last ones are read together with some before them
 template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
@@ -86,10 +27,8 @@ template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out
         const int at = i + 4 <= n ? i : n - 4;
         Dwords z[4];
         UNROLL for (int j = 0; j < 4; j++) z[j] = of_rows(p + 4 * at + j * stride, stride);
-        const Dwords a = UNPACK(lo, z[0], z[1], 32), b = UNPACK(hi, z[0], z[1], 32);
-        const Dwords c = UNPACK(lo, z[2], z[3], 32), d = UNPACK(hi, z[2], z[3], 32);
-        out[at] = UNPACK(lo, a, c, 64), out[at + 1] = UNPACK(hi, a, c, 64);
-        out[at + 2] = UNPACK(lo, b, d, 64), out[at + 3] = UNPACK(hi, b, d, 64);
+        const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
+        out[at] = low64(a, c), out[at + 1] = high64(a, c), out[at + 2] = low64(b, d), out[at + 3] = high64(b, d);
     }
 }
 INLINE Dwords funnel(Dwords low, Dwords high) { return low >> 16 | high << 16; }  // from byte 2 of `low` on
@@ -103,7 +42,7 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min;
-    using Kernels = Shape<sub, min, kExactBytes ? 0 : most>;
+    using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
 struct FloatShape {  // weights that are converted to floats and multiplied as such
     static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 128;
@@ -164,8 +103,7 @@ struct Q5_1 : Shape<32, true, 31> {
             nibbles(x + i + 2, b), fifth_bits(x[i + 1], b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
     }
 };
-// bytes of 8 bits are signed where the dot instruction saturates
-constexpr int kMiddle = kExactBytes ? 128 : 0, kMostByte = kExactBytes ? 255 : -1;
+constexpr int kMiddle = kSignedBytes ? 0 : 128, kMostByte = kSignedBytes ? -1 : 255;
 constexpr uint32_t kFlip = kMiddle * 0x01010101u;
 struct Q8_0 : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 68, kZero = kMiddle;
@@ -179,12 +117,12 @@ struct Q8_0 : Shape<32, false, kMostByte> {
         b.d = halves(x[8] >> 16), f(b);
     }
 };
-INLINE void look_up_nibbles(Block &b, __m128i table) {
+INLINE void look_up_nibbles(Block &b, Table table) {
     UNROLL for (int i = 0; i < 8; i++) b.w[i] = look_up(table, b.w[i]);
 }
 INLINE void iq4_values(Block &b) {
-    const __m128i table = _mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
-    look_up_nibbles(b, _mm_xor_si128(table, _mm_set1_epi32(kFlip)));
+    const Table table{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    look_up_nibbles(b, table ^ (int8_t)kMiddle);
 }
 struct IQ4_NL : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = kMiddle;
@@ -199,7 +137,7 @@ struct MXFP4 : Shape<32, false, 24> {
         return (Floats)(e < 2 ? denormal : normal);
     }
     template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+        const Table table{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
         Dwords x[5], y[4];
         Block b;
         dwords<5>(p, stride, x), dwords<4>(p + 18, stride, y);
@@ -365,16 +303,6 @@ struct BF16Pairs : PairShape {
         dwords<8>(p, stride, b.w), f(b);
     }
 };
-// the instructions by name: not all processors of this level have them, so the compiler is not told that they are there
-INLINE Floats dot_pairs(Floats sum, Dwords w, Dwords x) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
-    return sum;
-}
-INLINE void round_to_bf16(const float *x, int8_t *to) {
-    __m256i rounded;
-    asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(load<Floats>(x)));
-    store(to, rounded);
-}
 #endif
 
 // ---- activations
@@ -425,16 +353,8 @@ template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra 
     memcpy(&top, &largest, 4);
     const float by = top > 1e-36f ? 127.0f / top : 0.0f;  // below, 127 / top is infinite
     int sums[2] = {0, 0};
-    for (int i = 0; i < kParts; i++) {  // NaN becomes -127 here, so that its integer has no special meaning
-#if defined(__AVX512VNNI__)
-        const __m512i q = _mm512_cvtps_epi32(_mm512_max_ps((__m512)(v[i] * by), _mm512_set1_ps(-127)));
-        _mm_storeu_si128((__m128i *)(to + i * 16), _mm512_cvtsepi32_epi8(q));
-        sums[i] = _mm512_reduce_add_epi32(q);
-#else
-        const Integers q = (Integers)_mm256_cvtps_epi32(_mm256_max_ps((__m256)(v[i] * by), _mm256_set1_ps(-127)));
-        for (int j = 0; j < 8; j++) to[i * 8 + j] = (int8_t)q[j], sums[i / 2] += q[j];
-#endif
-    }
+    for (int i = 0; i < kParts; i++)  // NaN becomes -127 here, so that its integer has no special meaning
+        sums[i * kLanes / 16] += to_bytes(nearest(larger(v[i] * by, all(-127.0f))), to + i * kLanes);
     const float scale = top / 127.0f;
     constexpr int kSubs = 32 / T::kSub;
     if (kSubs == 1) sums[0] += sums[1];
@@ -448,25 +368,8 @@ template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra 
 
 // ---- kernels
 
-INLINE Dwords broadcast(const int8_t *x) {
-    int32_t v;
-    memcpy(&v, x, 4);
-    return (Dwords)all(v);
-}
-// the dots of four bytes each, where they cannot saturate
-INLINE Integers dot(Integers sum, Dwords w, Dwords x) {
-#if defined(__AVX512VNNI__)
-    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#elif defined(__AVXVNNI__)
-    return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-#else
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
-    return sum + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-}
-
 // sums[r][c] += the product of one block of weights (kR vectors of rows) and of activations (kC columns, 32 bytes apart)
-template <class T, int kR, int kC>
+template <class T, bool kArranged, int kR, int kC>
 INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const int8_t *x,
                      const Extra *e, Floats (&sums)[kR][kC]) {
     constexpr int kN = T::kVectors;
@@ -486,50 +389,16 @@ INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const 
         }
         UNROLL for (int c = 0; c < kC; c++)
             UNROLL for (int r = 0; r < kR; r++) sums[r][c] += some[r][c];
-        return;
-    }
-    Integers dots[kR][kC];
-    UNROLL for (int c = 0; c < kC; c++)
-        UNROLL for (int r = 0; r < kR; r++) dots[r][c] = T::kMin ? Integers{} : all(e[c].start);
-    if constexpr (kExactBytes || T::kMost > 0) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-        UNROLL for (int j = 0; j < kN; j++) {
-            UNROLL for (int c = 0; c < kC; c++) {
-                const Dwords v = broadcast(x + c * 32 + j * 4);
-                UNROLL for (int r = 0; r < kR; r++) dots[r][c] = dot(dots[r][c], w[r][j], v);
-            }
-        }
-#else
-        // sums of pairs stay 16 bits for as long as they fit: kMost * 127 * 2 each
-        constexpr int kAdds = std::min(kN, 32767 / (T::kMost > 0 ? T::kMost * 254 : 254));
-        UNROLL for (int j = 0; j < kN; j += kAdds) {
-            UNROLL for (int c = 0; c < kC; c++) {
-                UNROLL for (int r = 0; r < kR; r++) {
-                    __m256i pairs = _mm256_maddubs_epi16((__m256i)w[r][j], (__m256i)broadcast(x + c * 32 + j * 4));
-                    for (int i = 1; i < std::min(kAdds, kN - j); i++)
-                        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)w[r][j + i],
-                                                                             (__m256i)broadcast(x + c * 32 + (j + i) * 4)));
-                    dots[r][c] += (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-                }
-            }
-        }
-#endif
     } else {
-#if !defined(__AVX512VNNI__)
-        UNROLL for (int j = 0; j < kN; j++) {  // signed weights: |w| * (x with the sign of w)
-            UNROLL for (int c = 0; c < kC; c++) {
-                const Dwords v = broadcast(x + c * 32 + j * 4);
-                UNROLL for (int r = 0; r < kR; r++)
-                    dots[r][c] = dot(dots[r][c], (Dwords)_mm256_abs_epi8((__m256i)w[r][j]),
-                                     (Dwords)_mm256_sign_epi8((__m256i)v, (__m256i)w[r][j]));
+        Integers dots[kR][kC];
+        UNROLL for (int c = 0; c < kC; c++)
+            UNROLL for (int r = 0; r < kR; r++) dots[r][c] = T::kMin ? Integers{} : all(e[c].start);
+        add_dots<kN, T::kMost, kArranged>(w, x, dots);
+        UNROLL for (int c = 0; c < kC; c++) {
+            UNROLL for (int r = 0; r < kR; r++) {
+                sums[r][c] = fma(floats(dots[r][c]), d[r] * e[c].scale, sums[r][c]);
+                if (T::kMin) sums[r][c] = fma(m[r], all(e[c].sum), sums[r][c]);
             }
-        }
-#endif
-    }
-    UNROLL for (int c = 0; c < kC; c++) {
-        UNROLL for (int r = 0; r < kR; r++) {
-            sums[r][c] = fma(floats(dots[r][c]), d[r] * e[c].scale, sums[r][c]);
-            if (T::kMin) sums[r][c] = fma(m[r], all(e[c].sum), sums[r][c]);
         }
     }
 }
@@ -551,7 +420,7 @@ template <class T, int kC> struct Position {
 // is too many at once.
 template <class T> INLINE const uint8_t *prefetch(const uint8_t *p) {
     constexpr int kShare = T::kBytes * kLanes / (T::kGroup / T::kSub);
-    for (int i = 0; i < kShare; i += 64) _mm_prefetch((const char *)p + i, _MM_HINT_T1);
+    for (int i = 0; i < kShare; i += 64) __builtin_prefetch(p + i, 0, 2);
     return p + kShare;
 }
 
@@ -566,7 +435,7 @@ template <class T, class F> INLINE void each_block(const uint8_t *w, size_t stri
             if constexpr (T::kBytes > 192) {
                 for (int row = block * kLanes / kBlocks; row < (block + 1) * kLanes / kBlocks; row++)
                     for (int at = 0; at < T::kBytes + 63; at += 64)
-                        _mm_prefetch((const char *)w + row * stride + T::kBytes + std::min(at, T::kBytes - 1), _MM_HINT_T0);
+                        __builtin_prefetch(w + row * stride + T::kBytes + std::min(at, T::kBytes - 1));
                 block++;
             }
             f(b);
@@ -580,7 +449,8 @@ void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e
     Floats sums[1][kC]{};
     Position<T, kC> at{x, e};
     each_block<T>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
-        multiply<typename T::Kernels, 1, kC>({b.w}, {b.d}, {b.m}, at.x, at.e, sums);
+        if constexpr (kC > 1 && !T::kFloat) arrange<T::kVectors>(b.w);
+        multiply<typename T::Kernels, (kC > 1)>({b.w}, {b.d}, {b.m}, at.x, at.e, sums);
         at.step();
     });
     for (int c = 0; c < kC; c++) store(out + c * kLanes, sums[0][c]);
@@ -594,6 +464,7 @@ template <class T> struct alignas(64) Unpacked {
 };
 template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead) {
     each_block<T>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
+        if constexpr (!T::kFloat) arrange<T::kVectors>(b.w);
         UNROLL for (int j = 0; j < T::kVectors; j++) to->w[j] = b.w[j];
         to->d = b.d;
         if constexpr (T::kMin) to->m[0] = b.m;
@@ -609,7 +480,7 @@ template <class T, int kC> void tile(const Unpacked<T> *w, int k, const int8_t *
     for (int i = 0; i < k; i += T::kSub, w += 2, at.step()) {
         Floats m[2]{};
         if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-        multiply<T, 2, kC>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
+        multiply<T, true>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
     }
     for (int c = 0; c < kC; c++)
         for (int r = 0; r < 2; r++) store(out + c * kRows + r * kLanes, sums[r][c]);

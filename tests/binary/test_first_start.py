@@ -218,7 +218,7 @@ def test_needs_no_newer_libc_than_promised(used):
 
 def test_kernels_of_our_own_open_on_the_oldest_libc(used):
     found = used.json("version")
-    assert found["kernels"] == libedgeinfer.LEVELS.get(found["cpu_variant"], "")
+    assert found["kernels"] == libedgeinfer.level_of(found["cpu_variant"])
 
 
 def elf_files(app):

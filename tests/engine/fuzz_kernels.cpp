@@ -1,6 +1,7 @@
-// fuzz_kernels CASES: operations of random types, shapes, strides, threads and values, computed by the kernels that it is
+// fuzz_kernels CASES [grid]: operations of random types, shapes, strides, threads and values, computed by the kernels that it is
 // linked with, as ggml's CPU backend calls them. Each is compared with float64, and its bits with those of fewer rows and
 // other numbers of threads. Prints a line each: the operation, and a digest of the result, or that it was declined.
+// `grid`: then a product of each type and of 1 to 512 columns, of odd widths.
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -16,6 +17,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "hook.h"
@@ -36,6 +38,23 @@ struct Transfer {
 extern "C" void edgeinfer_cells(Transfer *);
 extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *, void *, size_t offset, size_t size);
 extern "C" void edgeinfer_cells_set(void *, ggml_tensor *, const void *, size_t offset, size_t size);
+
+// llama.cpp's LoRA adapters (llama-adapter.h), and what adapters.cpp does with them
+struct llama_model;
+struct llama_adapter_lora_weight { ggml_tensor *a, *b; };
+struct llama_adapter_lora {
+    llama_model *model;
+    std::unordered_map<std::string, llama_adapter_lora_weight> pairs;
+    std::vector<void *> contexts, buffers;
+    float alpha;
+};
+struct Adapter;
+struct Step;
+struct Rows { int32_t first, n, first_output, n_outputs; const Adapter *adapter; float scale; };
+extern "C" Adapter *edgeinfer_adapter_open(const llama_adapter_lora *, const ggml_tensor *(*)(const llama_model *, const char *));
+extern "C" void edgeinfer_adapter_close(Adapter *);
+extern "C" Step *edgeinfer_adapters_begin(const Rows *, int n_rows, int n_tokens, int n_outputs);
+extern "C" bool edgeinfer_adapters_end(Step *);
 
 namespace {
 
@@ -151,8 +170,8 @@ double tolerance(ggml_type kind, const Row &w, const Row &x) {
     return sum + 1e-37;
 }
 
-void product() {
-    const ggml_type kind = kTypes[between(0, std::size(kTypes) - 1)];
+struct Product { int k, rows, n, experts, used; bool is_wild, is_odd, is_shared; };
+Product any_product(ggml_type kind) {
     const int block = ggml_blck_size(kind), group = block == 1 ? 8 : block == 32 ? 64 : block;
     const int groups = once_in(6) ? between(1, 6000 / group) : between(1, std::max(1, 700 / group));
     const int k = groups * group - (once_in(20) ? block == 1 ? between(1, 7) : block % 256 : 0);
@@ -160,6 +179,11 @@ void product() {
     const int n = once_in(12) ? 0 : once_in(3) ? between(13, 71) : between(1, 20);
     const int used = experts ? between(1, std::min(experts, 3)) : 1;
     const bool is_wild = once_in(3), is_odd = once_in(2), is_shared = experts && once_in(2);
+    return {k, rows, n, experts, used, is_wild, is_odd, is_shared};
+}
+
+void product(ggml_type kind, Product shape) {
+    const auto [k, rows, n, experts, used, is_wild, is_odd, is_shared] = shape;
     g_case += std::string(ggml_type_name(kind)) + (experts ? " experts" : "") + (is_wild ? " wild" : "");
     for (int number : {k, rows, n, experts, used}) g_case += " " + std::to_string(number);
 
@@ -222,7 +246,7 @@ void product() {
         for (size_t j = 0; j < again.size(); j++)
             check(same(again[j], found[first * used + j]), "a row's bits do not depend on its company or on threads");
     }
-    for (int i = 0; i < n * used; i++) {
+    for (int i = 0; i < n * used; i += 1 + n * used / 100) {
         int expert = 0;
         if (experts) memcpy(&expert, (char *)ids.data + i % used * ids.nb[0] + i / used * ids.nb[1], 4);
         const Row values = floats_of(GGML_TYPE_F32, column(x, i / used, i % used), k);
@@ -235,6 +259,64 @@ void product() {
                 check(is_wild || std::abs(got - wanted) <= allowed, "it is as exact as quantized activations are");
             if (!is_wild && std::any_of(values.begin(), values.end(), [](float v) { return std::isnan(v); }))
                 check(std::isnan(got), "NaN stays NaN");
+        }
+    }
+}
+
+// a product to some rows of which an adapter adds
+void adapters() {
+    const ggml_type kinds[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q6_K, GGML_TYPE_F32}, floats[] = {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16};
+    const ggml_type kind = kinds[between(0, 2)], a_kind = floats[between(0, 2)], b_kind = floats[between(0, 2)];
+    const int k = 256 * between(1, 3), rows = between(16, 110), n = between(1, 30), rank = between(1, 20);
+    const int first = between(0, n - 1), count = between(1, n - first);
+    g_case += std::string("adapter ") + ggml_type_name(kind);
+    for (int number : {(int)a_kind, (int)b_kind, k, rows, n, rank, first, count}) g_case += " " + std::to_string(number);
+    static Tensor *weight;
+    Tensor w(kind, {k, rows}), a(a_kind, {k, rank}), b(b_kind, {rank, rows}), x(GGML_TYPE_F32, {k, n}, true), out(GGML_TYPE_F32, {rows, n}, true);
+    weight = &w;
+    for (Tensor *t : {&w, &a, &b, &x})
+        for (int i = 0; i < t->ne[1]; i++) {
+            Row values(t->ne[0]);
+            for (float &v : values) v = normal();
+            put_floats(t->type, t->at(i), values);
+        }
+    out.op = GGML_OP_MUL_MAT, out.src[0] = &w, out.src[1] = &x;
+    auto results = [&](int n_threads) {
+        check(compute(&out, n_threads, n_threads), "it is computed");
+        std::vector<Row> found;
+        for (int i = 0; i < n; i++) found.push_back(read_row(out.at(i), rows));
+        return found;
+    };
+    const std::vector<Row> plain = results(2);
+    const llama_adapter_lora lora{nullptr, {{"w.weight", {&a, &b}}}, {}, {}, 8};
+    Adapter *adapter = edgeinfer_adapter_open(&lora, [](const llama_model *, const char *name) -> const ggml_tensor * {
+        return std::string(name) == "w.weight" ? weight : nullptr;
+    });
+    check(adapter, "the adapter is taken");
+    const Rows adapted{first, count, 0, 0, adapter, 0.5f};
+    Step *step = edgeinfer_adapters_begin(&adapted, 1, n, n);
+    const std::vector<Row> found = results(2);
+    report(found);
+    const std::vector<Row> again = results(3);
+    for (int i = 0; i < n; i++) check(same(again[i], found[i]), "a row's bits do not depend on threads");
+    check(edgeinfer_adapters_end(step), "everything is added");
+    edgeinfer_adapter_close(adapter);
+    for (int i = 0; i < n; i++) {
+        if (i < first || i >= first + count) {
+            check(same(found[i], plain[i]), "other rows stay as they are");
+            continue;
+        }
+        const Row values = floats_of(GGML_TYPE_F32, x.at(i), k);
+        std::vector<double> projected(rank);
+        for (int r = 0; r < rank; r++) {
+            const Row row = floats_of(a_kind, a.at(r), k);
+            for (int j = 0; j < k; j++) projected[r] += (double)row[j] * values[j] * 0.5 * 8 / rank;
+        }
+        for (int j = 0; j < rows; j++) {
+            const Row row = floats_of(b_kind, b.at(j), rank);
+            double added = 0;
+            for (int r = 0; r < rank; r++) added += row[r] * projected[r];
+            check(std::abs(plain[i][j] + added - found[i][j]) < 1e-3, "what is added is exact");
         }
     }
 }
@@ -363,7 +445,7 @@ void cells() {
 
 }  // namespace
 
-int main(int, char **arguments) {
+int main(int n_arguments, char **arguments) {
     edgeinfer_kernels(types, barrier);
     edgeinfer_kernels(types, barrier);
     check(g_types.size() == 1, "a second call does nothing");
@@ -372,6 +454,18 @@ int main(int, char **arguments) {
         g_case = std::to_string(i) + " ";
         if (i % 8 == 0) attention();
         else if (i % 16 == 1) cells();
-        else product();
+        else if (i % 16 == 9) adapters();
+        else {
+            const ggml_type kind = kTypes[between(0, std::size(kTypes) - 1)];
+            product(kind, any_product(kind));
+        }
+    }
+    for (int i = 0; i < (n_arguments > 2 ? 16 * 8 : 0); i++) {
+        const int columns[] = {1, 2, 3, 4, 8, 17, 64, 512};
+        const ggml_type kind = kTypes[i / 8];
+        const int block = ggml_blck_size(kind), width = block == 1 ? 8 * 23 : block == 32 ? 64 * 9 : 256 * 3;
+        g_random.seed(i);
+        g_case = "grid ";
+        product(kind, {width, 37, columns[i % 8], 0, 1, false, true, false});
     }
 }

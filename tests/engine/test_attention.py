@@ -129,12 +129,20 @@ def test_logits_are_close_to_those_of_llama_cpp(smollm2: Path, tmp_path: Path) -
 
 def test_kernel_level_fits_the_cpu_variant() -> None:
     build = libllama.build_info()
-    assert build.kernels == libedgeinfer.LEVELS.get(build.cpu_variant, "")
+    assert build.kernels == libedgeinfer.level_of(build.cpu_variant)
     assert bool(build.kernels_version) == bool(build.kernels)
     assert libedgeinfer.variant_of("/a place/libggml-cpu-haswell.so") == "haswell"
     assert libedgeinfer.LEVELS["haswell"] == "v3"
     assert libedgeinfer.LEVELS["skylakex"] == "v3"
     assert "sandybridge" not in libedgeinfer.LEVELS
+
+
+@pytest.mark.parametrize(
+    ("hwcap", "hwcap2", "level"),
+    [(0xFF, 0, ""), (1 << 20, 1 << 12, "dotprod"), (1 << 20, 1 << 13, "i8mm"), (0, 1 << 13, "")],
+)
+def test_kernel_level_fits_an_arm64_processor(hwcap: int, hwcap2: int, level: str) -> None:
+    assert libedgeinfer.arm_level(hwcap, hwcap2) == level
 
 
 @pytest.mark.parametrize("content", [None, b"no library"])

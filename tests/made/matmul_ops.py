@@ -174,10 +174,9 @@ class Products:
 
 def use_level(level: str) -> None:
     """Load the kernels of that level, "none" for llama.cpp's. Once a process."""
-    levels = dict.fromkeys(libedgeinfer.LEVELS, level) if level != "none" else {}
-    libedgeinfer.LEVELS.clear()
-    libedgeinfer.LEVELS.update(levels)
-    assert libllama.build_info().kernels == ("" if level == "none" else level)
+    wanted = "" if level == "none" else level
+    libedgeinfer.level_of = lambda variant: wanted
+    assert libllama.build_info().kernels == wanted
 
 
 def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:

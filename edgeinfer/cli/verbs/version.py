@@ -19,7 +19,8 @@ from edgeinfer.shipping import shipped
 class VersionResult(Result, frozen=True, kw_only=True):
     """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports.
 
-    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"), or "" for llama.cpp's.
+    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"; on arm64 "dotprod", "i8mm"), or
+    "" for llama.cpp's.
     """
 
     edgeinfer: str

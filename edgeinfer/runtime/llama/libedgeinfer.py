@@ -23,18 +23,21 @@ BUILT_FOR = "0.3.36"
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 #: ggml_backend_dev_type.
 _CPU = 0
-#: ggml's CPU variant → the level that the kernels for it are compiled for: x86-64-v3, with AVX-VNNI, or
-#: x86-64-v4 with VNNI.
+#: ggml's CPU variant of x86-64 → the level that the kernels for it are compiled for: x86-64-v3, with
+#: AVX-VNNI, or x86-64-v4 with VNNI.
 LEVELS = {
     "haswell": "v3",
     "skylakex": "v3",
     "cannonlake": "v3",
     "alderlake": "v3-vnni",
 } | dict.fromkeys("cascadelake cooperlake icelake zen4 sapphirerapids".split(), "v4")
+#: getauxval's AT_HWCAP and AT_HWCAP2, and a bit of each on arm64.
+_HWCAPS = (16, 26)
+_ASIMDDP, _I8MM = 1 << 20, 1 << 13
 
 
 class Kernels(msgspec.Struct, frozen=True):
-    """The kernels in use. `level` is one of `LEVELS`, or "" for llama.cpp's own.
+    """The kernels in use. `level` is what `level_of` answers, or "" for llama.cpp's own.
 
     `version` is a digest of the library's sources, "" for llama.cpp's own.
     """
@@ -88,6 +91,25 @@ def variant_of(path: str) -> str:
     return Path(path).stem.removeprefix("libggml-cpu-")
 
 
+def level_of(variant: str) -> str:
+    """Return the level of kernels that serves beside ggml's CPU variant here; "" if there is none.
+
+    On arm64 it follows from the processor: ggml's variants with i8mm want SVE too.
+    """
+    if not variant.startswith("armv"):
+        return LEVELS.get(variant, "")
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return arm_level(*(getauxval(kind) for kind in _HWCAPS))
+
+
+def arm_level(hwcap: int, hwcap2: int) -> str:
+    """Return the level for an arm64 processor with these of Linux's capabilities."""
+    if not hwcap & _ASIMDDP:
+        return ""
+    return "i8mm" if hwcap2 & _I8MM else "dotprod"
+
+
 def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Kernels:
     """Register the library of kernels with the loaded CPU backend; called once.
 
@@ -95,7 +117,7 @@ def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> K
     `ggml` and `base` are libggml and libggml-base, with their functions declared.
     """
     path = cpu_library()
-    level = LEVELS.get(variant_of(path), "")
+    level = level_of(variant_of(path))
     if not level:
         return Kernels()
     try:

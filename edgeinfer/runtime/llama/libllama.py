@@ -76,8 +76,8 @@ _listeners: list[list[str]] = []
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The build of llama.cpp. `cpu_variant` "": one library serves every CPU.
 
-    `kernels` is the level of the in-tree kernels in use (`libedgeinfer.LEVELS`), and `kernels_version`
-    a digest of their sources; both are "" for llama.cpp's own.
+    `kernels` is the level of the in-tree kernels in use (`libedgeinfer.level_of`), and
+    `kernels_version` a digest of their sources; both are "" for llama.cpp's own.
     """
 
     binding_version: str

@@ -1,0 +1,69 @@
+// AVX-512 with VNNI.
+#include <immintrin.h>
+
+namespace {
+
+// Columns (rows of a batch) of the kernel that unpacks weights in registers: in all, and at a time; of the other one, at a time.
+constexpr int kFew = 16, kColumns = 8, kTile = 6;
+constexpr bool kSignedBytes = false;  // whether weights of 8 bits are int8 for add_dots(), or uint8
+constexpr bool kSaturates = false;    // whether it needs to know how large they are
+constexpr int kRegisters = 32;
+
+INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // b where a is NaN
+INLINE Integers nearest(Floats x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
+INLINE float from_half(uint16_t x) { return _cvtsh_ss(x); }
+INLINE Floats from_halves(const void *p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE Floats from_bf16(const void *p) {
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+}
+INLINE Floats from_bytes(const void *p) { return floats((Integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x)); }  // the low ones
+INLINE Dwords look_up(Table table, Dwords x) {
+    return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)x);
+}
+// stores the integers as bytes; their sum
+INLINE int to_bytes(Integers x, int8_t *to) {
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8((__m512i)x));
+    return _mm512_reduce_add_epi32((__m512i)x);
+}
+
+INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0, 4, 8 and 12
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 4 * stride)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
+    return (Dwords)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
+}
+// x and y interleaved within each 16 bytes, by dwords or pairs of them: the lower halves, and the upper ones
+INLINE Dwords low32(Dwords x, Dwords y) { return (Dwords)_mm512_unpacklo_epi32((__m512i)x, (__m512i)y); }
+INLINE Dwords high32(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi32((__m512i)x, (__m512i)y); }
+INLINE Dwords low64(Dwords x, Dwords y) { return (Dwords)_mm512_unpacklo_epi64((__m512i)x, (__m512i)y); }
+INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi64((__m512i)x, (__m512i)y); }
+
+// Puts kN vectors of weights into another order, if add_dots() is faster with that for more columns than one.
+template <int kN> INLINE void arrange(Dwords *) {}
+// dots[r][c] += the dots of the kN vectors w[r] and the bytes of column c. kMost is the largest byte of weights, -1 where they
+// are signed.
+template <int kN, int kMost, bool kArranged, int kR, int kC>
+INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
+    UNROLL for (int j = 0; j < kN; j++) {
+        UNROLL for (int c = 0; c < kC; c++) {
+            const Dwords v = broadcast(x + c * 32 + j * 4);
+            UNROLL for (int r = 0; r < kR; r++)
+                dots[r][c] = (Integers)_mm512_dpbusd_epi32((__m512i)dots[r][c], (__m512i)w[r][j], (__m512i)v);
+        }
+    }
+}
+
+// The instructions by name: not all processors of this level have them, so the compiler is not told that they are there.
+INLINE Floats dot_pairs(Floats sum, Dwords w, Dwords x) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
+}
+INLINE void round_to_bf16(const float *x, int8_t *to) {
+    __m256i rounded;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(load<Floats>(x)));
+    store(to, rounded);
+}
+
+}  // namespace

@@ -1,0 +1,45 @@
+// Vectors of a register each: a float, an integer or a dword (four bytes of weights) for each lane. What differs between
+// processors is in one file a level; a level has the constants and functions that level_v4.h has.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "hook.h"
+
+#define UNROLL _Pragma("GCC unroll 8")  // of loops of up to eight: whole
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef uint32_t Dwords __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int8_t Table __attribute__((vector_size(16)));
+
+template <class T> INLINE T load(const void *p) {
+    T v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class T> INLINE void store(void *p, T v) { memcpy(p, &v, sizeof v); }
+INLINE Floats floats(Integers x) { return __builtin_convertvector(x, Floats); }
+INLINE Floats floats(Dwords x) { return __builtin_convertvector((Integers)x, Floats); }
+INLINE Integers all(int32_t x) { return Integers{} + x; }
+INLINE Floats all(float x) { return Floats{} + x; }
+INLINE Dwords broadcast(const int8_t *x) { return (Dwords)all(load<int32_t>(x)); }
+
+}  // namespace
+
+#if defined(__AVX512VNNI__)
+#include "level_v4.h"
+#elif defined(__AVX2__)
+#include "level_v3.h"
+#else
+#include "level_neon.h"
+#endif
