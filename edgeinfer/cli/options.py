@@ -140,7 +140,7 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
-def add_everywhere(parser: argparse.ArgumentParser) -> None:
+def add_everywhere(parser: argparse._ActionsContainer) -> None:
     """Add `--everywhere` to a verb about running processes."""
     parser.add_argument(
         "--everywhere",

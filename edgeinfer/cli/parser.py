@@ -115,7 +115,9 @@ VERBS = {
         "list the tools that chat and run can let the model call", ("tools", "tools --check")
     ),
     "ps": Verb(
-        "list running processes, with the cached part of each latest prompt", ("ps",), linux_only=True
+        "list running processes, with the cached part of each latest prompt; or the use by day",
+        ("ps", "ps --usage"),
+        linux_only=True,
     ),
     "stop": Verb(
         "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True

@@ -35,6 +35,7 @@ import numpy.typing as npt
 from edgeinfer import __version__
 from edgeinfer.errors import StoreError
 from edgeinfer.platform import paths
+from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import GenerateRequest
 
@@ -62,6 +63,8 @@ _TABLE = (
     "PRIMARY KEY (day, model, aggregate, bin)) WITHOUT ROWID"
 )
 
+#: The bin of sums by day, which `ps --usage` shows and drift leaves out.
+_SUM = "sum"
 #: A number's bin, or a category.
 Bin = int | str
 #: Aggregate → day (ISO) → bin → answers.
@@ -96,10 +99,12 @@ class DriftRecorder:
             _log.exception("an answer could not be counted")
             return
         day = date.today().isoformat()
+        sums = {(day, name, _SUM): n for name, n in _sums(said.finished).items()}
         with self._lock:
             if not self._pending:
                 self._due = time.monotonic() + _IDLE_S
             self._pending.update((day, name, bin_of(name, value)) for name, value in found.items())
+            self._pending.update(sums)
         if time.monotonic() > self._due + _BUSY_S:
             self.flush()
 
@@ -133,6 +138,19 @@ class DriftRecorder:
                 [(day, self._model, name, bin, n) for (day, name, bin), n in self._pending.items()],
             )
             db.execute("DELETE FROM count WHERE day < ?", (oldest,))
+
+
+def _sums(end: Finished) -> dict[str, int]:
+    usage, timings = end.usage, end.timings
+    energy = {} if timings.joules is None else {"millijoules": round(timings.joules * 1000)}
+    return energy | {
+        "requests": 1,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "busy_ms": round(timings.total_ms - timings.queue_ms),
+        "saved_ms": round(timings.saved_ms),
+    }
 
 
 def observe(
@@ -212,18 +230,31 @@ def bin_of(aggregate: str, value: float | str) -> Bin:
 def read_week(path: Path, last: date) -> dict[str, Counts]:
     """Read seven days of counts up to `last` by model; none without a file. Raises StoreError."""
     models: dict[str, Counts] = {}
+    for day, model, aggregate, bin, n in _read(path, last - timedelta(6), last):
+        if bin != _SUM:
+            models.setdefault(model, {}).setdefault(aggregate, {}).setdefault(day, Counter())[bin] = n
+    return models
+
+
+def read_sums(path: Path, first: date, last: date) -> dict[tuple[str, str], dict[str, int]]:
+    """Read the sums of each day and model; none without a file. Raises StoreError."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for day, model, name, bin, n in _read(path, first, last):
+        if bin == _SUM:
+            found.setdefault((day, model), {})[name] = n
+    return found
+
+
+def _read(path: Path, first: date, last: date) -> list[Any]:
     if not path.exists():
-        return models
-    days = ((last - timedelta(6)).isoformat(), last.isoformat())
+        return []
+    query = "SELECT * FROM count WHERE day BETWEEN ? AND ? ORDER BY day, model"
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as db:
-            rows = db.execute("SELECT * FROM count WHERE day BETWEEN ? AND ?", days).fetchall()
+            return db.execute(query, (first.isoformat(), last.isoformat())).fetchall()
     except sqlite3.Error as error:
         hint = f"remove {path}: counting starts again"
         raise StoreError(f"the counts in {path} cannot be read: {error}", hint=hint) from error
-    for day, model, aggregate, bin, n in rows:
-        models.setdefault(model, {}).setdefault(aggregate, {}).setdefault(day, Counter())[bin] = n
-    return models
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -208,3 +209,22 @@ def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms():
     found = [compare(before, now) for before, now in itertools.pairwise(weeks)]
     assert np.mean([len(changes) for changes in found]) > 10
     assert sum(any(change.moved for change in changes) for changes in found) <= 10
+
+
+def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recorded, as_json, capsys):
+    assert as_json("ps", "--usage")["days"] == []
+    prompt = "The harbour is open all year, and the ferry leaves at nine. " * 8
+    ends = [one.finished for one in answers(recorded, [ask(prompt)] * 2)]
+    recorded._scheduler.queue.recorder.flush()
+    [day] = as_json("ps", "--usage")["days"]
+    assert (day["day"], day["model"], day["requests"]) == (date.today().isoformat(), "small", 2)
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+        assert day[name] == sum(getattr(end.usage, name) for end in ends)
+    busy_ms = sum(end.timings.total_ms - end.timings.queue_ms for end in ends)
+    assert day["busy_ms"] == pytest.approx(busy_ms, abs=1)
+    assert (day["millijoules"] is None) == (ends[0].timings.joules is None)
+    assert not {"requests", "busy_ms"} & read_week(drift_path(), date.today())["small"].keys()
+    assert main(["ps", "--usage"], Host(config=Config(drift=DriftConfig(record=False)))) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^\d{4}-\d\d-\d\d +small +2 ", shown, re.MULTILINE)
+    assert "nothing is counted now" in shown

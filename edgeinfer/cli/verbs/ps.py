@@ -1,10 +1,13 @@
 """`edgeinfer ps`: what runs, its replicas of a model, where its layers are, and how much of its latest
-prompt was cached.
+prompt was cached; the use by day.
 """
 
 from __future__ import annotations
 
 import argparse
+from datetime import date, timedelta
+
+import msgspec
 
 from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.result import Result
@@ -12,6 +15,8 @@ from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
 from edgeinfer.snapshots.running import Running, processes
 from edgeinfer.units import format_bytes, format_duration
+
+_USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
@@ -46,10 +51,59 @@ def _row(process: Running) -> tuple[str, ...]:
     )
 
 
+class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model did on one day (ISO). `saved_ms` and `millijoules` count where they were known."""
+
+    day: str
+    model: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    busy_ms: int = 0
+    saved_ms: int = 0
+    millijoules: int | None = None
+
+
+class PsUsageResult(Result, frozen=True, kw_only=True):
+    """What each model did on each of the last days, of all processes that keep their data here."""
+
+    days: tuple[DayOfUse, ...]
+    is_recorded: bool
+
+    def human(self) -> str:
+        off = "" if self.is_recorded else "\nnothing is counted now: `drift.record` is off"
+        if not self.days:
+            return f"no answers in the last {_USAGE_DAYS} days{off}"
+        head = ("DAY", "MODEL", "ANSWERS", "PROMPT", "CACHED", "GENERATED", "TIME", "SAVED", "ENERGY")
+        right = frozenset(range(2, 9))
+        return table([head, *map(_usage_row, self.days)], right=right) + off
+
+
+def _usage_row(day: DayOfUse) -> tuple[str, ...]:
+    counts = (day.requests, day.prompt_tokens, day.cached_tokens, day.completion_tokens)
+    times = (format_duration(ms / 1000) for ms in (day.busy_ms, day.saved_ms))
+    energy = "-" if day.millijoules is None else f"{day.millijoules / 1000:,.0f} J"
+    return (day.day, day.model, *(f"{n:,}" for n in counts), *times, energy)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_everywhere(parser)
+    what = parser.add_mutually_exclusive_group()
+    add_everywhere(what)
+    what.add_argument(
+        "--usage",
+        action="store_true",
+        help=f"answers, tokens, time, saved time and energy by day and model, of {_USAGE_DAYS} days",
+    )
 
 
-def run(options: argparse.Namespace, _host: Host) -> PsResult:
-    """List running processes; change nothing."""
+def run(options: argparse.Namespace, host: Host) -> Result:
+    """List running processes, or what was used by day; change nothing. Raises StoreError."""
+    if options.usage:
+        from edgeinfer.runtime.drift import drift_path, read_sums  # 80 ms: numpy
+
+        today = date.today()
+        sums = read_sums(drift_path(), today - timedelta(_USAGE_DAYS - 1), today)
+        days = (DayOfUse(day=day, model=model, **found) for (day, model), found in sums.items())
+        return PsUsageResult(days=tuple(days), is_recorded=host.config.drift.record)
     return PsResult(running=tuple(processes(everywhere=options.everywhere)))
