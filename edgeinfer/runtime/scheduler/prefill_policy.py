@@ -11,10 +11,10 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 #: While others decode, a chunk takes about this long (s), with at least `_CHUNK_MIN` tokens.
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
-#: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length (tokens), so that
-#: incoming requests start soon (decision 081). A chunk's size decides the rounding of llama.cpp's
-#: kernels, so it must not depend on measured time.
-_ALONE = 128
+#: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length (tokens) on the
+#: CPU, so that incoming requests start soon (decision 081). A chunk's size decides the rounding of
+#: llama.cpp's kernels, so it must not depend on measured time.
+ALONE = 128
 #: Prompts up to this length are prefilled before longer ones.
 SHORT_TOKENS = 256
 #: Share of a long prefill's time for decode-only steps, and how much (s) is granted in advance.
@@ -41,6 +41,8 @@ class Chunks:
 
     def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
         self._invariant_rows = batch_invariance.rows
+        #: The length (tokens) of a long prompt's chunks while no sequence decodes.
+        self.alone = ALONE
         #: The recent cost (s) of a token of prefill.
         self.s_per_token = s_per_token
         #: That of long prompts, which attend to more; None before the first.
@@ -63,7 +65,7 @@ class Chunks:
             within = int(_CHUNK_S / (self._long_s or self.s_per_token))
             budget = min(room, max(_CHUNK_MIN, within))
         elif longest > SHORT_TOKENS:
-            budget = min(room, _ALONE)
+            budget = min(room, self.alone)
         exact = self._invariant_rows - n_decoding
         return min(budget, exact) if longest <= exact else budget
 

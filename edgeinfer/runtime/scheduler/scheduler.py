@@ -25,7 +25,7 @@ from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.idle_cells import IdleCells
 from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
-from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, Chunks
+from edgeinfer.runtime.scheduler.prefill_policy import ALONE, BatchInvariance, Chunks
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import Sequence
@@ -169,9 +169,10 @@ class Scheduler:
     def switch_context(self, active: ActiveContext, *, knows: bool, on_device: bool) -> None:
         """Continue in another context, which has a copy of this one's cells (`knows`) or is empty.
 
-        Only between steps, and without a prefix cache. Batch invariance was never measured on devices,
-        so there are no automatic drafts on one.
+        Only between steps, and without a prefix cache. A device computes whole batches of a prompt, and
+        is not batch-invariant, so there are no automatic drafts on one.
         """
+        self.executor.chunks.alone = self.executor.batch.capacity if on_device else ALONE
         if not knows:
             for seq in self.queue.running:
                 self.prefixes.preempt(seq, keep=False)

@@ -19,6 +19,9 @@ def test_short_prompts_fill_an_idle_batch_and_long_ones_are_chunked() -> None:
     assert chunks().budget(512, 0, [256, 256]) == 512
     for ms_per_token in (0.1, 1.0, 60.0):
         assert chunks(ms_per_token=ms_per_token).budget(512, 0, [2000]) == 128
+    on_device = chunks()
+    on_device.alone = 512
+    assert on_device.budget(512, 0, [2000]) == 512
 
 
 def test_short_prompts_stay_bit_identical() -> None:
