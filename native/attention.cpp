@@ -120,7 +120,7 @@ struct Operation {
     ggml_tensor *out;
     int key_size, value_size, n_tokens, n_heads, n_cells, group, n_streams;
     float scale;
-    const int32_t *listed = nullptr;  // the cells that are summed, in order; null: all, by their indices
+    const int32_t *listed = nullptr;  // the cells that are summed, in order; null: all of them
     int n_summed;
     int n_chunks, lanes, n_units;  // a unit: a chunk of the tokens for one head of the cache
     int n_parts;                   // of a unit's values, each by a thread, where there are few units
@@ -251,18 +251,22 @@ private:
         }
     }
 
-    // what is added to the scores of a block
-    const uint16_t *mask_of(int token, int cell) {
-        const uint16_t *row = o_.mask_of(token, stream_);
-        if (!o_.listed) return row + cell;
-        for (int c = 0; c < count(cell); c++) mask_[c] = row[o_.listed[cell + c]];
-        return mask_;
+    // what is added to a token's scores of a block, gathered where that is no range of cells
+    const uint16_t *mask_of(int token, int cell) const {
+        return o_.listed ? masks_[token - first_] : o_.mask_of(token, stream_) + cell;
+    }
+    void gather_masks(int cell) {
+        for (int t = first_; t < end_; t++) {
+            const uint16_t *row = o_.mask_of(t, stream_);
+            for (int c = 0; c < count(cell); c++) masks_[t - first_][c] = row[o_.listed[cell + c]];
+        }
     }
 
     // whether the unit's tokens see the cells of a block; what follows is for the lanes of those that do
     Seen look(int cell) {
         low_ = 0, high_ = o_.lanes;
         if (!o_.mask) return Seen::every;
+        if (o_.listed) gather_masks(cell);
         int from = end_, to = first_;
         uint16_t others = 0;  // -inf is 0xfc00, and what is added to a cell that is seen 0
         for (int t = first_; t < end_; t++) {
@@ -337,7 +341,7 @@ private:
 
     const Operation &o_;
     int head_, stream_, first_, end_;
-    uint16_t mask_[kBlock];
+    uint16_t masks_[kMostLanes][kBlock];
     int low_, high_;  // the lanes that see a block
     float *queries_, *scores_, *keys_, *cells_;
     float *base_, *sum_, *values_;  // by rows, of 2^base: the exponent of the largest score, the sum of weights, weighted values

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1] / "made"))
 from matmul_ops import Floats, InitParams, open_ggml, use_level
 
+from edgeinfer.runtime.llama import libedgeinfer
+
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
 
@@ -57,7 +59,8 @@ class Outcome:
     """The result of a case. `error` is the largest difference from float64, in standard deviations of that.
 
     `digest` is of the result's bytes. `same`: rows are bit-identical in smaller batches, with
-    other numbers of threads, and where the cells that they see lie elsewhere, among others.
+    other numbers of threads, and where the cells that they see lie elsewhere, among others and in
+    another order.
     """
 
     error: float
@@ -78,6 +81,8 @@ OURS = (
     Case(head=128, head_v=64, rows=9),
     Case(head=64, head_v=128, rows=9, kind="q8_0"),
 )  # fmt: skip
+#: The library of the level, once it is open.
+_kernels: list[ctypes.CDLL] = []
 #: What is left to llama.cpp's.
 LEFT = (Case(bias=8), Case(softcap=30), Case(head=576, head_v=512, group=4, heads=1, cells=64))
 
@@ -87,6 +92,7 @@ class Inputs:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.written: list[int] = []  # the cells in the order of writes, if the keys are a cache's
         digest = hashlib.sha256(str(case).encode()).digest()
         random = np.random.default_rng(int.from_bytes(digest[:4], "little"))
         head_v = case.head_v or case.head
@@ -176,6 +182,18 @@ def moved(inputs: Inputs) -> Inputs:
     return other
 
 
+def shuffled(inputs: Inputs) -> Inputs:
+    """The same in a cache whose cells were written in the order of `inputs`, and lie in another."""
+    if inputs.mask is None or inputs.case.streams > 1:
+        return inputs
+    other = copy(inputs)
+    places = np.random.default_rng(7).permutation(inputs.case.cells)
+    other.k_raw, other.v_raw = inputs.k_raw[:, places], inputs.v_raw[:, places]
+    other.mask = inputs.mask[:, :, places]
+    other.written = np.argsort(places).tolist()
+    return other
+
+
 def attended(inputs: Inputs, rows: slice, n_threads: int) -> Floats:
     """Compute some of the rows with ggml: (streams, rows, heads, head_v)."""
     case = inputs.case
@@ -196,6 +214,11 @@ def attended(inputs: Inputs, rows: slice, n_threads: int) -> Floats:
             tensor(inputs.k_raw, case.kind, case.head, case.heads, case.cells, case.streams),
             tensor(inputs.v_raw, case.kind, head_v, case.heads, case.cells, case.streams),
         )
+        if inputs.written and _kernels:
+            keys = ctypes.c_void_p(tensors[1])
+            base.ggml_set_name(keys, b"cache_k")
+            for cell in inputs.written:
+                _kernels[0].edgeinfer_cells_written(keys, ctypes.c_int64(cell), ctypes.c_int64(1))
         views = [base.ggml_permute(context, one, 0, 2, 1, 3) for one in tensors]
         mask = None
         if inputs.mask is not None:
@@ -228,6 +251,8 @@ def outcome(case: Case) -> Outcome:
         (inputs, slice(0, 2), 2),
         (moved(inputs), slice(None), 2),
         (moved(inputs), last, 3),
+        (shuffled(inputs), slice(None), 2),
+        (shuffled(inputs), last, 1),
     )
     same = all(np.array_equal(attended(one, rows, n), got[:, rows]) for one, rows, n in again)
     error = float(np.abs(got - wanted).max() / wanted.std())
@@ -237,6 +262,8 @@ def outcome(case: Case) -> Outcome:
 def main(level: str) -> None:
     """Print the outcome of every case with the attention of that level, "none" for llama.cpp's."""
     use_level(level)
+    if level != "none":
+        _kernels.append(ctypes.CDLL(str(libedgeinfer.library(f"kernels-{level}"))))
     print(json.dumps({str(case): asdict(outcome(case)) for case in (*OURS, *LEFT)}))
 
 
