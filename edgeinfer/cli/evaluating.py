@@ -147,9 +147,7 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
         messages = item.messages or [{"role": "user", "content": item.prompt}]
         if self.system:
             messages = [{"role": "system", "content": self.system}, *messages]
-        limit = item.max_tokens or options.max_tokens
-        # a cached prefix rounds otherwise (decision 022); without one, no item depends on others
-        return self.chat(messages, limit, options.think, cache_prompt=bool(self.system))
+        return self.chat(messages, item.max_tokens or options.max_tokens, options.think)
 
     def chat(
         self, messages: list[dict[str, Any]], max_tokens: int, think: str | None, **fields: Any

@@ -94,7 +94,8 @@ VERBS = {
         ("forget qwen3-4b", "forget --conversation chat-12"),
     ),
     "quantize": Verb(
-        "make a smaller copy of a model, and measure its loss", ("quantize qwen3-4b:F16 Q4_K_M",)
+        "make a smaller copy of a model, and measure its loss",
+        ("quantize qwen3-4b:F16 Q4_K_M", "quantize qwen3-4b:F16 --compare Q4_K_M,Q8_0"),
     ),
     "bench": Verb(
         "measure models in llama-bench's terms, beside other servers in the same run",

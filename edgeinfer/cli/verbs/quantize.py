@@ -75,7 +75,7 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
         return text
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class Compared(msgspec.Struct, frozen=True):
     """A model of a comparison. Speeds are medians of three runs, in tokens per second.
 
     `divergence` and `same_top` as in `QuantizeResult`; None for the source.
@@ -84,10 +84,10 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     type: str
     size_bytes: int
+    divergence: float | None
+    same_top: float | None
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    divergence: float | None = None
-    same_top: float | None = None
 
 
 class QuantizeCompareResult(Result, frozen=True, kw_only=True):
@@ -100,11 +100,9 @@ class QuantizeCompareResult(Result, frozen=True, kw_only=True):
         rows = [("", "SIZE", "PREFILL/s", "DECODE/s", "KL", "SAME TOP", "SCORE", "BESIDE THE FIRST")]
         for n, one in enumerate(self.models):
             speeds = f"{one.prefill_tokens_per_s:.0f}", f"{one.decode_tokens_per_s:.1f}"
-            loss = (
-                ("-", "-")
-                if one.divergence is None
-                else (f"{one.divergence:.4f}", f"{one.same_top:.1%}")
-            )
+            loss = "-", "-"
+            if one.divergence is not None:
+                loss = f"{one.divergence:.4f}", f"{one.same_top:.1%}"
             score = f"{self.evaluation.scores[n].value:.0%}", self.evaluation.beside(n)
             rows.append((one.name, format_bytes(one.size_bytes), *speeds, *loss, *score))
         notes = [
@@ -191,7 +189,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 #: Tokens of a prompt and of an answer by which speed is measured.
-_PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
+_PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
 #: How often.
 _ROUNDS = 3
 
@@ -210,52 +208,36 @@ def _compare(
         one = msgspec.structs.replace(quantize_options, name=name, perplexity=True)
         with progress_on(quiet=options.quiet) as report, stoppable("stopped; what was made is kept"):
             made.append(quantize(options.model, kind, report, options=one))
-    first = made[0]
-    models = [
-        Compared(
-            name=options.model,
-            type=first.source_type,
-            size_bytes=first.source_bytes,
-            **_speed(options.model, host),
-        )
-    ]
-    models += [
-        Compared(
-            name=one.model.name,
-            type=one.model.quantization,
-            size_bytes=one.model.size_bytes,
-            divergence=one.divergence,
-            same_top=one.same_top,
-            **_speed(one.model.name, host),
-        )
+    rows: list[tuple[str, str, int, float | None, float | None]]
+    rows = [(options.model, made[0].source_type, made[0].source_bytes, None, None)]
+    rows += [
+        (one.model.name, one.model.quantization, one.model.size_bytes, one.divergence, one.same_top)
         for one in made
     ]
-    typed = [
-        "eval",
-        options.set,
-        *(one.name for one in models),
-        *(["--quiet"] if options.quiet else []),
-    ]
+    models = [Compared(*row, *_speed(row[0], host)) for row in rows]
+    quiet = ["--quiet"] if options.quiet else []
+    typed = ["eval", options.set, *(one.name for one in models), *quiet]
     evaluation = evaluate(build_parser("eval").parse_args(typed), host)
     return QuantizeCompareResult(models=models, evaluation=evaluation)
 
 
-def _speed(model: str, host: Host) -> dict[str, float]:
-    """Measure one stream. Raises what loading and generating raise."""
+def _speed(model: str, host: Host) -> tuple[float, float]:
+    """Measure prefill and decode of one stream. Raises what loading and generating raise."""
     engine = host.engine(model, LoadOptions(n_ctx=2 * _PROMPT_TOKENS, n_parallel=1))
     try:
         text = paths.shipped_file("perplexity.txt").read_text("utf-8")
-        prompt = tuple(engine.tokenize(text)[:_PROMPT_TOKENS])
         request = GenerateRequest(
-            prompt=prompt, max_tokens=_ANSWER_TOKENS, ignore_eos=True, cache_prompt=False
+            prompt=tuple(engine.tokenize(text)[:_PROMPT_TOKENS]),
+            max_tokens=_ANSWER_TOKENS,
+            ignore_eos=True,
+            cache_prompt=False,
+            speculative="off",
         )
         events = [event for _ in range(_ROUNDS) for event in engine.submit(request)]
     finally:
         engine.close()
     runs = [event for event in events if isinstance(event, Finished)]
-    return {
-        "prefill_tokens_per_s": median(len(prompt) * 1000 / run.timings.prefill_ms for run in runs),
-        "decode_tokens_per_s": median(
-            run.timings.decode_tokens_per_s(run.usage.completion_tokens) for run in runs
-        ),
-    }
+    return (
+        median(run.usage.prompt_tokens * 1000 / run.timings.prefill_ms for run in runs),
+        median(run.timings.decode_tokens_per_s(run.usage.completion_tokens) for run in runs),
+    )
