@@ -309,8 +309,9 @@ def _spread(weeks: Sequence[Array]) -> float:
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
         squares += ((below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
-    # the critical values of F(1, freedom) over those of chi-squared, at p = 0.0005, within 5 %
-    return max(1.0, float(squares.max()) / freedom * math.exp(7.3 / freedom))
+    # F(1, freedom) would need exp(7.3 / freedom); but the largest of many cuts errs upwards, and with
+    # half of that simulated weeks stay below the level
+    return max(1.0, float(squares.max()) / freedom * math.exp(3.5 / freedom))
 
 
 def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
