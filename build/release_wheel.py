@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from edgeinfer import __version__
 
 ROOT = Path(__file__).parents[1]
 BINDING = "llama_cpp_python"
+PLATFORM = f"linux_{platform.machine()}"
 #: What a wheel puts elsewhere than its own files.
 DATA = f"edgeinfer-{__version__}.data"
 #: Loaded already when ours are, or the system's, if it has a GPU.
@@ -44,7 +46,7 @@ def build(out: Path) -> None:
             archive.extractall(tree)
         _add_libraries(tree)
         _describe(tree / f"edgeinfer-{__version__}.dist-info")
-        whole = folder / "whole" / pure.name.replace("-any", "-linux_x86_64")
+        whole = folder / "whole" / pure.name.replace("-any", f"-{PLATFORM}")
         whole.parent.mkdir()
         _zip(tree, whole)
         excluded = [word for name in ELSEWHERE for word in ("--exclude", name)]
@@ -84,7 +86,7 @@ def _describe(info: Path) -> None:
     (info / "METADATA").write_text(changed)
     tags = (info / "WHEEL").read_text()
     tags = tags.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
-    (info / "WHEEL").write_text(tags.replace("py3-none-any", "py3-none-linux_x86_64"))
+    (info / "WHEEL").write_text(tags.replace("py3-none-any", f"py3-none-{PLATFORM}"))
     shutil.copy(ROOT / "build/licences/llama.cpp.txt", info / "licenses")
 
 
