@@ -62,6 +62,7 @@ def main() -> None:
         "--days", type=int, default=180, help="how long `edgeinfer update` takes release.json"
     )
     options = parser.parse_args()
+    os.umask(0o022)  # the modes of folders in the wheel
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     programs = find_programs()
