@@ -35,6 +35,7 @@ COMMANDS = {
     "ps": ((), 0),
     "stop": (("nobody",), 2),
     "doctor": ((), None),
+    "update": ((), 1),  # a Python package is not updated by it
     "drift": ((), 0),
     "tools": ((), 2),  # none are configured
     "version": ((), 0),
@@ -106,7 +107,7 @@ def _seen(home: Path, *words: str, stdin: int = subprocess.DEVNULL):
 
 
 def test_every_verb_is_here():
-    assert set(VERBS) == {*COMMANDS, "serve", "web", "mcp"}
+    assert set(VERBS) == {*COMMANDS, "serve", "web", "mcp", "bench"}
 
 
 def test_endpoint_only_listens(home):
