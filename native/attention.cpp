@@ -3,8 +3,8 @@
 // ggml computes GGML_OP_FLASH_ATTN_EXT row by row where there are fewer than 64, and always where the cache is
 // quantized. Here the rows that read the same head of the cache (query heads of a group, tokens) are the lanes of
 // vectors, so that what is read and converted once serves all of them. A row's bits depend on its query and on the cells
-// that it sees, as they were written (cell_order.cpp): not on where these lie, how many rows there are, which lanes they have, or how many threads
-// compute them. What is not seen adds exact zeros, and what is summed shrinks by powers of two alone, which rounds nothing.
+// that it sees, as they were written (cell_order.cpp): not on where these lie, how many rows there are, which lanes they
+// have, or how many threads compute them. What is not seen adds exact zeros, and what is summed shrinks by powers of two alone, which rounds nothing.
 //
 // The online softmax is that of Milakov and Gimelshein,
 // https://arxiv.org/abs/1805.02867.
