@@ -67,6 +67,10 @@ bench: full      ## load, prefill and decode rates beside a bare llama_decode lo
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
+bench-method: full ## what `edgeinfer bench` finds of llama-server and of us, beside llama-bench; 3 minutes
+	@tools/setup.sh bench
+	$(BIN)/python benchmarks/bench_method.py $(ARGS)
+
 bench-engine: full  ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, beside llama-server; 6 minutes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_engine.py $(ARGS)

@@ -86,7 +86,7 @@ class Side:
         self._meter = meter if meter is not None and target.is_here else None
         self._path, self._fields = _FORMS[0]
         self._words_per_token, self._fixed_tokens = 1.0, 0.0
-        self._random = random.Random(key)
+        self._random = random.Random(f"{key} {name}")  # ours share a cache on disk
         self.notes: set[str] = set()
         self.last_prompt = self.last_turn = ""
 
