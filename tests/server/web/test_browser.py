@@ -243,6 +243,9 @@ def test_reports_of_evaluations_are_listed_and_shown(serve, tab):
     here = with_page(serve())
     folder = private_dir(paths.data_dir() / "evaluations")
     page = tab(here, width=400)
+    assert page.js(
+        "document.querySelector('.side-head').scrollWidth <= document.querySelector('.side').clientWidth"
+    )
     page.js("location.hash = '#evaluations'")
     page.see("No reports yet")
     (folder / "mine 1-ab.md").write_text(

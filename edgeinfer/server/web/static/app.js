@@ -97,7 +97,8 @@ function Card({ card }) {
 function Sidebar({ list, id, query, shown, search }) {
   return html`<nav class="side ${shown ? "shown" : ""}" id="side" aria-label="Conversations">
     <div class="side-head">
-      <div class="row">edgeinfer <a href="#playground">Playground</a><a href="#evaluations">Evaluations</a><button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
+      <div class="row">edgeinfer <button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
+      <div class="row"><a href="#playground">Playground</a><a href="#evaluations">Evaluations</a></div>
       <input type="search" ref=${search} placeholder="Search" aria-label="Search conversations" title="Ctrl+K"
         value=${query} onInput=${(event) => actions.search(event.target.value)} />
     </div>
