@@ -193,7 +193,8 @@ def test_own_model_beside_a_server_in_one_run(smollm2, other, as_json):
     }
     assert all(len(row["samples"]) == 2 for row in result["rows"])
     assert result["energy"].startswith("not readable: ") or result["energy"]
-    assert not list(paths.blocks_dir().glob("**/*.kv*")), "nothing of it stays in the prefix cache"
+    assert not list(paths.state_dir().glob("drift.db")), "its answers are not counted"
+    assert not list((paths.blocks_dir() / "owners").iterdir()), "its prompts do not stay on disk"
     shown = msgspec.convert(result | {"layout": "markdown"}, BenchResult).human()
     assert f"| {ours} | pp32 |" in shown
     assert "- noise: a fixed work took" in shown

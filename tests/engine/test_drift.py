@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 import sqlite3
+import threading
 from collections import Counter
 from contextlib import closing
 from datetime import date, timedelta
@@ -228,3 +229,17 @@ def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recorded, as_json, cap
     shown = capsys.readouterr().out
     assert re.search(r"^\d{4}-\d\d-\d\d +small +2 ", shown, re.MULTILINE)
     assert "nothing is counted now" in shown
+
+
+def test_answer_is_counted_before_its_end_is_seen(engine):
+    """A process that ends at once, as `run` does, loses no count."""
+    seen = threading.Event()
+
+    class Late(DriftRecorder):
+        def note(self, *said):
+            self.was_late = seen.wait(0.3)
+
+    engine.use_recorder(recorder := Late(drift_path(), "small", ""))
+    list(engine.submit(ask()))
+    seen.set()
+    assert recorder.was_late is False

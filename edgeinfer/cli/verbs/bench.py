@@ -189,7 +189,7 @@ def _key(file: str) -> str:
 
 
 class _OwnServers:
-    """Endpoints of our own, with the typed load options, that build no snapshot meanwhile.
+    """Endpoints of our own, with the typed load options, that build no snapshot and count no answers.
 
     At the end they are stopped, and the cached prefixes of `conversation` deleted.
     """
@@ -206,6 +206,7 @@ class _OwnServers:
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(paths.config_file(), config)
         save(("snapshots", "auto-warm"), False, config)
+        save(("drift", "record"), False, config)
         self._environment = {**os.environ, "EDGEINFER_CONFIG": str(config)}
         return self
 

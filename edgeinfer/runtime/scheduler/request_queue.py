@@ -70,7 +70,9 @@ class RequestQueue:
                 self.end(seq, "deadline")
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        self._leave(seq, lambda s: s.finish(reason), keep=seq.request.cache_prompt)
+        self._leave(seq, lambda s: s.finish(reason, self._count), keep=seq.request.cache_prompt)
+
+    def _count(self, seq: Sequence) -> None:
         if self.recorder is not None:
             self.recorder.note(seq.request, seq.said, seq.some_logprobs, seq.output.n_broken_calls)
 

@@ -227,21 +227,22 @@ class Sequence:
         done = min(self.n_past, self.prompt_tokens)
         self.stream.put(Progress(done, self.prompt_tokens, queued=self.cached_seq is None))
 
-    def finish(self, reason: FinishReason) -> None:
-        """Emit the held text and the end. Frees the sampler."""
+    def finish(self, reason: FinishReason, count: Callable[[Sequence], None]) -> None:
+        """Emit the held text and, once it is counted, the end. Frees the sampler."""
         for event in self.output.finish():
             self._emit(event)
         if reason == "stop" and self.output.has_tool_calls:
             reason = "tool_calls"
-        self._emit(
-            Finished(
-                reason=reason,
-                usage=self.usage(),
-                timings=self.timings(),
-                divergence=self.divergence,
-                stop_sequence=self.output.stopped_by,
-            )
+        end = Finished(
+            reason=reason,
+            usage=self.usage(),
+            timings=self.timings(),
+            divergence=self.divergence,
+            stop_sequence=self.output.stopped_by,
         )
+        self.said.add(end)
+        count(self)  # `run` ends the process at the event
+        self.stream.put(end)
         self._free()
 
     def _emit(self, event: Event) -> None:
