@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
 import assemble
 import pack
+import publish
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models.progress import Job, RetryPolicy
 from edgeinfer.platform.ed25519 import new_key_text, parse_key
 from edgeinfer.shipping import payload, unpack, update
-from edgeinfer.shipping.release import Channel, Release, ReleasedFile
+from edgeinfer.shipping.release import Channel, Release, ReleasedFile, parse_release
 
 from .conftest import MODEL
 from .test_first_start import BLOCKS, variant, wait_for_port
@@ -263,3 +264,18 @@ def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, t
     assert machine.apps == sorted([old_app, new_app])
     assert machine.json("update", "--back")["changed"]
     assert machine.run(*ask, "--resume", "always").stdout == answer
+
+
+def test_publisher_writes_what_update_reads_and_signs_for_known_keys_alone(tmp_path):
+    program = ship(tmp_path, "1.1.0")
+    written = publish.manifest({"x86_64": program}, days=3)
+    raw = msgspec.json.encode(written)
+    assert parse_release(raw, KEY.sign(raw), (KEY.public.hex(),)) == written
+    assert written.files["x86_64"].sha256 == sha(program.read_bytes())
+    assert written.expires_s - written.issued_s == 3 * 86400
+    (tmp_path / "key.pem").write_text(new_key_text())
+    (tmp_path / "release.json").write_bytes(raw)
+    public = parse_key((tmp_path / "key.pem").read_text()).public.hex()
+    with pytest.raises(SystemExit, match=public):
+        publish.sign(tmp_path / "key.pem", tmp_path / "release.json")
+    assert not (tmp_path / "release.json.sig").exists()
