@@ -3,6 +3,7 @@
 import functools
 import io
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_commands_work_and_mistakes_are_reported(tmp_path):
     assert "temperature is a number between 0 and 10" in out
     assert repl.session.path[0].content == "anew"
     assert "/set [OPTION VALUE]" in out
+    assert re.search(r"^cost +2\.3 s$", out, re.MULTILINE)
 
 
 def test_editing_without_text_takes_the_next_line(tmp_path):

@@ -26,8 +26,9 @@ _ABORTED = 2
 T = TypeVar("T")
 #: Rows with logits of a measured step. Their memory, up to 1 MB each, stays in the parked process.
 _MEASURED_OUTPUTS = 16
-#: Rows of the prefill that is measured: it tells a resumed engine what its cached prefixes save.
-_MEASURED_PREFILL = 128
+#: Rows of the prefill that is measured: a resumed engine knows by it what its cached prefixes save. Of
+#: 128 rows a token costs a quarter less (SmolLM2, zen4), but 6 MB more stay in the parked process.
+_MEASURED_PREFILL = 32
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
