@@ -197,7 +197,7 @@ for cpu in "${cpus[@]}"; do
         initrd "$size" "$work/initrd"
         log=$parts/log-$size-${cpu%%,*}
         say "booting: $size pages, $cpu, tests $tests; log $log"
-        nice -n 10 timeout 7200 bash -c "$(declare -f qemu); parts=$parts; qemu \"\$@\"" qemu -M virt -cpu "$cpu" -smp 2 -icount shift=1,sleep=off -m 4G -nographic \
+        nice -n 10 timeout 7200 bash -c "$(declare -f qemu); parts=$parts; qemu \"\$@\"" qemu -M virt -cpu "$cpu" -smp 2 -icount shift=1 -m 4G -nographic \
             -no-reboot -nic none -kernel "$parts/kernel-$size"/boot/vmlinuz-* -initrd "$work/initrd" \
             -drive "file=$parts/root.img,format=raw,if=virtio,snapshot=on" -drive "file=$work/disk.img,format=raw,if=virtio,cache=unsafe" \
             -append "console=ttyAMA0 quiet panic=-1 tests=$tests" </dev/null 2>&1 | sed -u 's|\r||' | tee "$log" | grep --line-buffered -E '^(===|VM)' || true
