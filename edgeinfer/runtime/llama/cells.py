@@ -233,7 +233,7 @@ class CellMemory:
             map_zeros(low, high)
 
     def freed(self) -> None:
-        """The context is freed, and its buffers with it."""
+        """Call before the context is freed, and its buffers with it."""
         if self.copies:
             for buffer in self.buffers:
                 self.copies.freed(buffer.memory)

@@ -46,8 +46,8 @@ class ActiveContext:
     def free(self) -> None:
         """Free the context. Idempotent."""
         if self.context:
-            L.llama_free(self.context)
             self.cells.freed()
+            L.llama_free(self.context)
             self.context = self.memory = None
 
     def remove(self, seq_id: int, start: int = -1, end: int = -1) -> bool:

@@ -108,8 +108,8 @@ class LlamaModel:
         """Free context and model. Idempotent; no pointer may be used afterwards."""
         llama = libllama.lib()
         if self.context:
-            llama.llama_free(self.context)
             self.cells.freed()
+            llama.llama_free(self.context)
         if self.model:
             llama.llama_model_free(self.model)
         self.context = self.model = self.memory = None

@@ -21,6 +21,20 @@ def drop_others(engine: LlamaEngine, tokens: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("writes_all")
+def test_transposed_values_of_cells_out_of_order_come_back(store: BlockStore, smollm2: Path) -> None:
+    with closing(load(smollm2, store, flash_attention="off")) as engine:
+        tokens = tuple(engine.tokenize(text(900)))[:900]
+        heard(engine, ask(text(600, 3000), max_tokens=0))
+        heard(engine, ask(tokens[:500], max_tokens=0))
+        engine.between_steps(lambda: drop_others(engine, tokens))
+        found, _ = heard(engine, ask(tokens))
+        store_and_drop(engine)
+        again, usage = heard(engine, ask(tokens))
+        assert usage.cached_disk_tokens >= 500
+        assert [one.chosen.token_id for one in again] == [one.chosen.token_id for one in found]
+
+
+@pytest.mark.usefixtures("writes_all")
 @pytest.mark.parametrize(
     ("model", "kv_type"), [("smollm2", "f16"), ("smollm2", "q8_0"), ("gemma3", "f16")]
 )
