@@ -43,6 +43,8 @@ TINY = msgspec.structs.replace(
     n_vocab=49_152,
     kv_rows=(11_520,),
 )
+#: Half of it is the output.
+LARGE_OUTPUT = msgspec.structs.replace(DENSE, embedding_bytes=int(2.3 * GIB))
 
 
 def plan_of(shape: Shape) -> Plan:
@@ -98,8 +100,24 @@ def test_more_room_never_holds_less() -> None:
 def test_layers_are_split_by_the_room_of_each_device() -> None:
     small, large = spread(DENSE, 6.0, 18.0).split
     assert (small < large / 2, small + large) == (True, 33)
-    assert spread(DENSE, 1.0, 1.0, wanted=8).split == (4, 4)
+    assert spread(DENSE, 1.0, 1.0, wanted=8).split == (5, 3), "the output weighs two layers"
     assert spread(DENSE, 24.0, 0.1).devices == ("Vulkan0",)
+
+
+@pytest.mark.parametrize("shape", [DENSE, EXPERTS, LARGE_OUTPUT])
+@pytest.mark.parametrize("free_gib", [(4, 2.5), (2.5, 4), (3, 3), (5, 1, 4), (8, 7)])
+def test_no_device_is_given_more_than_it_has(shape, free_gib) -> None:
+    found = spread(shape, *free_gib)
+    layer = (shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes) // shape.n_layer
+    layer += found.kv_bytes // (found.n_layers - 1)
+    experts = shape.expert_bytes // shape.n_layer
+    first = found.n_all - found.n_layers
+    held = [layer + experts * (i >= found.n_without_experts) for i in range(first, shape.n_layer)]
+    held.append(shape.embedding_bytes)
+    for name, n in zip(found.devices, found.split, strict=True):
+        free = free_gib[int(name.removeprefix("Vulkan"))] * GIB
+        assert sum(held[:n]) + found.compute_bytes / len(found.devices) <= free
+        held = held[n:]
 
 
 def test_what_is_asked_is_taken_at_its_word() -> None:

@@ -8,6 +8,9 @@ table to the CPU.
 
 from __future__ import annotations
 
+from bisect import bisect
+from itertools import accumulate
+
 import msgspec
 
 from edgeinfer.runtime.memory_plan.plan import Plan
@@ -65,7 +68,8 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
     """Put a model of `shape`, to be loaded by `plan`, on devices.
 
     `wanted` is "none", "all", a number of layers, or "auto": all layers, if need be without their
-    experts, else as many as fit, else none if that is less than half of them.
+    experts, else as many as fit, else none if that is less than half of them. They fit if each device
+    holds its part.
     """
     n_all = shape.n_layer + 1
     if wanted == "none" or not rooms or wanted == 0:
@@ -75,16 +79,16 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
     if wanted != "auto":
         n_layers = n_all if wanted == "all" else min(int(wanted), n_all)
         return _offload(sizes, rooms, n_layers, n_all, 0, "as asked")  # loading will show if it fits
-    usable = sum(_usable(room, sizes) for room in rooms)
     most = shape.n_layer if sizes.experts else 0
     tries = [
         (n_all, n, "all but these experts fits" if n else "all of it fits") for n in range(most + 1)
     ]
     tries += [(n, most, "as many as fit") for n in range(n_all - 1, n_all // 2, -1)]
+    usable = [_usable(room, sizes) for room in rooms]
     for n_layers, n_without, reason in tries:
-        found = _offload(sizes, rooms, n_layers, n_all, n_without, reason)
-        if found.weights_bytes + found.kv_bytes <= usable:
-            return found
+        shares = _split(usable, _needs(sizes, n_layers, n_all, n_without))
+        if all(sum(share) <= held for share, held in zip(shares, usable, strict=True)):
+            return _offload(sizes, rooms, n_layers, n_all, n_without, reason)
     free = ", ".join(f"{format_bytes(room.free_bytes)} of {room.name}" for room in rooms)
     reason = f"{free} that are free, with a margin, do not hold half of the layers"
     return Offload(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
@@ -93,10 +97,11 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
 def _offload(
     sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int, reason: str
 ) -> Offload:
-    n_with_experts = n_all - 1 - max(n_all - n_layers, n_without)
     memory = [_usable(room, sizes) for room in rooms]
-    split = _split(memory if any(memory) else [room.free_bytes for room in rooms], n_layers)
-    used = [(room.name, n) for room, n in zip(rooms, split, strict=True) if n]
+    needs = _needs(sizes, n_layers, n_all, n_without)
+    shares = _split(memory if any(memory) else [room.free_bytes for room in rooms], needs)
+    kv_bytes = (n_layers - 1) * sizes.kv
+    used = [(room.name, len(share)) for room, share in zip(rooms, shares, strict=True) if share]
     return Offload(
         n_layers=n_layers,
         n_all=n_all,
@@ -104,8 +109,8 @@ def _offload(
         n_without_experts=n_without,
         devices=tuple(name for name, _ in used),
         split=tuple(n for _, n in used),
-        weights_bytes=(n_layers - 1) * sizes.layer + n_with_experts * sizes.experts + sizes.output,
-        kv_bytes=(n_layers - 1) * sizes.kv,  # the output has none
+        weights_bytes=sum(needs) - kv_bytes,
+        kv_bytes=kv_bytes,
         compute_bytes=len(used) * sizes.compute,
     )
 
@@ -137,7 +142,16 @@ def _usable(room: Room, sizes: _Sizes) -> int:
     return max(0, room.free_bytes - margin - sizes.compute)
 
 
-def _split(memory: list[int], n_layers: int) -> list[int]:
-    total = sum(memory) or 1
-    ends = [n_layers * sum(memory[: i + 1]) // total for i in range(len(memory) - 1)]
-    return [end - begin for begin, end in zip([0, *ends], [*ends, n_layers], strict=True)]
+def _needs(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[int]:
+    """Return the bytes of each layer on devices; the last is the output, which has no cache."""
+    bare = sizes.layer + sizes.kv
+    numbers = range(n_all - n_layers, n_all - 1)
+    return [bare + sizes.experts * (number >= n_without) for number in numbers] + [sizes.output]
+
+
+def _split(memory: list[int], needs: list[int]) -> list[list[int]]:
+    """Return what each device gets of `needs`: its share of the bytes, in whole layers."""
+    total, all_bytes = sum(memory) or 1, sum(needs)
+    middles = [end - need / 2 for end, need in zip(accumulate(needs), needs, strict=True)]
+    ends = [bisect(middles, all_bytes * held / total) for held in accumulate(memory[:-1])]
+    return [needs[begin:end] for begin, end in zip([0, *ends], [*ends, None], strict=True)]
