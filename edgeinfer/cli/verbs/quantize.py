@@ -78,7 +78,8 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
 class Compared(msgspec.Struct, frozen=True):
     """A model of a comparison. Speeds are medians of three runs, in tokens per second.
 
-    `divergence` and `same_top` as in `QuantizeResult`; None for the source.
+    `divergence` and `same_top` as in `QuantizeResult`; None for the source. `is_kept`: it was stored
+    before, and is compared as it was.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Compared(msgspec.Struct, frozen=True):
     size_bytes: int
     divergence: float | None
     same_top: float | None
+    is_kept: bool
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
 
@@ -110,6 +112,8 @@ class QuantizeCompareResult(Result, frozen=True, kw_only=True):
             f"{len(self.evaluation.items)} items, each in {self.evaluation.path}",
             "all are stored: `edgeinfer rm NAME` removes one",
         ]
+        if kept := ", ".join(one.name for one in self.models[1:] if one.is_kept):
+            notes.append(f"stored before, and not made again: {kept}")
         return "\n".join([table(rows, right=frozenset(range(1, 7))), "", *notes])
 
 
@@ -132,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument(
         "--compare",
         metavar="TYPE,…",
-        help="make these, and show size, speed, loss and score of each beside MODEL",
+        help="make those that are not stored, and show size, speed, loss and score of each beside MODEL",
     )
     parser.add_argument(
         "--set",
@@ -174,7 +178,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
         quantized = quantize(options.model, options.type, report, options=quantize_options)
     figures = msgspec.structs.asdict(quantized)
-    model = figures.pop("model")
+    model, _ = figures.pop("model"), figures.pop("is_kept")
     return QuantizeResult(
         **figures,
         source=options.model,
@@ -205,15 +209,14 @@ def _compare(
     made = []
     for kind in kinds:
         name = f"{options.name}:{kind}" if options.name else None
-        one = msgspec.structs.replace(quantize_options, name=name, perplexity=True)
+        wanted = msgspec.structs.replace(quantize_options, name=name, keep=True, perplexity=True)
         with progress_on(quiet=options.quiet) as report, stoppable("stopped; what was made is kept"):
-            made.append(quantize(options.model, kind, report, options=one))
-    rows: list[tuple[str, str, int, float | None, float | None]]
-    rows = [(options.model, made[0].source_type, made[0].source_bytes, None, None)]
-    rows += [
-        (one.model.name, one.model.quantization, one.model.size_bytes, one.divergence, one.same_top)
-        for one in made
-    ]
+            made.append(quantize(options.model, kind, report, options=wanted))
+    rows: list[tuple[str, str, int, float | None, float | None, bool]]
+    rows = [(options.model, made[0].source_type, made[0].source_bytes, None, None, True)]
+    for one in made:
+        row = one.model.name, one.model.quantization, one.model.size_bytes
+        rows.append((*row, one.divergence, one.same_top, one.is_kept))
     models = [Compared(*row, *_speed(row[0], host)) for row in rows]
     quiet = ["--quiet"] if options.quiet else []
     typed = ["eval", options.set, *(one.name for one in models), *quiet]

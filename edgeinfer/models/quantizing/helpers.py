@@ -113,13 +113,14 @@ NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` replaces `NAME:TYPE`; `imatrix` is a path, or MAKE_IMATRIX.
+    """`name` replaces `NAME:TYPE`, `keep` leaves a stored one; `imatrix` is a path, or MAKE_IMATRIX.
 
     `score_tokens` bounds the scored text; 0 takes all. `text` is a file to score and to make the
     importance matrix of.
     """
 
     name: str | None = None
+    keep: bool = False
     imatrix: str = ""
     perplexity: bool = True
     score_tokens: int = 0

@@ -39,10 +39,11 @@ class Quantized(msgspec.Struct, frozen=True, kw_only=True):
     """The result beside its source. Perplexities are of the shipped text, None if not measured.
 
     `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
-    the share of tokens of which both think the same is likeliest.
+    the share of tokens of which both think the same is likeliest. `is_kept`: it was stored before.
     """
 
     model: PulledModel
+    is_kept: bool = False
     source_bytes: int
     source_type: str
     source_perplexity: float | None = None
@@ -74,24 +75,27 @@ def quantize(
     ref = _reference(text, FILE_TYPES[kind], origin, options)
     with changing(ref) as work:
         before = gguf.check(source.paths[0])
-        target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
-        options = _with_imatrix(Path(source.paths[0]), work, job, options)
-        run_quantizer(Path(source.paths[0]), target, kind, job, options)
-        made = Fetched.made_here(target, job)
-        record = store.publish(
-            ref,
-            [made],
-            base=origin.base if origin else ref.name,
-            source=f"quantized from {source.name}",
-            requantized_from=before.quantization,
-            projector=_own_projector(source.projector, work, job) if source.projector else None,
-        )
-        shutil.rmtree(work, ignore_errors=True)
+        kept = record = store.read_record(names.folder(ref)) if options.keep else None
+        if record is None:
+            target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
+            options = _with_imatrix(Path(source.paths[0]), work, job, options)
+            run_quantizer(Path(source.paths[0]), target, kind, job, options)
+            made = Fetched.made_here(target, job)
+            record = store.publish(
+                ref,
+                [made],
+                base=origin.base if origin else ref.name,
+                source=f"quantized from {source.name}",
+                requantized_from=before.quantization,
+                projector=_own_projector(source.projector, work, job) if source.projector else None,
+            )
+            shutil.rmtree(work, ignore_errors=True)
     score = {}
     if options.perplexity:
         score = scored(str(record.paths[0]), job, options, compared=source.paths[0])
     return Quantized(
         model=record,
+        is_kept=kept is not None,
         source_bytes=sum(Path(path).stat().st_size for path in source.paths),
         source_type=before.quantization,
         source_perplexity=score.get("compared_perplexity"),
