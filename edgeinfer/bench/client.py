@@ -141,7 +141,8 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
     fields = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
     status, lines = await send(target, path, fields | body)
     if status != 200:
-        text = without_controls(b" ".join(line for _, line in lines).decode(errors="replace"))
+        said = b" ".join(line for _, line in lines).decode(errors="replace")
+        text = without_controls(said.replace(target.key, "…") if target.key else said)
         raise ServeError(f"{target.url}{path} answered {status}: {text[:_CHARACTERS_OF_ERROR]}")
     arrivals: list[float] = []
     usage: dict[str, Any] = {}

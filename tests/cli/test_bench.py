@@ -25,9 +25,18 @@ class Other(ThreadingHTTPServer):
     """A third-party server, which counts a word as a token; a keyword for each thing it lacks."""
 
     def __init__(
-        self, *, models=("m",), fields=True, completions=True, usage=True, cached=True, body=b""
+        self,
+        *,
+        models=("m",),
+        fields=True,
+        completions=True,
+        usage=True,
+        cached=True,
+        body=b"",
+        says=b"",
     ):
         self.models, self.body = models, body
+        self.says = says
         self.fields, self.completions = fields, completions
         self.usage, self.cached = usage, cached
         self.requests = []
@@ -57,6 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.requests.append((self.path, asked, self.headers.get("authorization")))
+        if self.server.says:
+            return self.answer(401, self.server.says)
         if self.path == "/v1/completions" and not self.server.completions:
             return self.answer(404, b"no such route")
         if "ignore_eos" in asked and not self.server.fields:
@@ -130,6 +141,7 @@ async def test_no_server_is_asked_what_another_may_have_cached(other):
         ({"models": ("a", "b")}, UsageError, "has 2 models: a, b"),
         ({"models": ()}, UsageError, "has 0 models"),
         ({"usage": False}, ServeError, "no text with its number of tokens"),
+        ({"says": b"no \x1b[31mBearer secret"}, ServeError, "Bearer …$"),
         ({"body": b"<html>"}, ServeError, "no text with its number of tokens"),
         ({"body": b'data: [{"choices": 1}]\n\n'}, ServeError, "no text with its number of tokens"),
         ({"body": b'data: {"choices": [{"text": 1}], "usage": []}\n'}, ServeError, "no text with its"),
@@ -137,7 +149,7 @@ async def test_no_server_is_asked_what_another_may_have_cached(other):
 )
 async def test_server_that_cannot_be_measured_is_named(other, lacks, error, message):
     with pytest.raises(error, match=message):
-        await Side("theirs", Target(url=other(**lacks).url), "bench-1").prepare()
+        await Side("theirs", Target(url=other(**lacks).url, key="secret"), "bench-1").prepare()
 
 
 async def test_unreachable_server_and_an_endless_answer(other, monkeypatch):
@@ -163,6 +175,10 @@ def test_rows_compare_each_round_with_the_first_server():
     assert (only.side, only.test, only.beside) == ("b", "x", None)
 
 
+#: Stands for a file of keys.
+KEYS = "KEYS"
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -173,9 +189,13 @@ def test_rows_compare_each_round_with_the_first_server():
         (["-d", "x"], "is not a number"),
         (["--against-key-file", "/dev/null"], "needs one --against"),
         (["--against", "http://h", "--against-key-file", "/missing"], "does not exist"),
+        (["--against", "http://h", "--against-key-file", KEYS], "in clear"),
     ],
 )
-def test_mistakes_are_named_before_a_model_is_loaded(typed, message, capsys):
+def test_mistakes_are_named_before_a_model_is_loaded(typed, message, capsys, tmp_path):
+    (tmp_path / "keys").write_text(f"{'k' * 32}\n")
+    (tmp_path / "keys").chmod(0o600)
+    typed = [str(tmp_path / "keys") if part == KEYS else part for part in typed]
     assert main(["bench", "none.gguf", *typed]) == 2
     assert message in capsys.readouterr().err
 

@@ -100,7 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL[#MODEL]",
         help="an OpenAI-compatible server, measured in turn: llama-server, Ollama, LM Studio …",
     )
-    add("--against-key-file", metavar="FILE", help="API key of the one --against")
+    add(
+        "--against-key-file",
+        metavar="FILE",
+        help="API key of the one --against (https, or this machine)",
+    )
     for flags, default, least, text in (
         (("-p", "--n-prompt"), 512, 0, "tokens of a prompt; 0 leaves the test out"),
         (("-n", "--n-gen"), 128, 0, "tokens of an answer; 0 leaves the test out"),
@@ -149,6 +153,9 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         against = [replace(target, key=_key(options.against_key_file)) for target in against]
         if len(against) != 1:
             raise UsageError("--against-key-file needs one --against")
+        if against[0].url.startswith("http:") and not against[0].is_here:
+            hint = "give an https address, or forward a port of this machine (ssh -L)"
+            raise UsageError("the key would cross the network in clear", hint=hint)
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [host.resolve(name) for name in options.models or [host.config.default_model]]
     names = [host.files(ref).name for ref in models] + [one.label for one in against]
