@@ -12,7 +12,9 @@ import itertools
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -34,6 +36,8 @@ from edgeinfer.server.batches import BatchLine
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
 _NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
+#: The longest check of an answer (s).
+_CHECK_S = 2.0
 #: The longest name of a system prompt (characters).
 _LABEL = 24
 _JUDGE = """Question:
@@ -280,10 +284,30 @@ def _verdict(item: Item, reply: _Response | None, judgement: _Response | None) -
         passed = chosen == item.answer
         return Verdict(passed=passed, answer=item.choices[chosen], logprobs=sums)
     answer = _content(reply)
-    passed = passes(item, answer) if judgement is None else _content(judgement) == "yes"
+    try:
+        with _limit():
+            passed = passes(item, answer) if judgement is None else _content(judgement) == "yes"
+    except TimeoutError:
+        return Verdict(answer=answer, error=f"{item.id}: its `{item.check}` took over {_CHECK_S:g} s")
     return Verdict(
         passed=passed, answer=answer, is_cut=reply.body["choices"][0]["finish_reason"] == "length"
     )
+
+
+@contextmanager
+def _limit() -> Iterator[None]:
+    """Raise TimeoutError in the main thread after `_CHECK_S`: `re` looks at signals as it searches."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, _CHECK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _sums(scored: list[dict[str, Any]]) -> list[float]:

@@ -218,6 +218,14 @@ def test_answer_that_fails_is_not_passed_and_told(score):
     assert (_passed(result), len(requests), result.exit_code) == ([True, False, True], 1, 0)
 
 
+def test_check_that_does_not_end_is_told(score, monkeypatch):
+    monkeypatch.setattr("edgeinfer.cli.evaluating._CHECK_S", 0.2)
+    slow = "a" * 60
+    result, _ = score([_item("slow", slow, regex="(a+)+b"), _item(2, "a", regex="a")])
+    assert _passed(result) == [False, True]
+    assert "slow: its `regex` took over 0.2 s" in result.human()
+
+
 def test_report_has_every_item_and_no_text_breaks_its_table(score):
     evil = 'a|b\n| c |\n<script>alert("x")</script>'
     result, _ = score(

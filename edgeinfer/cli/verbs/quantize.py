@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument(
         "--compare",
         metavar="TYPE,…",
-        help="make those that are not stored, and show size, speed, loss and score of each beside MODEL",
+        help="make those not stored, and show size, speed, loss and score of each beside MODEL",
     )
     parser.add_argument(
         "--set",
