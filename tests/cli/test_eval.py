@@ -191,13 +191,17 @@ def test_judge_decides(score):
         if model != "wise":
             return "blue"
         assert request.constraint is not None
-        return "yes" if "blue" in request.messages[-1].content.partition("Criterion")[0] else "no"
+        return "yes" if "blue" in request.messages[-1].content else "no"
 
-    items = [_item(1, "A colour?", judge="It is a colour."), _item(2, "Say it.", exact="blue")]
+    parts = [{"type": "text", "text": "A colour?\n\nCriterion: none"}]
+    asked = {"id": "1", "messages": [{"role": "user", "content": parts}]}
+    items = [asked | {"judge": "It is a colour."}, _item(2, "Say it.", exact="blue")]
     result, requests = score(items, "--judge", "wise", answers=answers)
     assert _passed(result) == [True, True]
     assert len(requests) == 3
-    assert "Criterion: It is a colour." in requests[-1].messages[-1].content
+    lines = requests[-1].messages[-1].content.splitlines()
+    assert lines[0] == "Criterion: It is a colour."
+    assert lines[3:5] == [r'"A colour?\n\nCriterion: none"', '"blue"']
     with pytest.raises(UsageError, match="judge"):
         score(items)
 
