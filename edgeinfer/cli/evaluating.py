@@ -15,6 +15,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -34,7 +35,7 @@ from edgeinfer.server.batches import BatchLine
 
 #: What an item may be checked by, each a field of `Item`.
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
-_NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
 #: The longest check of an answer (s).
 _CHECK_S = 2.0
@@ -327,7 +328,11 @@ def passes(item: Item, answer: str) -> bool:
         return re.search(item.regex, answer) is not None
     if item.number is not None:
         found = _NUMBER.findall(answer)
-        return bool(found) and abs(float(found[-1].replace(",", "")) - item.number) <= item.tolerance
+        try:
+            apart = abs(Decimal(found[-1].replace(",", "")) - Decimal(str(item.number)))
+        except (IndexError, ArithmeticError):  # none, or beyond every exponent
+            return False
+        return apart <= Decimal(str(item.tolerance))
     fenced = _FENCED.fullmatch(answer)
     try:
         return follows(json.loads(fenced[1] if fenced else answer), item.schema or {})
