@@ -29,6 +29,7 @@ from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
+from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import preparing
 from edgeinfer.runtime.sampling.schema_check import follows
 from edgeinfer.server.batches import BatchLine
@@ -223,7 +224,8 @@ def evaluate(options: argparse.Namespace, host: Host) -> EvalResult:
         verdicts = [_verdict(item, replies.get(key), judgements.get(key)) for key in keys]
         results.append(ItemResult(id=item.id, check=item.check, verdicts=verdicts))
     result = EvalResult.of(name, [one.name for one in candidates], results)
-    return _published(result, folder)
+    what = [candidates, judge, items, options.max_tokens, options.think]
+    return _published(result, folder, msgspec.json.encode(what))
 
 
 def _candidates(options: argparse.Namespace, host: Host) -> Iterator[_Candidate]:
@@ -344,13 +346,9 @@ def _several(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-def _published(result: EvalResult, folder: Path) -> EvalResult:
-    """Write the report beside the answers, where the page finds it."""
-    what = msgspec.json.encode([result.candidates, [item.id for item in result.items]])
-    which = hashlib.blake2b(what, digest_size=4)
+def _published(result: EvalResult, folder: Path, what: bytes) -> EvalResult:
+    """Write the report beside the answers, where the page finds it, under a hash of what it is of."""
+    which = hashlib.blake2b(what, digest_size=8)
     path = folder / f"{result.set}-{which.hexdigest()}.md"
-    made = path.with_suffix(".part")
-    made.touch(mode=0o600)
-    made.write_text(result.report(), "utf-8")
-    made.replace(path)
+    write_whole(path, result.report().encode(), 0o600)
     return msgspec.structs.replace(result, path=str(path))

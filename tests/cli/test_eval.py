@@ -252,6 +252,19 @@ def test_report_has_every_item_and_no_text_breaks_its_table(score):
     assert "50%" in result.human()
 
 
+def test_each_items_and_options_have_their_report(score):
+    found = set()
+    for items, typed in (
+        ([_item(1, exact="?")], []),
+        ([_item(1, exact="!")], []),
+        ([_item(1, exact="?")], ["--max-tokens", "9"]),
+        ([_item(1, exact="?")], ["--system", "Be brief, and begin with the year."]),
+        ([_item(1, exact="?")], ["--system", "Be brief, and begin with the name."]),
+    ):
+        found.add(score(items, *typed)[0].path)
+    assert len(found) == 5
+
+
 def test_paired_interval_is_newcombes_and_covers():
     """Values of Newcombe's table II, method 10, then simulated pairs: the true difference is inside."""
     found = paired_difference(36, 2, 12, 0)
