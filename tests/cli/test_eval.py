@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -238,7 +239,7 @@ def test_check_that_does_not_end_is_told(score, monkeypatch):
 
 
 def test_report_has_every_item_and_no_text_breaks_its_table(score):
-    evil = 'a|b\n| c |\n<script>alert("x")</script>'
+    evil = 'a|b\\|d\n| c |\n<script>alert("x")</script>'
     result, _ = score(
         [_item(1, evil, exact="no"), _item("a|b", "yes", exact="yes")], models=("one", "two")
     )
@@ -246,8 +247,8 @@ def test_report_has_every_item_and_no_text_breaks_its_table(score):
     text = next(report).read_text()
     assert text == result.report()
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.replace("\\|", "").count("|") for line in rows[:4]} == {6}
-    assert {line.replace("\\|", "").count("|") for line in rows[4:]} == {5}
+    assert {re.sub(r"\\.", "", line).count("|") for line in rows[:4]} == {6}
+    assert {re.sub(r"\\.", "", line).count("|") for line in rows[4:]} == {5}
     assert "no difference shown" in text
     assert "50%" in result.human()
 

@@ -153,7 +153,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
 def _cell(text: str) -> str:
     """Keep a text of a model or a user from ending its cell."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _shown(verdict: Verdict) -> str:
