@@ -63,6 +63,18 @@ def own_program() -> Path:
     return program
 
 
+def refuse_unless_ours(program: Path, app: str) -> None:
+    """Raise ShippingError unless `program` is this user's and still carries `app`."""
+    owner = program.stat().st_uid
+    if owner != os.geteuid():
+        raise ShippingError(
+            f"{program} belongs to the user {owner}, and would belong to another one then",
+            hint="run it as its owner",
+        )
+    if payload.open_shipped(program).app != app:
+        raise ShippingError(f"{program} was replaced since this command began", hint="run it again")
+
+
 @contextmanager
 def locked() -> Iterator[Path]:
     """Hold the lock of updates; yield their folder. Raises ShippingError while another has it."""
@@ -138,7 +150,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
     part = download.fetch(remote, folder, job)
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
-        with part.open("rb") as fetched, disk.whole_file(candidate, 0o755) as out:
+        with part.open("rb") as fetched, disk.whole_file(candidate, _mode(program)) as out:
 
             def copy(chunk: bytes, _done: int) -> None:
                 out.write(chunk)
@@ -213,13 +225,18 @@ def _swap(program: Path, candidate: Path, folder: Path) -> None:
     previous = folder / PREVIOUS
     with unpack.locked():  # no other process removes a version meanwhile
         _place(program, folder / ".previous")
+        _name_source(candidate)  # after each step, a crash included, both applications have their file
         os.replace(folder / ".previous", previous)
+        _name_source(previous)
         os.replace(candidate, program)
         disk.sync(program.parent)
-        for file in (previous, program):
-            app = unpack.app_root() / payload.open_shipped(file).app
-            if app.is_dir():
-                disk.write_whole(app / unpack.SOURCE, os.fsencode(file))
+        _name_source(program)
+
+
+def _name_source(file: Path) -> None:
+    app = unpack.app_root() / payload.open_shipped(file).app
+    if app.is_dir():
+        disk.write_whole(app / unpack.SOURCE, os.fsencode(file))
 
 
 def _place(file: Path, target: Path) -> None:
@@ -228,5 +245,9 @@ def _place(file: Path, target: Path) -> None:
     try:
         os.link(file, target)
     except OSError:
-        with file.open("rb") as source, disk.whole_file(target, 0o755) as out:
+        with file.open("rb") as source, disk.whole_file(target, _mode(file)) as out:
             shutil.copyfileobj(source, out)
+
+
+def _mode(file: Path) -> int:
+    return file.stat().st_mode & 0o777

@@ -56,6 +56,7 @@ class Updates:
         self.program = folder / "bin/edgeinfer"
         self.program.parent.mkdir()
         ship(folder, "1.0.0").rename(self.program)
+        self.program.chmod(0o750)
         self.before = self.program.read_bytes()
         self.app = unpack.ensure_unpacked(self.program)
         self.channel = Channel(url=publisher.url, keys=(OTHER_KEY.public.hex(), KEY.public.hex()))
@@ -104,7 +105,7 @@ def test_update_and_back_keep_both_applications(updates):
     inode = (updates.app / "note").stat().st_ino
     updates.update()
     assert updates.program.read_bytes() == newer
-    assert updates.program.stat().st_mode & 0o777 == 0o755
+    assert updates.program.stat().st_mode & 0o777 == 0o750
     newer_app = unpack.ensure_unpacked(updates.program)
     for version, program in (("1.0.0", updates.before), ("1.1.0", newer), ("1.0.0", updates.before)):
         with unpack.locked():
@@ -123,6 +124,47 @@ def test_third_version_lets_the_first_go(updates):
         unpack.ensure_unpacked(updates.program)
     assert [app.name.partition("-")[0] for app in unpack.versions()] == ["1.1.0", "1.2.0"]
     assert updates.back() == "1.1.0"
+
+
+@pytest.mark.parametrize("verb", ["update", "back"])
+def test_crash_after_the_rename_keeps_both_applications(updates, verb):
+    updates.publish()
+    if verb == "back":
+        updates.update()
+        unpack.ensure_unpacked(updates.program)
+    before, is_renaming = unpack.versions(), False
+
+    def crash(event, details):
+        nonlocal is_renaming
+        if is_renaming:
+            os._exit(9)
+        is_renaming = event == "os.rename" and details[1] == str(updates.program)
+
+    child = os.fork()
+    if not child:
+        sys.addaudithook(crash)
+        getattr(updates, verb)()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert payload.open_shipped(updates.program).app != before[-1].name
+    with unpack.locked():
+        unpack.remove_unused(keep=unpack.app_root() / payload.open_shipped(updates.program).app)
+    assert unpack.versions() == before
+
+
+def test_file_replaced_since_or_of_another_user_is_refused(updates):
+    update.refuse_unless_ours(updates.program, updates.app.name)
+    with pytest.raises(EdgeInferError, match="was replaced"):
+        update.refuse_unless_ours(updates.program, "0.9.0-0")
+    with pytest.raises(EdgeInferError, match="belongs to the user"):
+        update.refuse_unless_ours(program_of_another(updates), updates.app.name)
+
+
+def program_of_another(updates):
+    if os.geteuid():
+        return Path("/usr/bin/env")
+    os.chown(updates.program, 65534, 65534)
+    return updates.program
 
 
 @pytest.mark.parametrize(
@@ -226,6 +268,7 @@ def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, t
     new, new_app = variant(binary, tmp_path / "new", changes, "999.0.0", cache=blocks)
     machine.install(old)
     machine.own(machine.root / "usr/local/bin")
+    machine.own(machine.root / "usr/local/bin/edgeinfer")
     shutil.copy(smollm2, machine.root / "tmp/small.gguf")
     (machine.root / "tmp/small.gguf").chmod(0o644)
     machine.run("pull", "/tmp/small.gguf", "--name", MODEL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from edgeinfer import __version__
 from edgeinfer.cli.options import add_quiet
@@ -46,6 +48,7 @@ def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
 
     program = update.own_program()
     with update.locked() as folder:
+        update.refuse_unless_ours(program, Path(sys.executable).parent.name)
         if options.back:
             return UpdateResult(before=__version__, version=update.back(program, folder), changed=True)
         known = channel()
