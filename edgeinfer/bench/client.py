@@ -1,7 +1,7 @@
 """One streamed request to an OpenAI-compatible server, with the time at which each piece of it arrived.
 
-The client shares the processors with the server that it measures, so it stamps what comes, and reads it
-once the answer is complete.
+The client shares the processors with the server that it measures, so it stamps what comes, looks for no
+more than the end of the answer, and reads the answer then.
 """
 
 from __future__ import annotations
@@ -63,9 +63,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Connection(asyncio.Protocol):
+    """`pieces` of a body with the times of their arrival; the callbacks of httptools are here too."""
+
     def __init__(self, request: bytes) -> None:
         self._request = request
-        self._size = 0
+        self._size, self._at = 0, 0.0
+        self.parser = httptools.HttpResponseParser(self)
         self.pieces: list[tuple[float, bytes]] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -75,24 +78,25 @@ class _Connection(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        self.pieces.append((time.perf_counter(), data))
+        self._at = time.perf_counter()
         self._size += len(data)
         if self._size > _MOST_BYTES:
             self._transport.abort()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if not self.ended.done():
+                self.ended.set_exception(error)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def on_body(self, data: bytes) -> None:
+        self.pieces.append((self._at, data))
+
+    def on_message_complete(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
 
-
-class _Body:
-    """The callbacks of httptools: what has arrived of a body."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def on_body(self, data: bytes) -> None:
-        self.data += data
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.on_message_complete()
 
 
 async def send(target: Target, path: str, body: Any = None) -> tuple[int, list[tuple[float, bytes]]]:
@@ -123,15 +127,12 @@ async def send(target: Target, path: str, body: Any = None) -> tuple[int, list[t
             finally:
                 transport.abort()
         total_s = time.perf_counter() - began
-        read = _Body()
-        parser = httptools.HttpResponseParser(read)
-        lines = []
+        lines, rest = [], b""
         for at, piece in connection.pieces:
-            parser.feed_data(piece)
-            *whole, read.data = read.data.split(b"\n")
+            *whole, rest = (rest + piece).split(b"\n")
             lines += [(at - began, line) for line in whole]
-        lines.append((total_s, read.data))
-        return parser.get_status_code(), lines
+        lines.append((total_s, rest))
+        return connection.parser.get_status_code(), lines
     except (OSError, TimeoutError, httptools.HttpParserError, ValueError) as error:
         raise ServeError(f"{target.url} does not answer: {error or 'no end of its answer'}") from error
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from edgeinfer.bench.client import Target
+from edgeinfer.bench.client import Target, send
 from edgeinfer.bench.measure import _LONG, Plan, Sample, Side, measure, rows
 from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs.bench import BenchResult
@@ -34,9 +34,10 @@ class Other(ThreadingHTTPServer):
         cached=True,
         body=b"",
         says=b"",
+        shorter=0,
     ):
         self.models, self.body = models, body
-        self.says = says
+        self.says, self.shorter = says, shorter
         self.fields, self.completions = fields, completions
         self.usage, self.cached = usage, cached
         self.requests = []
@@ -62,6 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.answer(200, json.dumps({"data": [{"id": name} for name in self.server.models]}).encode())
+        self.close_connection = False  # some servers take no notice of `connection: close`
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -75,11 +77,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.body:
             return self.answer(200, self.server.body)
         text = asked.get("prompt") or asked["messages"][0]["content"]
-        usage = {"prompt_tokens": len(text.split()) + 3, "completion_tokens": asked["max_tokens"]}
+        n = max(1, asked["max_tokens"] - self.server.shorter)
+        usage = {"prompt_tokens": len(text.split()) + 3, "completion_tokens": n}
         if self.server.cached:
             usage["prompt_tokens_details"] = {"cached_tokens": 2}
         word = {"delta": {"content": "w"}} if "messages" in asked else {"text": "w"}
-        events = [{"choices": [word]} for _ in range(asked["max_tokens"])]
+        events = [{"choices": [word]} for _ in range(n)]
         events += [{"choices": [], "usage": usage}] if self.server.usage else []
         self.send_response(200)
         self.end_headers()  # the body ends with the connection
@@ -107,8 +110,9 @@ def other():
     ("lacks", "path", "note"),
     [
         ({}, "/v1/completions", ""),
-        ({"fields": False}, "/v1/completions", "no ignore_eos"),
-        ({"fields": False, "completions": False}, "/v1/chat/completions", "no ignore_eos"),
+        ({"fields": False}, "/v1/completions", ""),
+        ({"fields": False, "completions": False}, "/v1/chat/completions", ""),
+        ({"shorter": 1}, "/v1/completions", "answers ended before 8 tokens"),
         ({"cached": False}, "/v1/completions", "does not tell cached tokens"),
     ],
 )
@@ -122,6 +126,7 @@ async def test_every_test_of_any_openai_compatible_server(other, lacks, path, no
     assert {key for *_, key in server.requests} == {"Bearer secret"}
     asked = server.requests[-1]
     assert (asked[0], asked[1]["model"]) == (path, "m")
+    assert len(side.notes) == bool(note)
     assert note in " ".join(side.notes)
     prompts = [body.get("prompt") or body["messages"][0]["content"] for _, body, _ in server.requests]
     assert {len(text.split()) + 3 for text in prompts} >= {64, 32, 96}, "lengths are of its own tokens"
@@ -150,6 +155,12 @@ async def test_no_server_is_asked_what_another_may_have_cached(other):
 async def test_server_that_cannot_be_measured_is_named(other, lacks, error, message):
     with pytest.raises(error, match=message):
         await Side("theirs", Target(url=other(**lacks).url, key="secret"), "bench-1").prepare()
+
+
+async def test_answer_ends_before_its_connection(other, monkeypatch):
+    monkeypatch.setattr("edgeinfer.bench.client._MOST_S", 10)
+    status, lines = await send(Target(url=other().url), "/v1/models")
+    assert (status, [line for _, line in lines]) == (200, [b'{"data": [{"id": "m"}]}'])
 
 
 async def test_unreachable_server_and_an_endless_answer(other, monkeypatch):
