@@ -38,8 +38,11 @@ class Child:
         self.pid, self.status_fd = pid, status_fd
 
 
-def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
-    """Start to restore a snapshot with the link `link_fd`; the pipe reports the end. Raises OSError."""
+def resume(manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RESTORE_LIMIT_S) -> Child:
+    """Start to restore a snapshot with the link `link_fd`; the pipe reports the end.
+
+    A restore of more than `limit_s` seconds is ended. Raises OSError.
+    """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
     status_read, status_write = os.pipe()
@@ -49,8 +52,8 @@ def resume(manifest: Manifest, folder: str, link_fd: int) -> Child:
     def work(tell: Callable[[str], None]) -> NoReturn:
         linux.become_init(flags, user, group)
         log = os.memfd_create("criu")
-        criu_pid = _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log)
-        _supervise(tell, criu_pid, manifest.pid, log)
+        criu_pid = _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log, limit_s)
+        _supervise(tell, criu_pid, manifest.pid, log, limit_s)
 
     pid = linux.clone(flags) if flags else os.fork()
     if pid == 0:
@@ -99,12 +102,14 @@ def _main(
     os._exit(125)
 
 
-def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, log: int) -> int:
+def _restore_child(
+    manifest: Manifest, images: str, link_fd: int, wake_fd: int, log: int, limit_s: int
+) -> int:
     child = os.fork()
     if child == 0:
         try:
             os.dup2(log, 2)
-            criu.exec_restore(manifest, images, link_fd, wake_fd)
+            criu.exec_restore(manifest, images, link_fd, wake_fd, limit_s)
         finally:
             os._exit(127)
     os.close(link_fd)
@@ -112,7 +117,9 @@ def _restore_child(manifest: Manifest, images: str, link_fd: int, wake_fd: int, 
     return child
 
 
-def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int) -> NoReturn:
+def _supervise(
+    tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int, limit_s: int = 0
+) -> NoReturn:
     """Wait for CRIU (pid 0: none) and the app. A failed restore ends this init, and the app with it."""
     alive = criu_pid == 0
     early: list[int] = []
@@ -135,7 +142,7 @@ def _supervise(tell: Callable[[str], None], criu_pid: int, app_pid: int, log: in
             if status:
                 why = os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip().replace("\n", "; ")
                 code = os.waitstatus_to_exitcode(status)
-                hung = f"did not end within {criu.RESTORE_LIMIT_S} s"
+                hung = f"did not end within {limit_s} s"
                 outcome = hung if code == -_signal.SIGALRM else f"ended with {code}"
                 tell(f"failed criu {outcome}: {why}")
                 os._exit(125)

@@ -31,6 +31,8 @@ MINIMUM = (4, 1)
 MINIMUM_WITH_POINTER_AUTHENTICATION = (4, 2)
 #: A restore takes hundredths of a second. One that takes this long (s) hangs; the launch is cold then.
 RESTORE_LIMIT_S = 60
+#: That of `snapshots verify`, which may run at idle priority, its files no longer in the page cache.
+CHECK_LIMIT_S = 600
 ROOT = "root"
 UNPRIVILEGED = "unprivileged"
 CAPABILITIES = "capabilities"
@@ -210,7 +212,7 @@ def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn
     _exec(criu, tier, ["dump", "-t", str(pid), "-D", images, "-o", log, "-v2"])
 
 
-def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) -> NoReturn:
+def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int, limit_s: int) -> NoReturn:
     """Become `criu restore` with our descriptors; it ends when the restored process runs.
 
     The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as
@@ -221,7 +223,7 @@ def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int) ->
     for fd, original in ((link_fd, socket), (wake_fd, pipe)):
         arguments += ["--inherit-fd", f"fd[{fd}]:{original}"]
         os.set_inheritable(fd, True)
-    _signal.alarm(RESTORE_LIMIT_S)  # ends CRIU: an alarm survives exec
+    _signal.alarm(limit_s)  # ends CRIU: an alarm survives exec
     _exec(manifest.criu, manifest.tier, arguments)
 
 

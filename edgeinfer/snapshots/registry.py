@@ -160,6 +160,12 @@ def listed() -> list[Listed]:
     return sorted(found, key=lambda item: item.details.name)
 
 
+def own() -> list[Path]:
+    """List the newest generation of each of this program's snapshots, also those that are refused."""
+    found = format.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
+    return [Path(folders[0]) for _, folders in sorted(found.items())]
+
+
 def _newest_of_each() -> list[str]:
     newest: dict[tuple[str, str], str] = {}
     for name, folders in format.generations(str(paths.snapshots_dir())).items():

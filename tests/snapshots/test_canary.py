@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,37 @@ def test_a_bit_of_a_library_is_found(own_libraries):
         outcome = own_libraries.run("snapshots", "verify", "--all")
     assert outcome.code == 7
     assert f"{library} changed since it was built" in outcome.err
+
+
+@pytest.mark.parametrize("damaged", ["manifest", "snapshot.json", "memory.img"])
+def test_a_snapshot_that_cannot_be_read_is_no_success(warm, damaged):
+    path = warm.snapshot() / damaged
+    before = path.read_bytes()
+    path.write_bytes(before[: len(before) // 2])
+    try:
+        outcome = warm.run("snapshots", "verify", "--all", "--json")
+    finally:
+        path.write_bytes(before)
+    assert (outcome.code, outcome.error["code"]) == (7, "snapshot-corrupt")
+    assert f"{warm.snapshot()}" in outcome.error["message"]
+
+
+def test_a_stale_snapshot_is_named_and_no_fault(warm):
+    before = warm.model.stat()
+    os.utime(warm.model)
+    try:
+        outcome = warm.run("snapshots", "verify", "--all").check()
+    finally:
+        os.utime(warm.model, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert f"{warm.model} was changed after the snapshot {MODEL} was made: not verified" in outcome.out
+
+
+def test_a_snapshot_that_cannot_be_resumed_is_not_called_corrupt(warm):
+    """CRIU and its child may map little memory, as where it is short."""
+    limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 28,) * 2)}
+    outcome = warm.run("snapshots", "verify", "--all", "--json", **limits)
+    assert (outcome.code, outcome.error["code"]) == (7, "restore")
+    assert "its files are as they were built" in outcome.error["hint"]
 
 
 @pytest.mark.parametrize("names", [(), (MODEL, "--all")])

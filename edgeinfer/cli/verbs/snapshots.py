@@ -20,6 +20,7 @@ from edgeinfer.errors import (
     SnapshotCorruptError,
     SnapshotError,
     SnapshotMissingError,
+    SnapshotStaleError,
     UsageError,
 )
 from edgeinfer.host import Host
@@ -113,12 +114,13 @@ class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
     name: str
     files: int
     read_bytes: int
+    stale: tuple[str, ...] = ()
 
     def human(self) -> str:
-        if not self.name:
-            return "no snapshot to verify can be resumed here"
         read = f"{self.files:,} files, {format_bytes(self.read_bytes)}"
-        return f"{self.name}: {read}, all as they were built; answers are bit-identical"
+        good = f"{self.name}: {read}, all as they were built; answers are bit-identical"
+        stale = (f"{why}: not verified, launches refuse it" for why in self.stale)
+        return "\n".join([good if self.name else "no snapshot to verify can be resumed here", *stale])
 
 
 class SnapshotsRemovedResult(Result, frozen=True, kw_only=True):
@@ -151,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all",
     )
     _add_name(verify, nargs="*")
-    verify.add_argument("--all", action="store_true", help="every snapshot that can be resumed here")
+    verify.add_argument("--all", action="store_true", help="every snapshot of this program")
     rm = add("rm", "remove one or more", "my-snapshot")
     _add_name(rm, nargs="+")
     prune = add("prune", "remove those this machine refuses, and the oldest beyond the limit")
@@ -235,12 +237,25 @@ def _show(options: argparse.Namespace, _host: Host) -> SnapshotResult:
 def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     if bool(options.name) == options.all:
         raise UsageError("name snapshots, or give --all", hint="edgeinfer snapshots verify --all")
-    folders = [registry.find(name) for name in options.name]
-    if options.all:
-        folders = [Path(one.details.folder) for one in registry.listed() if one.fresh]
-    faults = [fault for folder in folders if (fault := _fault(folder))]
+    chosen = registry.own() if options.all else [registry.find(name) for name in options.name]
+    folders, stale = list[Path](), list[str]()
+    faults, failed = list[str](), list[str]()
+    for folder in chosen:
+        try:
+            fault = _fault(folder)
+        except RestoreError as error:
+            failed.append(f"{folder.name}: {error.message}")
+        except SnapshotError as error:
+            if not options.all:
+                raise
+            (stale if isinstance(error, SnapshotStaleError) else faults).append(error.message)
+        else:
+            faults += [fault] if fault else []
+            folders.append(folder)
     if faults:
-        raise SnapshotCorruptError("; ".join(faults), hint=_FAULTY)
+        raise SnapshotCorruptError("; ".join(faults + failed), hint=_FAULTY)
+    if failed:
+        raise RestoreError("; ".join(failed), hint=_NOT_RESUMED)
     details = [registry.read_details(folder) for folder in folders]
     read = {path for one in details for path in one.sources} | {
         f"{folder}/{name}" for folder, one in zip(folders, details, strict=True) for name in one.digests
@@ -249,6 +264,7 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
         name=", ".join(one.name for one in details),
         files=len(read),
         read_bytes=sum(map(os.path.getsize, read)),
+        stale=tuple(stale),
     )
 
 
@@ -257,6 +273,10 @@ _FAULTY = (
     "if nothing was changed on purpose, suspect the disk or the memory; then pull the model, install "
     "edgeinfer, or build the snapshot (`edgeinfer warm`) again"
 )
+_NOT_RESUMED = (
+    "its files are as they were built; `edgeinfer doctor` tells whether snapshots work here; verify it "
+    "again when the machine has memory and time, and if it still fails, `edgeinfer warm` the model"
+)
 
 
 def _fault(folder: Path) -> str:
@@ -264,11 +284,8 @@ def _fault(folder: Path) -> str:
     wrong = builder.wrong_files(folder)
     if wrong:
         return f"{folder.name}: {', '.join(wrong)} changed since it was built"
-    try:
-        if not builder.computes_canary(folder):
-            return f"{folder.name} computes other bits than when it was built, from the same files"
-    except RestoreError as error:
-        return f"{folder.name}: {error.message}"
+    if not builder.computes_canary(folder):
+        return f"{folder.name} computes other bits than when it was built, from the same files"
     repeated = builder.repeated_randomness(folder)
     if repeated:
         return f"{folder.name}: two resumed processes got the same bytes from {', '.join(repeated)}"

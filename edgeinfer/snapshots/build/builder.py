@@ -371,7 +371,7 @@ def _digest_on_disk(path: Path) -> str:
 def computes_canary(folder: Path) -> bool:
     """Resume it and return whether it computes the bits of the build. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
-    content = checks.ask(manifest, str(folder), checks.nobodys_request("canary"))
+    content = checks.ask(manifest, str(folder), checks.nobodys_request("canary"), criu.CHECK_LIMIT_S)
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
 
 
@@ -380,7 +380,7 @@ def repeated_randomness(folder: Path) -> list[str]:
     manifest = format.read_manifest(str(folder))
     drawn = []
     for _ in range(2):
-        facts = checks.ask(manifest, str(folder), checks.nobodys_request("facts"))
+        facts = checks.ask(manifest, str(folder), checks.nobodys_request("facts"), criu.CHECK_LIMIT_S)
         drawn.append(msgspec.json.decode(facts, type=checks.Facts).random)
     return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]
 

@@ -22,6 +22,7 @@ from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform.linux import getrandom
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.snapshots import criu
 from edgeinfer.snapshots.format import Manifest
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
@@ -85,10 +86,12 @@ def _sampled(loaded: LoadedModel) -> str:
     )
 
 
-def ask(manifest: Manifest, folder: str, request: LaunchRequest) -> bytes:
-    """Resume for the answer to one request. Raises RestoreError, OSError."""
+def ask(
+    manifest: Manifest, folder: str, request: LaunchRequest, limit_s: int = criu.RESTORE_LIMIT_S
+) -> bytes:
+    """Resume, within `limit_s` seconds, for the answer to one request. Raises RestoreError, OSError."""
     ours, link = socket.socketpair()
-    child = supervise.resume(manifest, folder, link.fileno())
+    child = supervise.resume(manifest, folder, link.fileno(), limit_s)
     link.close()
     try:
         messages.send(ours, request)
