@@ -155,7 +155,7 @@ class Host:
 
         engine = load_engine(files, options, progress)
         self.keep_blocks(engine)
-        self.record_drift(engine, files)
+        self.record_drift(engine, files, options)
         self.attach_devices(engine, options)
         self._reached("ready")
         return engine
@@ -185,9 +185,9 @@ class Host:
             return
         atexit.register(engine.leave_blocks)
 
-    def record_drift(self, engine: OwnEngine, files: ModelFiles) -> None:
-        """Have `engine` count its answers by day, unless the user switched it off."""
-        if self.config.drift.record:
+    def record_drift(self, engine: OwnEngine, files: ModelFiles, options: LoadOptions) -> None:
+        """Have `engine` count its answers by day, if they are a person's and the user wants that."""
+        if options.is_counted and self.config.drift.record:
             from edgeinfer.runtime.drift import DriftRecorder, drift_path  # imported with the engine
 
             recorder = DriftRecorder(drift_path(), files.name, files.sha256)

@@ -145,9 +145,12 @@ def offline_endpoint(
 ) -> tuple[Endpoint, ASGIApp]:
     """Assemble an endpoint without a socket or limits, and its application, for `edgeinfer batch`.
 
-    `names` are models beside the default and the stored ones, such as GGUF files.
+    `names` are models beside the default and the stored ones, such as GGUF files, of `eval`: its
+    answers are not counted.
     """
-    load_options = requesting.load_options(options, host.config.load)
+    load_options = msgspec.structs.replace(
+        requesting.load_options(options, host.config.load), is_counted=not names
+    )
     name = host.files(options.model or host.config.default_model).name
     stored, also = pulled_models(), [AvailableModel(name=one) for one in names]
     sources = ModelSources(

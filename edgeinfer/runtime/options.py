@@ -43,6 +43,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     0 or "auto" lets the engine choose, with a reason in `EngineInfo.choices`. `max_queue` bounds the
     engine's own queue, in a snapshot too; the front end has a limit of its own for each launch.
+    `is_counted`: the answers are a person's, for `edgeinfer drift` and `ps --usage`.
     """
 
     n_ctx: int = table.N_CTX.default
@@ -55,6 +56,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens_in_content: str = table.CONTENT_TOKENS.default
     lora: str = table.LORA.default
     max_queue: int = 4096
+    is_counted: bool = True
 
     def adapters(self, files: ModelFiles) -> tuple[Adapter, ...]:
         """Return the requested LoRA adapters, otherwise those of `models.toml`."""

@@ -23,6 +23,7 @@ from edgeinfer.cli.verbs.eval import EvalResult, paired_difference, share
 from edgeinfer.errors import DecodeError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
+from edgeinfer.runtime.drift import drift_path
 from edgeinfer.runtime.requests import GenerateRequest
 
 #: What lm-evaluation-harness made of the shipped set: tests/clients/sessions/lm_eval_basics.py.
@@ -326,6 +327,14 @@ def test_choice_is_that_of_raw_logits_by_one_prefill(tiny, tmp_path):
         usage = line["response"]["body"]["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert usage["prompt_tokens"] - cached < 2 * len(prompts[0])  # of five rows
+
+
+def test_answers_are_no_part_of_drift_and_use(tiny, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(_item(1, exact="?")))
+    result = _run(str(path), str(tiny), str(tiny), host=Host())
+    assert not any(verdict.error for verdict in result.items[0].verdicts)
+    assert not drift_path().exists()
 
 
 @pytest.fixture(scope="module")

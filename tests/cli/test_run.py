@@ -159,7 +159,7 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
         monkeypatch.setattr(host, "files", lambda model, *_: ModelFiles(name=model, paths=()))
         monkeypatch.setattr(host, "is_model", lambda name: name == "tiny")
         monkeypatch.setattr(host, "keep_blocks", lambda _engine: None)
-        monkeypatch.setattr(host, "record_drift", lambda _engine, _files: None)
+        monkeypatch.setattr(host, "record_drift", lambda *_: None)
         monkeypatch.setattr(host, "attach_devices", lambda _engine, _options: None)
         assert main(["run", "tiny", "x", *more], host) == 0
         out = capsys.readouterr()

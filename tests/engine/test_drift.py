@@ -19,7 +19,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import Config, DriftConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.drift import DriftRecorder, compare, drift_path, read_week
-from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Message, Tool, ToolChoice
 
 from .conftest import answers, ask, load
@@ -134,7 +134,7 @@ def test_no_text_is_kept(recorded):
 def test_idle_engine_writes_its_counts_unless_switched_off(smollm2, record):
     host = Host(config=Config(drift=DriftConfig(record=record)))
     with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
-        host.record_drift(engine, ModelFiles(name="small", paths=(str(smollm2),)))
+        host.record_drift(engine, ModelFiles(name="small", paths=(str(smollm2),)), LoadOptions())
         answers(engine, [ask(max_tokens=0), ask(max_tokens=2)])
         if record:
             wait_until(drift_path().exists, "the idle engine to write")

@@ -226,7 +226,7 @@ def _compare(
 
 def _speed(model: str, host: Host) -> tuple[float, float]:
     """Measure prefill and decode of one stream. Raises what loading and generating raise."""
-    engine = host.engine(model, LoadOptions(n_ctx=2 * _PROMPT_TOKENS, n_parallel=1))
+    engine = host.engine(model, LoadOptions(n_ctx=2 * _PROMPT_TOKENS, n_parallel=1, is_counted=False))
     try:
         text = paths.shipped_file("perplexity.txt").read_text("utf-8")
         request = GenerateRequest(

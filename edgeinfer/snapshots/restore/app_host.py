@@ -104,7 +104,7 @@ class AppHost(Host):
             engine = self._loaded.take(options)
             self._describe(self._loaded.engine, self._loaded.description)
             self.keep_blocks(self._loaded.engine)
-            self.record_drift(self._loaded.engine, self._loaded.description.files)
+            self.record_drift(self._loaded.engine, self._loaded.description.files, options)
             self.attach_devices(self._loaded.engine, options)
         elif self._named:
             raise UsageError(

@@ -34,6 +34,7 @@ from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, 
 from edgeinfer.models.quantizing.quantize import quantize
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
+from edgeinfer.runtime.drift import drift_path
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
@@ -109,6 +110,7 @@ def test_types_are_compared_by_size_speed_loss_and_score(smol: str, as_json, tmp
     for one in body["models"]:
         assert min(one["prefill_tokens_per_s"], one["decode_tokens_per_s"]) > 0
     assert body["evaluation"]["scores"][0]["value"] == 1
+    assert not drift_path().exists(), "its answers are not a person's"
     assert body["evaluation"]["candidates"] == [one["name"] for one in body["models"]]
 
 
