@@ -60,8 +60,11 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a file for reading. Raises OSError, also for a pipe, a device or a folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    """Open a file, for reading if `flags` do not say else; a new one is the user's alone.
+
+    Raises OSError, also for a pipe, a device or a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

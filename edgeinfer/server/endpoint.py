@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 #: Finished generations that /slots lists.
 _SLOTS = 64
+#: Traces that may wait for the disk, and the time for them at the end; more are dropped.
+_TRACES = 1024
+_TRACES_S = 1.0
 
 
 @dataclass(eq=False)
@@ -67,6 +71,9 @@ class Endpoint:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.models.engines)
         self.threads = ThreadPoolExecutor(8, "calls")
+        #: A file system that hangs holds this thread alone.
+        self._tracing = ThreadPoolExecutor(1, "traces")
+        self._unwritten_traces = 0
         self.preparation = Preparation(self.limits.prepare_s)
         self.draining = False
         #: Whether the default model was loaded once.
@@ -112,15 +119,30 @@ class Endpoint:
     def trace(
         self, root: Span, spans: Iterable[Span], traceparent: str = "", **attributes: Any
     ) -> None:
-        """Write a trace, if they are wanted; a failure is logged once, and ends them."""
-        if not self.traces:
+        """Have a trace written, if they are wanted; a failure is logged once, and ends them."""
+        if not self.traces or self._unwritten_traces == _TRACES:
             return
+        self._unwritten_traces += 1
         named = {name.replace("__", "."): value for name, value in attributes.items()}
+        what = (self.traces, root, tuple(spans), named, traceparent)
+        writing = asyncio.get_running_loop().run_in_executor(self._tracing, tracing.write, *what)
+        writing.add_done_callback(self._trace_written)
+
+    def _trace_written(self, writing: asyncio.Future[None]) -> None:
+        self._unwritten_traces -= 1
         try:
-            tracing.write(self.traces, root, spans, named, traceparent)
+            writing.result()
         except OSError as error:
-            self.log.warning("traces-ended", path=self.traces, reason=error.strerror)
+            if self.traces:
+                self.log.warning("traces-ended", path=self.traces, reason=error.strerror)
             self.traces = ""
+
+    async def end_traces(self) -> None:
+        """Wait until they are written, but not long for a file system that hangs."""
+        with contextlib.suppress(TimeoutError):
+            last = asyncio.get_running_loop().run_in_executor(self._tracing, int)
+            await asyncio.wait_for(last, _TRACES_S)
+        self._tracing.shutdown(wait=False)
 
     def queue(self, model: str, n_parallel: int, n: int) -> None:
         """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError."""

@@ -92,6 +92,7 @@ class EndpointServer(uvicorn.Server):
                 if endpoint.tools is not None:
                     await endpoint.in_thread(endpoint.tools.close)
                 await endpoint.models.close()
+                await endpoint.end_traces()
                 endpoint.threads.shutdown(wait=False, cancel_futures=True)
                 endpoint.preparation.close()
         return ServeOutcome(self._reason, self._cut_short)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from edgeinfer import __version__
+from edgeinfer.platform import disk
 from edgeinfer.runtime.events import Timings
 
 _PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
@@ -81,9 +82,11 @@ def write(
     service = [{"key": "service.name", "value": {"stringValue": "edgeinfer"}}]
     scope = {"scope": {"name": "edgeinfer", "version": __version__}, "spans": written}
     line = {"resourceSpans": [{"resource": {"attributes": service}, "scopeSpans": [scope]}]}
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    unwritten = memoryview(msgspec.json.encode(line) + b"\n")
+    descriptor = disk.open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
-        os.write(descriptor, msgspec.json.encode(line) + b"\n")
+        while unwritten:
+            unwritten = unwritten[os.write(descriptor, unwritten) :]
     finally:
         os.close(descriptor)
 

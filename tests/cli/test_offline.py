@@ -130,12 +130,20 @@ def test_endpoint_only_listens(home):
     assert set(watch.seen) == {"socket 2 1"}
 
 
-@pytest.mark.parametrize("words", [("web", "--no-open"), ("mcp",)])
-def test_this_machine_alone_is_asked_for_an_endpoint(home, words):
-    process, watch = _seen(home, *words)  # starts none: the default model is not here
-    process.communicate(timeout=250)
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("web", "--no-open"), None),  # starts no endpoint: the default model is not here
+        (("mcp",), None),
+        (("bench", MODEL, "-p", "8", "-n", "1", "-r", "1", "--ctx", "512", "--quiet"), 0),
+    ],
+)
+def test_this_machine_alone_is_asked_for_an_endpoint(home, words, code):
+    process, watch = _seen(home, *words)
+    out, err = process.communicate(timeout=250)
     watch.join()
     assert set(watch.seen) <= {"socket 2 1", "connect 2 127.0.0.1"}
+    assert code is None or process.returncode == code, (out, err)
 
 
 @pytest.mark.parametrize("command", ASKING)

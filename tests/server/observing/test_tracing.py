@@ -1,6 +1,7 @@
 """Traces: what a request and a start did, as OTLP's JSON in a file."""
 
 import json
+import os
 
 import pytest
 from fake_engine import FakeEngine
@@ -20,6 +21,10 @@ def spans(path):
     return [one["scopeSpans"][0]["spans"] for [one] in lines]
 
 
+def is_written(path):
+    return lambda: path.exists() and path.read_bytes().endswith(b"\n")
+
+
 def milliseconds(span):
     return (int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])) / 1e6
 
@@ -31,7 +36,7 @@ def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path,
     trace, parent = "ab" * 16, "cd" * 8
     headers = {"traceparent": f"00-{trace}-{parent}-01"}
     here.client.post("/v1/chat/completions", json=BODY | {"stream": stream}, headers=headers).read()
-    until(path.exists, "the trace is written")
+    until(is_written(path), "the trace is written")
     [[root, *parts]] = spans(path)
     assert [span["name"] for span in (root, *parts)] == ["POST /v1/chat/completions", *PARTS]
     assert {span["traceId"] for span in (root, *parts)} == {trace}
@@ -50,16 +55,22 @@ def test_wrong_traceparent_begins_a_trace_and_a_refusal_is_one_too(serve, tmp_pa
     here = serve(traces=str(path))
     headers = {"traceparent": "00-zz-1"}
     assert here.client.post("/v1/chat/completions", json={}, headers=headers).status_code == 400
-    until(path.exists, "the trace is written")
+    until(is_written(path), "the trace is written")
     [[root]] = spans(path)
     assert (len(root["traceId"]), root["parentSpanId"]) == (32, "")
 
 
-def test_file_that_cannot_be_written_ends_traces_and_no_request(serve, tmp_path):
-    here = serve(FakeEngine([["Hel", END], ["lo", END]]), traces=str(tmp_path / "missing/traces"))
+@pytest.mark.parametrize("name", ["missing/traces", "pipe", "read pipe"])
+def test_file_that_cannot_be_written_ends_traces_and_no_request(serve, tmp_path, until, name):
+    for pipe in ("pipe", "read pipe"):
+        os.mkfifo(tmp_path / pipe)
+    reader = os.open(tmp_path / "read pipe", os.O_RDONLY | os.O_NONBLOCK)
+    here = serve(FakeEngine([["Hel", END], ["lo", END]]), traces=str(tmp_path / name))
     for _ in range(2):
         assert here.client.post("/v1/chat/completions", json=BODY).status_code == 200
+        until(lambda: "traces-ended" in here.log.getvalue(), "the log tells it")
     assert here.log.getvalue().count("traces-ended") == 1
+    os.close(reader)
 
 
 def test_start_is_divided_into_its_stages(tmp_path):
