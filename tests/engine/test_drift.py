@@ -165,11 +165,10 @@ def test_counts_that_cannot_be_written_wait(fault, tmp_path):
         path.parent.unlink()
     else:
         other.close()
-        if fault == "damaged":
-            path.unlink()
     recorder.flush()
     assert read_week(path, LAST)["m"]["turns"] == {"2026-11-22": Counter({0: 3})}
     assert recorder.due_in_s() is None
+    assert path.with_suffix(".damaged").exists() == (fault == "damaged")
 
 
 def test_verb_says_what_is_missing_or_damaged(capsys):
@@ -179,7 +178,14 @@ def test_verb_says_what_is_missing_or_damaged(capsys):
     assert "no answers of qwen3-4b are counted in these weeks" in capsys.readouterr().err
     assert main(["drift", "--until", "tomorrow"]) == 2
     assert "'tomorrow' is no day" in capsys.readouterr().err
-    drift_path().parent.mkdir(parents=True)
+    assert main(["drift", "--until", "2026-11-22", "--against", "2026-11-16"]) == 2
+    assert "overlap" in capsys.readouterr().err
+    drift_path().mkdir(parents=True)
+    assert main(["drift"]) == 1
+    shown = capsys.readouterr().err
+    assert "try again" in shown
+    assert "remove" not in shown
+    drift_path().rmdir()
     drift_path().write_bytes(b"no database" * 99)
     assert main(["drift"]) == 1
     assert f"remove {drift_path()}" in capsys.readouterr().err
@@ -217,6 +223,10 @@ def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recorded, as_json, cap
     prompt = "The harbour is open all year, and the ferry leaves at nine. " * 8
     ends = [one.finished for one in answers(recorded, [ask(prompt)] * 2)]
     recorded._scheduler.queue.recorder.flush()
+    with closing(sqlite3.connect(drift_path())) as db, db:
+        db.execute(
+            "INSERT INTO count SELECT day, model, 'newer', bin, 1 FROM count WHERE aggregate = 'requests'"
+        )
     [day] = as_json("ps", "--usage")["days"]
     assert (day["day"], day["model"], day["requests"]) == (date.today().isoformat(), "small", 2)
     for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):

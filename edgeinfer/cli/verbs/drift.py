@@ -69,6 +69,11 @@ def run(options: argparse.Namespace, host: Host) -> DriftResult:
 
     until = options.until or date.today()
     against = options.against or until - timedelta(7)
+    if abs(until - against) < timedelta(7):
+        raise UsageError(
+            f"the weeks to {against} and to {until} overlap",
+            hint="name days that are 7 days apart or more",
+        )
     before, now = (read_week(drift_path(), last) for last in (against, until))
     names = sorted(before.keys() | now.keys())
     if options.model:

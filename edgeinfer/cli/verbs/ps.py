@@ -104,6 +104,9 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
         today = date.today()
         sums = read_sums(drift_path(), today - timedelta(_USAGE_DAYS - 1), today)
-        days = (DayOfUse(day=day, model=model, **found) for (day, model), found in sums.items())
+        days = (  # a newer version may have counted more
+            msgspec.convert({"day": day, "model": model, **found}, DayOfUse)
+            for (day, model), found in sums.items()
+        )
         return PsUsageResult(days=tuple(days), is_recorded=host.config.drift.record)
     return PsResult(running=tuple(processes(everywhere=options.everywhere)))
