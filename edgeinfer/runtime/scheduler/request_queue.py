@@ -44,6 +44,7 @@ class RequestQueue:
 
     def add(self, seq: Sequence) -> None:
         self._counters.requests_total += 1
+        seq.is_recorded = self.recorder is not None
         self.waiting.append(seq)
 
     def charge(self) -> None:
@@ -73,7 +74,7 @@ class RequestQueue:
         self._leave(seq, lambda s: s.finish(reason, self._count), keep=seq.request.cache_prompt)
 
     def _count(self, seq: Sequence) -> None:
-        if self.recorder is not None:
+        if self.recorder is not None and seq.is_recorded:
             self.recorder.note(seq.request, seq.said, seq.some_logprobs, seq.output.n_broken_calls)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:

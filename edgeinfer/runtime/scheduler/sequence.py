@@ -80,6 +80,7 @@ class Sequence:
     restore: Restore | None = None
     pictures: PromptPictures = field(default_factory=PromptPictures)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    is_recorded: bool = False
     said: Collected = field(default_factory=Collected)
     some_logprobs: list[float] = field(default_factory=list)
     n_generated: int = 0
@@ -156,7 +157,7 @@ class Sequence:
         """Sample from a row of logits and emit events; return the finish reason, if it ended."""
         report = None
         top = self.request.logprobs
-        is_counted = self.n_generated % LOGPROB_EVERY == 0
+        is_counted = self.is_recorded and self.n_generated % LOGPROB_EVERY == 0
         if top is not None or is_counted:
             report = token_logprobs(vocab, logits, top or 0)
         if self.banned is not None:
@@ -240,13 +241,15 @@ class Sequence:
             divergence=self.divergence,
             stop_sequence=self.output.stopped_by,
         )
-        self.said.add(end)
+        if self.is_recorded:
+            self.said.add(end)
         count(self)  # `run` ends the process at the event
         self.stream.put(end)
         self._free()
 
     def _emit(self, event: Event) -> None:
-        self.said.add(event)
+        if self.is_recorded:
+            self.said.add(event)
         self.stream.put(event)
 
     def fail(self, error: EngineError) -> None:
