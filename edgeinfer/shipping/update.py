@@ -15,14 +15,16 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2  # 75–120 ms
 
+from edgeinfer.config.config_file import save
 from edgeinfer.errors import (
     ChecksumError,
     DownloadError,
@@ -99,8 +101,7 @@ def newest(channel: Channel, folder: Path) -> Release:
             hint="install a published release, or build the new version",
         )
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
-    seen = int((folder / SEEN).read_text()) if (folder / SEEN).exists() else 0
-    if release.issued_s < seen:
+    if release.issued_s < _seen(folder / SEEN):
         raise ReleaseUntrustedError("the server offers an older manifest than it did before")
     if release.expires_s < time.time():
         day = time.strftime("%Y-%m-%d", time.gmtime(release.expires_s))
@@ -110,6 +111,15 @@ def newest(channel: Channel, folder: Path) -> Release:
         )
     disk.write_whole(folder / SEEN, str(release.issued_s).encode())
     return release
+
+
+def _seen(file: Path) -> int:
+    try:
+        return int(file.read_bytes())
+    except FileNotFoundError:
+        return 0
+    except ValueError as error:
+        raise ShippingError(f"{file} is damaged", hint="remove it and run this again") from error
 
 
 def _get(channel: Channel, name: str) -> bytes:
@@ -163,7 +173,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
                 hint="run it again; if it still differs, do not trust the server",
             )
         job.begin("checking", f"{release.version} on this machine")
-        _try_out(candidate, release.version)
+        _try_out(candidate, release.version, folder / "trial.toml")
         _swap(program, candidate, folder)
     finally:
         candidate.unlink(missing_ok=True)
@@ -171,8 +181,11 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
         left.unlink()
 
 
-def _try_out(candidate: Path, version: str) -> None:
-    """Raise unless the candidate is of `version`, starts, loads llama.cpp, and answers."""
+def _try_out(candidate: Path, version: str, config: Path) -> None:
+    """Raise unless the candidate is of `version`, starts, loads llama.cpp, and answers.
+
+    `config` becomes a copy of the user's configuration with which the trial leaves no trace.
+    """
     found = payload.open_shipped(candidate).app.rpartition("-")[0]
     if found != version:
         raise ReleaseUntrustedError(f"the release {version} holds a file of version {found}")
@@ -181,19 +194,36 @@ def _try_out(candidate: Path, version: str) -> None:
     commands = [["version", "--json"]]
     if smallest is not None:
         commands.append(["run", smallest.name, "Hi", "--max-tokens", "1", "--resume", "never"])
+    config.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        shutil.copy(paths.config_file(), config)
+    for switch in (("snapshots", "auto-warm"), ("blocks", "enabled"), ("drift", "record")):
+        save(switch, False, config)
     for words in commands:
         try:
-            done = subprocess.run(
-                [candidate, *words],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_TRIAL_S,
-                check=False,
-            )
+            code, said = _run([os.fspath(candidate), *words], {"EDGEINFER_CONFIG": str(config)})
         except (OSError, subprocess.TimeoutExpired) as error:
             raise _unfit(version, words, str(error)) from error
-        if done.returncode:
-            raise _unfit(version, words, done.stderr.decode(errors="replace").strip()[-500:])
+        if code:
+            raise _unfit(version, words, said.decode(errors="replace").strip()[-500:])
+
+
+def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
+    """Run `command`, and end whatever it started with it; return its exit status and stderr."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | settings,
+        start_new_session=True,
+    ) as child:
+        try:
+            _, said = child.communicate(timeout=_TRIAL_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    return child.returncode, said
 
 
 def _unfit(version: str, words: list[str], why: str) -> EdgeInferError:

@@ -12,6 +12,7 @@ import httpx2
 import msgspec
 import pytest
 from fake_hub import Fault, sha
+from other_processes import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
@@ -19,8 +20,10 @@ import assemble
 import pack
 import publish
 
+from edgeinfer.config import config_file
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models.progress import Job, RetryPolicy
+from edgeinfer.platform import disk
 from edgeinfer.platform.ed25519 import new_key_text, parse_key
 from edgeinfer.shipping import payload, unpack, update
 from edgeinfer.shipping.release import Channel, Release, ReleasedFile, parse_release
@@ -210,6 +213,39 @@ def test_older_manifest_than_one_seen_is_refused(updates):
     assert updates.refused() == "release-untrusted"
     updates.publish("1.1.0", issued_s=NOW)
     updates.update()
+
+
+def test_damaged_note_of_the_newest_manifest_names_the_way_out(updates):
+    updates.publish()
+    with update.locked() as place:
+        (place / update.SEEN).write_bytes(b"\xff")
+    assert updates.refused() == "shipping"
+    (place / update.SEEN).unlink()
+    updates.update()
+
+
+def test_trial_leaves_no_trace(updates):
+    """With the user's configuration otherwise, and nothing that it started goes on."""
+    config_file.save(("gpu", "max-memory-gib"), 3.0)
+    used, lock = (updates.folder / name for name in ("used", "lock"))
+    lingering = f"exec 9>{lock}; flock 9; sleep 600 2>&- &"
+    updates.publish(behaviour=f"cat $EDGEINFER_CONFIG >{used}; {lingering}")
+    updates.update()
+    config = config_file.load_config(used)
+    assert config.gpu.max_memory_gib == 3.0
+    switches = (config.snapshots.auto_warm, config.blocks.enabled, config.drift.record)
+    assert switches == (False, False, False)
+    wait_until(lambda: not disk.is_locked(lock), "the end of what the trial started")
+
+
+def test_file_without_a_length_is_read_no_further_than_signed(updates):
+    updates.publish()
+    updates.server.files["/edgeinfer-here"] += bytes(1 << 24)
+    updates.server.faults.extend([None, None, Fault(no_length=True)])
+    with pytest.raises(EdgeInferError, match="more than the promised"):
+        updates.update()
+    with update.locked() as place:
+        assert not list(place.glob("*.part"))
 
 
 def test_half_a_download_goes_on(updates):

@@ -141,6 +141,12 @@ def _receive(
     ):
         file.seek(offset)
         for chunk in response.iter_raw():
+            if 0 < remote.size_bytes < offset + len(chunk):
+                part.unlink()
+                raise ChecksumError(
+                    f"{remote.origin} has more than the promised {remote.size_bytes} bytes; nothing "
+                    f"was kept"
+                )
             view = memoryview(chunk)
             while view:
                 view = view[file.write(view) :]
