@@ -1,6 +1,6 @@
 """`make release`: dist/release, everything that is published (called by tools/release.sh).
 
-usage: publish.py [--key FILE] [--days N]
+usage: publish.py [--key FILE] [--days N] [--renew DIR]
 
     edgeinfer-ARCH                 the shipped file of this machine, and dist/edgeinfer-aarch64 if it is there
     edgeinfer_VERSION_ARCH.deb     and .rpm: the same file in /usr/bin, man page, completions, systemd units
@@ -10,6 +10,7 @@ usage: publish.py [--key FILE] [--days N]
     release.json                   what `edgeinfer update` reads (edgeinfer.shipping.release)
     SHA256SUMS                     of all these; with --key, it and release.json have a signature beside them, .sig
 
+`--renew` builds nothing: it gives the published release.json in DIR, and its line of SHA256SUMS, another time.
 The key is an Ed25519 key as `openssl genpkey -algorithm ed25519` writes it. Equal inputs give equal files, but for
 release.json and SHA256SUMS, which name the time, and for signatures.
 """
@@ -38,6 +39,7 @@ import release_wheel  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
 from edgeinfer.platform.ed25519 import parse_key  # noqa: E402
+from edgeinfer.shipping import payload  # noqa: E402
 from edgeinfer.shipping.release import SIGNATURE, Release, ReleasedFile, channel  # noqa: E402
 
 DIST = ROOT / "dist"
@@ -61,7 +63,20 @@ def main() -> None:
     parser.add_argument(
         "--days", type=int, default=180, help="how long `edgeinfer update` takes release.json"
     )
+    parser.add_argument(
+        "--renew", type=Path, metavar="DIR", help="renew the release.json of this release"
+    )
     options = parser.parse_args()
+    if options.renew:
+        renew(options.renew, options.days)
+    else:
+        build(options.days)
+    if options.key:
+        folder = options.renew or OUT
+        sign(options.key, folder / "release.json", folder / "SHA256SUMS")
+
+
+def build(days: int) -> None:
     os.umask(0o022)  # the modes of folders in the wheel
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
@@ -74,18 +89,41 @@ def main() -> None:
         if (DIST / name).exists():
             shutil.copy(DIST / name, OUT)
     (OUT / "provenance.intoto.json").write_text(json.dumps(provenance(), indent=1) + "\n")
-    (OUT / "release.json").write_bytes(msgspec.json.encode(manifest(programs, options.days)))
+    (OUT / "release.json").write_bytes(msgspec.json.encode(manifest(programs, days)))
     sums = [f"{digest}  {name}\n" for name, digest in digests().items()]
     (OUT / "SHA256SUMS").write_text("".join(sums))
-    if options.key:
-        sign(options.key, OUT / "release.json", OUT / "SHA256SUMS")
+
+
+def renew(folder: Path, days: int) -> None:
+    """Let a published manifest hold for `days` from now; everything else of it stays."""
+    manifest_file, sums = folder / "release.json", folder / "SHA256SUMS"
+    raw, now = manifest_file.read_bytes(), int(time.time())
+    before = msgspec.json.decode(raw, type=Release)
+    renewed = msgspec.json.encode(
+        msgspec.structs.replace(before, issued_s=now, expires_s=now + days * 86400)
+    )
+    old, new = (hashlib.sha256(content).hexdigest() for content in (raw, renewed))
+    text = sums.read_text()
+    if f"{old}  release.json\n" not in text:
+        raise SystemExit(
+            f"error: {sums} is not of this release.json\n\nhint: download both from the release again"
+        )
+    manifest_file.write_bytes(renewed)
+    sums.write_text(text.replace(old, new))
 
 
 def find_programs() -> dict[str, Path]:
     """The shipped files by machine: the one built here, and those of others that lie beside it."""
     found = {arch: DIST / f"edgeinfer-{arch}" for arch in ARCHITECTURES}
     found[platform.machine()] = DIST / "edgeinfer"
-    return {arch: path for arch, path in found.items() if path.exists()}
+    found = {arch: path for arch, path in found.items() if path.exists()}
+    for path in found.values():
+        version = payload.open_shipped(path).app.rpartition("-")[0]
+        if version != __version__:
+            raise SystemExit(
+                f"error: {path} is of version {version}\n\nhint: remove it, or build it again"
+            )
+    return found
 
 
 def digests() -> dict[str, str]:

@@ -345,6 +345,34 @@ def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, t
     assert machine.run(*ask, "--resume", "always").stdout == answer
 
 
+def test_publisher_takes_no_file_of_another_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "DIST", tmp_path)
+    ship(tmp_path, "0.0.1").rename(tmp_path / "edgeinfer-aarch64")
+    with pytest.raises(SystemExit, match="is of version"):
+        publish.find_programs()
+
+
+def test_renewal_changes_the_time_alone(tmp_path):
+    file = ReleasedFile(name="edgeinfer-here", size_bytes=1, sha256="0" * 64)
+    before = Release(version="1.1.0", issued_s=1, expires_s=2, files={"x86_64": file})
+    raw = msgspec.json.encode(before)
+    (tmp_path / "release.json").write_bytes(raw)
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  edgeinfer-here\n{sha(raw)}  release.json\n")
+    publish.renew(tmp_path, days=3)
+    raw = (tmp_path / "release.json").read_bytes()
+    renewed = msgspec.json.decode(raw, type=Release)
+    assert renewed.expires_s - renewed.issued_s == 3 * 86400
+    assert msgspec.structs.replace(renewed, issued_s=1, expires_s=2) == before
+    assert (
+        (tmp_path / "SHA256SUMS")
+        .read_text()
+        .endswith(f"{'0' * 64}  edgeinfer-here\n{sha(raw)}  release.json\n")
+    )
+    (tmp_path / "SHA256SUMS").write_text("")
+    with pytest.raises(SystemExit, match="not of this"):
+        publish.renew(tmp_path, days=3)
+
+
 def test_publisher_writes_what_update_reads_and_signs_for_known_keys_alone(tmp_path):
     program = ship(tmp_path, "1.1.0")
     written = publish.manifest({"x86_64": program}, days=3)
