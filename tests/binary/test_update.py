@@ -4,6 +4,7 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,11 +25,11 @@ from edgeinfer.config import config_file
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models.progress import Job, RetryPolicy
 from edgeinfer.platform import disk
-from edgeinfer.platform.ed25519 import new_key_text, parse_key
+from edgeinfer.platform.ed25519 import is_signed_by, new_key_text, parse_key
 from edgeinfer.shipping import payload, unpack, update
 from edgeinfer.shipping.release import Channel, Release, ReleasedFile, parse_release
 
-from .conftest import MODEL
+from .conftest import MODEL, ROOT
 from .test_first_start import BLOCKS, variant, wait_for_port
 
 KEY, OTHER_KEY = (parse_key(new_key_text()) for _ in range(2))
@@ -371,6 +372,26 @@ def test_renewal_changes_the_time_alone(tmp_path):
     (tmp_path / "SHA256SUMS").write_text("")
     with pytest.raises(SystemExit, match="not of this"):
         publish.renew(tmp_path, days=3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_workflow_signs_by_openssl_alone_and_for_known_keys(tmp_path, known):
+    for name in ("tools/sign.sh", "tools/debian.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "edgeinfer/data").mkdir(parents=True)
+    text = new_key_text()
+    public = parse_key(text if known else new_key_text()).public.hex()
+    (tmp_path / "edgeinfer/data/release.toml").write_text(f'keys = ["{public}"]')
+    (tmp_path / "release.json").write_bytes(b"{}")
+    (tmp_path / "SHA256SUMS").write_text(f"{sha(b'{}')}  release.json\n")
+    command = [tmp_path / "tools/sign.sh", "."]
+    done = subprocess.run(command, env=os.environ | {"RELEASE_KEY": text}, check=False)
+    assert (done.returncode == 0) is known
+    for name in ("release.json", "SHA256SUMS") if known else ():
+        signature = (tmp_path / f"{name}.sig").read_bytes()
+        assert is_signed_by(bytes.fromhex(public), signature, (tmp_path / name).read_bytes())
+    assert known or not list(tmp_path.glob("*.sig"))
 
 
 def test_publisher_writes_what_update_reads_and_signs_for_known_keys_alone(tmp_path):
