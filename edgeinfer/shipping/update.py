@@ -3,6 +3,7 @@
     DATA/update/.lock        flock of the update in progress
     DATA/update/seen         when the newest manifest seen was issued (Unix time)
     DATA/update/NAME.part    a download, kept for the next try
+    DATA/update/trial.toml   configuration of a trial, which builds, caches and counts nothing
     DATA/update/previous     the shipped file before, for `back`
 
 Nothing changes before the new file has started here, loaded llama.cpp and answered with a pulled model;
