@@ -322,8 +322,9 @@ def _spread(weeks: Sequence[Array]) -> float:
         squares += ((below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
     # F(1, freedom) would need exp(7.3 / freedom); but the largest of many cuts errs upwards, and with
-    # half of that simulated weeks stay below the level
-    return max(1.0, float(squares.max()) / freedom * math.exp(3.5 / freedom))
+    # half of that simulated weeks stay below the level, if they have five days
+    inflation = 3.5 if freedom >= 8 else 7.3
+    return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 
 
 def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:

@@ -191,14 +191,17 @@ def test_verb_says_what_is_missing_or_damaged(capsys):
     assert f"remove {drift_path()}" in capsys.readouterr().err
 
 
-def simulated(rng: np.random.Generator, day: date):
-    """A week of some 160 answers in sessions, whose requests resemble each other: twenty aggregates."""
-    n = rng.poisson(40)
-    sizes = rng.geometric(0.25, n)
-    days = np.repeat(rng.integers(0, 7, n), sizes)
+def simulated(rng: np.random.Generator, day: date, n_days: int, sessions: int, size: int, among: float):
+    """A week of twenty aggregates of answers, on `n_days`, in sessions of `size` in the mean.
+
+    Those of a session resemble each other, and those of a day if days differ (`among`).
+    """
+    n = rng.poisson(sessions)
+    sizes = rng.geometric(1 / size, n)
+    days = np.repeat(rng.integers(0, n_days, n), sizes)
     table = {}
     for k in range(20):
-        level = np.repeat(rng.normal(k % 10, 0.3, n), sizes)
+        level = np.repeat(rng.normal(k % 10, 0.3, n), sizes) + rng.normal(0, among, n_days)[days]
         values: np.ndarray = np.floor(4 * rng.normal(level, 0.9)).astype(int)
         if k >= 13:
             values = np.where(values > 2 * (k - 13), "yes", "no")
@@ -210,11 +213,12 @@ def simulated(rng: np.random.Generator, day: date):
 
 
 @pytest.mark.slow
-def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms():
+@pytest.mark.parametrize("like", [(7, 40, 4, 0.0), (3, 60, 16, 0.4), (4, 60, 16, 0.4)])
+def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms(like):
     rng = np.random.default_rng(31)
-    weeks = [simulated(rng, LAST + timedelta(7 * n)) for n in range(1001)]
+    weeks = [simulated(rng, LAST + timedelta(7 * n), *like) for n in range(1001)]
     found = [compare(before, now) for before, now in itertools.pairwise(weeks)]
-    assert np.mean([len(changes) for changes in found]) > 10
+    assert np.mean([len(changes) for changes in found]) > 5
     assert sum(any(change.moved for change in changes) for changes in found) <= 10
 
 
