@@ -1,6 +1,8 @@
 """A deleted conversation goes for good a day later, text and KV blocks, whichever verb runs then."""
 
+import contextlib
 import io
+import sqlite3
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
 from other_processes import wait_until
 
-from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.chat.history.store import ConversationStore, store_path
 from edgeinfer.chat.history.values import Conversation, Turn
 from edgeinfer.chat.repl import Repl
 from edgeinfer.cli.main import main
@@ -69,6 +71,16 @@ def test_run_purges_deleted_conversations(deleted, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
     assert deleted.is_gone()
+
+
+def test_run_migrates_no_store_of_an_older_version(deleted, monkeypatch):
+    """`update` tries a new version in the user's home, and the installed one may stay."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with contextlib.closing(sqlite3.connect(store_path())) as db:
+        db.execute("PRAGMA user_version = 1")
+        assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    assert not deleted.is_gone()
 
 
 def test_endpoint_purges_deleted_conversations(tmp_path, deleted):

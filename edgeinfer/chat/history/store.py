@@ -521,12 +521,22 @@ def match_query(words: str) -> str:
     return " ".join(f'"{w}"' for w in found) + "*" if found else ""
 
 
+def _is_current(path: Path) -> bool:
+    """Tell if the store has this version's schema: a version that is being tried migrates nothing."""
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as db,
+    ):
+        return _version(db) == len(migrations())
+    return False
+
+
 def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> None:
     """Purge deleted conversations that can no longer be undone. A failure is left to the next purge.
 
     Cached blocks go first: a purge that is killed midway finds its conversations again.
     """
-    if open_store is None and not store_path().exists():
+    if open_store is None and not _is_current(store_path()):
         return
     with (
         contextlib.suppress(EdgeInferError, OSError),
