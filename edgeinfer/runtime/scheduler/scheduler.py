@@ -7,6 +7,7 @@ prefill), so a long prompt never stalls the others. One thread.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection
 
@@ -42,6 +43,9 @@ _PREFILL_S_PER_BYTE = 1e-11
 _LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
 #: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
 _LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
+#: Keys of the elements of a head, and what it takes: up to so many, in whole steps.
+_HEAD = re.compile(r"\.attention\.(key_length|value_length|kv_lora_rank)")
+_MOST_HEAD, _HEAD_STEP = 256, 16
 
 
 class Scheduler:
@@ -217,13 +221,24 @@ class Scheduler:
         return len(tokens)
 
 
+def _is_left_to_llama(meta: dict[str, str]) -> bool:
+    """Tell if native/attention.cpp declines this model's attention."""
+    prefix = f"{meta.get('general.architecture')}."
+    heads = meta.get(f"{prefix}attention.head_count", "")
+    usual = int(meta.get(f"{prefix}embedding_length", 0)) // int(heads) if heads.isdigit() else 0
+    lengths = [
+        int(value) for key, value in meta.items() if key.startswith(prefix) and _HEAD.search(key)
+    ]
+    is_odd = any(n > _MOST_HEAD or n % _HEAD_STEP for n in lengths or [usual])
+    return is_odd or any(key.endswith(_LEFT_TO_LLAMA) for key in meta)
+
+
 def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     """Return the bounds for the kernels, the attention and the KV cache in use."""
     kernels = libllama.build_info().kernels
     rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_left = any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)
-    is_ours = flash == "on" and bool(kernels) and not is_left
+    is_ours = flash == "on" and bool(kernels) and not _is_left_to_llama(loaded.meta)
     if kv_type != "f16" or is_ours:
         return BatchInvariance(rows, cells=None, in_order=is_ours)
     return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells, in_order=False)

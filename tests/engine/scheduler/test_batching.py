@@ -120,7 +120,9 @@ def test_attention_in_use_decides_batch_invariance(
     engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, build = engine._loaded, libllama.build_info()
-    capped = replace(loaded, meta=loaded.meta | {"gemma2.attn_logit_softcapping": "50.0"})
+    arch = loaded.meta["general.architecture"]
+    capped = replace(loaded, meta=loaded.meta | {f"{arch}.attn_logit_softcapping": "50.0"})
+    latent = replace(loaded, meta=loaded.meta | {f"{arch}.attention.kv_lora_rank": "512"})
     unbounded = BatchInvariance(rows=loaded.n_batch, cells=None)
     is_f16 = loaded.choices["kv_type"].value == "f16"
     bounds = (60, 192) if is_f16 else (loaded.n_batch, None)
@@ -128,6 +130,7 @@ def test_attention_in_use_decides_batch_invariance(
     for attention, model, expected in (
         ("v3", loaded, unbounded),
         ("v3", capped, llamas),
+        ("v3", latent, llamas),
         ("", loaded, llamas),
     ):
         monkeypatch.setattr(
