@@ -154,9 +154,9 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
 
     At first a magic number and the sequence id. Before the layers of a cache
     (`llama_kv_cache::state_write`): u32 number of streams, u32 number of cells, of each an i32
-    position, a u32 1, with M-RoPE an i32 x and y, and the i32 sequence id; u32 transposed, u32 number
-    of layers. Before each tensor: i32 type, u64 bytes of a cell. Transposed values stay as they are:
-    the attention that reads them sums by index.
+    position, a u32 1, with M-RoPE i32 x, y and token, and the i32 sequence id; u32 transposed, u32
+    number of layers. Before each tensor: i32 type, u64 bytes of a cell. Transposed values stay as they
+    are: the attention that reads them sums by index.
     """
     end = 0
     order = None
@@ -164,7 +164,7 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
         if run.at - end > _BEFORE_TENSOR:
             words = state[end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
             cells = words[2:-2].reshape(words[1], -1)
-            order = np.lexsort((cells[:, 2], cells[:, -2], cells[:, 0]))
+            order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))  # of a picture: row by row
             if words[-2] or (order[1:] > order[:-1]).all():
                 order = None
             else:

@@ -295,7 +295,7 @@ def test_batch_reads_pictures(engine, openai_client, tmp_path, monkeypatch):
     ]
     into, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     into.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    batch(_options(str(into), str(out), "--quiet"), FakeHost(engine))
+    batch(_options(str(into), str(out), "--quiet"), FakeHost(lambda _: engine))
     found = _answers(str(out))
     said = found["red"]["response"]["body"]["choices"][0]["message"]["content"]
     assert said == by_openai_chat(openai_client, RED)[0]
