@@ -224,8 +224,9 @@ class Scheduler:
 def _is_left_to_llama(meta: dict[str, str]) -> bool:
     """Tell if native/attention.cpp declines this model's attention."""
     prefix = f"{meta.get('general.architecture')}."
-    heads = meta.get(f"{prefix}attention.head_count", "")
-    usual = int(meta.get(f"{prefix}embedding_length", 0)) // int(heads) if heads.isdigit() else 0
+    heads = meta.get(f"{prefix}attention.head_count", "")  # "0" of recurrent models; or by layers
+    n_heads = int(heads) if heads.isdigit() else 0
+    usual = int(meta.get(f"{prefix}embedding_length", 0)) // n_heads if n_heads else 0
     lengths = [
         int(value) for key, value in meta.items() if key.startswith(prefix) and _HEAD.search(key)
     ]
