@@ -112,7 +112,7 @@ class Side:
         return " ".join(self._random.choices(_WORDS, k=max(1, words)))
 
     def prompt(self, tokens: int, *, behind: str = "") -> str:
-        """Make a text of about so many tokens that no other has as its beginning, or behind one."""
+        """Make a text of about so many tokens that is no prefix of another, or put it behind one."""
         if not tokens:
             return behind
         fixed = 0.0 if behind else self._fixed_tokens
