@@ -11,7 +11,7 @@ import style
         '"""Forget computed blocks."""\n',
         "# the roster is full\n",
         "def test_newcomers_wait():\n    pass\n",
-        "class GhostCell:\n    pass\n",
+        "class MinderCell:\n    pass\n",
         'raise ValueError("whoever asks is refused")\n',
         'def f():\n    """Whether it is on."""\n',
     ],
@@ -23,11 +23,11 @@ def test_refused_words_are_found_in_python(source):
 
 def test_field_words_and_prompts_of_tests_are_accepted():
     assert not list(style.python_words('"""Evict cached sequences."""\nx = 1  # resident memory\n'))
-    assert not list(style.python_words('ask("the roster of a ghost")\n', strings=False))
+    assert not list(style.python_words('ask("the roster of a minder")\n', strings=False))
 
 
 def test_code_and_generated_parts_of_documents_are_skipped():
-    text = "a roster\n`ghost` [x](roster.md)\n```\nghost\n```\n<!-- generated: x -->\nghost\n<!-- end -->\na ghost\n"
+    text = "a roster\n`minder` [x](roster.md)\n```\nminder\n```\n<!-- generated: x -->\nminder\n<!-- end -->\na minder\n"
     assert [line for line, _ in style.document_words(text)] == [1, 9]
 
 
