@@ -5,8 +5,8 @@ launch, and sizes.
 
 Whole processes, timed here from just before exec; sides alternate run by run, each with a home and a
 snapshot of its own. `ready` is an endpoint whose /health answers 200, `painted` a chat that has drawn
-its screen on a pseudo-terminal; `cold` is a start without a snapshot and a prompt of one token, also in
-podman containers if this runs as root: as they come, and under Kubernetes' restricted profile. Run as root, the programs run as an ordinary user (--uid). Medians and
+its screen on a pseudo-terminal; `cold` is a start without a snapshot and a prompt of one token (in
+containers: bench_containers.py). Run as root, the programs run as an ordinary user (--uid). Medians and
 the spread (least to greatest) go to bench-out/binary.md and .json.
 """
 
@@ -35,67 +35,16 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from common import CACHE, add_out, free_port, is_healthy, model_path, write_figure  # noqa: E402  the folders this script is in
+from common import add_out, free_port, is_healthy, link_model, write_figure  # noqa: E402  the folders this script is in
 
 from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402
 
-LAYERS = {"small": 0, "7b": 32}
 STAGES = ("launcher", "restore", "running", "request")
 #: The empty composer's words: on the screen when the chat is.
 PAINTED = b"Ask something"
 
 
-#: Options of podman by container: unmodified, and what Kubernetes' restricted profile and a read-only root are.
-CONTAINERS = {
-    "container": "",
-    "restricted container": "--read-only --tmpfs=/tmp --cap-drop=all --security-opt=no-new-privileges",
-}
-
-
-class Container:
-    """The shipped file in a podman container with `options`, as an ordinary user without privileges.
-
-    The image is the Debian tree that tools/setup.sh unpacks for tests.
-    """
-
-    def __init__(self, name: str, options: str, binary: Path, work: Path) -> None:
-        self.name = f"shipped file, {name}"
-        self._options = options.split()
-        home = work / name.replace(" ", "-")
-        self._podman = ["podman", f"--root={work}/store", f"--runroot={work}/run"]
-        self._podman += ["--cgroup-manager=cgroupfs", "--runtime=runc"]
-        self._mounts = [f"--volume={home}:/home/user", f"--volume={work}:/models:ro"]
-        self._mounts.append(f"--volume={binary}:/usr/local/bin/edgeinfer:ro")
-        home.mkdir()
-        os.chown(home, 1000, 1000)
-        if (
-            subprocess.run([*self._podman, "image", "exists", "localhost/base"], check=False).returncode
-            == 0
-        ):
-            return
-        base = work / "base.tar"
-        subprocess.run(["tar", "-C", str(CACHE / "systemd-257"), "-cf", str(base), "."], check=True)
-        subprocess.run([*self._podman, "import", "--quiet", str(base), "localhost/base"], check=True)
-        base.unlink()
-
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [*self._podman, "run", "--rm", "--network=none", "--user=1000:1000", *self._options]
-        command += ["--ulimit=nofile=1024:4096", "--ulimit=nproc=4096:4096"]  # not above our own
-        command += ["--env=HOME=/home/user", *self._mounts, "localhost/base"]
-        done = subprocess.run(
-            [*command, "/usr/local/bin/edgeinfer", *words], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{self.name}: {' '.join(words)}: {done.stdout} {done.stderr}")
-        return done
-
-    def close(self) -> None:
-        subprocess.run([*self._podman, "rmi", "--all", "--force"], check=False, capture_output=True)
-        store = f"{self._podman[1].removeprefix('--root=')}/overlay"
-        subprocess.run(["umount", "--lazy", store], check=False, capture_output=True)
-
-
-def cold_start(side: Side | Container, model: str) -> dict[str, float]:
+def cold_start(side: Side, model: str) -> dict[str, float]:
     """`run` without a snapshot, the page cache hot: exec → loaded, → first token, by its own clock."""
     words = ("run", model, "--raw", "Hello", "--temperature", "0", "--max-tokens", "1", "--json")
     result = json.loads(side.run(*words, "--resume", "never").stdout)["result"]
@@ -270,30 +219,11 @@ def sides(options: argparse.Namespace, work: Path) -> Iterator[list[Side]]:
     ]
 
 
-def model_file(name: str, options: argparse.Namespace, work: Path) -> Path:
-    """The small model, or one of 7B shape with random weights."""
-    out = work / f"{name}.gguf"
-    if LAYERS[name]:
-        command = [
-            sys.executable,
-            str(HERE / "random_gguf.py"),
-            options.small,
-            str(out),
-            "--layers",
-            str(LAYERS[name]),
-        ]
-        subprocess.run(command, check=True)
-    else:
-        shutil.copy(options.small, out)
-    out.chmod(0o644)
-    return out
-
-
 def measure(
-    name: str, both: list[Side], containers: list[Container], options: argparse.Namespace, work: Path
+    name: str, both: list[Side], options: argparse.Namespace, work: Path
 ) -> dict[str, dict[str, Any]]:
-    """Warm the model on both sides and launch it in turn; start it cold in containers."""
-    path = model_file(name, options, work)
+    """Warm the model on both sides and launch it in turn."""
+    path = link_model(name, work)
     runs: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
     for side in both:
         side.run("pull", str(path), "--name", name, "--in-place", "--quiet")
@@ -311,11 +241,6 @@ def measure(
                     runs[side.name].setdefault(stage, []).append(ms)
     for side in both:
         side.run("snapshots", "rm", name, check=False)
-    for container in containers:
-        container.run("pull", f"/models/{path.name}", "--name", name, "--in-place", "--quiet")
-        for _ in range(options.runs):
-            for stage, ms in cold_start(container, name).items():
-                runs.setdefault(container.name, {}).setdefault(stage, []).append(ms)
     path.unlink()
     return {
         side: {stage: _spread(values) for stage, values in stages.items()}
@@ -356,7 +281,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--small", type=Path, help="the small model's file; left out: the tests'")
     parser.add_argument("--binary", type=Path, default=HERE.parent / "dist/edgeinfer")
     parser.add_argument("--models", default="small,7b")
     parser.add_argument("--runs", type=int, default=10)
@@ -368,22 +292,14 @@ def main() -> None:
     )
     add_out(parser)
     options = parser.parse_args()
-    options.small = str(options.small or model_path("smollm2"))
     with (
         tempfile.TemporaryDirectory(prefix="bench-binary-", dir=options.work) as folder,
         sides(options, Path(folder)) as both,
     ):
         results: dict[str, Any] = {"sizes": sizes(options.binary), "models": {}}
         results["first_launch"] = first_launches(both[0], min(5, options.runs))
-        can_contain = os.geteuid() == 0 and shutil.which("podman") and (CACHE / "systemd-257").is_dir()
-        containers = [
-            Container(name, flags, options.binary.resolve(), Path(folder))
-            for name, flags in (CONTAINERS if can_contain else {}).items()
-        ]
         for name in filter(None, options.models.split(",")):
-            results["models"][name] = measure(name, both, containers, options, Path(folder))
-        for container in containers:
-            container.close()
+            results["models"][name] = measure(name, both, options, Path(folder))
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "binary.json").write_text(json.dumps(results, indent=1))
         write_figure(options.out, "binary", table(results))

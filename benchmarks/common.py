@@ -71,6 +71,17 @@ def random_model(name: str, folder: Path) -> Path:
     return out
 
 
+def link_model(name: str, folder: Path) -> Path:
+    """Put `small` (the tests' SmolLM2) or a model of `model_path` into `folder` as NAME.gguf, where another user reads it."""
+    source, out = model_path("smollm2" if name == "small" else name), folder / f"{name}.gguf"
+    try:
+        os.link(source, out)
+    except OSError:  # another file system
+        shutil.copyfile(source, out)
+    out.chmod(0o644)
+    return out
+
+
 def peer_program(name: str) -> str | None:
     """Find llama-server or llama-bench: EDGEINFER_LLAMA_SERVER's folder, the fetched one, else PATH."""
     named = os.environ.get("EDGEINFER_LLAMA_SERVER")

@@ -40,6 +40,8 @@ from edgeinfer.snapshots.inputs import SnapshotInputs, describe
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import loaded_model, prefetch, reinitialize
 
+from ..conftest import ROOT
+
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
@@ -364,20 +366,17 @@ def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
     assert criu.minimum(str(tmp_path / "cpuinfo")) == version
 
 
-#: Runs a command under a seccomp filter that allows everything, as every process of WSL2 and most containers is.
-FILTERED = """
-import ctypes, os, struct, sys
-code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
-program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(code))
-assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == ctypes.CDLL(None).prctl(22, 2, program, 0, 0) == 0
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-
-
 @pytest.mark.criu
 def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
     def filtered(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", FILTERED, sys.executable, "-m", "edgeinfer", *words]
+        command = [
+            sys.executable,
+            ROOT / "tests/made/filtered.py",
+            sys.executable,
+            "-m",
+            "edgeinfer",
+            *words,
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
     model = make_llama(tmp_path / "tiny.gguf", 512)
