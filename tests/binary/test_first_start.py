@@ -7,6 +7,7 @@ import sys
 import urllib.request
 
 import pytest
+from made_shipped import variant
 from other_processes import run
 
 from ..conftest import flip_bit
@@ -14,45 +15,11 @@ from .conftest import HOME, PROGRAM, ROOT
 
 sys.path.insert(0, str(ROOT / "build"))
 
-import assemble
-import bootloader
 import floor
-import pack
 
 from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import open_shipped
-
-BLOCKS = bootloader.cache_dir() / "blocks"
-
-
-def variant(binary, folder, changes, version="", cache=BLOCKS):
-    """Another version of the shipped file: the same blocks but for the small files in `changes`."""
-    shipped = open_shipped(binary)
-    with binary.open("rb") as file:
-        index = payload.read_index(file, shipped)
-        tree = folder / "tree"
-        for number, block in enumerate(index.blocks):
-            entries = [e for e in index.files if e.block == number]
-            for entry, content in payload.split_block(
-                payload.block_bytes(file.fileno(), shipped, block), entries, binary
-            ):
-                target = tree / entry.path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
-                target.chmod(entry.mode)
-        for path, target in index.links:
-            (tree / path).parent.mkdir(parents=True, exist_ok=True)
-            (tree / path).symlink_to(target)
-        file.seek(shipped.archive_offset)
-        (folder / "archive").write_bytes(file.read())
-    for name, text in changes.items():
-        (tree / name).write_text(text)
-    packed = pack.pack(tree, version or index.version, index.relocate, cache)
-    assemble.assemble(
-        bootloader.build(), packed.name, packed.data, folder / "archive", folder / "edgeinfer"
-    )
-    return folder / "edgeinfer", packed.name
 
 
 @pytest.fixture(scope="session")

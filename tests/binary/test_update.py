@@ -14,6 +14,7 @@ import httpx2
 import msgspec
 import pytest
 from fake_hub import Fault, sha
+from made_shipped import BLOCKS, variant
 from other_processes import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
@@ -31,7 +32,7 @@ from edgeinfer.shipping import payload, unpack, update
 from edgeinfer.shipping.release import Channel, Release, ReleasedFile, parse_release
 
 from .conftest import MODEL, ROOT
-from .test_first_start import BLOCKS, variant, wait_for_port
+from .test_first_start import wait_for_port
 
 KEY, OTHER_KEY = (parse_key(new_key_text()) for _ in range(2))
 NOW = int(time.time())
