@@ -180,7 +180,12 @@ leak-http: full  ## 10,000 requests against the real model: memory, descriptors 
 binary: full     ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
 	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)
 
-reproduce:       ## build the shipped file twice, in two folders and (as root) as two users: every byte must be equal
+packages: binary ## dist/release: the file, .deb, .rpm, wheel, digests; not signed
+	$(BIN)/pip install -q --no-deps --require-hashes -r requirements/release.txt
+	rm -f dist/edgeinfer-oci.tar
+	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-1577836800} $(BIN)/python build/publish.py
+
+reproduce:       ## build all that is published twice, in two folders and (as root) as two users: every byte must be equal
 	tools/reproduce.sh
 
 release:         ## check that this commit is VERSION= and build what is published into dist/; tags nothing
@@ -189,6 +194,14 @@ release:         ## check that this commit is VERSION= and build what is publish
 bench-binary: binary ## stages of a launch of the file beside the virtual environment, the first launch, sizes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
+
+bench-containers: binary ## first and later launches in containers, under a seccomp filter, without user namespaces
+	@tools/setup.sh test
+	$(BIN)/python benchmarks/bench_containers.py $(BENCH_ARGS)
+
+bench-packages: packages ## .deb, .rpm and wheel in bare roots: install, use, update, back, remove; needs root, debootstrap, rpm
+	@tools/setup.sh test
+	$(BIN)/python benchmarks/bench_packages.py $(BENCH_ARGS)
 
 cuda: full       ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one
 	tools/build_cuda.sh dist/backends
