@@ -5,10 +5,34 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 _SYS = Path("/sys")
 _NONE = (
     "no RAPL counter, no sensor of hwmon for the whole, no battery in use; virtual machines have none"
+)
+
+
+class _Kind(NamedTuple):
+    """Files of energy (µJ) or power (µW); one `beside` each begins with the name of its subject."""
+
+    source: str
+    files: str
+    beside: str
+    name: str
+    is_power: bool = False
+
+    def measures(self, file: Path) -> bool:
+        beside = self.beside.format(file.name.partition("_")[0])
+        return _text(file.with_name(beside)).startswith(self.name)
+
+
+#: The first that can be read is taken: kinds overlap, and are never added.
+_KINDS = (
+    _Kind("of the processors, by RAPL", "powercap/*rapl:*/energy_uj", "name", "package"),
+    _Kind("of the processors, by hwmon", "hwmon/hwmon*/energy*_input", "{}_label", "Esocket"),
+    _Kind("of the machine, by its power meter", "hwmon/*/power1_average", "name", "power_meter", True),
+    _Kind("of the machine, by its battery", "power_supply/*/power_now", "status", "Discharging", True),
 )
 
 
@@ -22,48 +46,29 @@ class EnergyMeter:
 
     def __init__(self, sys: Path | None = None) -> None:
         self._last: tuple[float, list[int]] | None = None
-        self._wraps: list[int] = []
         self._files: list[Path] = []
-        self.source = ""
-        self.reason = self._find(sys or _SYS)
-
-    def _find(self, sys: Path) -> str:
-        """Take the first kind of source that can be read; kinds overlap and are never added."""
-        rapl = [p / "energy_uj" for p in sorted(sys.glob("class/powercap/*rapl:*"))]
-        packages = [p for p in rapl if _text(p.with_name("name")).startswith("package")]
-        hwmon = sorted(sys.glob("class/hwmon/hwmon*"))
-        sockets = [
-            p
-            for folder in hwmon
-            for p in sorted(folder.glob("energy*_input"))
-            if _text(p.with_name(p.name.replace("_input", "_label"))).startswith("Esocket")
-        ]
-        meters = [f / "power1_average" for f in hwmon if _text(f / "name") == "power_meter"]
-        batteries = [
-            p / "power_now"
-            for p in sorted(sys.glob("class/power_supply/*"))
-            if _text(p / "status") == "Discharging"
-        ]
-        for source, files in (
-            ("of the processors, by RAPL", packages),
-            ("of the processors, by hwmon", sockets),
-            ("of the machine, by its power meter", meters),
-            ("of the machine, by its battery", batteries),
-        ):
-            if files and all(_number(p) is not None for p in files):
-                self.source, self._files = source, files
-                ranges = (_number(p.with_name("max_energy_range_uj")) for p in files)
-                self._wraps = [wrap or 1 << 64 for wrap in ranges]
-                self._is_power = files in (meters, batteries)
-                return ""
-        secret = next((p for p in packages if p.exists()), None)
-        return f"only root may read {secret}" if secret else _NONE
+        self.source, self.reason = "", _NONE
+        for self._kind in _KINDS:
+            found = sorted((sys or _SYS).glob(f"class/{self._kind.files}"))
+            files = [file for file in found if self._kind.measures(file)]
+            secret = next((file for file in files if _number(file) is None), None)
+            if files and secret is None:
+                self.source, self.reason = self._kind.source, ""
+                self._files = files
+                break
+            if secret and self.reason is _NONE:
+                self.reason = f"this user may not read {secret}"
+        ranges = (_number(file.with_name("max_energy_range_uj")) for file in self._files)
+        self._wraps = [wrap or 1 << 64 for wrap in ranges]
 
     def used(self) -> float | None:
-        """Return the joules since the last call, 0 at first; None if unreadable, and from then on."""
-        values = [_number(p) for p in self._files]
+        """Return the joules since the last call, 0 at first.
+
+        None if they cannot be read, and from then on; so, too, once a battery is charged.
+        """
+        values = [_number(file) for file in self._files if self._kind.measures(file)]
         known = [value for value in values if value is not None]
-        if not known or len(known) < len(values):
+        if not known or len(known) < len(self._files):
             self._files = []
             self.reason = self.reason or f"the energy {self.source} is no longer told"
             return None
@@ -71,7 +76,7 @@ class EnergyMeter:
         then, before = self._last or (now, known)
         self._last = now, known
         pairs = zip(before, known, self._wraps, strict=True)
-        if self._is_power:
+        if self._kind.is_power:
             return sum((a + b) / 2 for a, b, _ in pairs) * (now - then) / 1e6
         return sum((b - a) % wrap for a, b, wrap in pairs) / 1e6
 

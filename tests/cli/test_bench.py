@@ -295,6 +295,8 @@ def test_battery_is_integrated_while_it_is_in_use(tmp_path, status):
     while not (used := meter.used()):
         pass
     assert used < 20 * 60
+    (tmp_path / "class/power_supply/BAT0/status").write_text("Charging")
+    assert meter.used() is None
 
 
 def test_counter_that_cannot_be_read_is_named(tmp_path):
@@ -302,4 +304,4 @@ def test_counter_that_cannot_be_read_is_named(tmp_path):
     counter = tmp_path / "class/powercap/intel-rapl:0/energy_uj"
     counter.unlink()
     counter.mkdir()  # root reads every file
-    assert EnergyMeter(tmp_path).reason == f"only root may read {counter}"
+    assert EnergyMeter(tmp_path).reason == f"this user may not read {counter}"

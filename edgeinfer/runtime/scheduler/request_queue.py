@@ -49,8 +49,6 @@ class RequestQueue:
 
     def charge(self) -> None:
         """Share the energy since the last call among the running requests."""
-        if not self.running:  # after a resume or on battery it may be another source
-            self._energy = EnergyMeter()
         joules = self._energy.used()
         for seq in self.running:
             if joules is None or seq.joules is None:
@@ -90,6 +88,8 @@ class RequestQueue:
         self._book(seq)
         self.on_end(seq)  # before the last event: its consumer may read the metrics at once
         farewell(seq)
+        if self.is_empty:  # on battery it is another source; to look takes 1 ms, which no request waits
+            self._energy = EnergyMeter()
 
     def _book(self, seq: Sequence) -> None:
         seq.saved_s = self._prefixes.saved_s(seq)

@@ -20,13 +20,15 @@ def engine(tmp_path_factory):
 
 
 @pytest.fixture
-def counter(tmp_path, monkeypatch):
-    """A RAPL counter that the test moves on."""
+def counter(engine, tmp_path, monkeypatch):
+    """A RAPL counter that the test moves on, and the engine finds behind an answer."""
     zone = tmp_path / "class/powercap/intel-rapl:0"
     zone.mkdir(parents=True)
     (zone / "name").write_text("package-0")
     (zone / "energy_uj").write_text("0")
     monkeypatch.setattr(energy, "_SYS", tmp_path)
+    answer(engine, ask())
+    engine.between_steps(lambda: None)  # the answer has left
     return zone / "energy_uj"
 
 
