@@ -192,7 +192,7 @@ class Host:
 
             recorder = DriftRecorder(drift_path(), files.name, files.sha256)
             engine.use_recorder(recorder)
-            atexit.register(recorder.flush)
+            atexit.register(recorder.close)
 
     def note_prompt(self, last: CacheReport) -> None:
         """Publish the cache report of the latest prompt for `edgeinfer ps`."""

@@ -16,14 +16,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import re
 import sqlite3
-import threading
-import time
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -44,9 +42,6 @@ _log = logging.getLogger("edgeinfer.drift")
 #: The log-probability of every so many tokens of an answer is taken: each costs 0.1 to 0.5 ms.
 LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
-#: Counts are written when idle, or after this long (s) beside running requests.
-_IDLE_S, _BUSY_S = 2.0, 30.0
-_FAILED_S = 600.0
 _BINS_PER_DOUBLING = 4
 _LEAST, _MOST = 2.0**-6, 2.0**30
 _SHARE_BINS = 20
@@ -62,6 +57,7 @@ _TABLE = (
     "CREATE TABLE IF NOT EXISTS count (day TEXT, model TEXT, aggregate TEXT, bin, n INTEGER, "
     "PRIMARY KEY (day, model, aggregate, bin)) WITHOUT ROWID"
 )
+_ADD = "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 
 #: The bin of sums by day, which `ps --usage` shows and drift leaves out.
 _SUM = "sum"
@@ -78,14 +74,12 @@ def drift_path() -> Path:
 
 
 class DriftRecorder:
-    """Counts the answers of one model; `path` is created on the first write. Any thread."""
+    """Counts the answers of one model in the file `path`, in a thread that no answer waits for."""
 
     def __init__(self, path: Path, model: str, sha256: str) -> None:
         self._path, self._model = path, model
         self._constant = {"model_file": sha256[:12] or "unknown", "program": __version__}
-        self._lock = threading.Lock()
-        self._pending = Counter[tuple[str, str, Bin]]()
-        self._due = 0.0
+        self._writer = ThreadPoolExecutor(1, "drift")
 
     def note(
         self, request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
@@ -98,52 +92,31 @@ class DriftRecorder:
         except Exception:  # noqa: BLE001  a statistic must not cost an answer
             _log.exception("an answer could not be counted")
             return
-        day = date.today().isoformat()
-        sums = {(day, name, _SUM): n for name, n in _sums(said.finished).items()}
-        with self._lock:
-            if not self._pending:
-                self._due = time.monotonic() + _IDLE_S
-            self._pending.update((day, name, bin_of(name, value)) for name, value in found.items())
-            self._pending.update(sums)
-        if time.monotonic() > self._due + _BUSY_S:
-            self.flush()
+        counts = [(name, bin_of(name, value), 1) for name, value in found.items()]
+        counts += [(name, _SUM, n) for name, n in _sums(said.finished).items()]
+        with contextlib.suppress(RuntimeError):  # the interpreter is at its end
+            self._writer.submit(self._write, date.today(), counts)
 
-    def due_in_s(self) -> float | None:
-        """Return the seconds until an idle engine should `flush`; None without pending counts."""
-        return max(0.0, self._due - time.monotonic()) if self._pending else None
+    def close(self) -> None:
+        """Wait for the last counts. Idempotent."""
+        self._writer.shutdown()
 
-    def flush(self) -> None:
-        """Add the pending counts to the file; if that fails, they are tried again later.
-
-        A damaged file is put aside as drift.damaged, and a new one begun.
-        """
-        with self._lock:
-            if not self._pending:
-                return
-            try:
-                self._write()
-                self._pending.clear()
-            except (OSError, sqlite3.Error) as error:
-                self._due = time.monotonic() + _FAILED_S
-                _log.info("%s cannot be written: %s", self._path, error)
-                if _is_damage(error):
-                    with contextlib.suppress(OSError):
-                        self._path.replace(self._path.with_suffix(".damaged"))
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        oldest = (date.today() - timedelta(_KEPT_DAYS)).isoformat()
-        with contextlib.closing(sqlite3.connect(self._path, timeout=0.1)) as db, db:
-            # no fsync: a write takes 1 ms, with one 20 ms; a power cut may cost the counts
-            db.execute("PRAGMA synchronous = OFF")
-            db.execute(_TABLE)
-            db.executemany(
-                "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
-                [(day, self._model, name, bin, n) for (day, name, bin), n in self._pending.items()],
-            )
-            db.execute("DELETE FROM count WHERE day < ?", (oldest,))
+    def _write(self, day: date, counts: Sequence[tuple[str, Bin, int]]) -> None:
+        """Add to the file, or lose the counts; a damaged file is put aside as drift.damaged."""
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)
+            with contextlib.closing(sqlite3.connect(self._path)) as db, db:
+                # no fsync: a write takes 1 ms, with one 20 ms; a power cut may cost the counts
+                db.execute("PRAGMA synchronous = OFF")
+                db.execute(_TABLE)
+                db.executemany(_ADD, [(f"{day}", self._model, *count) for count in counts])
+                db.execute("DELETE FROM count WHERE day < ?", (f"{day - timedelta(_KEPT_DAYS)}",))
+        except (OSError, sqlite3.Error) as error:
+            _log.info("%s cannot be written: %s", self._path, error)
+            if _is_damage(error):
+                with contextlib.suppress(OSError):
+                    self._path.replace(self._path.with_suffix(".damaged"))
 
 
 def _is_damage(error: Exception) -> bool:
@@ -247,13 +220,27 @@ def read_week(path: Path, last: date) -> dict[str, Counts]:
     return models
 
 
-def read_sums(path: Path, first: date, last: date) -> dict[tuple[str, str], dict[str, int]]:
+class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model did on one day (ISO). `saved_ms` and `millijoules` count where they were known."""
+
+    day: str
+    model: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    busy_ms: int = 0
+    saved_ms: int = 0
+    millijoules: int | None = None
+
+
+def read_usage(path: Path, first: date, last: date) -> tuple[DayOfUse, ...]:
     """Read the sums of each day and model; none without a file. Raises StoreError."""
-    found: dict[tuple[str, str], dict[str, int]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for day, model, name, bin, n in _read(path, first, last):
         if bin == _SUM:
-            found.setdefault((day, model), {})[name] = n
-    return found
+            found.setdefault((day, model), {"day": day, "model": model})[name] = n
+    return msgspec.convert(tuple(found.values()), tuple[DayOfUse, ...])
 
 
 def _read(path: Path, first: date, last: date) -> list[Any]:
@@ -261,8 +248,8 @@ def _read(path: Path, first: date, last: date) -> list[Any]:
         return []
     query = "SELECT * FROM count WHERE day BETWEEN ? AND ? ORDER BY day, model"
     try:
-        with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as db:
-            return db.execute(query, (first.isoformat(), last.isoformat())).fetchall()
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            return db.execute(query, (f"{first}", f"{last}")).fetchall()
     except sqlite3.Error as error:
         again = f"remove {path}: counting starts again"
         hint = again if _is_damage(error) else "try again in a moment"
@@ -285,6 +272,13 @@ _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
 #: An aggregate needs as many days in each week, and as many answers that count as independent.
 _LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
+
+
+def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
+    """Compare the weeks up to two days, by model; none of a model with one. Raises StoreError."""
+    weeks = [read_week(path, last) for last in (before, now)]
+    names = sorted(weeks[0].keys() | weeks[1].keys())
+    return {name: compare(*(week.get(name, {}) for week in weeks)) for name in names}
 
 
 def compare(before: Counts, now: Counts) -> tuple[Change, ...]:

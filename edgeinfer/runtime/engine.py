@@ -306,7 +306,7 @@ class LlamaEngine:
             self._cache.writing.is_leaving = True
         self._loop.close()
         if self._scheduler.queue.recorder is not None:
-            self._scheduler.queue.recorder.flush()
+            self._scheduler.queue.recorder.close()
         self._gpu.close()
         if self._vision is not None:
             self._vision.close()

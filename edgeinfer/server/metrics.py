@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform.machine import resident_bytes
-from edgeinfer.runtime.drift import compare, drift_path, read_week
+from edgeinfer.runtime.drift import compare_weeks, drift_path
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, HasReplicas
 
@@ -195,10 +195,10 @@ class Metrics:
 
     def _compare_weeks(self) -> None:
         self.drift.clear()
+        today = date.today()
         with contextlib.suppress(StoreError):
-            weeks = [read_week(drift_path(), date.today() - timedelta(n)) for n in (7, 0)]
-            for model in weeks[0].keys() & weeks[1].keys():
-                for change in compare(weeks[0][model], weeks[1][model]):
+            for model, changes in compare_weeks(drift_path(), today - timedelta(7), today).items():
+                for change in changes:
                     moved = "yes" if change.moved else "no"
                     self.drift.labels(change.aggregate, moved, model).set(change.psi)
 

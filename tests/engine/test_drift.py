@@ -13,7 +13,6 @@ from datetime import date, timedelta
 
 import numpy as np
 import pytest
-from other_processes import wait_until
 
 from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import Config, DriftConfig
@@ -53,7 +52,7 @@ def recorded(engine):
     engine.use_recorder(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
     yield engine
     engine.use_recorder(DriftRecorder(drift_path(), "none", ""))
-    recorder.flush()
+    recorder.close()
 
 
 def chat(text: str, **fields):
@@ -61,8 +60,8 @@ def chat(text: str, **fields):
 
 
 def flush(engine) -> None:
-    """Write the counts, on the decode thread, which counts an answer after its last event."""
-    engine.between_steps(engine._scheduler.queue.recorder.flush)
+    """Wait for the counts: an answer is noted before its last event."""
+    engine._scheduler.queue.recorder._writer.submit(int).result()
 
 
 def week(engine, last: date, draw) -> None:
@@ -131,13 +130,11 @@ def test_no_text_is_kept(recorded):
 
 @pytest.mark.model
 @pytest.mark.parametrize("record", [True, False])
-def test_idle_engine_writes_its_counts_unless_switched_off(smollm2, record):
+def test_answers_are_counted_unless_that_is_switched_off(smollm2, record):
     host = Host(config=Config(drift=DriftConfig(record=record)))
     with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
         host.record_drift(engine, ModelFiles(name="small", paths=(str(smollm2),)), LoadOptions())
         answers(engine, [ask(max_tokens=0), ask(max_tokens=2)])
-        if record:
-            wait_until(drift_path().exists, "the idle engine to write")
     assert drift_path().exists() == record
     if record:  # a prefill without an answer does not count
         assert (
@@ -149,25 +146,26 @@ def test_idle_engine_writes_its_counts_unless_switched_off(smollm2, record):
 
 
 @pytest.mark.parametrize("fault", ["folder", "locked", "damaged"])
-def test_counts_that_cannot_be_written_wait(fault, tmp_path):
+def test_counts_that_cannot_be_written_cost_no_answer(fault, tmp_path):
     path = tmp_path / "state/drift.db"
     recorder = DriftRecorder(path, "m", "")
-    recorder._pending[("2026-11-22", "turns", 0)] = 3
+    counts = (LAST, [("turns", 0, 1)])
     if fault == "folder":
         path.parent.write_text("")
     else:
         path.parent.mkdir()
-        other = sqlite3.connect(path, isolation_level=None)
+        other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         other.execute("BEGIN EXCLUSIVE") if fault == "locked" else path.write_bytes(b"no database" * 99)
-    recorder.flush()
-    assert recorder.due_in_s()
+    first = recorder._writer.submit(recorder._write, *counts)
+    if fault == "locked":
+        other.close()
+    first.result()
     if fault == "folder":
         path.parent.unlink()
-    else:
-        other.close()
-    recorder.flush()
-    assert read_week(path, LAST)["m"]["turns"] == {"2026-11-22": Counter({0: 3})}
-    assert recorder.due_in_s() is None
+    recorder._write(*counts)
+    recorder.close()
+    written = 2 if fault == "locked" else 1
+    assert read_week(path, LAST)["m"]["turns"] == {"2026-11-22": Counter({0: written})}
     assert path.with_suffix(".damaged").exists() == (fault == "damaged")
 
 
@@ -226,7 +224,7 @@ def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recorded, as_json, cap
     assert as_json("ps", "--usage")["days"] == []
     prompt = "The harbour is open all year, and the ferry leaves at nine. " * 8
     ends = [one.finished for one in answers(recorded, [ask(prompt)] * 2)]
-    recorded._scheduler.queue.recorder.flush()
+    flush(recorded)
     with closing(sqlite3.connect(drift_path())) as db, db:
         db.execute(
             "INSERT INTO count SELECT day, model, 'newer', bin, 1 FROM count WHERE aggregate = 'requests'"

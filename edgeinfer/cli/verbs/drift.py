@@ -27,18 +27,20 @@ class DriftResult(Result, frozen=True, kw_only=True):
         return int(any(change.moved for changes in self.models.values() for change in changes))
 
     def human(self) -> str:
-        parts = []
-        for model, changes in self.models.items():
-            head = f"{model}, the week to {self.until} beside that to {self.against}: "
-            rows = [_row(change) for change in changes if change.moved]
-            if rows:
-                shown = table([("MOVED", "BEFORE", "NOW", "PSI", "P"), *rows])
-                parts.append(f"{head}\n{shown}")
-            elif changes:
-                parts.append(f"{head}nothing moved, of {len(changes)} values")
-            else:
-                parts.append(f"{head}too few answers, it takes some 30 separate ones, on 3 days")
+        parts = [self._part(model, changes) for model, changes in self.models.items()]
         return "\n\n".join(parts) or "no answers are counted in these weeks"
+
+    def _part(self, model: str, changes: tuple[Change, ...]) -> str:
+        head = f"{model}, the week to {self.until} beside that to {self.against}: "
+        moved = [change for change in changes if change.moved]
+        if moved:
+            return f"{head}\n{table([_HEAD, *map(_row, moved)])}"
+        if changes:
+            return f"{head}nothing moved, of {len(changes)} values"
+        return f"{head}too few answers, it takes some 30 separate ones, on 3 days"
+
+
+_HEAD = ("MOVED", "BEFORE", "NOW", "PSI", "P")
 
 
 def _row(change: Change) -> tuple[str, ...]:
@@ -65,7 +67,7 @@ def _day(text: str) -> date:
 
 def run(options: argparse.Namespace, host: Host) -> DriftResult:
     """Compare two weeks; exit status 1 if something moved. Raises UsageError, StoreError."""
-    from edgeinfer.runtime.drift import compare, drift_path, read_week  # 80 ms: numpy
+    from edgeinfer.runtime.drift import compare_weeks, drift_path  # 80 ms: numpy
 
     until = options.until or date.today()
     against = options.against or until - timedelta(7)
@@ -74,15 +76,13 @@ def run(options: argparse.Namespace, host: Host) -> DriftResult:
             f"the weeks to {against} and to {until} overlap",
             hint="name days that are 7 days apart or more",
         )
-    before, now = (read_week(drift_path(), last) for last in (against, until))
-    names = sorted(before.keys() | now.keys())
+    models = compare_weeks(drift_path(), against, until)
     if options.model:
-        name = options.model if options.model in names else host.resolve(options.model).name
-        if name not in names:
+        name = options.model if options.model in models else host.resolve(options.model).name
+        if name not in models:
             off = "" if host.config.drift.record else "; drift.record is off in config.toml"
             raise UsageError(
                 f"no answers of {name} are counted in these weeks{off}", hint="edgeinfer drift"
             )
-        names = [name]
-    models = {name: compare(before.get(name, {}), now.get(name, {})) for name in names}
+        models = {name: models[name]}
     return DriftResult(until=f"{until}", against=f"{against}", models=models)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import argparse
 from datetime import date, timedelta
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.result import Result
@@ -15,6 +14,9 @@ from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
 from edgeinfer.snapshots.running import Running, processes
 from edgeinfer.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.drift import DayOfUse
 
 _USAGE_DAYS = 30
 
@@ -49,20 +51,6 @@ def _row(process: Running) -> tuple[str, ...]:
         ", ".join(process.snapshots) or "-",
         process.command[:80],
     )
-
-
-class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model did on one day (ISO). `saved_ms` and `millijoules` count where they were known."""
-
-    day: str
-    model: str
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    busy_ms: int = 0
-    saved_ms: int = 0
-    millijoules: int | None = None
 
 
 class PsUsageResult(Result, frozen=True, kw_only=True):
@@ -100,13 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: Host) -> Result:
     """List running processes, or what was used by day; change nothing. Raises StoreError."""
     if options.usage:
-        from edgeinfer.runtime.drift import drift_path, read_sums  # 80 ms: numpy
+        from edgeinfer.runtime.drift import drift_path, read_usage  # 80 ms: numpy
 
         today = date.today()
-        sums = read_sums(drift_path(), today - timedelta(_USAGE_DAYS - 1), today)
-        days = (  # a newer version may have counted more
-            msgspec.convert({"day": day, "model": model, **found}, DayOfUse)
-            for (day, model), found in sums.items()
-        )
-        return PsUsageResult(days=tuple(days), is_recorded=host.config.drift.record)
+        days = read_usage(drift_path(), today - timedelta(_USAGE_DAYS - 1), today)
+        return PsUsageResult(days=days, is_recorded=host.config.drift.record)
     return PsResult(running=tuple(processes(everywhere=options.everywhere)))

@@ -44,7 +44,7 @@ class RequestQueue:
 
     def add(self, seq: Sequence) -> None:
         self._counters.requests_total += 1
-        seq.is_recorded = self.recorder is not None
+        seq.recorder = self.recorder
         self.waiting.append(seq)
 
     def charge(self) -> None:
@@ -69,11 +69,7 @@ class RequestQueue:
                 self.end(seq, "deadline")
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        self._leave(seq, lambda s: s.finish(reason, self._count), keep=seq.request.cache_prompt)
-
-    def _count(self, seq: Sequence) -> None:
-        if self.recorder is not None and seq.is_recorded:
-            self.recorder.note(seq.request, seq.said, seq.some_logprobs, seq.output.n_broken_calls)
+        self._leave(seq, lambda s: s.finish(reason), keep=seq.request.cache_prompt)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:
         self._leave(seq, lambda s: s.fail(error), keep=False)

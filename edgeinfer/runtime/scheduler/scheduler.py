@@ -151,18 +151,14 @@ class Scheduler:
         """Return the seconds until idle work is due; None without any."""
         if self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work:
             return 0.0
-        recorder = self.queue.recorder
-        dues = (self._idle_cells.due_in_s(), recorder.due_in_s() if recorder else None)
-        return min((due for due in dues if due is not None), default=None)
+        return self._idle_cells.due_in_s()
 
     def do_chore(self) -> None:
-        """Store one pending block, return a piece of memory, or write counts. Only while idle."""
+        """Store one pending block, or return a piece of memory. Only while idle."""
         if self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work:
             self.prefixes.blocks.writing.work(is_idle=True)
         elif self._idle_cells.due_in_s() == 0.0:
             self._idle_cells.work()
-        elif self.queue.recorder is not None:
-            self.queue.recorder.flush()
 
     def fail_all(self, error: EngineError) -> None:
         """End every request with `error` and drop the cache."""

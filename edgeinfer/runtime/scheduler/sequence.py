@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.drift import LOGPROB_EVERY
+from edgeinfer.runtime.drift import LOGPROB_EVERY, DriftRecorder
 from edgeinfer.runtime.events import (
     Divergence,
     Event,
@@ -80,7 +80,7 @@ class Sequence:
     restore: Restore | None = None
     pictures: PromptPictures = field(default_factory=PromptPictures)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    is_recorded: bool = False
+    recorder: DriftRecorder | None = None
     said: Collected = field(default_factory=Collected)
     some_logprobs: list[float] = field(default_factory=list)
     n_generated: int = 0
@@ -157,7 +157,7 @@ class Sequence:
         """Sample from a row of logits and emit events; return the finish reason, if it ended."""
         report = None
         top = self.request.logprobs
-        is_counted = self.is_recorded and self.n_generated % LOGPROB_EVERY == 0
+        is_counted = self.recorder is not None and self.n_generated % LOGPROB_EVERY == 0
         if top is not None or is_counted:
             report = token_logprobs(vocab, logits, top or 0)
         if self.banned is not None:
@@ -228,7 +228,7 @@ class Sequence:
         done = min(self.n_past, self.prompt_tokens)
         self.stream.put(Progress(done, self.prompt_tokens, queued=self.cached_seq is None))
 
-    def finish(self, reason: FinishReason, count: Callable[[Sequence], None]) -> None:
+    def finish(self, reason: FinishReason) -> None:
         """Emit the held text and, once it is counted, the end. Frees the sampler."""
         for event in self.output.finish():
             self._emit(event)
@@ -241,14 +241,14 @@ class Sequence:
             divergence=self.divergence,
             stop_sequence=self.output.stopped_by,
         )
-        if self.is_recorded:
+        if self.recorder is not None:  # before the event, at which `run` ends the process
             self.said.add(end)
-        count(self)  # `run` ends the process at the event
+            self.recorder.note(self.request, self.said, self.some_logprobs, self.output.n_broken_calls)
         self.stream.put(end)
         self._free()
 
     def _emit(self, event: Event) -> None:
-        if self.is_recorded:
+        if self.recorder is not None:
             self.said.add(event)
         self.stream.put(event)
 

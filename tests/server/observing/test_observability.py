@@ -107,11 +107,8 @@ def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):
 def test_drift_has_gauges(serve):
     recorder = DriftRecorder(drift_path(), "fake", "")
     for n in range(14):  # prompts twice as long in the last seven days
-        day = (date.today() - timedelta(n)).isoformat()
-        recorder._pending.update(
-            {(day, "prompt_tokens", 24 if n < 7 else 20): 30, (day, "turns", 0): 30}
-        )
-    recorder.flush()
+        counts = [("prompt_tokens", 24 if n < 7 else 20, 30), ("turns", 0, 30)]
+        recorder._write(date.today() - timedelta(n), counts)
     scrape = serve(_engine()).client.get("/metrics").text
     assert re.search(r'drift_psi{aggregate="prompt_tokens",model_name="fake",moved="yes"} \d', scrape)
     assert 'drift_psi{aggregate="turns",model_name="fake",moved="no"} 0.0' in scrape
