@@ -90,7 +90,7 @@ async def _serve(
         now_s = time.perf_counter()
         spans = start_spans(how.stages_ms, how.how)
         root = Span(f"start {model}", min([now_s - seconds, *(span.began_s for span in spans)]), now_s)
-        endpoint.trace(root, spans, edgeinfer__how=how.how, edgeinfer__where=how.where)
+        endpoint.trace(root, spans, {"edgeinfer.how": how.how, "edgeinfer.where": how.where})
         for text in how.engine.info.warnings:
             endpoint.log.warning("model-slow", model=model, reason=text)
 

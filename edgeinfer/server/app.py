@@ -165,13 +165,15 @@ class App:
         endpoint.trace(
             Span(f"{method} {context.route}", context.started, time.perf_counter()),
             context.spans,
+            {
+                "http.response.status_code": context.status,
+                "gen_ai.request.model": context.model,
+                "gen_ai.usage.input_tokens": context.prompt_tokens,
+                "gen_ai.usage.output_tokens": context.completion_tokens,
+                "edgeinfer.cached_tokens": context.cached_tokens,
+                "edgeinfer.request_id": context.id,
+            },
             context.headers.get("traceparent", ""),
-            http__response__status_code=context.status,
-            gen_ai__request__model=context.model,
-            gen_ai__usage__input_tokens=context.prompt_tokens,
-            gen_ai__usage__output_tokens=context.completion_tokens,
-            edgeinfer__cached_tokens=context.cached_tokens,
-            edgeinfer__request_id=context.id,
         )
         endpoint.log.info(
             "request",

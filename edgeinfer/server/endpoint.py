@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -73,7 +73,7 @@ class Endpoint:
         self.threads = ThreadPoolExecutor(8, "calls")
         #: A file system that hangs holds this thread alone.
         self._tracing = ThreadPoolExecutor(1, "traces")
-        self._unwritten_traces = 0
+        self._trace_places = threading.Semaphore(_TRACES)
         self.preparation = Preparation(self.limits.prepare_s)
         self.draining = False
         #: Whether the default model was loaded once.
@@ -117,31 +117,26 @@ class Endpoint:
                 del self._by_key[key]
 
     def trace(
-        self, root: Span, spans: Iterable[Span], traceparent: str = "", **attributes: Any
+        self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""
     ) -> None:
         """Have a trace written, if they are wanted; a failure is logged once, and ends them."""
-        if not self.traces or self._unwritten_traces == _TRACES:
-            return
-        self._unwritten_traces += 1
-        named = {name.replace("__", "."): value for name, value in attributes.items()}
-        what = (self.traces, root, tuple(spans), named, traceparent)
-        writing = asyncio.get_running_loop().run_in_executor(self._tracing, tracing.write, *what)
-        writing.add_done_callback(self._trace_written)
+        if self.traces and self._trace_places.acquire(blocking=False):
+            self._tracing.submit(self._write_trace, root, tuple(spans), facts, traceparent)
 
-    def _trace_written(self, writing: asyncio.Future[None]) -> None:
-        self._unwritten_traces -= 1
+    def _write_trace(self, *trace: Any) -> None:
         try:
-            writing.result()
-        except OSError as error:
             if self.traces:
-                self.log.warning("traces-ended", path=self.traces, reason=error.strerror)
+                tracing.write(self.traces, *trace)
+        except OSError as error:
+            self.log.warning("traces-ended", path=self.traces, reason=error.strerror)
             self.traces = ""
+        finally:
+            self._trace_places.release()
 
     async def end_traces(self) -> None:
         """Wait until they are written, but not long for a file system that hangs."""
-        with contextlib.suppress(TimeoutError):
-            last = asyncio.get_running_loop().run_in_executor(self._tracing, int)
-            await asyncio.wait_for(last, _TRACES_S)
+        last = asyncio.wrap_future(self._tracing.submit(int))
+        await asyncio.wait([last], timeout=_TRACES_S)
         self._tracing.shutdown(wait=False)
 
     def queue(self, model: str, n_parallel: int, n: int) -> None:

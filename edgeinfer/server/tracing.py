@@ -60,35 +60,28 @@ def write(
 ) -> None:
     """Append the spans below `root`, itself below a client's `traceparent`. Raises OSError."""
     parent = _PARENT.fullmatch(traceparent)
-    trace = parent[1] if parent else secrets.token_hex(16)
+    trace, above = parent.groups() if parent else (secrets.token_hex(16), "")
     top = secrets.token_hex(8)
+    facts = [{"key": key, "value": _value(value)} for key, value in attributes.items()]
     to_unix_s = time.time() - time.perf_counter()
-
-    def wire(span: Span, id: str, above: str, kind: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        began, ended = (str(int((at + to_unix_s) * 1e9)) for at in span[1:])
-        return {
+    written = [
+        {
             "traceId": trace,
-            "spanId": id,
-            "parentSpanId": above,
+            "spanId": top if span is root else secrets.token_hex(8),
+            "parentSpanId": above if span is root else top,
             "name": span.name,
-            "kind": kind,
-            "startTimeUnixNano": began,
-            "endTimeUnixNano": ended,
-            "attributes": [{"key": key, "value": _value(value)} for key, value in values.items()],
+            "kind": _SERVER if span is root else _INTERNAL,
+            "startTimeUnixNano": str(int((span.began_s + to_unix_s) * 1e9)),
+            "endTimeUnixNano": str(int((span.ended_s + to_unix_s) * 1e9)),
+            "attributes": facts if span is root else [],
         }
-
-    written = [wire(root, top, parent[2] if parent else "", _SERVER, attributes)]
-    written += [wire(span, secrets.token_hex(8), top, _INTERNAL, {}) for span in spans]
+        for span in (root, *spans)
+    ]
     service = [{"key": "service.name", "value": {"stringValue": "edgeinfer"}}]
     scope = {"scope": {"name": "edgeinfer", "version": __version__}, "spans": written}
     line = {"resourceSpans": [{"resource": {"attributes": service}, "scopeSpans": [scope]}]}
-    unwritten = memoryview(msgspec.json.encode(line) + b"\n")
-    descriptor = disk.open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    try:
-        while unwritten:
-            unwritten = unwritten[os.write(descriptor, unwritten) :]
-    finally:
-        os.close(descriptor)
+    with open(disk.open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
 
 
 def _value(value: Any) -> dict[str, Any]:

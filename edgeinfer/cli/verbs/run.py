@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         raise UnknownModelError(
             error.message, hint=error.hint or (quoted if options.prompt else None)
         ) from error
-    spans = start_spans(host.start.stages_ms, host.start.how)
+    started = start_spans(host.start.stages_ms, host.start.how) if options.traces else []
     for warning in engine.info.warnings:
         sys.stderr.write(without_controls(f"warning: {warning}\n"))
     system = engine.info.system_prompt if system is None else system
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
             result = _consume(generation, model, host.start, stream_to)
     if options.traces:
-        _trace(options.traces, spans, result)
+        _trace(options.traces, started, result)
     from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
 
     purge_deleted()
