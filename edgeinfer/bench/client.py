@@ -24,7 +24,7 @@ _CHARACTERS_OF_ERROR = 300
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's address (`http://host:port`), the model to ask there, and its API key, "" for none."""
+    """A server's address (`http://host:port`), the model to ask, and the API key; "" for none."""
 
     url: str
     model: str = ""
@@ -99,18 +99,16 @@ class _Connection(asyncio.Protocol):
         self.on_message_complete()
 
 
-async def send(target: Target, path: str, body: Any = None) -> tuple[int, list[tuple[float, bytes]]]:
-    """Return the status, and each line of the body with the seconds until it had arrived.
-
-    A POST with a `body`, else a GET. Raises ServeError.
-    """
+async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[float, bytes]]]:
+    """Return the status, and each line of the body with the seconds until it had arrived."""
     place = urlsplit(target.url)
-    content = b"" if body is None else msgspec.json.encode(body)
+    content = msgspec.json.encode(body)
     head = [
-        f"{'GET' if body is None else 'POST'} {place.path.rstrip('/')}{path} HTTP/1.1",
-        f"host: {place.netloc.rpartition('@')[2]}",
+        f"POST {place.path.rstrip('/')}{path} HTTP/1.1",
+        f"host: {place.netloc}",
         "connection: close",
-        *(["content-type: application/json", f"content-length: {len(content)}"] if content else []),
+        "content-type: application/json",
+        f"content-length: {len(content)}",
         *([f"authorization: Bearer {target.key}"] if target.key else []),
     ]
     request = "\r\n".join([*head, "", ""]).encode() + content
@@ -139,12 +137,13 @@ async def send(target: Target, path: str, body: Any = None) -> tuple[int, list[t
 
 async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
     """Stream one completion. Raises ServeError, also for an answer without text or number of tokens."""
-    fields = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
-    status, lines = await send(target, path, fields | body)
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    model = {"model": target.model} if target.model else {}
+    status, lines = await _post(target, path, fields | model | body)
     if status != 200:
         said = b" ".join(line for _, line in lines).decode(errors="replace")
-        text = without_controls(said.replace(target.key, "…") if target.key else said)
-        raise ServeError(f"{target.url}{path} answered {status}: {text[:_CHARACTERS_OF_ERROR]}")
+        text = without_controls(said)[:_CHARACTERS_OF_ERROR]
+        raise ServeError(f"{target.url}{path} answered {status}: {text}")
     arrivals: list[float] = []
     usage: dict[str, Any] = {}
     try:
@@ -169,10 +168,5 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return bool(
-        choice.get("text")
-        or delta.get("content")
-        or delta.get("reasoning_content")
-        or delta.get("reasoning")
-    )
+    found = choice.get("delta") or choice
+    return any(found.get(name) for name in ("text", "content", "reasoning_content", "reasoning"))

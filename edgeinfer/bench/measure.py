@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import statistics
 import time
@@ -18,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.bench.client import Answer, Target, ask, send
-from edgeinfer.errors import ServeError, UsageError
+from edgeinfer.bench.client import Answer, Target, ask
+from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 
 #: One token each in most vocabularies.
@@ -91,9 +92,7 @@ class Side:
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Name its model, find a form that it takes, and count its tokens. Raises ServeError."""
-        if not self.target.model:
-            self.target = msgspec.structs.replace(self.target, model=await _only_model(self.target))
+        """Find a form that it takes, and count its tokens. Raises ServeError."""
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:
@@ -181,23 +180,6 @@ def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
     return Sample(tokens / seconds, "tokens/s", None if joules is None else joules / tokens)
 
 
-async def _only_model(target: Target) -> str:
-    """Return the one model of a server. Raises ServeError, UsageError if it has several."""
-    status, lines = await send(target, "/v1/models")
-    try:
-        listed = msgspec.json.decode(b"\n".join(line for _, line in lines))["data"]
-        names = [str(model["id"]) for model in listed]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ServeError(f"{target.url}/v1/models answered {status}, and lists no models") from error
-    if len(names) != 1:
-        some = ", ".join(names[:8]) or "none"
-        raise UsageError(
-            f"{target.url} has {len(names)} models: {some}",
-            hint=f"name the one to measure: --against '{target.url}#NAME'",
-        )
-    return names[0]
-
-
 def noise_ms() -> float:
     """Return how long (ms) a fixed work takes now."""
     began = time.perf_counter()
@@ -210,7 +192,7 @@ async def measure(
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
     """Measure the sides in turn, each second round backwards; the rounds, and times of the fixed work.
 
-    Raises ServeError, UsageError.
+    Raises ServeError.
     """
     for side in sides:
         report(f"asking {side.name}", None)
@@ -229,31 +211,28 @@ async def measure(
 def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -> list[Row]:
     """Summarize the rounds: a row for each test and side."""
     tests = dict.fromkeys(test for one in rounds for side in sides for test in one[side])
-    return [
-        _row(rounds, side, test, sides[0])
-        for test in tests
-        for side in sides
-        if any(test in one[side] for one in rounds)
-    ]
-
-
-def _row(rounds: Sequence[dict[str, dict[str, Sample]]], side: str, test: str, first: str) -> Row:
-    samples = [one[side][test] for one in rounds if test in one[side]]
-    values = [sample.value for sample in samples]
-    joules = [sample.joules for sample in samples if sample.joules is not None]
-    both = [one for one in rounds if test in one[side] and test in one[first]] if side != first else []
-    ratios = [one[side][test].value / one[first][test].value for one in both]
-    return Row(
-        side=side,
-        test=test,
-        unit=samples[0].unit,
-        median=statistics.median(values),
-        least=min(values),
-        greatest=max(values),
-        samples=tuple(values),
-        joules_per_token=statistics.median(joules) if joules else None,
-        beside=statistics.median(ratios) if ratios else None,
-    )
+    made = []
+    for test, side in itertools.product(tests, sides):
+        samples = [one[side][test] for one in rounds if test in one[side]]
+        if not samples:
+            continue
+        values = [sample.value for sample in samples]
+        joules = [sample.joules for sample in samples if sample.joules is not None]
+        both = [one for one in rounds if test in one[side] and test in one[sides[0]]]
+        ratios = [one[side][test].value / one[sides[0]][test].value for one in both]
+        row = Row(
+            side=side,
+            test=test,
+            unit=samples[0].unit,
+            median=statistics.median(values),
+            least=min(values),
+            greatest=max(values),
+            samples=tuple(values),
+            joules_per_token=statistics.median(joules) if joules else None,
+            beside=statistics.median(ratios) if ratios and side != sides[0] else None,
+        )
+        made.append(row)
+    return made
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -236,13 +236,9 @@ def _table(path: Path) -> dict[str, int]:
 
 def describe_machine() -> str:
     """Describe cores, processor, memory and kernel, as the head of a measurement does."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-        processor = names[0] if names else "an unknown processor"
-        return (
-            f"{len(os.sched_getaffinity(0))} cores of {processor}, {memory:.0f} GiB, "
-            f"Linux {os.uname().release}"
-        )
-    return "an unknown machine"
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = names[0] if names else "an unknown processor"
+    memory_gib = read_memory().total_bytes / (1 << 30)
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {processor}, {memory_gib:.0f} GiB, Linux {os.uname().release}"

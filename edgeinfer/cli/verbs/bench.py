@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from msgspec.structs import replace
+import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.agents import endpoint
 from edgeinfer.bench.client import Target
 from edgeinfer.bench.measure import Plan, Row, Sample, Side, markdown, measure, rows
-from edgeinfer.cli.options import add_attached_options, add_load_options, add_quiet, ranged
+from edgeinfer.cli.options import add_attached_options, add_load_options, add_quiet, count, ranged
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, stoppable, table
 from edgeinfer.cli.verbs.launch import free_port, own_command
@@ -39,7 +39,6 @@ from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
 from edgeinfer.server.guards import keys
 
-_STOP_S = 60.0
 _HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "BESIDE THE FIRST")
 
 
@@ -100,22 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL[#MODEL]",
         help="an OpenAI-compatible server, measured in turn: llama-server, Ollama, LM Studio …",
     )
-    add(
-        "--against-key-file",
-        metavar="FILE",
-        help="API key of the one --against (https, or this machine)",
-    )
-    for flags, default, least, text in (
-        (("-p", "--n-prompt"), 512, 0, "tokens of a prompt; 0 leaves the test out"),
-        (("-n", "--n-gen"), 128, 0, "tokens of an answer; 0 leaves the test out"),
-        (("-r", "--repetitions"), 5, 1, "rounds"),
+    for field, flags, kind, text in (
+        ("pp", ("-p", "--n-prompt"), _number, "tokens of a prompt, 0: no such test (default: 512)"),
+        ("tg", ("-n", "--n-gen"), _number, "tokens of an answer, 0: no such test (default: 128)"),
+        ("rounds", ("-r", "--repetitions"), count, "rounds (default: 5)"),
+        ("depths", ("-d", "--n-depth"), _numbers, "tokens cached before each test (default: 0)"),
+        ("streams", ("--streams",), _numbers, "answers at once (default: 1)"),
     ):
-        number = ranged(int, least, 1_000_000)
-        add(*flags, type=number, default=default, metavar="N", help=f"{text} (default: {default})")
-    depths = "tokens cached before each test (default: 0)"
-    add("-d", "--n-depth", type=_numbers, default=(0,), metavar="N,…", help=depths)
-    streams = "answers at once (default: 1)"
-    add("--streams", type=_numbers, default=(1,), metavar="N,…", help=streams)
+        metavar = "N,…" if kind is _numbers else "N"
+        add(*flags, dest=field, type=kind, default=getattr(Plan(), field), metavar=metavar, help=text)
     layout = parser.add_mutually_exclusive_group()
     for name, text in (("markdown", "a table to paste"), ("csv", "a line for each test")):
         layout.add_argument(f"--{name}", dest="layout", action="store_const", const=name, help=text)
@@ -124,8 +116,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_attached_options(parser)
 
 
+_number = ranged(int, 0, 1_000_000)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(map(ranged(int, 0, 1_000_000), text.split(","))))
+    return tuple(dict.fromkeys(map(_number, text.split(","))))
 
 
 def _target(text: str) -> Target:
@@ -139,26 +134,12 @@ def _target(text: str) -> Target:
 
 def run(options: argparse.Namespace, host: Host) -> BenchResult:
     """Measure models and servers in turn. Raises UsageError, ServeError, what loading raises."""
-    plan = Plan(
-        pp=options.n_prompt,
-        tg=options.n_gen,
-        depths=options.n_depth,
-        streams=options.streams,
-        rounds=options.repetitions,
-    )
+    plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("nothing to measure", hint="leave out -p 0 or -n 0")
-    against: list[Target] = options.against
-    if options.against_key_file:
-        against = [replace(target, key=_key(options.against_key_file)) for target in against]
-        if len(against) != 1:
-            raise UsageError("--against-key-file needs one --against")
-        if against[0].url.startswith("http:") and not against[0].is_here:
-            hint = "give an https address, or forward a port of this machine (ssh -L)"
-            raise UsageError("the key would cross the network in clear", hint=hint)
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [host.resolve(name) for name in options.models or [host.config.default_model]]
-    names = [host.files(ref).name for ref in models] + [one.label for one in against]
+    names = [host.files(ref).name for ref in models] + [one.label for one in options.against]
     names = [
         f"{n} ({names[:i].count(n) + 1})" if names.count(n) > 1 else n for i, n in enumerate(names)
     ]
@@ -167,7 +148,7 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         StageProgress(sys.stderr, quiet=options.quiet) as progress,
         _OwnServers(options) as servers,
     ):
-        targets = [*(servers.start(ref.text) for ref in models), *against]
+        targets = [*(servers.start(ref.text) for ref in models), *options.against]
         sides = [
             Side(name, target, servers.conversation, meter)
             for name, target in zip(names, targets, strict=True)
@@ -186,13 +167,6 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         notes=tuple(sorted(set[str]().union(*(side.notes for side in sides)))),
         layout=options.layout or "",
     )
-
-
-def _key(file: str) -> str:
-    try:
-        return keys.read_keys(Path(file))[0]
-    except FileNotFoundError as error:
-        raise UsageError(f"{file} does not exist") from error
 
 
 class _OwnServers:
@@ -236,11 +210,7 @@ class _OwnServers:
     def _stop(self, url: str) -> None:
         pid = self._pids.pop(url)
         os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_S
-        while not os.waitpid(pid, os.WNOHANG)[0]:
-            if time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        os.waitpid(pid, 0)
 
     def measure_start(self, model: str, side: Side) -> dict[str, Sample]:
         """Stop an endpoint; measure from exec to the first token: of `run`, and of the next turn of
