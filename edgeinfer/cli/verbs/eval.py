@@ -58,27 +58,15 @@ def share(n: int, total: int) -> Interval:
     return Interval(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def paired_difference(both: int, first: int, second: int, neither: int) -> Interval:
-    """Return how much more often the second passes, of items that `both`, only one, or `neither` pass.
+def paired_difference(first: int, second: int, total: int) -> Interval:
+    """Return how much more often the second passes, of `total` items that only one or the other passes.
 
-    Newcombe's method 10 (Statistics in Medicine 17, 1998): Wilson's intervals, and the correlation of
-    the pairs with its continuity correction.
+    Agresti and Min's interval (Statistics in Medicine 24, 2005): Wald's of the pairs, with half an item
+    more in each of their four cells.
     """
-    total = both + first + second + neither
-    one, two = share(both + first, total), share(both + second, total)
-    product = (both + first) * (second + neither) * (both + second) * (first + neither)
-    excess = both * neither - first * second
-    phi = (max(0.0, excess - total / 2) if excess > 0 else excess) / math.sqrt(product or 1)
-
-    def reach(a: float, b: float) -> float:
-        return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
-
-    difference = two.value - one.value
-    return Interval(
-        difference,
-        difference - reach(two.value - two.low, one.high - one.value),
-        difference + reach(two.high - two.value, one.value - one.low),
-    )
+    n, middle = total + 2, (second - first) / (total + 2)
+    half = _Z * math.sqrt(((first + second + 1) / n - middle * middle) / n)
+    return Interval((second - first) / total, max(-1.0, middle - half), min(1.0, middle + half))
 
 
 class EvalResult(Result, frozen=True, kw_only=True):
@@ -93,19 +81,20 @@ class EvalResult(Result, frozen=True, kw_only=True):
     scores: list[Interval]
     differences: list[Interval]
     items: list[ItemResult]
-    path: str = ""
+    path: str
 
     @classmethod
-    def of(cls, name: str, candidates: list[str], items: list[ItemResult]) -> EvalResult:
+    def of(cls, name: str, candidates: list[str], items: list[ItemResult], path: str) -> EvalResult:
         passed = [[item.verdicts[n].passed for item in items] for n in range(len(candidates))]
         pairs = [list(zip(passed[0], other, strict=True)) for other in passed[1:]]
-        cells = ((True, True), (True, False), (False, True), (False, False))
+        ones = [(rows.count((True, False)), rows.count((False, True))) for rows in pairs]
         return cls(
             set=name,
             candidates=candidates,
             scores=[share(sum(one), len(items)) for one in passed],
-            differences=[paired_difference(*map(rows.count, cells)) for rows in pairs],
+            differences=[paired_difference(*one, len(items)) for one in ones],
             items=items,
+            path=path,
         )
 
     @property
