@@ -78,8 +78,7 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
 class Compared(msgspec.Struct, frozen=True):
     """A model of a comparison. Speeds are medians of three runs, in tokens per second.
 
-    `divergence` and `same_top` as in `QuantizeResult`; None for the source. `is_kept`: it was stored
-    before, and is compared as it was.
+    `divergence` and `same_top` as in `QuantizeResult`; None for the source.
     """
 
     name: str
@@ -87,7 +86,6 @@ class Compared(msgspec.Struct, frozen=True):
     size_bytes: int
     divergence: float | None
     same_top: float | None
-    is_kept: bool
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
 
@@ -112,8 +110,6 @@ class QuantizeCompareResult(Result, frozen=True, kw_only=True):
             f"{len(self.evaluation.items)} items, each in {self.evaluation.path}",
             "all are stored: `edgeinfer rm NAME` removes one",
         ]
-        if kept := ", ".join(one.name for one in self.models[1:] if one.is_kept):
-            notes.append(f"stored before, and not made again: {kept}")
         return "\n".join([table(rows, right=frozenset(range(1, 7))), "", *notes])
 
 
@@ -178,7 +174,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
         quantized = quantize(options.model, options.type, report, options=quantize_options)
     figures = msgspec.structs.asdict(quantized)
-    model, _ = figures.pop("model"), figures.pop("is_kept")
+    model = figures.pop("model")
     return QuantizeResult(
         **figures,
         source=options.model,
@@ -212,11 +208,11 @@ def _compare(
         wanted = msgspec.structs.replace(quantize_options, name=name, keep=True, perplexity=True)
         with progress_on(quiet=options.quiet) as report, stoppable("stopped; what was made is kept"):
             made.append(quantize(options.model, kind, report, options=wanted))
-    rows: list[tuple[str, str, int, float | None, float | None, bool]]
-    rows = [(options.model, made[0].source_type, made[0].source_bytes, None, None, True)]
+    rows: list[tuple[str, str, int, float | None, float | None]]
+    rows = [(options.model, made[0].source_type, made[0].source_bytes, None, None)]
     for one in made:
         row = one.model.name, one.model.quantization, one.model.size_bytes
-        rows.append((*row, one.divergence, one.same_top, one.is_kept))
+        rows.append((*row, one.divergence, one.same_top))
     models = [Compared(*row, *_speed(row[0], host)) for row in rows]
     quiet = ["--quiet"] if options.quiet else []
     typed = ["eval", options.set, *(one.name for one in models), *quiet]

@@ -242,16 +242,14 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     faults, failed = list[str](), list[str]()
     for folder in chosen:
         try:
-            fault = _fault(folder)
+            faults += _faults(folder)
+            folders.append(folder)
         except RestoreError as error:
             failed.append(f"{folder.name}: {error.message}")
         except SnapshotError as error:
             if not options.all:
                 raise
             (stale if isinstance(error, SnapshotStaleError) else faults).append(error.message)
-        else:
-            faults += [fault] if fault else []
-            folders.append(folder)
     if faults:
         raise SnapshotCorruptError("; ".join(faults + failed), hint=_FAULTY)
     if failed:
@@ -279,17 +277,15 @@ _NOT_RESUMED = (
 )
 
 
-def _fault(folder: Path) -> str:
-    """Return what differs from the build, or "". Raises SnapshotError."""
-    wrong = builder.wrong_files(folder)
-    if wrong:
-        return f"{folder.name}: {', '.join(wrong)} changed since it was built"
+def _faults(folder: Path) -> list[str]:
+    """Name what differs from the build. Raises SnapshotError."""
+    if wrong := builder.wrong_files(folder):
+        return [f"{folder.name}: {', '.join(wrong)} changed since it was built"]
     if not builder.computes_canary(folder):
-        return f"{folder.name} computes other bits than when it was built, from the same files"
-    repeated = builder.repeated_randomness(folder)
-    if repeated:
-        return f"{folder.name}: two resumed processes got the same bytes from {', '.join(repeated)}"
-    return ""
+        return [f"{folder.name} computes other bits than when it was built, from the same files"]
+    if again := ", ".join(builder.repeated_randomness(folder)):
+        return [f"{folder.name}: two resumed processes got the same bytes from {again}"]
+    return []
 
 
 def _rm(options: argparse.Namespace, _host: Host) -> SnapshotsRemovedResult:

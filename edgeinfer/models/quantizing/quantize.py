@@ -39,11 +39,10 @@ class Quantized(msgspec.Struct, frozen=True, kw_only=True):
     """The result beside its source. Perplexities are of the shipped text, None if not measured.
 
     `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
-    the share of tokens of which both think the same is likeliest. `is_kept`: it was stored before.
+    the share of tokens of which both think the same is likeliest.
     """
 
     model: PulledModel
-    is_kept: bool = False
     source_bytes: int
     source_type: str
     source_perplexity: float | None = None
@@ -75,7 +74,7 @@ def quantize(
     ref = _reference(text, FILE_TYPES[kind], origin, options)
     with changing(ref) as work:
         before = gguf.check(source.paths[0])
-        kept = record = store.read_record(names.folder(ref)) if options.keep else None
+        record = store.read_record(names.folder(ref)) if options.keep else None
         if record is None:
             target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
             options = _with_imatrix(Path(source.paths[0]), work, job, options)
@@ -95,7 +94,6 @@ def quantize(
         score = scored(str(record.paths[0]), job, options, compared=source.paths[0])
     return Quantized(
         model=record,
-        is_kept=kept is not None,
         source_bytes=sum(Path(path).stat().st_size for path in source.paths),
         source_type=before.quantization,
         source_perplexity=score.get("compared_perplexity"),

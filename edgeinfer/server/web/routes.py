@@ -179,23 +179,23 @@ async def pull(context: RequestContext, body: wire.PullModel) -> list[wire.Pull]
 async def evaluations(context: RequestContext) -> list[wire.Report]:
     """List the reports of `edgeinfer eval`, the newest first."""
     found = await context.endpoint.in_thread(_reports)
-    times = {name: path.stat().st_mtime for name, path in found.items()}
-    newest = sorted(times, key=lambda name: -times[name])
-    return [wire.Report(name=name, written_at=int(times[name])) for name in newest]
+    return [wire.Report(name=path.stem, written_at=int(time_s)) for time_s, path in found]
 
 
 @ROUTES.get(f"{PATH}/evaluations/{{id}}", web="cookie")
 async def evaluation(context: RequestContext) -> wire.Report:
     """Return a report, rendered."""
-    path = (await context.endpoint.in_thread(_reports)).get(context.path_id)
+    found = await context.endpoint.in_thread(_reports)
+    path = next((path for _, path in found if path.stem == context.path_id), None)
     if path is None:
         raise Problem(404, "There is no such report.", code="not_found")
     text = await context.endpoint.in_thread(lambda: path.read_text("utf-8"))
     return wire.Report(name=path.stem, blocks=blocks(text))
 
 
-def _reports() -> dict[str, Path]:
-    return {path.stem: path for path in (paths.data_dir() / "evaluations").glob("*.md")}
+def _reports() -> list[tuple[float, Path]]:
+    found = (paths.data_dir() / "evaluations").glob("*.md")
+    return sorted(((path.stat().st_mtime, path) for path in found), reverse=True)
 
 
 #: For the playground, which stores nothing.

@@ -100,7 +100,6 @@ def test_types_are_compared_by_size_speed_loss_and_score(smol: str, as_json, tmp
     )
     before = quantize(smol, "q2_k", options=QuantizeOptions(perplexity=False)).model
     body = as_json("quantize", smol, "--compare", "q8_0,q2_k", "--set", str(items), "--quiet")
-    assert [one["is_kept"] for one in body["models"]] == [True, False, True]
     assert resolve(f"{smol}:Q2_K").pulled == before
     assert [one["name"] for one in body["models"]] == [smol, f"{smol}:Q8_0", f"{smol}:Q2_K"]
     source, large, small = body["models"]
