@@ -44,27 +44,6 @@ def asked(open_store, engine):
     return session
 
 
-def test_a_second_writer_is_refused_until_the_answer_ends(open_store):
-    gate = StepGate()
-    session = asked(open_store, FakeEngine([["one", gate, " two"]]))
-    answer = session.begin_answer()
-    assert gate.reached.wait(20)
-
-    other = ChatSession(open_store, engine=FakeEngine())
-    other.open(session.conversation.id)
-    assert other.head is not None
-    assert other.head.status == "streaming"
-    with pytest.raises(UsageError, match="being written elsewhere"):
-        other.regenerate()
-
-    gate.opened.set()
-    consume(answer)
-    assert other.refresh()
-    consume(other.regenerate())
-    other.open(session.conversation.id)
-    assert [turn.status for turn in other.all_turns()] == ["complete"] * 3
-
-
 def test_a_refused_request_leaves_no_lease(open_store):
     engine = FakeEngine()
     session = asked(open_store, engine)

@@ -18,7 +18,6 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.runtime.events import ReasoningDelta
-from edgeinfer.runtime.requests import Sampling
 from edgeinfer.tools.loop import ChatTools
 
 
@@ -93,17 +92,6 @@ def test_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_plac
     assert session.alternatives(session.path[0].id) == (2, 2)
 
 
-def test_error_midway_keeps_the_partial_answer(store):
-    session, _ = session_with(store, ["half", DecodeError("it broke")])
-    session.ask("q")
-    answer = session.begin_answer()
-    with pytest.raises(DecodeError) as caught:
-        consume(answer)
-    answer.fail(caught.value)
-    head = reread(session).head
-    assert (head.content, head.status, head.error) == ("half", "failed", "it broke")
-
-
 def test_question_without_an_engine_is_refused(store):
     session = ChatSession(lambda: store, "m")
     session.ask("q")
@@ -147,17 +135,6 @@ def test_store_that_fails_midway_does_not_stop_the_answer(store):
     assert isinstance(answer.store_error, StoreError)
 
 
-def test_settings_are_sent_with_the_request_and_stored(store):
-    session, engine = session_with(store, sampling=Sampling(temperature=0.5, top_k=7))
-    session.set(system_prompt="Pirate.", sampling={"temperature": 0.0, "max_tokens": 1})
-    done = ask(session, "q")
-    request = engine.requests[0]
-    assert request.messages[0].content == "Pirate."
-    assert (request.sampling.temperature, request.sampling.top_k, request.max_tokens) == (0.0, 7, 1)
-    assert done.status == "length"
-    assert reread(session).conversation.sampling == {"temperature": 0.0, "max_tokens": 1}
-
-
 def test_empty_question_is_refused(store):
     session, _ = session_with(store)
     with pytest.raises(UsageError, match="nothing to send"):
@@ -171,15 +148,6 @@ class TestContext:
         for n in range(4):
             ask(session, f"question {n}")
         return session, engine
-
-    def test_cut_leaves_the_oldest_out_and_keeps_them_in_the_conversation(self, store):
-        session, engine = self.long(store)
-        kept = context.first_kept(session, engine)
-        assert kept.content == "question 3"
-        session.cut(kept.id, "")
-        assert len(session.path) == 8
-        assert session.messages(session.path)[0].content == "question 3"
-        assert reread(session).path == session.path
 
     def test_summary_stands_for_what_was_cut(self, store):
         session, engine = self.long(store, system_prompt="Be kind.")
@@ -236,23 +204,6 @@ READ_A = calling(files__read={"path": "a.txt"})
 def run_calls(session):
     turn = session.calls
     return session.note_calls(turn, session.start_calls(turn, AllowingFront())())
-
-
-def test_calls_and_their_results_are_stored_and_told_to_the_model(store, read_tool):
-    session, engine = session_with(store, READ_A, ["It is swordfish."])
-    session.tools = read_tool
-    done = ask(session, "What is the word?")
-    assert (done.status, done.calls[0].status) == ("complete", "pending")
-    assert session.busy is False
-    assert run_calls(session)
-    assert consume(session.begin_answer()).content == "It is swordfish."
-    assert [t.role for t in reread(session).path] == ["user", "assistant", "assistant"]
-    assert reread(session).path[1].calls[0].result == "1\tswordfish"
-    assert [tool.name for tool in engine.requests[0].tools] == ["files__read"]
-    roles = [message.role for message in engine.requests[1].messages]
-    assert roles == ["user", "assistant", "tool"]
-    assert engine.requests[1].messages[2].content.endswith("1\tswordfish")
-    assert engine.requests[1].messages[1].tool_calls[0].arguments == '{"path": "a.txt"}'
 
 
 def test_a_conversation_whose_calls_run_is_not_written_by_another(store, read_tool):

@@ -38,19 +38,6 @@ def gated(*before, after=("done",)):
     return FakeEngine([[*before, gate, *after]]), gate
 
 
-async def test_question_is_answered_and_stored(drive, tmp_path):
-    async with drive(FakeEngine([words("Hello **you**")])) as d:
-        await d.ask("Hi there")
-        assert "❯ Hi there" in d.shown()
-        assert "Hello you" in d.shown()
-        assert d.chat.composer.text == ""
-        assert d.chat.status._parts[0].text == MODEL
-        assert "context 408/4,096" in [p.text for p in d.chat.status._parts]
-    store = ConversationStore.open(tmp_path / "conversations.db")
-    assert [t.content for t in store.turns(1).values()] == ["Hi there", "Hello **you** "]
-    store.close()
-
-
 async def test_cached_tokens_of_an_opened_conversation_are_shown(drive):
     async with drive(FakeEngine([words("Hello **you**")])) as d:
         await d.ask("Hi there")
@@ -80,19 +67,6 @@ async def test_question_may_be_sent_before_the_model_is_loaded(drive):
         )
         gate.set()
         await d.until(lambda: d.turns() == ["early", "Hello world"])
-
-
-async def test_escape_stops_and_keeps_the_partial_answer(drive):
-    engine, gate = gated("partial ", "words ")
-    async with drive(engine) as d:
-        await d.type("q", "enter")
-        await d.until(gate.reached.is_set)
-        await d.until(lambda: "partial words" in d.shown())
-        await d.press("escape")
-        await d.until(d.idle)
-        assert d.turns() == ["q", "partial words "]
-        assert d.session.head.status == "stopped"
-        assert "◌ stopped" in d.shown()
 
 
 async def test_partial_answer_is_kept_on_leaving_and_continued_later(drive):
