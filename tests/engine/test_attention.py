@@ -20,6 +20,7 @@ from edgeinfer.runtime.prefix_cache import opening
 from ..conftest import ROOT
 from .attention_op import LEFT, OURS, Case
 
+PROGRAM = "attention_op.py"
 #: The largest difference from float64, in standard deviations; llama.cpp's own has a hundredth and more.
 TOLERANCE = 5e-5
 #: Decodes 300 tokens and then 8, and saves the logits of the 8; prints which attention that was.
@@ -90,15 +91,15 @@ def outcomes(program: str, level: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def llamas() -> dict[str, Any]:
-    """Every case as llama.cpp's own attention computes it."""
-    return outcomes("attention_op.py", "none")
+def llamas(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Every case of the module's program as llama.cpp's own kernels compute it."""
+    return outcomes(request.module.PROGRAM, "none")
 
 
 @pytest.fixture(scope="module", params=LEVELS)
 def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Every case with our attention of one level."""
-    return outcomes("attention_op.py", request.param)
+    """Every case of it with our kernels of one level."""
+    return outcomes(request.module.PROGRAM, request.param)
 
 
 @pytest.mark.parametrize("case", OURS, ids=str)

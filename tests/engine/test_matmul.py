@@ -7,22 +7,13 @@ from typing import Any
 import pytest
 from matmul_ops import TYPES
 
-from .test_attention import LEVELS, outcomes
+from .test_attention import llamas as llamas
+from .test_attention import ours as ours
+
+PROGRAM = "matmul_op.py"
 
 #: What the order of a float sum costs: ours goes along a row, llama.cpp's F32 has 64 sums.
 _FLOAT_ERROR = 1e-6
-
-
-@pytest.fixture(scope="module")
-def llamas() -> dict[str, Any]:
-    """Every type as llama.cpp's own kernels compute it."""
-    return outcomes("matmul_op.py", "none")
-
-
-@pytest.fixture(scope="module", params=LEVELS)
-def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Every type with our kernels of one level."""
-    return outcomes("matmul_op.py", request.param)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -106,13 +106,6 @@ def test_next_turn_continues_in_place() -> None:
     assert kv.used_cells == memory.cells == 3
 
 
-def test_the_last_token_is_always_computed() -> None:
-    kv, memory = make()
-    kv.release(claim(kv, memory, [1, 2, 3]), keep=True)
-    _, n = kv.match([1, 2, 3], ())
-    assert n == 2
-
-
 def test_a_running_sequence_shares_its_prefix_for_free() -> None:
     kv, memory = make()
     leader = claim(kv, memory, list(range(20)))
@@ -180,30 +173,6 @@ def test_active_sequences_are_never_evicted() -> None:
     claim(kv, memory, list(range(10)))
     assert not kv.make_room(7)
     assert kv.used_cells == 10
-
-
-def test_every_id_active_means_no_claim() -> None:
-    kv, memory = make(n_seq_max=2)
-    claim(kv, memory, [1, 2])
-    claim(kv, memory, [3, 4])
-    assert kv.claim([5, 6], ()) is None
-
-
-def test_shift_moves_unshared_cells() -> None:
-    kv, memory = make()
-    alone = claim(kv, memory, list(range(20)))
-    assert kv.shift(alone, 4, 8)
-    assert alone.tokens == [0, 1, 2, 3, *range(12, 20)]
-    assert sorted(memory.sequences[alone.seq_id]) == [(pos, 0) for pos in range(12)]
-    assert kv.used_cells == memory.cells == 12
-
-
-def test_a_shift_of_shared_cells_is_refused() -> None:
-    kv, memory = make()
-    ours = claim(kv, memory, list(range(20)))
-    assert kv.claim([*range(10), 99], ()) is not None
-    assert not kv.shift(ours, 4, 8)
-    assert ours.tokens == list(range(20))
 
 
 def test_sequence_without_truncation_is_reused_whole_or_not() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgeinfer.errors import ContextLengthError, DecodeError, EngineError, QueueFullError
+from edgeinfer.errors import DecodeError, EngineError, QueueFullError
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.llama import libllama
@@ -250,12 +250,6 @@ def test_a_long_prompt_does_not_stop_a_running_stream(
     with_prompt = [kinds for kinds in steps if any(kinds)]
     assert len(with_prompt) >= 3
     assert all(kinds == [False, True] for kinds in with_prompt), steps
-
-
-def test_a_prompt_beyond_the_context_is_refused_up_front(plain: LlamaEngine) -> None:
-    with pytest.raises(ContextLengthError) as refused:
-        plain.submit(written("", prompt="word " * 1100))
-    assert refused.value.param == "prompt"
 
 
 @pytest.mark.parametrize("shared", [False, True])
