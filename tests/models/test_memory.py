@@ -206,15 +206,3 @@ def plan_of(header: GgufHeader, available_bytes: int, **options: object) -> Plan
     memory = Memory(total_bytes=1 << 34, available_bytes=available_bytes, reason="made up")
     machine = Machine(physical_cores=4, logical_cpus=8, quota=None, memory=memory)
     return header_plan([header], LoadOptions(**options), machine)  # type: ignore[arg-type]
-
-
-@pytest.mark.model
-def test_weights_that_memory_cannot_hold_come_from_the_disk(smollm2: Path) -> None:
-    header = check(smollm2)
-    roomy = plan_of(header, 4 << 30)
-    assert (roomy.fits, roomy.from_disk) == (True, False)
-    short = plan_of(header, 80 << 20)
-    assert (short.fits, short.from_disk) == (False, True)
-    assert not short.refusal
-    assert 256 <= short.n_ctx.value < roomy.n_ctx.value
-    assert plan_of(header, 80 << 20, n_ctx=8192).refusal

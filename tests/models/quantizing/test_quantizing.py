@@ -181,31 +181,21 @@ def test_quantize_refuses_bad_requests(smol: str, smollm2: Path, tmp_path: Path)
         quantize(str(bad), "Q4_0", options=QuantizeOptions(name="x"))
 
 
-def test_cancelled_quantization_leaves_nothing(gemma: str) -> None:
+@pytest.mark.parametrize(
+    "error", [InterruptedByUser, ZeroDivisionError], ids=["cancelled", "report raises"]
+)
+def test_quantization_that_is_given_up_leaves_nothing(gemma: str, error) -> None:
     cancel = threading.Event()
 
     def stop(now: PullProgress) -> None:
-        if now.stage == "quantizing":
+        if now.stage == "quantizing" and now.done_bytes:
+            assert error is InterruptedByUser or 1 // 0
             cancel.set()
 
-    with pytest.raises(InterruptedByUser):
+    with pytest.raises(error):
         quantize(gemma, "Q8_0", stop, cancel)
     assert resolve("gemma:Q8_0").pulled is None
     assert not list((paths.models_dir() / ".partial").rglob("*.part"))
-
-
-def test_report_that_raises_ends_the_process_before_the_file(gemma: str) -> None:
-    class Oops(Exception):
-        pass
-
-    def report(now: PullProgress) -> None:
-        if now.stage == "quantizing" and now.done_bytes:
-            raise Oops
-
-    with pytest.raises(Oops):
-        quantize(gemma, "Q8_0", report)
-    assert not list((paths.models_dir() / ".partial").rglob("*.part"))
-    assert resolve("gemma:Q8_0").pulled is None
 
 
 def test_full_disk_stops_quantization(smol: str, monkeypatch) -> None:
