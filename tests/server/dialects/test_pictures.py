@@ -218,4 +218,8 @@ def test_a_model_tells_whether_it_sees(here, blind):
     }
     card = blind.client.get("/v1/models/fake").json()
     assert card["architecture"]["input_modalities"] == ["text"]
+    assert here.client.get("/models").json()["models"][0]["capabilities"] == [
+        "completion",
+        "multimodal",
+    ]
     assert "vision" in here.client.post("/api/show", json={"model": "fake"}).json()["capabilities"]

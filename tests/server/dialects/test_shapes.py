@@ -367,7 +367,7 @@ def test_infer_answers_in_one_line(serve):
     assert here.client.post("/infer", json={"prompt": "6*7"}).json()["result"] == "forty-two"
 
 
-def test_tokens_templates_and_ranks(serve):
+def test_tokens_and_templates(serve):
     client = serve(FakeEngine()).client
     assert client.post("/tokenize", json={"content": "hé"}).json() == {"tokens": [104, 195, 169]}
     pieces = client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()["tokens"]
@@ -380,26 +380,12 @@ def test_tokens_templates_and_ranks(serve):
     thinking = {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}
     assert "enable_thinking" in client.post("/apply-template", json=thinking).json()["prompt"]
     assert client.get("/props").json()["chat_template"] == "{{ messages }}"
-    ask = {"query": "red fox", "documents": ["a dog", "a red fox"], "top_n": 1}
-    ranks = client.post("/v1/rerank", json=ask | {"return_documents": True})
-    assert ranks.json()["results"] == [
-        {"index": 1, "relevance_score": 1.0, "document": {"text": "a red fox"}}
-    ]
     count = client.post("/v1/messages/count_tokens", json={"messages": HI}).json()
     assert count == {"input_tokens": len("user: hi\nassistant:")}
 
 
-def test_embeddings_refuse_what_the_model_does_not_have(serve):
-    engine = FakeEngine()
-    here = serve(engine)
-
-    def refused(path: str, **body) -> str:
-        answer = here.client.post(path, json=body)
-        assert answer.status_code == 400
-        return answer.json()["error"]["param"]
-
-    assert here.client.post("/v1/embeddings", json={"input": "x", "dimensions": 8}).status_code == 200
-    assert refused("/v1/embeddings", input="x", dimensions=9) == "dimensions"
-    engine._info = msgspec.structs.replace(engine.info, can_embed=False, can_rerank=False)
-    assert refused("/v1/embeddings", input="x") == "model"
-    assert refused("/v1/rerank", query="x", documents=["y"]) == "model"
+def test_embeddings_refuse_more_dimensions_than_the_model_has(serve):
+    ask = serve(FakeEngine()).client.post
+    assert ask("/v1/embeddings", json={"input": "x", "dimensions": 8}).status_code == 200
+    refused = ask("/v1/embeddings", json={"input": "x", "dimensions": 9})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")

@@ -141,13 +141,6 @@ def test_stored_stream_without_a_reader_is_abandoned(client, until) -> None:
         openai_client.responses.retrieve(name)
 
 
-def test_a_stream_that_is_not_stored_ends_with_its_reader(client, until) -> None:
-    here, openai_client = client(FakeEngine([["one ", StepGate(), "two"]]))
-    with openai_client.responses.create(model="fake", input="x", stream=True, store=False) as stream:
-        next(iter(stream))
-    until(lambda: not here.endpoint.in_flight, "the answer to end")
-
-
 def test_limits_come_before_the_body_of_a_stored_response(client, raw_exchange, until) -> None:
     here, openai_client = client(FakeEngine([["one ", StepGate()]]), limits=Limits(max_requests=1))
     with openai_client.responses.create(model="fake", input="x", stream=True) as stream:

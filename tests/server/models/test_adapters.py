@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import DEFAULT_INFO, FakeEngine
+from least_requests import GENERATING
 from made_models import make_adapter, make_llama
 
 from edgeinfer.platform import paths
+from edgeinfer.runtime.options import Adapter
 from edgeinfer.server.model_pool import LoadedEngine
 
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -63,6 +66,16 @@ def test_an_adapter_comes_and_goes(here):
 @pytest.fixture
 def fake(serve):
     return serve(FakeEngine())
+
+
+@pytest.mark.parametrize("path", [*GENERATING, "/api/generate", "/completion"])
+def test_every_dialect_chooses_adapters(serve, path):
+    engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, lora=(Adapter("red", ""),)))
+    lora = [{"id": 0, "scale": 0.5}] if path == "/completion" else [{"name": "red", "scale": 0.5}]
+    body = GENERATING.get(path, {"prompt": "hi", "stream": False}) | {"model": "fake", "lora": lora}
+    answer = serve(engine).client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert engine.requests[0].lora == (("red", 0.5),)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x.gguf", "~/red.gguf", "red:0.5", "a,b"])

@@ -12,7 +12,6 @@ import pytest
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.server.connection import Connection
 
 END = Finished(reason="stop", usage=Usage(), timings=Timings())
@@ -48,37 +47,6 @@ async def test_a_client_that_left_and_a_defect_do_no_harm():
     assert connection.short_cut(words)(TextDelta("x"))
     assert not connection.short_cut(lambda event: 1 // 0)(TextDelta("x"))
     transport.abort()
-
-
-async def test_a_tap_is_offered_events_only_while_the_task_waits():
-    stream = EventStream(lambda: None)
-    tapped: list[str] = []
-
-    def tap(event):
-        tapped.append(event.text)
-        return event.text != "no"
-
-    stream.put(TextDelta("before"))
-    stream.tap(tap)
-    stream.put(TextDelta("queued"))
-    heard: list[str] = []
-
-    async def listen():
-        async for event in stream:
-            if isinstance(event, TextDelta):
-                heard.append(event.text)
-
-    listening = asyncio.create_task(listen())
-    while len(heard) < 2:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    stream.put(TextDelta("yes"))
-    stream.put(TextDelta("no"))
-    stream.put(TextDelta("after"))
-    stream.put(END)
-    await listening
-    assert tapped == ["yes", "no"]
-    assert heard == ["before", "queued", "no", "after"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
