@@ -28,10 +28,6 @@ def _lines() -> list[str]:
     ]
 
 
-def test_there_are_curl_lines():
-    assert len(_lines()) >= 3
-
-
 @pytest.mark.parametrize("line", _lines())
 def test_a_documented_curl_line_works(real, line):
     assert "http://127.0.0.1:8080" in line

@@ -85,38 +85,6 @@ def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
         assert client.list().models
 
 
-#: What the integration sends, field by field, from its source, with a limit.
-HOME_ASSISTANT = {
-    "model": "smollm2:latest",
-    "messages": [{"role": "system", "content": "You control a home."}, *HI],
-    "tools": [
-        {
-            "type": "function",
-            "function": {
-                "name": "HassTurnOn",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}, "area": {"type": "string"}},
-                    "required": [],
-                },
-                "description": "Turns on a device",
-            },
-        }
-    ],
-    "stream": True,
-    "keep_alive": "-1s",
-    "options": {"num_ctx": 8192.0, "num_predict": 8},
-    "think": False,
-}
-
-
-def test_request_of_home_assistant_is_answered(real):
-    answer = real.client.post("/api/chat", json=HOME_ASSISTANT)
-    assert answer.status_code == 200, answer.text
-    assert json.loads(answer.text.splitlines()[-1])["done"]
-    assert "options.num_ctx (4096 here" in answer.headers["x-edgeinfer-ignored"]
-
-
 def test_copilot_finds_its_models_and_asks_them_by_openais_route(real):
     """Version, list, show, then a chat under the listed name, as its provider does."""
     version = [int(part) for part in real.client.get("/api/version").json()["version"].split(".")]

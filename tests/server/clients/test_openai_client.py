@@ -107,22 +107,6 @@ def test_a_required_tool_is_called_and_its_answer_is_read(client, stream):
     assert not last.choices[0].message.tool_calls
 
 
-def test_logprobs_are_probabilities_with_alternatives(client):
-    answer = client.chat.completions.create(
-        model="smollm2", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
-    )
-    tokens = answer.choices[0].logprobs.content
-    assert len(tokens) == answer.usage.completion_tokens or answer.choices[0].finish_reason == "stop"
-    for token in tokens:
-        assert token.logprob <= 0
-        assert len(token.top_logprobs) == 3
-        assert token.top_logprobs[0].logprob == pytest.approx(
-            max(t.logprob for t in token.top_logprobs)
-        )
-        assert bytes(token.bytes).decode("utf-8", "replace") == token.token
-    assert "".join(t.token for t in tokens).startswith(answer.choices[0].message.content[:3])
-
-
 def test_completions_continue_text_tokens_and_several_prompts(client, real):
     asked = {"model": "smollm2", "max_tokens": 5, "temperature": 0}
     text = client.completions.create(**asked, prompt="Once upon a")
@@ -132,14 +116,6 @@ def test_completions_continue_text_tokens_and_several_prompts(client, real):
     assert several.choices[0].text == "Once upon a" + text.choices[0].text
     assert several.choices[1].text.startswith("The sky is")
     assert several.usage.completion_tokens <= 10
-
-
-def test_embeddings_reach_the_client_in_both_encodings(client):
-    ask = {"model": "smollm2", "input": "a cat"}
-    packed = client.embeddings.create(**ask)  # the client asks for base64
-    plain = client.embeddings.create(**ask, encoding_format="float")
-    assert packed.data[0].embedding == pytest.approx(plain.data[0].embedding, abs=1e-2)
-    assert packed.usage.prompt_tokens > 0
 
 
 def test_models_are_listed_and_retrieved(client):
@@ -159,20 +135,6 @@ def test_responses_whole_and_streamed(client):
         final = stream.get_final_response()
     assert "".join(deltas) == whole.output_text == final.output_text
     assert final.usage.output_tokens == whole.usage.output_tokens
-
-
-def test_responses_call_a_tool_and_take_its_output(client):
-    tool = {"type": "function", **FUNCTION, "strict": True}
-    asked = {"model": "smollm2", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
-    first = client.responses.create(
-        **asked, input=[QUESTION], tool_choice="required", parallel_tool_calls=False
-    )
-    calls = [item for item in first.output if item.type == "function_call"]
-    assert json.loads(calls[0].arguments).keys() == {"city"}
-    turns = [QUESTION, *(i.model_dump(exclude_none=True) for i in first.output)]
-    turns += [{"type": "function_call_output", "call_id": c.call_id, "output": "sunny"} for c in calls]
-    last = client.responses.create(**asked, input=turns, tool_choice="none")
-    assert last.output_text
 
 
 def test_errors_arrive_as_the_clients_own_exceptions(client):
