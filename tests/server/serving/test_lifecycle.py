@@ -87,19 +87,6 @@ def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
     assert here.wait_ended().reason == "idle"
 
 
-def test_the_service_manager_is_told(serve, tmp_path, monkeypatch, until):
-    address = str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(address)
-        manager.settimeout(20)
-        monkeypatch.setenv("NOTIFY_SOCKET", address)
-        here = serve(FakeEngine())
-        assert manager.recv(4096).startswith(b"READY=1\nSTATUS=serving fake at http://127.0.0.1:")
-        here.drain()
-        assert manager.recv(4096).startswith(b"STOPPING=1")
-        here.wait_ended()
-
-
 def test_notifying_no_manager_or_a_dead_one_is_harmless(monkeypatch, tmp_path):
     assert not sockets.notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))

@@ -20,7 +20,7 @@ from edgeinfer.host import Host
 from edgeinfer.server.app import OPERATIONS
 from edgeinfer.server.guards import keys, sockets
 from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import LOOPBACK_HOSTS, OPEN_ROUTES, Gate, host_name
+from edgeinfer.server.guards.security import LOOPBACK_HOSTS, OPEN_ROUTES, Gate
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.problems import Problem
 
@@ -42,34 +42,36 @@ def keyed(serve_module):
     return serve_module(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])))
 
 
+EVERY_ROUTE = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
+
+
+@EVERY_ROUTE
+def test_foreign_hosts_and_pages_are_refused_on_every_route(here, operation):
+    for headers, why in (
+        ({"host": "evil.example"}, "is not one of this endpoint's names"),
+        ({"origin": "https://evil.example"}, "is not allowed"),
+    ):
+        answer = here.client.request(
+            operation.method,
+            operation.path.replace("{id}", "fake"),
+            headers=headers,
+            content=b"{}" if operation.method == "POST" else None,
+        )
+        assert answer.status_code == 403
+        assert why in answer.text
+
+
 @pytest.mark.parametrize(
-    "host",
+    ("hosts", "status"),
     [
-        "evil.example",
-        "evil.example:8080",
-        "127.0.0.1.evil.example",
-        "localhost.evil.example",
-        "0.0.0.0",
-        "localhost:1@evil.example",
-        "[::1]evil.example",
-        "localhost..",
-        "localhost:port",
+        ("localhost LOCALHOST:1 127.0.0.1:9 [::1]:8080 localhost.", 200),
+        ("evil.example:8080 127.0.0.1.evil.example localhost.evil.example 0.0.0.0 localhost:port", 403),
+        ("localhost:1@evil.example [::1]evil.example [::1 localhost.. :80 a/b", 403),
     ],
 )
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
-def test_a_foreign_host_is_refused_on_every_route(here, host, operation):
-    answer = here.client.request(
-        operation.method, operation.path.replace("{id}", "fake"), headers={"host": host}
-    )
-    assert answer.status_code == 403
-    assert "is not one of this endpoint's names" in answer.text
-
-
-@pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8080", "localhost."]
-)
-def test_loopbacks_names_are_accepted(here, host):
-    assert here.client.get("/health", headers={"host": host}).status_code == 200
+def test_hosts_are_compared_whole(here, hosts, status):
+    for host in hosts.split():
+        assert here.client.get("/health", headers={"host": host}).status_code == status, host
 
 
 @pytest.mark.parametrize(
@@ -90,18 +92,6 @@ def test_loopbacks_names_are_accepted(here, host):
 @pytest.mark.parametrize("path", ["/health", "/infer?prompt=x", "/v1/models", "/api/tags", "/"])
 def test_other_web_pages_are_refused(here, headers, status, path):
     assert here.client.get(path, headers=headers).status_code == status
-
-
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
-def test_another_web_page_is_refused_on_every_route(here, operation):
-    answer = here.client.request(
-        operation.method,
-        operation.path.replace("{id}", "fake"),
-        headers={"origin": "https://evil.example"},
-        content=b"{}" if operation.method == "POST" else None,
-    )
-    assert answer.status_code == 403
-    assert "is not allowed" in answer.text
 
 
 def test_the_endpoints_own_origin_is_no_other_page(here):
@@ -132,7 +122,7 @@ def test_a_request_without_a_host_is_refused(here, raw_exchange):
     assert b" 400 " in raw_exchange(here.port, b"GET /health HTTP/1.1\r\n\r\n").splitlines()[0]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
+@EVERY_ROUTE
 def test_a_key_is_wanted_on_every_route_but_health(keyed, operation):
     answer = keyed.client.request(operation.method, operation.path.replace("{id}", "fake"))
     if operation.path in OPEN_ROUTES:
@@ -178,8 +168,8 @@ def test_another_users_program_is_refused_without_a_key(serve, stranger):
 
 def test_the_users_own_program_is_answered_without_a_key(serve):
     here = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
-    assert here.client.get("/v1/models").status_code == 200
-    assert here.client.get("/metrics").status_code == 200
+    for path in ("/v1/models", "/metrics"):
+        assert here.client.get(path).status_code == 200
 
 
 def test_any_user_may_ask_and_change_nothing(serve, stranger):
@@ -207,10 +197,8 @@ def test_second_key_administers_nothing(keyed, operation):
         keyed.client.request(operation.method, path, headers={"x-api-key": key}, **asked)
         for key in ("another-key-0123456789", KEY)
     )
-    assert (second.status_code, "admin_only" in second.text or "first API key" in second.text) == (
-        403,
-        True,
-    )
+    assert second.status_code == 403
+    assert "admin_only" in second.text or "first API key" in second.text
     assert "first API key" not in first.text
 
 
@@ -290,23 +278,25 @@ def test_a_given_key_is_taken_from_environment_or_file(monkeypatch, tmp_path):
     assert not keys.given_keys().name(KEY)
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
-def test_a_key_file_that_others_can_read_is_refused(tmp_path, mode):
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        (KEY, 0o644),
+        (KEY, 0o640),
+        (KEY, 0o604),
+        ("", 0o600),
+        ("# nothing\n", 0o600),
+        ("short\n", 0o600),
+        ("a b " * 9, 0o600),
+    ],
+)
+def test_a_key_file_that_is_open_to_others_or_without_a_usable_key_is_refused(tmp_path, text, mode):
     file = tmp_path / "keys"
-    file.write_text(KEY)
+    file.write_text(text)
     file.chmod(mode)
     with pytest.raises(ServeError) as refused:
         keys.given_keys(str(file))
-    assert refused.value.hint == f"chmod 600 {file}"
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "has spaces in the middle of it\n"])
-def test_a_key_file_without_a_usable_key_is_refused(tmp_path, text):
-    file = tmp_path / "keys"
-    file.write_text(text)
-    file.chmod(0o600)
-    with pytest.raises(ServeError):
-        keys.given_keys(str(file))
+    assert (refused.value.hint == f"chmod 600 {file}") is (mode != 0o600)
 
 
 def test_configured_hosts_and_origins_are_accepted_and_star_is_not():
@@ -349,12 +339,6 @@ def test_tls_is_served(serve, tmp_path):
             f"{here.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}
         )
         assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
-
-
-def test_host_names_lose_ports_and_case():
-    assert [host_name(h) for h in ("A.b:1", "[::1]:2", "c.", "[::1")] == ["a.b", "[::1]", "c", ""]
-    assert not any(host_name(h) for h in ("a:1@b", "[::1]b", "a b", "a/b", "", ":80"))
-    assert host_name("localhost..") == "localhost."
 
 
 def test_a_bind_that_cannot_be_is_one_of_our_errors():
