@@ -8,7 +8,7 @@ import re
 
 import pytest
 from chats_here import consume
-from fake_engine import FakeEngine, StepGate
+from fake_engine import FakeEngine
 from fake_hub import Fault
 from other_processes import wait_until
 
@@ -48,46 +48,6 @@ def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
     assert [m.content for m in sent] == ["Be brief.", "What shall I drink?", "Green tea", "And then?"]
     assert engine.requests[-1].sampling.temperature == 0.5
     assert engine.requests[-1].conversation == f"chat-{number}"
-
-
-def test_the_terminals_answer_is_seen_while_it_streams(paged, terminal):
-    gate = StepGate()
-    engine = FakeEngine([["First ", "words ", gate, "last"]])
-    page = paged()
-    chat = terminal(engine)
-    chat.ask("hi")
-    answer = chat.begin_answer()
-    events = iter(answer.generation)
-    for _ in range(3):
-        answer.add(next(events))
-        answer.flush()
-    number = chat.conversation.id
-    _branch, _turns = page.follow(
-        number, lambda b, t: b["answering"] and "words" in words(list(t.values())[-1])
-    )
-    for path, body in (("questions", {"text": "me too"}), ("", {"action": "regenerate"})):
-        refused = page.post(f"/conversations/{number}/{path}".rstrip("/"), 409, **body)
-        assert refused["error"]["code"] == "conversation_busy"
-    page.post(f"/conversations/{number}", 409, action="stop")
-    gate.opened.set()
-    for event in events:
-        answer.add(event)
-        answer.flush()
-    assert words(page.ended(number)[-1]) == "First words last"
-
-
-def test_an_answer_outlives_its_page_and_is_stopped_from_another(paged):
-    gate = StepGate()
-    page = paged(FakeEngine([["Some ", "words ", gate, "never"], ["again"]]))
-    number = page.ask()
-    assert gate.reached.wait(20)
-    page.post(f"/conversations/{number}/questions", 409, text="meanwhile")
-    page.post(f"/conversations/{number}", action="stop")
-    *_, stopped = page.ended(number)
-    assert (words(stopped), stopped["status"]) == ("Some words", "stopped")
-    page.post(f"/conversations/{number}", action="continue")
-    *_, continued = page.ended(number)
-    assert (words(continued), continued["status"]) == ("Some words again", "complete")
 
 
 def test_edit_regenerate_branches_and_fork(paged):
