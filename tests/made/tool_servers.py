@@ -196,12 +196,6 @@ def old():
     raw(lambda number, params: text(number, "old"), version="1999-01-01")
 
 
-def deaf():
-    """Answer nothing at all, and stay when stdin is closed."""
-    sys.stdin.read()
-    time.sleep(600)
-
-
 if __name__ == "__main__":
     kind = sys.argv[1]
     if kind in ("stdio", "http"):

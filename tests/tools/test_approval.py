@@ -66,13 +66,6 @@ def test_a_destructive_claim_raises_the_level_of_a_wildcard():
     assert approvals.level("s", "exact", {}, destructive=True) == "allow"
 
 
-def test_allowed_in_one_conversation_alone():
-    approvals = Approvals(ToolsConfig())
-    approvals.allow_here(7, "s", "t")
-    assert approvals.level("s", "t", {}, conversation=7) == "allow"
-    assert approvals.level("s", "t", {}, conversation=8) == "ask"
-
-
 def test_allowed_pattern_is_kept_in_the_configuration():
     approvals = Approvals(ToolsConfig(allow=("a.b",)))
     approvals.allow_always("s.t(path=notes/*)")

@@ -12,7 +12,7 @@ from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import ChatTools
 from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.toolbox import records_path
-from edgeinfer.tools.uses import ToolUse, call_messages
+from edgeinfer.tools.uses import ToolUse
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -126,14 +126,6 @@ def test_server_that_cannot_start_is_said_and_the_others_stay(opened, said):
     tools = opened("old", "plain")
     assert "version '1999-01-01'" in said[0]
     assert tools.shown()[0].name == "plain__add"
-
-
-def test_no_with_a_reason_is_told_to_the_model(opened):
-    tools = opened("plain")
-    uses = run(tools, ("plain__add", {"a": 1, "b": 1}), front=Front(Decision("no", "add by hand")))
-    assert outcomes(uses) == [("refused", "the user said no: add by hand")]
-    told = call_messages("", "", uses)[1].content
-    assert told == "The call was not allowed: the user said no: add by hand"
 
 
 def test_allowed_in_the_conversation_asks_no_more_there(opened):
