@@ -111,21 +111,6 @@ def test_request_cancelled_between_two_replicas_is_cancelled_in_the_second():
     assert cancelled.is_set()
 
 
-@pytest.mark.parametrize(("before", "said"), [((), ["lost"]), ((TextDelta("a"),), ["end"])])
-def test_end_of_a_replica_loses_only_begun_requests(before, said):
-    ended: list[str] = []
-    request = _routed(ended)
-    source = EventStream(lambda: None)
-    request.follow(source)
-    for event in (Progress(0, 9, queued=True), *before):
-        source.put(event)
-    source.put(EngineClosedError("it died"))
-    assert ended == said
-    if before:
-        with pytest.raises(EngineClosedError):
-            list(request.stream)
-
-
 # --- several engines
 
 
