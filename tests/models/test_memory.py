@@ -149,6 +149,18 @@ def test_head_counts_follow_from_the_header() -> None:
     assert elements(**lengths, **{"x.attention.kv_lora_rank": 512}) == 4 * 24
 
 
+def test_lengths_of_heads_are_those_of_every_kind_of_attention() -> None:
+    def lengths(**metadata: object) -> tuple[int, ...]:
+        return header_shape([header_with(**metadata)]).head_lengths
+
+    assert lengths() == (8, 8)
+    assert lengths(**{"x.attention.head_count": (0, 4)}) == (16, 16)
+    assert lengths(**{"x.attention.head_count": 0}) == (0, 0)
+    assert lengths(**{"x.attention.value_length": 16, "x.attention.key_length_swa": 32}) == (8, 16, 32)
+    latent = {"x.attention.kv_lora_rank": 512, "x.attention.key_length_mla": 192}
+    assert lengths(**latent) == (8, 8, 512, 192)
+
+
 def test_sliding_windows_follow_from_the_header() -> None:
     def windows(**metadata: object) -> bool:
         return header_shape([header_with(**metadata)]).has_windows
@@ -187,6 +199,7 @@ def test_token_reads_its_experts_and_no_others() -> None:
         n_ff=0,
         n_query=64,
         kv_rows=(64,) * 8,
+        head_lengths=(8, 8),
         can_quantize_kv=False,
         n_layer=4,
     )

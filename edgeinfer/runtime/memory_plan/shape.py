@@ -27,6 +27,12 @@ _WINDOWED = frozenset(
 _WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))
 #: Metadata (without the architecture's prefix) that only models with recurrent layers have.
 _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
+#: Length of a head of latent attention, and of other heads than the plain ones.
+_LATENT = "attention.kv_lora_rank"
+_OTHER_HEADS = (
+    _LATENT,
+    *(f"attention.{part}_length_{kind}" for kind in ("swa", "mla") for part in ("key", "value")),
+)
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,9 +40,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_rows` are the elements of one token's K and V, of each layer in turn that has any,
     `state_elements` the 32-bit floats of one sequence in the recurrent ones. `weights_bytes_per_token`
-    are the weights that one token reads: fewer with experts. `can_quantize_kv`: the heads of a plain
-    attention cache are whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are the
-    token table's and the experts' share of the weights.
+    are the weights that one token reads: fewer with experts. `head_lengths` are the elements of one
+    head's K and V, then those of windows and of latent attention. `can_quantize_kv`: the heads of a
+    plain attention cache are whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are
+    the token table's and the experts' share of the weights.
     """
 
     weights_bytes: int
@@ -48,6 +55,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     n_ff: int
     n_query: int
     kv_rows: tuple[int, ...]
+    head_lengths: tuple[int, ...] = ()
     state_elements: int = 0
     has_windows: bool = False
     is_recurrent: bool = False
@@ -93,7 +101,8 @@ def make_shape(
     n_embd = keys.number("embedding_length")
     n_ff_expert = keys.number("expert_used_count") * keys.number("expert_feed_forward_length")
     key_length = keys.number("attention.key_length")
-    kv_rows, state_elements = _kept(keys, heads)
+    head_lengths = keys.head_lengths(heads)
+    kv_rows, state_elements = _kept(keys, head_lengths)
     experts = _expert_share(keys, n_params)
     return Shape(
         weights_bytes=weights_bytes,
@@ -105,9 +114,11 @@ def make_shape(
         n_ff=max(*keys.per_layer("feed_forward_length"), n_ff_expert, 0),
         n_query=heads * key_length if key_length else n_embd,
         kv_rows=kv_rows,
+        head_lengths=head_lengths,
         state_elements=state_elements,
         has_windows=keys.has_windows(),
-        can_quantize_kv=_can_quantize_kv(keys, heads),
+        can_quantize_kv=not any(length % _KV_BLOCK for length in head_lengths)
+        and not keys.number(_LATENT),
         is_recurrent=any(keys.number(key) for key in _RECURRENT_KEYS),
         n_layer=keys.number("block_count"),
         embedding_bytes=int(weights_bytes * min(1.0, n_vocab * n_embd / max(1, n_params))),
@@ -166,6 +177,13 @@ class _Keys:
             return (numbers + [0] * n_layer)[:n_layer]
         return [self.number(key)] * n_layer if self.number(key) else []
 
+    def head_lengths(self, n_heads: int) -> tuple[int, ...]:
+        """Return `Shape.head_lengths`; K and V are 0 without heads."""
+        usual = self.number("embedding_length") // n_heads if n_heads else 0
+        plain = [self.number(f"attention.{part}_length", usual) for part in ("key", "value")]
+        others = (self.number(key) for key in _OTHER_HEADS)
+        return (*plain, *filter(None, others))
+
     def has_windows(self) -> bool:
         """Tell if some layers attend to a window only."""
         pattern = self._metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
@@ -175,23 +193,11 @@ class _Keys:
         return self.architecture in _WINDOWED and (window > 0 or self.architecture in _WINDOW_DEFAULTS)
 
 
-def _head_lengths(keys: _Keys, n_heads: int) -> tuple[int, int]:
-    default = keys.number("embedding_length") // n_heads if n_heads else 0
-    k_length = keys.number("attention.key_length", default)
-    v_length = keys.number("attention.value_length", default)
-    return k_length, v_length
-
-
-def _can_quantize_kv(keys: _Keys, n_heads: int) -> bool:
-    has_blocks = all(length % _KV_BLOCK == 0 for length in _head_lengths(keys, n_heads))
-    return has_blocks and not keys.number("attention.kv_lora_rank")
-
-
-def _kept(keys: _Keys, n_heads: int) -> tuple[tuple[int, ...], int]:
+def _kept(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """Return the elements of K and V per layer and token, and the floats of all recurrent states."""
     n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
-    k_length, v_length = _head_lengths(keys, n_heads)
-    if keys.number("attention.kv_lora_rank"):  # latent attention: V is a view of K
+    k_length, v_length = head_lengths[:2]
+    if keys.number(_LATENT):  # latent attention: V is a view of K
         v_length = 0
     kv_heads = keys.per_layer("attention.head_count_kv") or keys.per_layer("attention.head_count")
     kv_heads = (kv_heads or [0] * n_layer)[:n_layer]

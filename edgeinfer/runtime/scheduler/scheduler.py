@@ -7,7 +7,6 @@ prefill), so a long prompt never stalls the others. One thread.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Collection
 
@@ -43,8 +42,7 @@ _PREFILL_S_PER_BYTE = 1e-11
 _LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
 #: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
 _LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
-#: Keys of the elements of a head, and what it takes: up to so many, in whole steps.
-_HEAD = re.compile(r"\.attention\.(key_length|value_length|kv_lora_rank)")
+#: The elements of a head that native/attention.cpp takes: up to so many, in whole steps.
 _MOST_HEAD, _HEAD_STEP = 256, 16
 
 
@@ -217,17 +215,10 @@ class Scheduler:
         return len(tokens)
 
 
-def _is_left_to_llama(meta: dict[str, str]) -> bool:
+def _is_left_to_llama(loaded: LlamaModel) -> bool:
     """Tell if native/attention.cpp declines this model's attention."""
-    prefix = f"{meta.get('general.architecture')}."
-    heads = meta.get(f"{prefix}attention.head_count", "")  # "0" of recurrent models; or by layers
-    n_heads = int(heads) if heads.isdigit() else 0
-    usual = int(meta.get(f"{prefix}embedding_length", 0)) // n_heads if n_heads else 0
-    lengths = [
-        int(value) for key, value in meta.items() if key.startswith(prefix) and _HEAD.search(key)
-    ]
-    is_odd = any(n > _MOST_HEAD or n % _HEAD_STEP for n in lengths or [usual])
-    return is_odd or any(key.endswith(_LEFT_TO_LLAMA) for key in meta)
+    is_odd = any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
+    return is_odd or any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)
 
 
 def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
@@ -235,7 +226,7 @@ def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     kernels = libllama.build_info().kernels
     rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_ours = flash == "on" and bool(kernels) and not _is_left_to_llama(loaded.meta)
+    is_ours = flash == "on" and bool(kernels) and not _is_left_to_llama(loaded)
     if kv_type != "f16" or is_ours:
         return BatchInvariance(rows, cells=None, in_order=is_ours)
     return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells, in_order=False)

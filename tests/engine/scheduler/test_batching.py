@@ -122,7 +122,8 @@ def test_attention_in_use_decides_batch_invariance(
     loaded, build = engine._loaded, libllama.build_info()
     arch = loaded.meta["general.architecture"]
     capped = replace(loaded, meta=loaded.meta | {f"{arch}.attn_logit_softcapping": "50.0"})
-    latent = replace(loaded, meta=loaded.meta | {f"{arch}.attention.kv_lora_rank": "512"})
+    long = msgspec.structs.replace(loaded.shape, head_lengths=(*loaded.shape.head_lengths, 512))
+    latent = replace(loaded, shape=long)
     unbounded = BatchInvariance(rows=loaded.n_batch, cells=None)
     is_f16 = loaded.choices["kv_type"].value == "f16"
     bounds = (60, 192) if is_f16 else (loaded.n_batch, None)
