@@ -76,43 +76,40 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
         reason = "as asked" if wanted in ("none", 0) else "there is no device"
         return Offload(n_layers=0, n_all=n_all, reason=reason)
     sizes = _sizes(shape, plan)
-    if wanted != "auto":
-        n_layers = n_all if wanted == "all" else min(int(wanted), n_all)
-        return _offload(sizes, rooms, n_layers, n_all, 0, "as asked")  # loading will show if it fits
-    most = shape.n_layer if sizes.experts else 0
-    tries = [
-        (n_all, n, "all but these experts fits" if n else "all of it fits") for n in range(most + 1)
-    ]
-    tries += [(n, most, "as many as fit") for n in range(n_all - 1, n_all // 2, -1)]
     usable = [_usable(room, sizes) for room in rooms]
-    for n_layers, n_without, reason in tries:
-        shares = _split(usable, _needs(sizes, n_layers, n_all, n_without))
-        if all(sum(share) <= held for share, held in zip(shares, usable, strict=True)):
-            return _offload(sizes, rooms, n_layers, n_all, n_without, reason)
+    memory = usable if any(usable) else [room.free_bytes for room in rooms]
+    for n_layers, n_without, reason in _tries(sizes, n_all, wanted):
+        needs = _needs(sizes, n_layers, n_all, n_without)
+        shares = _split(memory, needs)
+        fits = all(sum(share) <= held for share, held in zip(shares, usable, strict=True))
+        if not fits and wanted == "auto":
+            continue  # with a number that was asked for, loading will show if it fits
+        used = [(room.name, len(share)) for room, share in zip(rooms, shares, strict=True) if share]
+        kv_bytes = (n_layers - 1) * sizes.kv
+        return Offload(
+            n_layers=n_layers,
+            n_all=n_all,
+            reason=reason,
+            n_without_experts=n_without,
+            devices=tuple(name for name, _ in used),
+            split=tuple(n for _, n in used),
+            weights_bytes=sum(needs) - kv_bytes,
+            kv_bytes=kv_bytes,
+            compute_bytes=len(used) * sizes.compute,
+        )
     free = ", ".join(f"{format_bytes(room.free_bytes)} of {room.name}" for room in rooms)
     reason = f"{free} that are free, with a margin, do not hold half of the layers"
     return Offload(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
 
 
-def _offload(
-    sizes: _Sizes, rooms: tuple[Room, ...], n_layers: int, n_all: int, n_without: int, reason: str
-) -> Offload:
-    memory = [_usable(room, sizes) for room in rooms]
-    needs = _needs(sizes, n_layers, n_all, n_without)
-    shares = _split(memory if any(memory) else [room.free_bytes for room in rooms], needs)
-    kv_bytes = (n_layers - 1) * sizes.kv
-    used = [(room.name, len(share)) for room, share in zip(rooms, shares, strict=True) if share]
-    return Offload(
-        n_layers=n_layers,
-        n_all=n_all,
-        reason=reason,
-        n_without_experts=n_without,
-        devices=tuple(name for name, _ in used),
-        split=tuple(n for _, n in used),
-        weights_bytes=sum(needs) - kv_bytes,
-        kv_bytes=kv_bytes,
-        compute_bytes=len(used) * sizes.compute,
-    )
+def _tries(sizes: _Sizes, n_all: int, wanted: int | str) -> list[tuple[int, int, str]]:
+    """List layers on devices, layers without experts there and the reason, the best first."""
+    if wanted != "auto":
+        return [(n_all if wanted == "all" else min(int(wanted), n_all), 0, "as asked")]
+    most = n_all - 1 if sizes.experts else 0
+    whole = (n_all, 0, "all of it fits")
+    bare = [(n_all, n, "all but these experts fits") for n in range(1, most + 1)]
+    return [whole, *bare] + [(n, most, "as many as fit") for n in range(n_all - 1, n_all // 2, -1)]
 
 
 def _sizes(shape: Shape, plan: Plan) -> _Sizes:
