@@ -98,7 +98,7 @@ def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
     folder = registry.find(options.name)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     name = registry.read_details(folder).name
-    with _destination(options.destination) as (where, tag):
+    with _destination(options.destination) as (where, tag), progress:
         done = exporting.export(
             folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), progress.report
         )
@@ -150,6 +150,7 @@ def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with (
         stoppable("stopped; nothing of the snapshot is kept"),
+        progress,
         _source(options.source, progress) as source,
     ):
         offer = importing.offered(source, options.name)
