@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -64,7 +65,7 @@ class FrontEnd:
             return _refusal(place.dialect, _unknown(named, self._models))
         forwarded = Request(
             request.method,
-            path + (f"?{request.url.query}" if request.url.query else ""),
+            _target(request.scope),
             strip_hop_by_hop(tuple(request.headers.items())),
             body,
             prefix_hashes(fields),
@@ -89,6 +90,13 @@ class FrontEnd:
                 by = (REPLICA_HEADER, ack.replica)
                 return _response(ResponseStart(start.status, (*start.headers, by)), chunks, dialect)
         return _refusal(dialect, _gone())
+
+
+def _target(scope: Mapping[str, Any]) -> str:
+    """Return path and query as the client wrote them."""
+    path = scope.get("raw_path", b"").decode("latin-1") or quote(scope["path"])
+    query = scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else path
 
 
 def _response(start: ResponseStart, chunks: AsyncIterator[Chunk], dialect: Dialect) -> Response:

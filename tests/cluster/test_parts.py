@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from edgeinfer import prefix_affinity
 from edgeinfer.cluster import front, messages
 from edgeinfer.cluster.front import Deployment, FrontEnd
+from edgeinfer.cluster.messages import Ack, Chunk, ResponseStart
 from edgeinfer.errors import UsageError
 
 
@@ -83,3 +85,34 @@ def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> Non
         headers = [(b"host", host.encode())] if host else []
         scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
         assert asyncio.run(front.answer(Request(scope))).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("raw", "target"),
+    [
+        ({"raw_path": b"/v1/models/a%2Fb%20c"}, "/v1/models/a%2Fb%20c?x=%26"),
+        ({}, "/v1/models/a/b%20c?x=%26"),  # ASGI lets a server leave it out
+    ],
+)
+def test_path_is_forwarded_as_it_came(raw: dict[str, bytes], target: str) -> None:
+    asked: list[str] = []
+
+    class Replicas:
+        async def answer(self, request: messages.Request) -> AsyncIterator[Chunk]:
+            asked.append(request.target)
+            yield Ack("one")
+            yield ResponseStart(200, ())
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/models/a/b c",
+        "query_string": b"x=%26",
+        "headers": [(b"host", b"localhost")],
+    } | raw
+    response = asyncio.run(FrontEnd({"small": Replicas()}, 1.0).answer(Request(scope, _no_body)))
+    assert (response.status_code, asked) == (200, [target])
+
+
+async def _no_body() -> dict[str, object]:
+    return {"type": "http.request", "body": b"", "more_body": False}
