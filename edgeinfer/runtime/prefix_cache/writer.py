@@ -54,13 +54,18 @@ class BlockWriter:
         self._passes: dict[CachedSequence, _Pass] = {}
         self._queued: set[bytes] = set()
         self._rest_until = 0.0
+        self._was_used = False
         #: The process is about to end: blocks are stored unchecked, and a later process runs the check.
         self.is_leaving = False
         kv.before_drop = self._before_drop
 
     @property
     def has_work(self) -> bool:
-        return bool(self._passes)
+        return bool(self._passes) or self._wants_check
+
+    @property
+    def _wants_check(self) -> bool:
+        return self._was_used and not self._verdict.found and not self.is_leaving
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
         """Store `cached_seq`, if prefilling it again would take long enough."""
@@ -76,6 +81,7 @@ class BlockWriter:
             root = self._names.root(cached_seq.adapters, cached_seq.salt)
             found = self._passes[cached_seq] = _Pass(Chain([root]))
             cached_seq.n_unchanged = 0
+            self._was_used = True
         if cached_seq.conversation:
             found.conversations.add(cached_seq.conversation)
 
@@ -91,10 +97,10 @@ class BlockWriter:
         Beside running streams it takes a small share of the time. The check waits for an idle engine;
         if it passes, blocks stored before are used, otherwise they are deleted.
         """
-        if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
-            return
-        if not self._verdict.found and is_idle and not self.is_leaving:
+        if is_idle and self._wants_check:
             self._verdict.step()
+            return
+        if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
             return
         if not self._blocks.writer.has_room:
             if is_idle:

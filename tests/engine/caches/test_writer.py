@@ -96,6 +96,19 @@ def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pyte
     assert len(list_blocks(side.store.root)) == n_blocks + 1
 
 
+def test_blocks_written_beside_streams_are_checked_once_idle(side: Side) -> None:
+    """Otherwise a later process would not trust them, and prefill short prompts again."""
+    side.end(claim(side.kv, side.memory, list(range(2 * SIZE))))
+    side.writing.work(is_idle=False)
+    while side.writing._passes:
+        side.writing._rest_until = 0.0
+        side.writing.work(is_idle=False)
+    assert side.blocks.read_check() == ""
+    side.write_all()
+    assert side.blocks.read_check() == "exact"
+    assert not side.writing.has_work
+
+
 def test_writer_notices_a_truncation(side: Side) -> None:
     first = list(range(10 * SIZE))
     cached_seq = claim(side.kv, side.memory, first)
