@@ -176,6 +176,24 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
     assert line.endswith(f"type: pip install {pin}")
 
 
+def test_native_code_older_than_the_program_is_left_unused(tmp_path: Path) -> None:
+    """Of each library another one takes the place, which has none of its functions."""
+    guard, cells = (libedgeinfer.library(name).read_bytes() for name in ("guard", "cells"))
+    for name in ("guard", *(f"kernels-{level}" for level in libedgeinfer.LEVELS.values())):
+        (tmp_path / f"libedgeinfer-{name}.so.1").write_bytes(cells)
+    (tmp_path / "libedgeinfer-cells.so.1").write_bytes(guard)
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from edgeinfer.runtime.llama import cells, libedgeinfer, libllama\n"
+        "libedgeinfer.folder = lambda: Path(sys.argv[1])\nlibllama.guard_decode()\n"
+        "print(repr(libllama.build_info().kernels), cells.find_copies(), 'decode' in libllama._state)"
+    )
+    done = started("-c", program, tmp_path)
+    assert done.stdout.split() == ["''", "None", "False"]
+    assert len(done.stderr.splitlines()) == 3
+    assert all("is older than this program (it lacks " in line for line in done.stderr.splitlines())
+
+
 def test_block_identity_depends_on_the_kernels(
     smol: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,7 @@ def find_copies() -> CellCopies | None:
         library.edgeinfer_cells.restype = None
         level = libllama.build_info().kernels
         kernels = libllama.own_library(f"kernels-{level}") if level else None
-    except (OSError, AttributeError):
+    except OSError:
         return None
     return CellCopies(library, entries, kernels) if entries else None
 

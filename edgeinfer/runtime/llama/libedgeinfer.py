@@ -21,6 +21,13 @@ _log = logging.getLogger("edgeinfer.engine")
 BUILT_FOR = "0.3.36"
 #: ggml_backend_cpu_get_extra_buffer_types as C++ names it, a function of the CPU variant's library.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
+#: What is called of each library, by the first word of its name; after `edgeinfer_`.
+_FUNCTIONS = {
+    "kernels": "kernels version cells_written cells_freed "
+    "adapter_open adapter_close adapters_begin adapters_end",
+    "guard": "guard decode state",
+    "cells": "cells cells_get cells_set",
+}
 #: ggml_backend_dev_type.
 _CPU = 0
 #: ggml's CPU variant of x86-64 → the level that the kernels for it are compiled for: x86-64-v3, with
@@ -58,10 +65,29 @@ def library(name: str) -> Path:
 
 
 def open_library(name: str, binding_version: str) -> ctypes.CDLL:
-    """Open the library of that name. Raises OSError if it is missing or built for another llama.cpp."""
+    """Open the library of that name.
+
+    Raises OSError if it is missing, built for another llama.cpp, or older than this program.
+    """
+    path = library(name)
     if not _fits(binding_version):
-        raise OSError(f"{library(name)} is built for llama-cpp-python {BUILT_FOR}")
-    return ctypes.CDLL(str(library(name)))
+        raise OSError(f"{path} is built for llama-cpp-python {BUILT_FOR}")
+    opened = ctypes.CDLL(str(path))
+    wanted = _FUNCTIONS.get(name.partition("-")[0], "").split()
+    missing = [function for function in wanted if not hasattr(opened, f"edgeinfer_{function}")]
+    if missing:
+        _say_old(path, missing[0])
+        raise OSError(f"{path} is older than this program")
+    return opened
+
+
+@cache
+def _say_old(path: Path, missing: str) -> None:
+    _log.warning(
+        "%s is older than this program (it lacks edgeinfer_%s): it is left unused, which is slower; "
+        "type: native/build.sh",
+        *(path, missing),
+    )
 
 
 @cache

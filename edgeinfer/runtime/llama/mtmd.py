@@ -113,13 +113,13 @@ def _open_library() -> ctypes.CDLL:
     """Open libmtmd with its functions declared. Raises ModelLoadError if it is not there."""
     try:
         library = libllama.own_library("mtmd")
-    except OSError as error:
+        for name, (result, arguments) in _SIGNATURES.items():
+            getattr(library, name).restype = result
+            getattr(library, name).argtypes = arguments
+    except (OSError, AttributeError) as error:
         raise ModelLoadError(
             f"pictures need a library that `make full` builds, and it does not open: {error}"
         ) from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        getattr(library, name).restype = result
-        getattr(library, name).argtypes = arguments
     library.mtmd_log_set(libllama.log_callback(), None)
     return library
 
