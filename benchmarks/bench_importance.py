@@ -12,10 +12,10 @@ from pathlib import Path
 
 from common import add_out, model_path, write_figure
 
+from edgeinfer.models import quantizing
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
-from edgeinfer.models.quantizing import helpers
-from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
+from edgeinfer.models.quantizing import NEEDS_IMATRIX, QuantizeOptions, run_quantizer, scored
 
 
 def figures(source: Path, kind: str, matrix: str, folder: Path) -> tuple[str, str, str]:
@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         matrix = folder / "imatrix.gguf"
-        helpers.make_imatrix(source, helpers.calibration_text(), matrix, Job())
+        quantizing.make_imatrix(source, quantizing.calibration_text(), matrix, Job())
         for kind in options.types.split(","):
             without = ("refused",) * 3 if kind in NEEDS_IMATRIX else figures(source, kind, "", folder)
             pairs = zip(without, figures(source, kind, str(matrix), folder), strict=True)

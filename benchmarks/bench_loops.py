@@ -23,8 +23,8 @@ from edgeinfer.bench.measure import markdown
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
+from edgeinfer.runtime.generation import RepetitionWatch
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
 MODELS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}

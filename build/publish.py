@@ -7,7 +7,7 @@ usage: publish.py [--key FILE] [--days N] [--renew DIR]
     edgeinfer-VERSION-….whl        the package with llama.cpp and our own libraries compiled (release_wheel.py)
     edgeinfer.cdx.json             the components of the shipped file (notices.py)
     provenance.intoto.json         an in-toto statement, SLSA provenance 1.0
-    release.json                   what `edgeinfer update` reads (edgeinfer.shipping.release)
+    release.json                   what `edgeinfer update` reads (edgeinfer.shipping.update)
     SHA256SUMS                     of all these; with --key, it and release.json have a signature beside them, .sig
 
 `--renew` builds nothing: it gives the published release.json in DIR, and its line of SHA256SUMS, another time.
@@ -40,7 +40,7 @@ import release_wheel  # noqa: E402
 from edgeinfer import __version__  # noqa: E402
 from edgeinfer.platform.ed25519 import parse_key  # noqa: E402
 from edgeinfer.shipping import payload  # noqa: E402
-from edgeinfer.shipping.release import SIGNATURE, Release, ReleasedFile, channel  # noqa: E402
+from edgeinfer.shipping.update import SIGNATURE, Release, ReleasedFile, channel  # noqa: E402
 
 DIST = ROOT / "dist"
 OUT = DIST / "release"

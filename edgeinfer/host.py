@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import paths, process_metadata
+from edgeinfer.runtime.events import CacheReport
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
 

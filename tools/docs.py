@@ -143,7 +143,7 @@ def chat_keys() -> str:
 def quantizations() -> str:
     """Every type `quantize` offers; those that need an importance matrix are marked."""
     from edgeinfer.models.gguf import FILE_TYPES
-    from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX
+    from edgeinfer.models.quantizing import NEEDS_IMATRIX
 
     return (
         ", ".join(f"`{name}`{'*' if name in NEEDS_IMATRIX else ''}" for name in FILE_TYPES.values())

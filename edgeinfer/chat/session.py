@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import merged, with_attachments
 from edgeinfer.chat.history.lease import Lease
@@ -34,11 +33,10 @@ from edgeinfer.chat.history.values import (
     siblings,
 )
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
-from edgeinfer.runtime.events import Event, Finished, Progress
-from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
+from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.pictures import join_parts
-from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.tools.uses import Stop, ToolUse, call_messages, uses_of
 

@@ -230,7 +230,7 @@ def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, jo
     original = gguf.check(fetched[0].path).quantization
     requantized_from = ""
     if todo.quantize and original != todo.quantize:
-        from edgeinfer.models.quantizing.quantize import quantize_fetched
+        from edgeinfer.models.quantizing import quantize_fetched
 
         fetched = quantize_fetched(fetched, todo.quantize, work, job)
         requantized_from = original

@@ -23,8 +23,7 @@ from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import position_behind
-from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
-from edgeinfer.runtime.prefix_cache.opening import run_check
+from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, run_check
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import GenerateRequest, check_length, preparing
 from edgeinfer.runtime.sampling.grammar import Constraints

@@ -26,8 +26,7 @@ from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.lookup import PrefixCache
-from edgeinfer.runtime.prefix_cache.opening import open_blocks
+from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, open_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 

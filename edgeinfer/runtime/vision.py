@@ -7,19 +7,24 @@ cache: a known file behind another prompt is neither decoded nor encoded, also a
 from __future__ import annotations
 
 import hashlib
+import signal
+import subprocess
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+import edgeinfer
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
+from edgeinfer.platform.cache_files import CacheTable
 from edgeinfer.platform.disk import stamps
 from edgeinfer.platform.priority import lower_thread_priority
-from edgeinfer.runtime import projector_trials
+from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.kv_cache.sequence_state import whole
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
@@ -260,7 +265,7 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
     """Open the model's projector, if it has one; otherwise the reason. Raises ModelLoadError."""
     if not files.projector:
         return None, ""
-    failure = projector_trials.failure(files.projector, files.paths)
+    failure = projector_failure(files.projector, files.paths)
     if failure:
         return None, f": its projector {files.projector} was refused: {failure}"
     from PIL import __version__  # another decoder may give other pixels
@@ -333,3 +338,37 @@ class PromptPictures:
     def rows(self, span: Span) -> Rows:
         """Return the rows of `span`, which are encoded."""
         return self._rows[span.digest].result()[span.chunk]
+
+
+_HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"
+#: The largest encoders take 40 s for a picture on two cores.
+_PATIENCE_S = 600.0
+
+#: The projectors that worked, by the stamps of their files and the model's.
+_KNOWN = CacheTable("projectors.json", dict[str, bool])
+
+
+def projector_failure(projector: str, model: Sequence[str]) -> str:
+    """Return why the projector cannot be opened with the model's files; "" if it can."""
+    key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
+    if key in _KNOWN.read():
+        return ""
+    reason = _tried([projector, *model])
+    if not reason:
+        _KNOWN.put(key, True)
+    return reason
+
+
+def _tried(files: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            child_command(_HELPER, *files), capture_output=True, timeout=_PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"a first picture takes more than {_PATIENCE_S:.0f} s"
+    try:
+        return msgspec.json.decode(done.stdout, type=str)
+    except msgspec.MsgspecError:
+        code = done.returncode
+        ended = signal.Signals(-code).name if code < 0 else f"status {code}"
+        return f"its first picture ended the process ({ended})"

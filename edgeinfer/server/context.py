@@ -11,10 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgeinfer.cache_report import CacheReport
 from edgeinfer.config.config_file import PromptRule
 from edgeinfer.errors import EngineClosedError, UnknownModelError
-from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
 from edgeinfer.server.answer_journal import JournaledAnswer

@@ -1,5 +1,8 @@
 """Update the shipped file, when asked and never otherwise: fetch, verify, try, put in place.
 
+    URL/release.json         `Release` in JSON
+    URL/release.json.sig     its Ed25519 signature, 64 bytes, by a key that this program carries
+    URL/NAME                 the shipped file of a machine
     DATA/update/.lock        flock of the update in progress
     DATA/update/seen         when the newest manifest seen was issued (Unix time)
     DATA/update/NAME.part    a download, kept for the next try
@@ -9,6 +12,9 @@
 Nothing changes before the new file has started here, loaded llama.cpp and answered with a pulled model;
 then one rename puts it in place. The previous file keeps its unpacked application (`shipping.unpack`)
 and thereby its snapshots. Running processes keep theirs.
+
+`edgeinfer/data/release.toml` holds URL and keys. It is empty in a checkout: only the releases'
+publisher fills it in.
 """
 
 from __future__ import annotations
@@ -21,9 +27,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
 import httpx2  # 75–120 ms
+import msgspec
+from msgspec import Meta
 
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import (
@@ -37,8 +47,8 @@ from edgeinfer.models import store
 from edgeinfer.models.fetching import download, http_client
 from edgeinfer.models.progress import Job
 from edgeinfer.platform import disk, paths
+from edgeinfer.platform.ed25519 import is_signed_by
 from edgeinfer.shipping import payload, shipped, unpack
-from edgeinfer.shipping.release import MANIFEST, MOST_BYTES, SIGNATURE, Channel, Release, parse_release
 
 PREVIOUS = "previous"
 SEEN = "seen"
@@ -282,3 +292,59 @@ def _place(file: Path, target: Path) -> None:
 
 def _mode(file: Path) -> int:
     return file.stat().st_mode & 0o777
+
+
+MANIFEST = "release.json"
+SIGNATURE = ".sig"
+#: A manifest is smaller.
+MOST_BYTES = 64 << 10
+
+
+class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A shipped file beside the manifest."""
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,80}\Z")]
+    size_bytes: Annotated[int, Meta(ge=1, le=64 << 30)]
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/1", tag_field="schema"):
+    """A version, its files by machine (`uname -m`), and when this was said and until when it holds.
+
+    `issued_s` and `expires_s` are Unix time. A manifest issued before one that was seen is refused.
+    """
+
+    version: Annotated[str, Meta(pattern=r"\A\d{1,6}\.\d{1,6}\.\d{1,6}\Z")]
+    issued_s: Annotated[int, Meta(ge=1)]
+    expires_s: int
+    files: dict[str, ReleasedFile]
+
+
+class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where releases lie, and the public keys (64 hexadecimal digits) that may sign them."""
+
+    url: str = ""
+    keys: tuple[str, ...] = ()
+
+
+def channel() -> Channel:
+    """Read the channel of this program."""
+    raw = files("edgeinfer").joinpath("data/release.toml").read_bytes()
+    return msgspec.toml.decode(raw, type=Channel)
+
+
+def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Release:
+    """Parse a manifest once its signature holds. Raises ReleaseUntrustedError, ShippingError."""
+    if not any(is_signed_by(bytes.fromhex(key), signature, raw) for key in keys):
+        raise ReleaseUntrustedError("the release's manifest is not signed by a key of this program")
+    try:
+        return msgspec.json.decode(raw, type=Release)
+    except msgspec.MsgspecError as error:
+        raise ShippingError(
+            f"this program cannot read the release's manifest: {error}", hint="install it by hand"
+        ) from error
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Return a version as numbers that compare."""
+    return tuple(map(int, version.split(".")))

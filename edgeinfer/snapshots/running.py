@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import msgspec
 
-from edgeinfer.cache_report import CacheReport
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.process_metadata import left_by
+from edgeinfer.runtime.events import CacheReport
 from edgeinfer.runtime.options import LayersInfo, ReplicasInfo
 from edgeinfer.snapshots.inputs import ProcessDescription
 

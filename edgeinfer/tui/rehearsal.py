@@ -16,12 +16,11 @@ from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
-from edgeinfer.cache_report import CacheReport
 from edgeinfer.chat.history.store import ConversationStore, migrate
 from edgeinfer.chat.launch import Launch
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
-from edgeinfer.runtime.events import Finished, TextDelta, Timings, Usage
+from edgeinfer.runtime.events import CacheReport, Finished, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo, LoadOptions

@@ -29,7 +29,7 @@ from edgeinfer.models.progress import Job, RetryPolicy
 from edgeinfer.platform import disk
 from edgeinfer.platform.ed25519 import is_signed_by, new_key_text, parse_key
 from edgeinfer.shipping import payload, unpack, update
-from edgeinfer.shipping.release import Channel, Release, ReleasedFile, parse_release
+from edgeinfer.shipping.update import Channel, Release, ReleasedFile, parse_release
 
 from .conftest import MODEL, ROOT
 from .test_first_start import wait_for_port

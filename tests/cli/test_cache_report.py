@@ -2,8 +2,7 @@
 
 import pytest
 
-from edgeinfer.cache_report import CacheReport
-from edgeinfer.runtime.events import Divergence, Usage
+from edgeinfer.runtime.events import CacheReport, Divergence, Usage
 
 
 def last(cause="text", **fields):

@@ -6,9 +6,9 @@ import pytest
 from made_models import FIM, make_llama
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.requests import GenerateRequest, Infill, InfillFile
+from edgeinfer.runtime.scheduler.preparation import infill_tokens
 
 from .conftest import load as load_model
 

@@ -15,7 +15,7 @@ from other_processes import run_python
 
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
-from edgeinfer.models.quantizing.helpers import QuantizeOptions, run_quantizer
+from edgeinfer.models.quantizing import QuantizeOptions, run_quantizer
 
 MIB = 1 << 20
 _V1 = Path("/sys/fs/cgroup/memory")

@@ -22,7 +22,7 @@ from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import vision
-from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
+from edgeinfer.runtime.chat_format.chat_format import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import Collected
@@ -44,7 +44,7 @@ from edgeinfer.runtime.pictures import (
     uncut_end,
     without_rows,
 )
-from edgeinfer.runtime.prefix_cache import opening, writer
+from edgeinfer.runtime.prefix_cache import lookup, writer
 from edgeinfer.runtime.prefix_cache.format import read_header
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
 from edgeinfer.runtime.requests import GenerateRequest, Message
@@ -332,7 +332,7 @@ def test_picture_is_restored_from_disk(
 ) -> None:
     """A block's 256 tokens end before it, inside it, and behind it."""
     monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
-    monkeypatch.setattr(opening, "_LONG_BLOCK", 256)
+    monkeypatch.setattr(lookup, "_LONG_BLOCK", 256)
     asked, other = (
         chat(WORDS * n_before, picture(width=width), WORDS, picture(flip=1), WORDS, question)
         for question in ("What is in it?", "Where was it taken?")

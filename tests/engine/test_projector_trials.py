@@ -8,7 +8,7 @@ from made_projectors import make_projector
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.models.gguf import read_header
-from edgeinfer.runtime import projector_trials
+from edgeinfer.runtime import vision
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -41,16 +41,16 @@ def loaded(model, projector):
 
 
 def test_a_projector_that_works_is_tried_once(gemma3, projector, monkeypatch):
-    assert projector_trials.failure(str(projector), (str(gemma3),)) == ""
-    monkeypatch.setattr(projector_trials, "_HELPER", "no.such.module")
-    assert projector_trials.failure(str(projector), (str(gemma3),)) == ""
+    assert vision.projector_failure(str(projector), (str(gemma3),)) == ""
+    monkeypatch.setattr(vision, "_HELPER", "no.such.module")
+    assert vision.projector_failure(str(projector), (str(gemma3),)) == ""
 
 
 def test_a_trial_that_dies_is_a_reason(gemma3, projector, tmp_path, monkeypatch):
-    monkeypatch.setattr(projector_trials, "_HELPER", "no.such.module")
+    monkeypatch.setattr(vision, "_HELPER", "no.such.module")
     copy = tmp_path / "mmproj.gguf"
     copy.write_bytes(projector.read_bytes())
-    assert "ended the process" in projector_trials.failure(str(copy), (str(gemma3),))
+    assert "ended the process" in vision.projector_failure(str(copy), (str(gemma3),))
 
 
 def with_nan(projector, path):
@@ -64,11 +64,11 @@ def with_nan(projector, path):
 
 def test_rows_that_are_no_numbers_fail_the_trial(gemma3, projector, tmp_path):
     path = with_nan(projector, tmp_path / "mmproj.gguf")
-    assert "that no model reads" in projector_trials.failure(str(path), (str(gemma3),))
+    assert "that no model reads" in vision.projector_failure(str(path), (str(gemma3),))
 
 
 def test_rows_that_are_no_numbers_reach_no_other_stream(gemma3, projector, tmp_path, monkeypatch):
-    monkeypatch.setattr(projector_trials, "failure", lambda *files: "")
+    monkeypatch.setattr(vision, "projector_failure", lambda *files: "")
     with loaded(gemma3, with_nan(projector, tmp_path / "mmproj.gguf")) as engine:
         before = answer(engine, ask(logprobs=3, cache_prompt=False))
         with pytest.raises(DecodeError, match="that no model reads"):

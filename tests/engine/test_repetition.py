@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgeinfer.runtime.repetition import RepetitionWatch
+from edgeinfer.runtime.generation import RepetitionWatch
 
 LOOPS = {
     "a word": "A haiku: " + "Avaid, " * 100,

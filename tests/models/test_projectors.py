@@ -11,8 +11,7 @@ from edgeinfer.errors import InvalidGgufError
 from edgeinfer.models import projectors
 from edgeinfer.models.gguf import GgufHeader, read_header
 from edgeinfer.models.pull import PullOptions, pull
-from edgeinfer.models.quantizing.helpers import QuantizeOptions
-from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.remove import remove
 

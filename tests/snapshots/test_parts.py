@@ -38,7 +38,7 @@ from edgeinfer.snapshots import criu, fingerprint, format, registry
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs, describe
 from edgeinfer.snapshots.registry import Details
-from edgeinfer.snapshots.restore import loaded_model, prefetch, reinitialize
+from edgeinfer.snapshots.restore import app_process, loaded_model
 
 from ..conftest import ROOT
 
@@ -314,8 +314,8 @@ VmFlags: ex dp
 
 def test_droppable_memory_is_found_by_its_flag():
     ranges = [(0x7F0000000000, 0x7F0000001000), (0xFFFFFFFFFF600000, 0xFFFFFFFFFF601000)]
-    assert reinitialize.droppable_ranges(SMAPS) == ranges
-    assert isinstance(reinitialize.read_droppable_ranges(), list)
+    assert app_process.droppable_ranges(SMAPS) == ranges
+    assert isinstance(app_process.read_droppable_ranges(), list)
 
 
 def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
@@ -326,7 +326,7 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
     drawn = []
     for _ in range(2):
         random.setstate(state)
-        drawn.append((reinitialize.reseed(b"same", [(address, address + 4096)]), random.random()))
+        drawn.append((app_process.reseed(b"same", [(address, address + 4096)]), random.random()))
     assert drawn[0][0] != drawn[1][0]
     assert drawn[0][1] != drawn[1][1]
     assert area[:4] == bytes(4)
@@ -337,18 +337,18 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
 
 def test_prefetch_reads_only_uncached_pages(tmp_path):
     path = tmp_path / "file"
-    step = prefetch.STEP_BYTES
+    step = loaded_model.STEP_BYTES
     path.write_bytes(os.urandom(4 * step + 5000))
     area = Area(0, 3 * step + 5000, "r--s", step, str(path))
     assert not is_cold(path)
-    assert prefetch.read_ahead(area) == 0
+    assert loaded_model.read_ahead(area) == 0
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert prefetch.read_ahead(area._replace(high=2 * step)) == 2 * step
+    assert loaded_model.read_ahead(area._replace(high=2 * step)) == 2 * step
     assert is_cold(path)
-    assert prefetch.read_ahead(area) >= 5000
-    assert prefetch.read_ahead(area) == 0
+    assert loaded_model.read_ahead(area) >= 5000
+    assert loaded_model.read_ahead(area) == 0
 
 
 @pytest.mark.parametrize(
@@ -548,9 +548,9 @@ LIMITED = """
 import resource
 import sys
 from edgeinfer.launcher.messages import LaunchRequest
-from edgeinfer.snapshots.restore import reinitialize
+from edgeinfer.snapshots.restore import app_process
 env = "A=1" if len(sys.argv) == 1 else "EDGEINFER_DEBUG=1"
-reinitialize.adopt(LaunchRequest(role="verb", env=(env,), limits={"RLIMIT_CORE": "4096"}))
+app_process.adopt(LaunchRequest(role="verb", env=(env,), limits={"RLIMIT_CORE": "4096"}))
 print(resource.getrlimit(resource.RLIMIT_CORE)[0])
 """
 

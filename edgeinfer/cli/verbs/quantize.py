@@ -15,8 +15,7 @@ from edgeinfer.cli.verbs.eval import EvalResult
 from edgeinfer.host import Host
 from edgeinfer.models.gguf import FILE_TYPES, parse_file_type
 from edgeinfer.models.progress import progress_on
-from edgeinfer.models.quantizing.helpers import QuantizeOptions
-from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.platform import paths
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions

@@ -28,10 +28,9 @@ from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime import document_files
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
-from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.pictures import join_parts
-from edgeinfer.runtime.repetition import RepetitionWatch
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.safe_text import without_controls
 from edgeinfer.server.tracing import Span, generation_spans, start_spans, write

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
     """Update this program's file. Raises what `shipping.update` raises; nothing is changed then."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import update
-    from edgeinfer.shipping.release import channel, number
+    from edgeinfer.shipping.update import channel, number
 
     program = update.own_program()
     with update.locked() as folder:

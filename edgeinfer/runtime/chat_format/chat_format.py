@@ -14,9 +14,12 @@ The engine's entry point is `load_chat_format`. `templates` renders prompts, `to
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -25,7 +28,6 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, unmarked
-from edgeinfer.runtime.chat_format.picture_places import PicturePlaces
 from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.templates import (
@@ -40,6 +42,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_for
 from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example
 from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
 from edgeinfer.runtime.options import Chosen
+from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
 from edgeinfer.runtime.sampling.grammar import Lark, check_schema, lark_parts, quoted
 
@@ -373,3 +376,61 @@ def _with_description(
         joined = msgspec.structs.replace(first, content=f"{first.content}\n\n{text}")
         return (joined, *messages[1:])
     return (Message(role="system", content=text), *messages)
+
+
+class PicturePlaces:
+    """Put markers into messages, and find them in a rendered prompt. Any thread."""
+
+    @cached_property
+    def _word(self) -> str:
+        return secrets.token_hex(8)
+
+    @cached_property
+    def _marker(self) -> re.Pattern[str]:
+        return re.compile(rf"picture{self._word}n(\d+)[be]")
+
+    def marked(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Replace the marks of pictures by markers. Raises InvalidRequestError."""
+        numbers = iter(range(sum(len(message.pictures) for message in messages)))
+        made = []
+        for message in messages:
+            if message.pictures:
+                n_places = message.content.count(PICTURE_MARK)
+                if n_places != len(message.pictures):
+                    raise InvalidRequestError(
+                        f"a message has {len(message.pictures)} pictures at {n_places} places",
+                        param="messages",
+                    )
+
+                def marker(mark: re.Match[str]) -> str:
+                    return f"picture{self._word}n{next(numbers)}{'e' if mark.start() else 'b'}"
+
+                content = re.sub(PICTURE_MARK, marker, message.content)
+                message = msgspec.structs.replace(message, content=content)
+            made.append(message)
+        return tuple(made)
+
+    def split(
+        self, prompt: str, pictures: Sequence[bytes], *, is_tight: bool = False
+    ) -> Iterator[str | bytes]:
+        """Yield the texts and pictures of a rendered prompt, in order. Raises InvalidRequestError.
+
+        `is_tight` leaves out the space before a picture that begins a message.
+        """
+        end = 0
+        seen = []
+        for found in self._marker.finditer(prompt):
+            text = prompt[end : found.start()]
+            yield text.removesuffix(" ") if is_tight and found[0].endswith("b") else text
+            seen.append(int(found[1]))
+            yield pictures[seen[-1]]
+            end = found.end()
+        if sorted(seen) != list(range(len(pictures))):
+            raise InvalidRequestError(
+                f"the chat template renders {len(seen)} of {len(pictures)} pictures", param="messages"
+            )
+        yield prompt[end:]
+
+    def shown(self, prompt: str) -> str:
+        """Return a rendered prompt as a person reads it."""
+        return self._marker.sub(SHOWN, prompt)

@@ -15,9 +15,8 @@ from edgeinfer.config import load_options
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.platform.machine import Machine, read_machine, read_rate
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory, cell_memory
+from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_memory, sparse_buffers
 from edgeinfer.runtime.llama.context import ActiveContext
-from edgeinfer.runtime.llama.sparse_buffers import Buffer, sparse_buffers
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import Progress, open_model, recent_reason
 from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning, make_plan

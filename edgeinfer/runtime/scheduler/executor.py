@@ -15,9 +15,9 @@ from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
+from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.sampling.speculative import StepCurve
-from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, Chunks
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 

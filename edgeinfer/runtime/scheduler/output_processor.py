@@ -12,8 +12,8 @@ from edgeinfer.runtime.events import PromptLogprobs
 from edgeinfer.runtime.kv_cache.cache import KvCache, common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.sampling.output import chosen_logprobs, token_logprobs
-from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry

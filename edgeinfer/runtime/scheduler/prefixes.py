@@ -7,10 +7,10 @@ import time
 from edgeinfer.runtime.kv_cache import recurrent_checkpoints
 from edgeinfer.runtime.kv_cache.cache import KvCache, closest, common_prefix, describe_divergence
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.pictures import picture_start, without_rows
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, Restore
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
-from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.prefill_policy import Chunks
 from edgeinfer.runtime.scheduler.sequence import Sequence
 

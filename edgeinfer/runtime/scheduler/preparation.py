@@ -9,10 +9,9 @@ import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, Prepared
-from edgeinfer.runtime.chat_format.fill_in_the_middle import infill_tokens
 from edgeinfer.runtime.kv_cache.cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
-from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.picture_files import MAX_PICTURES
 from edgeinfer.runtime.pictures import PICTURE_MARK
@@ -20,6 +19,8 @@ from edgeinfer.runtime.randomness import random_bytes
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,
+    Infill,
+    InfillFile,
     Message,
     check_length,
     check_request,
@@ -205,3 +206,51 @@ class Preparer:
         if request.max_tokens is not None:
             return request.max_tokens
         return self.n_ctx if request.overflow == "shift" else self.n_ctx - n_prompt
+
+
+_REPO = "repository\n"
+_FILE = "file\n"
+#: Between files of a model that has no token for it.
+_RULE = "\n\n--- {name} ---\n\n"
+
+
+def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
+    """Return a prompt of at most `max_tokens`. Raises InvalidRequestError.
+
+    Whole files are dropped first, then the text furthest from the cursor.
+    """
+    fim = vocab.fim
+    if fim is None:
+        raise InvalidRequestError(
+            "this model does not support fill-in-the-middle: its vocabulary has no tokens for it",
+            param="infill",
+        )
+    start = [vocab.bos] if vocab.adds_bos and vocab.bos >= 0 else []
+    left = max(0, room - len(start) - 3)
+    before, behind = vocab.tokenize(gap.prefix), vocab.tokenize(gap.suffix)
+    behind = behind[: max(left // 4, left - len(before))]
+    before = before[max(0, len(before) - (left - len(behind))) :]
+    files = _files(gap.files, vocab, fim, left - len(before) - len(behind))
+    return [*start, *files, fim.prefix, *before, fim.suffix, *behind, fim.middle]
+
+
+def _files(files: tuple[InfillFile, ...], vocab: Vocab, fim: FimTokens, room: int) -> list[int]:
+    head = [fim.repo, *vocab.tokenize(_REPO)] if fim.repo >= 0 else []
+    tail = [fim.file, *vocab.tokenize(_FILE)] if fim.file >= 0 else []
+    room -= len(head) + len(tail)
+    taken: list[list[int]] = []
+    for file in reversed(files):
+        tokens = _file(file, vocab, fim)
+        if len(tokens) > room:
+            break
+        room -= len(tokens)
+        taken.append(tokens)
+    if not taken:
+        return []
+    return [*head, *(token for tokens in reversed(taken) for token in tokens), *tail]
+
+
+def _file(file: InfillFile, vocab: Vocab, fim: FimTokens) -> list[int]:
+    if fim.file < 0:
+        return vocab.tokenize(_RULE.format(name=file.name) + file.text)
+    return [fim.file, *vocab.tokenize(f"{file.name}\n{file.text}")]

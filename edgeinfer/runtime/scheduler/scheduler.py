@@ -18,12 +18,12 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.memory_plan.plan import invariant_rows
-from edgeinfer.runtime.prefix_cache.opening import make_states, scratch_id
+from edgeinfer.runtime.options import Counters
+from edgeinfer.runtime.prefix_cache.lookup import make_states, scratch_id
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.idle_cells import IdleCells
-from edgeinfer.runtime.scheduler.metrics import Counters
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
 from edgeinfer.runtime.scheduler.prefill_policy import ALONE, BatchInvariance, Chunks
 from edgeinfer.runtime.scheduler.prefixes import Prefixes

@@ -1,22 +1,33 @@
-"""Ollama's routes that ask: conversations, prompts, embeddings, and what is here."""
+"""Ollama's routes: answers, embeddings, models; `serve --ollama` lets clients change these."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from starlette.responses import Response
+import msgspec
+from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import __version__
+from edgeinfer.errors import InvalidRequestError
+from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.server.connection import unless_disconnected
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
-from edgeinfer.server.model_pool import AvailableModel, LoadedReply, listed_name
-from edgeinfer.server.ollama import model_admin, model_view, translate, wire
+from edgeinfer.server.model_pool import (
+    AvailableModel,
+    LoadedReply,
+    ModelAdministrator,
+    listed_name,
+    spellings,
+)
+from edgeinfer.server.ollama import model_view, translate, wire
+from edgeinfer.server.ollama.model_view import find
 from edgeinfer.server.ollama.render import (
     Clock,
     OllamaRenderer,
@@ -28,6 +39,8 @@ from edgeinfer.server.ollama.render import (
     stamp,
     waiting_line,
 )
+from edgeinfer.server.problems import Problem
+from edgeinfer.server.pulling import Reports, reports_of, source_of
 
 ROUTES = RouteTable()
 
@@ -148,7 +161,7 @@ async def tags(context: RequestContext) -> wire.OllamaTags:
 @ROUTES.post("/api/show", uses_model=False)
 async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.OllamaShowReply:
     """Describe a model and its capabilities."""
-    model = await model_view.find(context, body.named())
+    model = await find(context, body.named())
     info = context.endpoint.models.info(model.name)
     shown: wire.OllamaShowReply = await context.endpoint.in_thread(model_view.describe, model, info)
     return shown
@@ -189,6 +202,91 @@ async def version(context: RequestContext) -> wire.OllamaVersion:
     return wire.OllamaVersion(version=API_VERSION, edgeinfer=__version__)
 
 
+_DONE = wire.OllamaStatus(status="success")
+
+
+def _admin_of(context: RequestContext) -> ModelAdministrator:
+    admin = context.endpoint.model_admin
+    if admin is None:
+        raise Problem(
+            403,
+            "Models are pulled and removed over HTTP only where the endpoint was started with "
+            "`edgeinfer serve --ollama`.",
+            code="models_are_fixed",
+        )
+    return admin
+
+
+@ROUTES.post("/api/pull", reply=wire.OllamaStatus, streams=True, is_admin=True)
+async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Response:
+    """Fetch a model; a line a report."""
+    admin, text = _admin_of(context), source_of(body.named())
+    reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
+    first = await anext(reports, None)  # what fails until here has a status of its own
+    if body.stream is False:
+        await unless_disconnected(context.request.receive, _drain(reports))
+        return json_reply(_DONE)
+    return StreamingResponse(_lines(context, first, reports), media_type="application/x-ndjson")
+
+
+async def _drain(reports: Reports) -> None:
+    async for _ in reports:
+        pass
+
+
+async def _lines(
+    context: RequestContext, first: PullProgress | None, reports: Reports
+) -> AsyncGenerator[bytes, None]:
+    try:
+        if first is not None:
+            yield msgspec.json.encode(progress_line(first)) + b"\n"
+        async for report in reports:
+            yield msgspec.json.encode(progress_line(report)) + b"\n"
+        last = msgspec.json.encode(_DONE) + b"\n"
+    except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
+        problem = context.endpoint.problem_of(error, context.id)
+        context.outcome = problem.code or "error"
+        last = error_line(problem, context.id)
+    finally:
+        await reports.aclose()
+    yield last
+
+
+@ROUTES.delete("/api/delete", is_admin=True)
+async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wire.OllamaStatus:
+    """Remove a model."""
+    admin, name = _admin_of(context), body.named()
+    model = await find(context, name)
+    if model.name not in spellings(name):
+        raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
+    await context.endpoint.models.unload(model.name)
+    await context.endpoint.in_thread(admin.remove, model.name)
+    return _DONE
+
+
+def progress_line(now: PullProgress) -> wire.OllamaStatus:
+    """Convert a progress report; clients draw a bar for each `digest`."""
+    if now.note:
+        return wire.OllamaStatus(status=now.note)
+    match now.stage:
+        case "downloading" | "copying":
+            return wire.OllamaStatus(
+                status=f"pulling {now.file}",
+                digest=now.file,
+                total=now.total_bytes or 0,
+                completed=now.done_bytes,
+            )
+        case "verifying":
+            return wire.OllamaStatus(status="verifying sha256 digest")
+        case "converting" | "quantizing" | "weighing" | "scoring":
+            return wire.OllamaStatus(
+                status=now.stage, total=now.total_bytes or 0, completed=now.done_bytes
+            )
+        case "done":
+            return wire.OllamaStatus(status="writing manifest")
+    return wire.OllamaStatus(status="pulling manifest")
+
+
 OLLAMA = Dialect(
     name="ollama",
     error_type=wire.OllamaError,
@@ -199,5 +297,5 @@ OLLAMA = Dialect(
     prefix="/api/",
     checks_body_type=False,
     answers_any_name=False,
-    operations=[*ROUTES, *model_admin.ROUTES],
+    operations=ROUTES,
 )

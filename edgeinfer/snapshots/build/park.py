@@ -32,7 +32,7 @@ from edgeinfer.runtime.llama.mappings import areas, mapped_weights
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe, unmapped_files
-from edgeinfer.snapshots.restore import app_process, reinitialize
+from edgeinfer.snapshots.restore import app_process
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
 
 #: Our packages whose every module is imported before the dump.
@@ -169,7 +169,7 @@ def _rehearse() -> None:
     for verb in LAUNCH_VERBS:
         build_parser(verb)
     load_config(Path(os.devnull))
-    reinitialize.reseed(os.urandom(64), [])
+    app_process.reseed(os.urandom(64), [])
     tui.preload()  # the chat without a terminal, styles parsed: its first paint takes half then
 
 
@@ -212,7 +212,7 @@ def main() -> None:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
-    loaded.droppable = reinitialize.read_droppable_ranges()  # a restore forgets which they are
+    loaded.droppable = app_process.read_droppable_ranges()  # a restore forgets which they are
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)
     app_process.run_app(link, messages.receive(link), loaded, resumed_ns)
@@ -223,7 +223,7 @@ def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
     _let_go(link, parked)
-    reinitialize.forget_random_state(loaded.droppable)
+    app_process.forget_random_state(loaded.droppable)
     sleeper.poll()  # the checkpoint is taken here
     resumed_ns = time.monotonic_ns()
     os.close(WAKE_FD)

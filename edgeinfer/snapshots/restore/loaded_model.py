@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,13 +13,13 @@ import msgspec
 from edgeinfer.config.load_options import differing, snapshot_options, unmet
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.host import OwnEngine
+from edgeinfer.platform.page_cache import is_cached, is_cold
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.llama.mappings import Area, Range
+from edgeinfer.runtime.llama.mappings import HUGEPAGE, Area, Range, advise
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.inputs import ProcessDescription
-from edgeinfer.snapshots.restore.prefetch import start_prefetch
 
 CANARY_TOKENS = 4
 _CANARY_PROMPTS = (
@@ -47,7 +50,7 @@ class Parkable(OwnEngine, Engine, Protocol):
 class LoadedModel:
     """A loaded engine and how it was loaded.
 
-    `droppable` are the ranges of `reinitialize`, `weights` the model's mapped files.
+    `droppable` are the ranges that `app_process.reseed` empties, `weights` the model's mapped files.
     """
 
     def __init__(self, engine: Parkable, description: ProcessDescription) -> None:
@@ -118,3 +121,35 @@ def actual(engine: Engine) -> dict[str, str]:
     info = engine.info
     chosen = {name: str(choice.value) for name, choice in info.choices.items()}
     return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
+
+
+#: Bytes of one read: a huge page.
+STEP_BYTES = 2 << 20
+
+
+def start_prefetch(mapped: list[Area]) -> None:
+    """Read the uncached parts of these file mappings in the background."""
+    cold = []
+    with contextlib.suppress(OSError):  # an optimisation: the faults will read it
+        cold = [area for area in mapped if is_cold(area.path)]
+    if cold:
+        threading.Thread(target=_read_all, args=[cold], name="prefetch", daemon=True).start()
+
+
+def _read_all(cold: list[Area]) -> None:
+    advise((Range(area.low, area.high) for area in cold), HUGEPAGE)
+    with contextlib.suppress(OSError):
+        for area in cold:
+            read_ahead(area)
+
+
+def read_ahead(area: Area) -> int:
+    """Read the uncached bytes of a mapping's file, and return their number. Raises OSError."""
+    into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
+    end = area.offset + area.high - area.low
+    with open(area.path, "rb", buffering=0) as file:
+        for at in range(area.offset, end, STEP_BYTES):
+            size = min(STEP_BYTES, end - at)
+            if not is_cached(file.fileno(), at + size - 1):
+                n_bytes += os.preadv(file.fileno(), [into[:size]], at)
+    return n_bytes

@@ -13,9 +13,8 @@ import pytest
 from made_decoders import make_lfm2
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.llama.cells import cell_memory
+from edgeinfer.runtime.llama.cells import Buffer, cell_memory
 from edgeinfer.runtime.llama.mappings import Range
-from edgeinfer.runtime.llama.sparse_buffers import Buffer
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.scheduler import idle_cells
 

@@ -15,8 +15,7 @@ from edgeinfer.runtime.chat_format.reasoning import SPANS, THINK, ReasoningParse
 from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, first_marker, hold_back
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
-from edgeinfer.runtime.chat_format.tool_call_parser import CallParser, call_id
-from edgeinfer.runtime.chat_format.tool_call_readers import python_calls
+from edgeinfer.runtime.chat_format.tool_call_parser import CallParser, call_id, python_calls
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 
 NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}

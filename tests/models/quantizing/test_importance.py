@@ -11,11 +11,10 @@ import pytest
 from made_families import make_family
 
 from edgeinfer.errors import QuantizeError, UsageError
+from edgeinfer.models import quantizing
 from edgeinfer.models.gguf import check
 from edgeinfer.models.progress import Job
-from edgeinfer.models.quantizing import helpers
-from edgeinfer.models.quantizing.helpers import QuantizeOptions
-from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
@@ -26,13 +25,13 @@ pytestmark = pytest.mark.model
 def made(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An importance matrix of the small model for the text that comes with the program."""
     place = tmp_path_factory.mktemp("imatrix") / "imatrix.gguf"
-    assert helpers.make_imatrix(smollm2, helpers.calibration_text(), place, Job()) > 2000
+    assert quantizing.make_imatrix(smollm2, quantizing.calibration_text(), place, Job()) > 2000
     return place
 
 
 def test_matrix_that_is_made_has_what_goes_into_every_matrix(made: Path, smollm2: Path) -> None:
     """The sums of the first layer are those of its inputs, computed here from the file."""
-    found = {name: (at, n) for name, at, n, _, _ in helpers.imatrix_spans(made)}
+    found = {name: (at, n) for name, at, n, _, _ in quantizing.imatrix_spans(made)}
     matrices = {
         t.name: t for t in check(smollm2).tensors if t.name.startswith("blk.") and len(t.shape) == 2
     }
@@ -42,7 +41,7 @@ def test_matrix_that_is_made_has_what_goes_into_every_matrix(made: Path, smollm2
     vocab = load_engine(
         ModelFiles(name="x", paths=(str(smollm2),)), LoadOptions(n_ctx=64, n_parallel=1)
     )
-    tokens = vocab.tokenize(helpers.calibration_text().read_text())
+    tokens = vocab.tokenize(quantizing.calibration_text().read_text())
     vocab.close()
     table = gguf.dequantize(reader["token_embd.weight"].data, reader["token_embd.weight"].tensor_type)
     rows = table[tokens].astype(np.float64)
@@ -68,8 +67,8 @@ def test_small_type_loses_less_with_a_matrix_made_here(smol: str) -> None:
 def test_experts_are_weighed_one_by_one(tmp_path: Path) -> None:
     model = make_family(tmp_path / "moe.gguf", "Mixtral (a mixture of experts)")
     text = tmp_path / "text.txt"
-    text.write_text(helpers.calibration_text().read_text()[:600])
-    n_tokens = helpers.make_imatrix(model, text, tmp_path / "imatrix.gguf", Job())
+    text.write_text(quantizing.calibration_text().read_text()[:600])
+    n_tokens = quantizing.make_imatrix(model, text, tmp_path / "imatrix.gguf", Job())
     found = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "imatrix.gguf").tensors}
     n_used = check(model).number("llama.expert_used_count")
     for name in ("ffn_up_exps", "ffn_down_exps"):

@@ -25,13 +25,11 @@ from edgeinfer.errors import (
     QuantizeError,
     UsageError,
 )
-from edgeinfer.models import store
+from edgeinfer.models import quantizing, store
 from edgeinfer.models.gguf import FILE_TYPES, check
 from edgeinfer.models.progress import Job, PullProgress
 from edgeinfer.models.pull import pull
-from edgeinfer.models.quantizing import helpers
-from edgeinfer.models.quantizing.helpers import NEEDS_IMATRIX, QuantizeOptions, scored
-from edgeinfer.models.quantizing.quantize import quantize
+from edgeinfer.models.quantizing import NEEDS_IMATRIX, QuantizeOptions, quantize, scored
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.runtime.drift import drift_path
@@ -200,7 +198,7 @@ def test_quantization_that_is_given_up_leaves_nothing(gemma: str, error) -> None
 
 def test_full_disk_stops_quantization(smol: str, monkeypatch) -> None:
     monkeypatch.setattr(
-        helpers, "child_command", lambda *words: [sys.executable, "-c", _FULL_DISK, *words]
+        quantizing, "child_command", lambda *words: [sys.executable, "-c", _FULL_DISK, *words]
     )
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
@@ -218,7 +216,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 def test_dead_quantizer_is_an_error(smol: str, monkeypatch) -> None:
     program = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
-    monkeypatch.setattr(helpers, "child_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(quantizing, "child_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(QuantizeError, match="SIGABRT"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
     assert resolve("smol:Q4_0").pulled is None

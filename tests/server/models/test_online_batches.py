@@ -123,7 +123,7 @@ def test_files_are_bounded_and_expire(here, tmp_path, monkeypatch):
     client = _client(here)
     file = client.files.create(file=("a", b"x" * 1000), purpose="batch")
     monkeypatch.setattr(batches, "MOST_BYTES", 1500)
-    monkeypatch.setattr("edgeinfer.server.openai.batch_routes.MOST_BYTES", 1500)
+    monkeypatch.setattr("edgeinfer.server.openai.routes.MOST_BYTES", 1500)
     with pytest.raises(openai.APIStatusError) as full:
         client.files.create(file=("b", b"x" * 1000), purpose="batch")
     assert full.value.status_code == 413

@@ -1,1 +1,0 @@
-"""Quantize models, make importance matrices and measure the loss, in helper processes."""
