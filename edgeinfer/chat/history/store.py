@@ -221,16 +221,10 @@ class ConversationStore:
 
     def conversation(self, conversation_id: int) -> Conversation:
         """Return a conversation. Raises StoreError if there is none."""
-        with _store_errors(self.name):
-            row = self.db.execute(
-                f"SELECT {_CONVERSATION} FROM conversation WHERE id = ? AND deleted_ms IS NULL",
-                (conversation_id,),
-            ).fetchone()
-        if row is None:
-            raise StoreError(
-                f"there is no conversation {conversation_id}", hint="list them: `/sessions`"
-            )
-        return _read(Conversation, row)
+        sql = f"SELECT {_CONVERSATION} FROM conversation WHERE id = ? AND deleted_ms IS NULL"
+        for row in self._rows(sql, conversation_id):
+            return _read(Conversation, row)
+        raise StoreError(f"there is no conversation {conversation_id}", hint="list them: `/sessions`")
 
     def delete(self, conversation_id: int) -> None:
         """Hide a conversation; `undelete` restores it until it is purged, a day later."""
@@ -259,24 +253,21 @@ class ConversationStore:
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
         """Return all turns of a conversation by id, unfinished ones joined with their journal."""
-        with _store_errors(self.name):
-            rows = self.db.execute(
-                f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", (conversation_id,)
-            ).fetchall()
-            found = {row[0]: _read(Turn, row) for row in rows}
-            unfinished = [t for t in found.values() if t.status == "streaming"]
-            # while calls run, an older answer that was killed may be unfinished: only the end streams
-            head = "SELECT head_id FROM conversation WHERE id = ?"
-            row = self.db.execute(head, (conversation_id,)).fetchone()
-            live_id = row[0] if row and self.is_answering(conversation_id) else 0
-            for turn in unfinished:
-                content, reasoning = self._journal(turn.id)
-                found[turn.id] = msgspec.structs.replace(
-                    turn,
-                    content=turn.content + content,
-                    reasoning=turn.reasoning + reasoning,
-                    status="streaming" if turn.id == live_id else "interrupted",
-                )
+        rows = self._rows(
+            f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", conversation_id
+        )
+        found = {row[0]: _read(Turn, row) for row in rows}
+        # while calls run, an older answer that was killed may be unfinished: only the end streams
+        head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
+        live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
+        for turn in [turn for turn in found.values() if turn.status == "streaming"]:
+            content, reasoning = self._journal(turn.id)
+            found[turn.id] = msgspec.structs.replace(
+                turn,
+                content=turn.content + content,
+                reasoning=turn.reasoning + reasoning,
+                status="streaming" if turn.id == live_id else "interrupted",
+            )
         return found
 
     def acquire(self, conversation_id: int) -> Lease:
@@ -351,10 +342,7 @@ class ConversationStore:
 
     def overdue(self) -> list[Conversation]:
         """Return the ids of conversations deleted more than a day ago."""
-        with _store_errors(self.name):
-            rows = self.db.execute(
-                "SELECT id FROM conversation WHERE deleted_ms < ?", (self.clock() - UNDO_MS,)
-            ).fetchall()
+        rows = self._rows("SELECT id FROM conversation WHERE deleted_ms < ?", self.clock() - UNDO_MS)
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
@@ -374,28 +362,23 @@ class ConversationStore:
 
     def newest_change(self) -> tuple[int, int]:
         """Return what differs after a conversation was added, changed or deleted."""
-        with _store_errors(self.name):
-            sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
-            newest, number = self.db.execute(sql).fetchone()
+        sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
+        ((newest, number),) = self._rows(sql)
         return newest or 0, number
 
     def glance(self, conversation_id: int) -> tuple[Any, ...] | None:
         """Return what changes with every write but an answer's pieces; None if it was deleted."""
-        with _store_errors(self.name):
-            row = self.db.execute(
-                "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
-                " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
-                (conversation_id,),
-            ).fetchone()
-        return None if row is None else (*row, self.is_answering(conversation_id))
+        rows = self._rows(
+            "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
+            " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
+            conversation_id,
+        )
+        return (*rows[0], self.is_answering(conversation_id)) if rows else None
 
     def pieces(self, turn_id: int, after: int) -> list[tuple[int, str, str]]:
         """Return the journal of an answer behind row `after`: row id, content, reasoning."""
-        with _store_errors(self.name):
-            return self.db.execute(
-                "SELECT id, content, reasoning FROM journal WHERE turn_id = ? AND id > ? ORDER BY id",
-                (turn_id, after),
-            ).fetchall()
+        sql = "SELECT id, content, reasoning FROM journal WHERE turn_id = ? AND id > ? ORDER BY id"
+        return self._rows(sql, turn_id, after)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -415,9 +398,7 @@ class ConversationStore:
             f"SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms FROM conversation c"
             " WHERE c.deleted_ms IS NULL AND turns > 0 ORDER BY c.updated_ms DESC, c.id DESC LIMIT ?"
         )
-        with _store_errors(self.name):
-            rows = self.db.execute(sql, (limit,)).fetchall()
-        return list(map(_summary, rows))
+        return list(map(_summary, self._rows(sql, limit)))
 
     def search(self, words: str, limit: int = 60) -> list[Summary]:
         """Return conversations with all the words, the last as a prefix: titles first, then the newest.
@@ -441,13 +422,16 @@ class ConversationStore:
 
     def typed(self, limit: int = 200) -> list[str]:
         """Return what the user typed before, newest first, without repeats."""
+        rows = self._rows(
+            "SELECT t.content FROM turn t JOIN conversation c ON c.id = t.conversation_id"
+            " WHERE t.role = 'user' AND c.deleted_ms IS NULL ORDER BY t.id DESC LIMIT ?",
+            limit,
+        )
+        return list(dict.fromkeys(row[0] for row in rows if row[0]))
+
+    def _rows(self, sql: str, *values: object) -> list[Any]:
         with _store_errors(self.name):
-            rows = self.db.execute(
-                "SELECT t.content FROM turn t JOIN conversation c ON c.id = t.conversation_id"
-                " WHERE t.role = 'user' AND c.deleted_ms IS NULL ORDER BY t.id DESC LIMIT ?",
-                (limit,),
-            ).fetchall()
-        return list(dict.fromkeys(r[0] for r in rows if r[0]))
+            return self.db.execute(sql, values).fetchall()
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
@@ -461,10 +445,8 @@ class ConversationStore:
         self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn_id,))
 
     def _journal(self, turn_id: int) -> tuple[str, str]:
-        rows = self.db.execute(
-            "SELECT content, reasoning FROM journal WHERE turn_id = ? ORDER BY id", (turn_id,)
-        ).fetchall()
-        return "".join(r[0] for r in rows), "".join(r[1] for r in rows)
+        rows = self.pieces(turn_id, 0)
+        return "".join(row[1] for row in rows), "".join(row[2] for row in rows)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
