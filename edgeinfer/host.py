@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -26,10 +26,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
 
 if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
-    from edgeinfer.runtime.drift import DriftRecorder
     from edgeinfer.runtime.engine import LlamaEngine
-    from edgeinfer.runtime.llama.backends.devices import OffloadRequest
-    from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 _log = logging.getLogger("edgeinfer.blocks")
 #: A loading stage that takes longer (s) is shown by verbs that show no progress.
@@ -64,18 +61,6 @@ class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int
     was_built: bool
     seconds: float
-
-
-class OwnEngine(Protocol):
-    """An engine of this process, with its on-disk prefix cache and its devices."""
-
-    def use_blocks(self, store: BlockStore) -> None: ...
-
-    def leave_blocks(self) -> None: ...
-
-    def use_devices(self, wanted: OffloadRequest) -> None: ...
-
-    def use_recorder(self, recorder: DriftRecorder) -> None: ...
 
 
 def _slow_stages_on_stderr() -> LoadProgress:
@@ -160,14 +145,14 @@ class Host:
         self._reached("ready")
         return engine
 
-    def attach_devices(self, engine: OwnEngine, options: LoadOptions) -> None:
+    def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
         """Have `engine` attach this launch's devices in the background, while the CPU computes."""
         from edgeinfer.runtime.llama.backends.devices import OffloadRequest  # imported with the engine
 
         gpu = self.config.gpu
         engine.use_devices(OffloadRequest.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))
 
-    def keep_blocks(self, engine: OwnEngine) -> None:
+    def keep_blocks(self, engine: LlamaEngine) -> None:
         """Attach the on-disk prefix cache to `engine`, unless the user switched it off.
 
         If it cannot be opened, a warning on stderr is enough: the engine then prefills instead.
@@ -185,7 +170,7 @@ class Host:
             return
         atexit.register(engine.leave_blocks)
 
-    def record_drift(self, engine: OwnEngine, files: ModelFiles, options: LoadOptions) -> None:
+    def record_drift(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
         """Have `engine` count its answers by day, if they are a person's and the user wants that."""
         if options.is_counted and self.config.drift.record:
             from edgeinfer.runtime.drift import DriftRecorder, drift_path  # imported with the engine

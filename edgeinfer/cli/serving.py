@@ -37,8 +37,9 @@ from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
 from edgeinfer.server.tracing import Span, start_spans
 from edgeinfer.server.web.access import Access, Web
+from edgeinfer.workers.remote_engine import RemoteEngine
 from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
-from edgeinfer.workers.replicas import Replica, ReplicaEngine
+from edgeinfer.workers.replicas import Replica
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -229,7 +230,7 @@ class ReplicaLoader:
         def start(first: EngineInfo | None, n_threads: int) -> Replica:
             one = self._loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
             loaded.append(one)
-            return Replica(cast(ReplicaEngine, one.engine), one.how, n_threads)
+            return Replica(cast(RemoteEngine, one.engine), one.how, n_threads)
 
         cores = self._loader.n_threads()
         supervisor = ReplicaSupervisor(start, self._bounds, cores, self._on_change)

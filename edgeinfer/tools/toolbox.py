@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 
@@ -23,10 +21,10 @@ from edgeinfer.runtime.requests import Tool
 from edgeinfer.tools import elicitation
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
-from edgeinfer.tools.mcp_client import CallResult, McpClient, ToolInfo
+from edgeinfer.tools.mcp_client import McpClient, ToolInfo
 from edgeinfer.tools.mcp_servers import configured
 from edgeinfer.tools.sandbox import Sandbox
-from edgeinfer.tools.uses import Stop, safe_text
+from edgeinfer.tools.uses import safe_text
 from edgeinfer.tools.web import Web
 
 #: Between server and tool in the name that the model sees.
@@ -49,22 +47,6 @@ class BoundTool(msgspec.Struct, frozen=True):
     server: str
     info: ToolInfo
     is_new: bool = False
-
-
-class Session(Protocol):
-    """A started server."""
-
-    def tools(self) -> list[ToolInfo]: ...
-
-    def call(
-        self,
-        name: str,
-        arguments: dict[str, Any],
-        stop: Stop | None = None,
-        on_progress: Callable[[str], object] | None = None,
-    ) -> CallResult: ...
-
-    def close(self) -> None: ...
 
 
 def records_path() -> Path:
@@ -155,7 +137,7 @@ class Toolbox:
             for name, tool in self.bound().items()
         )
 
-    def start(self, name: str) -> Session:
+    def start(self, name: str) -> McpClient | Builtin:
         """Return the session of a server, started if need be. Raises ToolServerError."""
         with self._lock:
             if name in self.builtin:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,26 +22,17 @@ from edgeinfer import prefix_affinity
 from edgeinfer.errors import EngineClosedError, EngineError
 from edgeinfer.runtime.events import Finished, Progress
 from edgeinfer.runtime.generation import EventStream, Item
-from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, ReplicaInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.workers.remote_engine import ForwardingEngine
+from edgeinfer.workers.remote_engine import ForwardingEngine, RemoteEngine
 
 T = TypeVar("T")
-
-
-class ReplicaEngine(Engine, Protocol):
-    """What a replica's engine does besides."""
-
-    def submit(self, request: GenerateRequest) -> EventStream: ...
-
-    def use_threads(self, n_threads: int) -> None: ...
 
 
 class Replica:
     """One replica. `how` it came to be: "resumed" or "cold"."""
 
-    def __init__(self, engine: ReplicaEngine, how: str, n_threads: int) -> None:
+    def __init__(self, engine: RemoteEngine, how: str, n_threads: int) -> None:
         self.engine = engine
         self.how = how
         self.n_threads = n_threads

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
 from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.chat.history.values import Summary
 from edgeinfer.chat.session import Answer, ChatSession
 from edgeinfer.platform import paths
 from edgeinfer.runtime import picture_files
@@ -203,14 +204,9 @@ ROUTES.post(f"{PATH}/chat/completions", web="cookie")(chat_completions)
 
 
 @ROUTES.get(f"{PATH}/conversations", web="cookie")
-async def conversations(context: RequestContext, query: wire.ListQuery) -> list[wire.Listed]:
+async def conversations(context: RequestContext, query: wire.ListQuery) -> list[Summary]:
     """List the conversations, or search them."""
-
-    def work(store: ConversationStore) -> list[wire.Listed]:
-        found = store.search(query.q) if query.q else store.listing()
-        return [wire.Listed(**{f: getattr(one, f) for f in one.__struct_fields__}) for one in found]
-
-    return await _of(context).use(work)
+    return await _of(context).use(lambda store: store.search(query.q) if query.q else store.listing())
 
 
 @ROUTES.get(f"{PATH}/conversations/{{id}}/events", reply_type="text/event-stream", web="cookie")

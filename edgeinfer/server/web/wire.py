@@ -91,17 +91,6 @@ class ExportQuery(Wire, frozen=True, kw_only=True):
     file: Annotated[int, Meta(ge=0)] = 0
 
 
-class Listed(Reply, frozen=True, kw_only=True):
-    """A conversation in the list; `snippet` marks found words with U+0002 and U+0003."""
-
-    id: int
-    title: str
-    model: str
-    turns: int
-    updated_ms: int
-    snippet: str
-
-
 class Opened(Reply, frozen=True, kw_only=True):
     """The conversation that a request was about, or made; `note` is to be shown."""
 

@@ -19,6 +19,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,7 +34,10 @@ from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process
-from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable, actual
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel, actual
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.engine import LlamaEngine
 
 #: Our packages whose every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
@@ -122,7 +126,7 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
         )
         import_everything()
         _rehearse()
-        engine: Parkable = loading.result()
+        engine: LlamaEngine = loading.result()
     if inputs.became is not None:
         engine = _with_choices(engine, loadable, options, inputs.became)
     if inputs.adapters is not None and inputs.adapters != engine.info.lora:
@@ -151,8 +155,8 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
 
 
 def _with_choices(
-    engine: Parkable, files: ModelFiles, options: LoadOptions, chosen: LoadOptions
-) -> Parkable:
+    engine: LlamaEngine, files: ModelFiles, options: LoadOptions, chosen: LoadOptions
+) -> LlamaEngine:
     """Return the engine, loaded again if free memory has led to other choices than `chosen`."""
     from edgeinfer.runtime.engine import load_engine  # as in `prepare`
 

@@ -34,9 +34,10 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, describe, stamps_of
-from edgeinfer.snapshots.restore.loaded_model import LoadedModel, Parkable
+from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
+    from edgeinfer.runtime.engine import LlamaEngine
     from edgeinfer.workers.remote_engine import RemoteEngine
 
 
@@ -149,7 +150,7 @@ class AppHost(Host):
         if self._hint and self.start.how == "cold":
             sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
 
-    def _describe(self, engine: Parkable, found: ProcessDescription) -> None:
+    def _describe(self, engine: LlamaEngine, found: ProcessDescription) -> None:
         found = found.resumed_from(self.start.snapshot)
         self._publish(msgspec.structs.replace(found, is_worker=self._is_worker))
         engine.on_new_adapters = self._has_adapters

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from edgeinfer.config.load_options import differing, snapshot_options, unmet
 from edgeinfer.errors import EngineClosedError
-from edgeinfer.host import OwnEngine
 from edgeinfer.platform.page_cache import is_cached, is_cold
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.llama.mappings import HUGEPAGE, Area, Range, advise
-from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshots.inputs import ProcessDescription
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.engine import LlamaEngine
 
 CANARY_TOKENS = 4
 _CANARY_PROMPTS = (
@@ -30,30 +31,13 @@ _CANARY_PROMPTS = (
 )
 
 
-class Parkable(OwnEngine, Engine, Protocol):
-    """Methods of an in-process engine beyond `Engine`."""
-
-    on_new_adapters: Callable[[tuple[Adapter, ...]], None]
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def warm_up(self) -> None: ...
-
-    def prefill_system(self, text: str) -> int: ...
-
-    def park(self) -> None: ...
-
-    def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None: ...
-
-
 class LoadedModel:
     """A loaded engine and how it was loaded.
 
     `droppable` are the ranges that `app_process.reseed` empties, `weights` the model's mapped files.
     """
 
-    def __init__(self, engine: Parkable, description: ProcessDescription) -> None:
+    def __init__(self, engine: LlamaEngine, description: ProcessDescription) -> None:
         self.engine = engine
         self.description = description
         self.model = description.model
