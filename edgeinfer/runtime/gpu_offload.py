@@ -35,6 +35,7 @@ _log = logging.getLogger("edgeinfer.gpu")
 FLUSH_S = 30.0
 
 
+@dataclass(eq=False)
 class GpuOffload:
     """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
 
@@ -42,28 +43,21 @@ class GpuOffload:
     use.
     """
 
-    def __init__(
-        self,
-        files: ModelFiles,
-        options: LoadOptions,
-        cpu: LlamaModel,
-        active: ActiveContext,
-        lora: LoraAdapters,
-        scheduler: Scheduler,
-        call: Callable[[Callable[[], Any]], Any],
-        blocks: PrefixCacheSwitch,
-    ) -> None:
-        self._files, self._options = files, options
-        self._cpu = cpu
-        self._active = active
-        self._lora = lora
-        self._scheduler = scheduler
-        self._call, self._blocks = call, blocks
+    files: ModelFiles
+    options: LoadOptions
+    cpu: LlamaModel
+    active: ActiveContext
+    lora: LoraAdapters
+    scheduler: Scheduler
+    call: Callable[[Callable[[], Any]], Any]
+    blocks: PrefixCacheSwitch
+
+    def __post_init__(self) -> None:
         self._device_context: DeviceContext | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._note = process_metadata.Note(process_metadata.LAYERS)
-        self.loaded = cpu
+        self.loaded = self.cpu
 
     def begin(self, wanted: OffloadRequest) -> None:
         """Attach the devices of `wanted` in the background; a failure is logged once.
@@ -95,7 +89,7 @@ class GpuOffload:
         try:
             self._attach(wanted)
         except OffloadRefused as error:
-            self._cpu.choices["gpu_layers"] = Chosen("none", str(error))
+            self.cpu.choices["gpu_layers"] = Chosen("none", str(error))
             if wanted.is_explicit:
                 _log.warning("no layers on a GPU: %s", error)
         except EngineError as error:
@@ -105,15 +99,15 @@ class GpuOffload:
     def _attach(self, wanted: OffloadRequest) -> None:
         devices = find_devices(wanted)
         rooms = tuple(map(wanted.room, devices))
-        offload = make_offload(self._cpu.shape, self._cpu.plan, rooms, wanted.layers)
+        offload = make_offload(self.cpu.shape, self.cpu.plan, rooms, wanted.layers)
         if not offload.n_layers:
             raise OffloadRefused(offload.reason)
         device_context = self._load(devices, offload)
         try:
             is_software = all(device.kind == "software" for device in devices)
             # before a client waits for a token
-            device_context.warm_up(_SOFTWARE_TOKENS if is_software else self._cpu.n_batch)
-            self._call(lambda: self._switch(device_context))
+            device_context.warm_up(_SOFTWARE_TOKENS if is_software else self.cpu.n_batch)
+            self.call(lambda: self._switch(device_context))
         except BaseException:
             if self._device_context is None:
                 device_context.loaded.free()
@@ -121,12 +115,12 @@ class GpuOffload:
 
     def _load(self, devices: Sequence[Device], offload: Offload) -> DeviceContext:
         """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
-        cpu = self._cpu
+        cpu = self.cpu
         pointers = {device.name: device.pointer for device in devices}
         placement = Placement([pointers[name] for name in offload.devices], offload)
-        model = open_model(self._files.paths, placement=placement)
+        model = open_model(self.files.paths, placement=placement)
         try:
-            loaded = with_another_context(cpu, model, self._options)
+            loaded = with_another_context(cpu, model, self.options)
         except BaseException:
             free_model(model)
             raise
@@ -134,7 +128,7 @@ class GpuOffload:
         loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
         active = loaded.active_context()
         try:
-            active.adapters = self._lora.open(model)
+            active.adapters = self.lora.open(model)
         except BaseException:
             loaded.free()
             raise
@@ -144,17 +138,17 @@ class GpuOffload:
         """Decode with `device_context` from now on. Between two steps."""
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
-        self._lora.attach(device_context.loaded.model, device_context.active.adapters)
-        self._blocks.detach()
-        knows = self._active.copy_state_to(device_context.active)
-        self._scheduler.switch_context(device_context.active, knows=knows, on_device=True)
-        for cached_seq in self._scheduler.kv.cached_sequences:
+        self.lora.attach(device_context.loaded.model, device_context.active.adapters)
+        self.blocks.detach()
+        knows = self.active.copy_state_to(device_context.active)
+        self.scheduler.switch_context(device_context.active, knows=knows, on_device=True)
+        for cached_seq in self.scheduler.kv.cached_sequences:
             cached_seq.is_shifted = (
                 True  # computed by another context, whose rounding differs: not stored
             )
-        self._scheduler.on_failed_step = self._failed
+        self.scheduler.on_failed_step = self._failed
         self._device_context = device_context
-        cpu = self._cpu.active_context()
+        cpu = self.cpu.active_context()
         cpu.clear()
         cpu.cells.give_back()
         self._enter(device_context.loaded)
@@ -165,21 +159,21 @@ class GpuOffload:
         if device_context is None:
             return False
         names = " and ".join(device_context.offload.devices)
-        self._cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
+        self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
-        self._blocks.detach()
-        active = self._cpu.active_context()
-        active.adapters = self._lora.detach()
-        self._scheduler.switch_context(active, knows=False, on_device=False)
-        self._enter(self._cpu)
+        self.blocks.detach()
+        active = self.cpu.active_context()
+        active.adapters = self.lora.detach()
+        self.scheduler.switch_context(active, knows=False, on_device=False)
+        self._enter(self.cpu)
         return True
 
     def _enter(self, loaded: LlamaModel) -> None:
         self.loaded = loaded
-        loaded.active_context().set_threads(self._cpu.n_threads)
-        self._blocks.attach(loaded)
+        loaded.active_context().set_threads(self.cpu.n_threads)
+        self.blocks.attach(loaded)
         layers = str(loaded.choices["gpu_layers"].value)
-        self._note.write(LayersInfo(model=self._files.name, layers=layers))
+        self._note.write(LayersInfo(model=self.files.name, layers=layers))
 
 
 def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:

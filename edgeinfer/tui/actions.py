@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,130 +32,124 @@ from edgeinfer.tui.widgets.transcript import Transcript
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class AppFront:
     """Runs the screen's part of commands. Screens are imported when shown, or by `tui.preload`."""
 
-    def __init__(
-        self,
-        app: App[Any],
-        launch: Launch,
-        view: View,
-        answering: Answering,
-        attachments: AttachmentList,
-        leave: Callable[[], object],
-    ) -> None:
-        self._app = app
-        self._launch = launch
-        self._view = view
-        self._session = view.session
-        self._answering = answering
-        self._attachments = attachments
-        self._leave = leave
-        self.commander = Commander(view.session, self, launch.config, launch.tools)
+    app: App[Any]
+    launch: Launch
+    view: View
+    answering: Answering
+    attachments: AttachmentList
+    leave: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self.session = self.view.session
+        self.commander = Commander(self.session, self, self.launch.config, self.launch.tools)
 
     # words and turns
 
     def show_text(self, text: str) -> None:
-        self._view.add_remark(Remark(text))
+        self.view.add_remark(Remark(text))
 
     def show_changed(self) -> None:
-        self._view.composer.editing = None
-        if self._session.retries_after_cut:
-            self._answering.answer_after_cut()
+        self.view.composer.editing = None
+        if self.session.retries_after_cut:
+            self.answering.answer_after_cut()
         else:
-            self._view.show_session()
+            self.view.show_session()
 
     def show_answer(self, answer: Answer) -> None:
-        self._answering.stream(answer)
+        self.answering.stream(answer)
 
     def answer_edited(self, turn: Turn) -> None:
-        self._view.show_session()
-        self._answering.answer_question()
+        self.view.show_session()
+        self.answering.answer_question()
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        self._view.composer.fill(text)
-        self._view.composer.editing = editing
-        self._view.composer.focus()
+        self.view.composer.fill(text)
+        self.view.composer.editing = editing
+        self.view.composer.focus()
 
     def attach(self, attachment: Attachment) -> None:
-        self._attachments.add(attachment)
+        self.attachments.add(attachment)
 
     def copy(self, text: str, what: str) -> None:
-        _copy(self._app, text)
-        self._app.notify(f"Copied {what}.", timeout=2)
+        _copy(self.app, text)
+        self.app.notify(f"Copied {what}.", timeout=2)
 
     def fold_reasoning(self) -> None:
-        entries = self._view.transcript.entries
+        entries = self.view.transcript.entries
         answers = [e for e in entries if isinstance(e, AnswerEntry) and e.can_unfold]
         questions = [e for e in entries if isinstance(e, Question)]
         found = (answers or questions)[-1:]
-        if not found or not self._view.transcript.toggle_fold(found[0]):
+        if not found or not self.view.transcript.toggle_fold(found[0]):
             raise UsageError("there is no reasoning to unfold", hint="")
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        self._answering.wait_for(work, then)
+        self.answering.wait_for(work, then)
 
     # models
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
-        self._session.refuse_busy()
+        self.session.refuse_busy()
         self._load(name, n_ctx)
 
     def pick_model(self, wanted: str = "", *, first: bool = False) -> None:
         """Show the models; `first`: none is here yet, and `wanted` was asked for."""
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
-        screen = ModelScreen(self._launch, wanted or self._session.conversation.model, first=first)
-        self._app.push_screen(screen, self._model_picked)
+        screen = ModelScreen(self.launch, wanted or self.session.conversation.model, first=first)
+        self.app.push_screen(screen, self._model_picked)
 
     def _model_picked(self, name: str | None) -> None:
         if name:
             self._load(name)
-        self._view.composer.focus()
+        self.view.composer.focus()
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:
-        self._view.loader.start(name, n_ctx)
-        self._view.refresh_status()
+        self.view.loader.start(name, n_ctx)
+        self.view.refresh_status()
 
     # conversations
 
     def pick_session(self, words: str) -> None:
         from edgeinfer.tui.screens.sessions import SessionScreen
 
-        screen = SessionScreen(self._session, self.commander, words)
-        self._app.push_screen(screen, self._session_picked)
+        screen = SessionScreen(self.session, self.commander, words)
+        self.app.push_screen(screen, self._session_picked)
 
     def _session_picked(self, conversation_id: int | None) -> None:
         if conversation_id is not None:
             try:
-                self._session.open(conversation_id)
+                self.session.open(conversation_id)
             except EdgeInferError as error:
-                self._view.show_error(error)
+                self.view.show_error(error)
                 return
-            self._view.composer.editing = None
-            if self._session.conversation.draft:
-                self._view.composer.fill(self._session.conversation.draft)
-        self._view.show_session()
+            self.view.composer.editing = None
+            if self.session.conversation.draft:
+                self.view.composer.fill(self.session.conversation.draft)
+        self.view.show_session()
 
     def summarise(self, kept: Turn) -> None:
-        self._answering.summarise(kept)
+        self.answering.summarise(kept)
 
     # the program
 
     def show_help(self) -> None:
         from edgeinfer.tui.screens.dialogs import HelpScreen
 
-        self._app.push_screen(HelpScreen())
+        self.app.push_screen(HelpScreen())
 
     def show_stats(self) -> None:
-        self.show_text(stats_text(self._session, self._view.started))
+        self.show_text(stats_text(self.session, self.view.started))
 
     def use_theme(self, name: str) -> None:
-        themes = self._app.available_themes
+        themes = self.app.available_themes
         if not name:
             self._pick_theme()
         elif name in themes:
-            self._app.theme = name
+            self.app.theme = name
             save(("chat", "theme"), name)
         else:
             raise UsageError(
@@ -164,24 +159,21 @@ class AppFront:
     def _pick_theme(self) -> None:
         from edgeinfer.tui.screens.dialogs import ChoiceScreen
 
-        themes = sorted(self._app.available_themes.items())
+        themes = sorted(self.app.available_themes.items())
         themes.sort(key=lambda item: not item[0].startswith("edgeinfer"))
         choices = [(name, name, "dark" if theme.dark else "light") for name, theme in themes]
-        self._app.push_screen(ChoiceScreen("Theme", "", choices), self._theme_picked)
+        self.app.push_screen(ChoiceScreen("Theme", "", choices), self._theme_picked)
 
     def _theme_picked(self, name: str | None) -> None:
         if name:
             try:
                 self.use_theme(name)
             except EdgeInferError as error:
-                self._view.show_error(error)
+                self.view.show_error(error)
 
     def edit_outside(self) -> None:
-        composer = self._view.composer
-        composer.fill(_edit(self._app, composer.text))
-
-    def leave(self) -> None:
-        self._leave()
+        composer = self.view.composer
+        composer.fill(_edit(self.app, composer.text))
 
     # names for completion
 
@@ -193,7 +185,7 @@ class AppFront:
                 (n, " ".join(t.split("\n"))[:60]) for n, t in self.commander.prompts.items()
             ],
             "preset": lambda: [(n, describe(v)) for n, v in self.commander.presets.items()],
-            "theme": lambda: [(n, "") for n in sorted(self._app.available_themes)],
+            "theme": lambda: [(n, "") for n in sorted(self.app.available_themes)],
         }
 
 

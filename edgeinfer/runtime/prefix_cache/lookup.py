@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import msgspec
 
@@ -48,27 +48,22 @@ def block_tokens(window: int) -> int:
     return max(1, 1 << ((window - 1).bit_length() - 1))
 
 
+@dataclass(eq=False, kw_only=True)
 class PrefixCache:
     """Restore blocks into the context `active`; `check` is this model's, not yet begun."""
 
-    def __init__(
-        self,
-        *,
-        blocks: ModelBlocks,
-        states: SequenceStates,
-        active: ActiveContext,
-        kv: KvCache,
-        block_tokens: int,
-        check: RoundtripCheck,
-    ) -> None:
-        self.blocks = blocks
-        self.block_tokens = block_tokens
-        self._states, self._active = states, active
-        self._kv = kv
-        self.names = PrefixKeys(blocks, block_tokens)
-        self.verdict = RoundtripVerdict(blocks, check)
+    blocks: ModelBlocks
+    states: SequenceStates
+    active: ActiveContext
+    kv: KvCache
+    block_tokens: int
+    check: InitVar[RoundtripCheck]
+
+    def __post_init__(self, check: RoundtripCheck) -> None:
+        self.names = PrefixKeys(self.blocks, self.block_tokens)
+        self.verdict = RoundtripVerdict(self.blocks, check)
         self.writing = BlockWriter(
-            blocks=blocks, states=states, kv=kv, names=self.names, verdict=self.verdict
+            blocks=self.blocks, states=self.states, kv=self.kv, names=self.names, verdict=self.verdict
         )
 
     def match(
@@ -87,7 +82,7 @@ class PrefixCache:
         n_full = next(
             (i for i, name in enumerate(names[1:]) if not self.blocks.has(name)), len(names) - 1
         )
-        if self._kv.checkpoints is not None:
+        if self.kv.checkpoints is not None:
             n_full, tail, n_tail = self._last_checkpoint(chain, n_full, tokens)
             first = 0
         else:
@@ -108,9 +103,9 @@ class PrefixCache:
 
     def _populating(self, ends: list[int]) -> Callable[[int], None]:
         """Make a callback that populates the memory of each block's cells, unless they are mapped."""
-        shift = self._kv.used_cells - ends[0]
-        cells = self._active.cells
-        if cells.can_be_pages_of(shift - self._kv.pinned_cells):
+        shift = self.kv.used_cells - ends[0]
+        cells = self.active.cells
+        if cells.can_be_pages_of(shift - self.kv.pinned_cells):
             return lambda i: None
         return lambda i: cells.populate(shift + ends[i], shift + ends[i + 1])
 
@@ -157,28 +152,28 @@ class PrefixCache:
             return False
         its = block.tokens
         n = picture_start(its, min(common_prefix(its, tokens[at:]), restore.end - at))
-        fits = n > 0 and self._kv.make_room(len(its))
-        if not fits or not self._states.write(cached_seq.seq_id, block.states[0]):
+        fits = n > 0 and self.kv.make_room(len(its))
+        if not fits or not self.states.write(cached_seq.seq_id, block.states[0]):
             return False
-        self._kv.extend(cached_seq, its)
-        if self._kv.checkpoints is None:
-            return self._kv.truncate(cached_seq, at + n) and n == len(its)
+        self.kv.extend(cached_seq, its)
+        if self.kv.checkpoints is None:
+            return self.kv.truncate(cached_seq, at + n) and n == len(its)
         if not restore.is_over:
             return True
-        back = n == len(its) and self._states.write_checkpoint(
+        back = n == len(its) and self.states.write_checkpoint(
             cached_seq.seq_id, block.states[1].joined()
         )
-        self._kv.save_checkpoint(cached_seq)
+        self.kv.save_checkpoint(cached_seq)
         return back
 
     def drop_unfinished(self, cached_seq: CachedSequence) -> None:
         """Drop a partly restored sequence whose model does not support truncation."""
-        if self._kv.checkpoints is not None:
-            self._kv.truncate(cached_seq, 0)
+        if self.kv.checkpoints is not None:
+            self.kv.truncate(cached_seq, 0)
 
     def close(self, timeout_s: float) -> bool:
         """Store pending blocks; False after the timeout."""
-        self._kv.before_drop = lambda cached_seq: None
+        self.kv.before_drop = lambda cached_seq: None
         return self.blocks.close(timeout_s)
 
 

@@ -36,28 +36,24 @@ class _Pass:
     conversations: set[str] = field(default_factory=set)
 
 
+@dataclass(eq=False, kw_only=True)
 class BlockWriter:
     """Store ended sequences of `kv`, once this model passed the round-trip check. One thread."""
 
-    def __init__(
-        self,
-        *,
-        blocks: ModelBlocks,
-        states: SequenceStates,
-        kv: KvCache,
-        names: PrefixKeys,
-        verdict: RoundtripVerdict,
-    ) -> None:
-        self._blocks, self._states = blocks, states
-        self._kv, self._names = kv, names
-        self._verdict = verdict
+    blocks: ModelBlocks
+    states: SequenceStates
+    kv: KvCache
+    names: PrefixKeys
+    verdict: RoundtripVerdict
+    #: The process is about to end: blocks are stored unchecked, and a later process runs the check.
+    is_leaving: bool = False
+
+    def __post_init__(self) -> None:
         self._passes: dict[CachedSequence, _Pass] = {}
         self._queued: set[bytes] = set()
         self._rest_until = 0.0
         self._was_used = False
-        #: The process is about to end: blocks are stored unchecked, and a later process runs the check.
-        self.is_leaving = False
-        kv.before_drop = self._before_drop
+        self.kv.before_drop = self._before_drop
 
     @property
     def has_work(self) -> bool:
@@ -65,20 +61,20 @@ class BlockWriter:
 
     @property
     def _wants_check(self) -> bool:
-        return self._was_used and not self._verdict.found and not self.is_leaving
+        return self._was_used and not self.verdict.found and not self.is_leaving
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
         """Store `cached_seq`, if prefilling it again would take long enough."""
         n = len(cached_seq.tokens)
-        if self._verdict.is_refused or cached_seq.is_shifted or n < TAIL_KEY_TOKENS:
+        if self.verdict.is_refused or cached_seq.is_shifted or n < TAIL_KEY_TOKENS:
             return
         if n * s_per_token < _WORTH_WRITING_S:
             return
         found = self._passes.get(cached_seq)
         if found is None:
-            if self._blocks.writer.is_idle:
+            if self.blocks.writer.is_idle:
                 self._queued.clear()  # blocks deleted meanwhile are stored again
-            root = self._names.root(cached_seq.adapters, cached_seq.salt)
+            root = self.names.root(cached_seq.adapters, cached_seq.salt)
             found = self._passes[cached_seq] = _Pass(Chain([root]))
             cached_seq.n_unchanged = 0
             self._was_used = True
@@ -89,7 +85,7 @@ class BlockWriter:
         """Return whether dropping `cached_seq` now would store all of its tokens."""
         if cached_seq.is_shifted or cached_seq.memory_only_from is not None:
             return False
-        return cached_seq not in self._passes or self._blocks.writer.has_room
+        return cached_seq not in self._passes or self.blocks.writer.has_room
 
     def work(self, *, is_idle: bool) -> None:
         """Do one piece of work: store a block, or continue the round-trip check.
@@ -98,15 +94,15 @@ class BlockWriter:
         if it passes, blocks stored before are used, otherwise they are deleted.
         """
         if is_idle and self._wants_check:
-            self._verdict.step()
+            self.verdict.step()
             return
         if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
             return
-        if not self._blocks.writer.has_room:
+        if not self.blocks.writer.has_room:
             if is_idle:
-                self._blocks.writer.wait_for_room(_WAIT_S)
+                self.blocks.writer.wait_for_room(_WAIT_S)
             return
-        if self._verdict.is_refused or not self._blocks.can_write:
+        if self.verdict.is_refused or not self.blocks.can_write:
             self._passes.clear()
             return
         began = time.monotonic()
@@ -120,15 +116,15 @@ class BlockWriter:
         found = self._passes.pop(cached_seq, None)
         if found is None:
             return
-        while self._blocks.can_write and self._blocks.writer.has_room:
+        while self.blocks.can_write and self.blocks.writer.has_room:
             if not self._write_one(cached_seq, found):
                 break
 
     def _write_one(self, cached_seq: CachedSequence, found: _Pass) -> bool:
         """Store the first missing block of `cached_seq`. False if none is missing."""
-        if self._verdict.is_refused or cached_seq.is_shifted:
+        if self.verdict.is_refused or cached_seq.is_shifted:
             return False
-        if cached_seq not in self._kv.cached_sequences:
+        if cached_seq not in self.kv.cached_sequences:
             return False
         missing = next(self._missing(cached_seq, found), None)
         if missing is None:
@@ -141,10 +137,10 @@ class BlockWriter:
             return False
         # first: a killed process leaves no block without an owner
         for conversation in found.conversations:
-            self._blocks.own(conversation, [header.name])
-        self._blocks.write(KvBlock(header, states))
+            self.blocks.own(conversation, [header.name])
+        self.blocks.write(KvBlock(header, states))
         if superseded is not None:
-            self._blocks.writer.put(lambda: self._blocks.remove(superseded))
+            self.blocks.writer.put(lambda: self.blocks.remove(superseded))
         return True
 
     def _read_states(
@@ -152,9 +148,9 @@ class BlockWriter:
     ) -> tuple[State, ...] | None:
         """Save a block's state, and its checkpoint; None if llama.cpp lacks a part."""
         end = start + len(unpack_tokens(header.tokens))
-        position = partial(self._kv.position_behind, cached_seq.tokens)
-        state = self._states.read(cached_seq.seq_id, start, end, self._kv.pinned_cells, position)
-        if state is None or self._kv.checkpoints is None or header.kind == "full":
+        position = partial(self.kv.position_behind, cached_seq.tokens)
+        state = self.states.read(cached_seq.seq_id, start, end, self.kv.pinned_cells, position)
+        if state is None or self.kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
         checkpoint = next(
             (checkpoint for checkpoint in cached_seq.checkpoints if checkpoint.n_tokens == end), None
@@ -165,7 +161,7 @@ class BlockWriter:
         tokens = _writable(cached_seq)
         self._name(cached_seq, tokens, found)
         yield from self._missing_whole(tokens, found)
-        if self._kv.checkpoints is not None:
+        if self.kv.checkpoints is not None:
             yield from self._missing_checkpoints(cached_seq, tokens, found.chain)
         elif not cached_seq.active:
             yield from self._missing_tail(tokens, found.chain)
@@ -175,36 +171,36 @@ class BlockWriter:
         n_same = found.chain.at(cached_seq.n_unchanged)
         del found.chain.names[n_same + 1 :], found.chain.ends[n_same + 1 :]
         found.n_seen = min(found.n_seen, n_same)
-        self._names.extend(found.chain, tokens)
+        self.names.extend(found.chain, tokens)
         cached_seq.n_unchanged = len(cached_seq.tokens)
 
     def _missing_whole(self, tokens: list[int], found: _Pass) -> Iterator[_Missing]:
         names, ends = found.chain.names, found.chain.ends
         for i in range(found.n_seen, len(names) - 1):
             found.n_seen = i + 1
-            if self._blocks.has(names[i + 1]):
+            if self.blocks.has(names[i + 1]):
                 continue
             part = tokens[ends[i] : ends[i + 1]]
             header = self._header("full", names[i + 1], names[i], part)
             if not self._is_queued(header):
-                yield header, ends[i], self._names.superseded(names[i], part, header.name)
+                yield header, ends[i], self.names.superseded(names[i], part, header.name)
 
     def _missing_tail(self, tokens: list[int], chain: Chain) -> Iterator[_Missing]:
         start, parent = chain.ends[-1], chain.names[-1]
         rest = tokens[start:]
         if not rest:
             return
-        _, n = self._names.tail(parent, rest)
-        header = self._header("tail", self._blocks.names.tail(parent, rest), parent, rest)
+        _, n = self.names.tail(parent, rest)
+        header = self._header("tail", self.blocks.names.tail(parent, rest), parent, rest)
         if n < len(rest) and not self._is_queued(header):
-            yield header, start, self._names.superseded(parent, rest, header.name)
+            yield header, start, self.names.superseded(parent, rest, header.name)
 
     def _missing_checkpoints(
         self, cached_seq: CachedSequence, tokens: list[int], chain: Chain
     ) -> Iterator[_Missing]:
         if cached_seq.active:
             return
-        names = self._blocks.names
+        names = self.blocks.names
         found: dict[bytes, tuple[Header, int]] = {}
         for n_tokens in sorted(p.n_tokens for p in cached_seq.checkpoints if p.n_tokens <= len(tokens)):
             i = chain.at(n_tokens - (tokens[n_tokens - 1] < 0))  # its block may end with a picture
@@ -220,12 +216,12 @@ class BlockWriter:
         for header, start in found.values():
             if self._is_queued(header):
                 continue
-            there = self._blocks.header(header.name)
+            there = self.blocks.header(header.name)
             if there is None or there.tokens != header.tokens:
                 yield header, start, None
 
     def _header(self, kind: Kind, name: bytes, parent: bytes, tokens: list[int]) -> Header:
-        return Header(kind, name, parent, self._blocks.names.identity, pack_tokens(tokens), ())
+        return Header(kind, name, parent, self.blocks.names.identity, pack_tokens(tokens), ())
 
     def _is_queued(self, header: Header) -> bool:
         return header.name + header.tokens in self._queued
@@ -236,13 +232,13 @@ class BlockWriter:
         rest = _writable(cached_seq)[found.chain.ends[-1] :]
 
         def note() -> None:  # in the writer's thread: the tail block exists only after its write
-            tail, n = self._names.tail(names[-1], rest)
+            tail, n = self.names.tail(names[-1], rest)
             kept = [*names[1:], *([tail] if n else [])]
-            self._blocks.touch(kept)
+            self.blocks.touch(kept)
             for conversation in conversations:
-                self._blocks.own(conversation, kept)
+                self.blocks.own(conversation, kept)
 
-        self._blocks.writer.put(note)
+        self.blocks.writer.put(note)
 
 
 def _writable(cached_seq: CachedSequence) -> list[int]:
