@@ -418,16 +418,10 @@ def _first_line(text: str) -> str:
 @contextlib.contextmanager
 def _ctrl_c_stops(running: Answer | ChatTools) -> Iterator[None]:
     """Let Ctrl-C stop an answer or calls; signals are caught in the main thread alone."""
-
-    def stop(_number: int, _frame: object) -> None:
-        running.stop()
-
-    try:
-        before = signal.signal(signal.SIGINT, stop)
-    except ValueError:
-        yield
-        return
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, lambda *_: running.stop()) if is_main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if is_main:
+            signal.signal(signal.SIGINT, before)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -211,29 +212,27 @@ class ModelLoader:
         return LoadedEngine(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
 
 
+@dataclass
 class ReplicaLoader:
     """Loads the default model as replicas in workers; none of them ends the endpoint."""
 
-    def __init__(
-        self, loader: ModelLoader, bounds: Bounds, on_change: Callable[[ReplicasInfo], None]
-    ) -> None:
-        self._loader = loader
-        self._bounds = bounds
-        self._on_change = on_change
+    loader: ModelLoader
+    bounds: Bounds
+    on_change: Callable[[ReplicasInfo], None]
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
         """Load a model, in a worker thread. Raises what loading raises."""
-        if name != self._loader.name:
-            return self._loader(name, progress)
+        if name != self.loader.name:
+            return self.loader(name, progress)
         loaded: list[LoadedEngine] = []
 
         def start(first: EngineInfo | None, n_threads: int) -> Replica:
-            one = self._loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
+            one = self.loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
             loaded.append(one)
             return Replica(cast(RemoteEngine, one.engine), one.how, n_threads)
 
-        cores = self._loader.n_threads()
-        supervisor = ReplicaSupervisor(start, self._bounds, cores, self._on_change)
+        cores = self.loader.n_threads()
+        supervisor = ReplicaSupervisor(start, self.bounds, cores, self.on_change)
         return msgspec.structs.replace(loaded[0], engine=supervisor.engine, where="worker")
 
 

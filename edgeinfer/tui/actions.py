@@ -41,7 +41,7 @@ class AppFront:
     view: View
     answering: Answering
     attachments: AttachmentList
-    leave: Callable[[], object]
+    leave: Callable[[], None]
 
     def __post_init__(self) -> None:
         self.session = self.view.session

@@ -65,18 +65,18 @@ class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
     """A document as text."""
 
     hints: ClassVar = frozenset({"media_type"})
-    other_types: ClassVar[Mapping[str, str]] = {
-        "url": "nothing is fetched",
-        "file": "no files are stored",
-    }
 
     data: Text
 
 
 class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
-    """A document's file: PDF, DOCX or text."""
+    """A document's file (PDF, DOCX or text) or a picture's; its beginning says which format it has."""
 
     hints: ClassVar = frozenset({"media_type"})
+    other_types: ClassVar[Mapping[str, str]] = {
+        "url": "nothing is fetched",
+        "file": "no files are stored",
+    }
 
     data: Text
 
@@ -97,23 +97,11 @@ class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
     context: Text | None = None
 
 
-class ImageSource(Wire, frozen=True, tag="base64", tag_field="type"):
-    """A picture's file; its beginning says which format it has."""
-
-    hints: ClassVar = frozenset({"media_type"})
-    other_types: ClassVar[Mapping[str, str]] = {
-        "url": "nothing is fetched",
-        "file": "no files are stored",
-    }
-
-    data: Text
-
-
 class ImageBlock(Wire, frozen=True, tag="image", tag_field="type"):
     hints: ClassVar = _CACHE
     refused: ClassVar[Mapping[str, str]] = {"transformations": "pictures are read as they are"}
 
-    source: ImageSource
+    source: FileSource
 
 
 class ThinkingBlock(Wire, frozen=True, tag="thinking", tag_field="type"):

@@ -82,7 +82,12 @@ MessageContent = (
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class MessageItem(Wire, frozen=True, tag="message", tag_field="type"):
+class _TurnItem(Wire, frozen=True, kw_only=True):
+    id: ShortText | None = None
+    status: ItemStatus | None = None
+
+
+class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
     """A turn; its `type` may be left out."""
 
     is_untagged_form: ClassVar = True
@@ -106,39 +111,31 @@ class MessageItem(Wire, frozen=True, tag="message", tag_field="type"):
 
     role: Literal["user", "assistant", "system", "developer"]
     content: MessageContent
-    id: ShortText | None = None
-    status: ItemStatus | None = None
 
 
-class FunctionCallItem(Wire, frozen=True, tag="function_call", tag_field="type"):
+class FunctionCallItem(_TurnItem, frozen=True, tag="function_call", tag_field="type"):
     hints: ClassVar = frozenset({"caller", "async", "parsed_arguments"})
 
     call_id: ShortText
     name: ToolName
     arguments: Text
     namespace: ToolName | None = None
-    id: ShortText | None = None
-    status: ItemStatus | None = None
 
 
-class FunctionOutputItem(Wire, frozen=True, tag="function_call_output", tag_field="type"):
+class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag_field="type"):
     hints: ClassVar = frozenset({"caller", "name", "namespace"})
 
     call_id: ShortText
     output: str | Annotated[list[InputText | InputImage | InputFile], Meta(max_length=1024)]
-    id: ShortText | None = None
-    status: ItemStatus | None = None
 
 
-class ReasoningItem(Wire, frozen=True, tag="reasoning", tag_field="type"):
+class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
     """What was thought; its summary where the thought itself is not there."""
 
     hints: ClassVar = frozenset({"encrypted_content"})
 
     summary: Annotated[list[SummaryText], Meta(max_length=64)] = msgspec.field(default_factory=list)
     content: Annotated[list[ReasoningText], Meta(max_length=64)] | None = None
-    id: ShortText | None = None
-    status: ItemStatus | None = None
 
 
 class McpListItem(Wire, frozen=True, tag="mcp_list_tools", tag_field="type"):
@@ -151,26 +148,24 @@ class McpListItem(Wire, frozen=True, tag="mcp_list_tools", tag_field="type"):
     tools: list[JsonObject] = msgspec.field(default_factory=list)
 
 
-class McpCallItem(Wire, frozen=True, tag="mcp_call", tag_field="type"):
-    """A call of an MCP tool with its `output`, or its `error`."""
-
+class _McpItem(Wire, frozen=True):
     id: ShortText
     server_label: ShortText
     name: ShortText
     arguments: Text
+
+
+class McpApprovalRequestItem(_McpItem, frozen=True, tag="mcp_approval_request", tag_field="type"):
+    """A call that the operator's policy does not allow by itself."""
+
+
+class McpCallItem(_McpItem, frozen=True, tag="mcp_call", tag_field="type"):
+    """A call of an MCP tool with its `output`, or its `error`."""
+
     output: Text | None = None
     error: JsonObject | None = None
     status: str = "completed"
     approval_request_id: ShortText | None = None
-
-
-class McpApprovalRequestItem(Wire, frozen=True, tag="mcp_approval_request", tag_field="type"):
-    """A call that the operator's policy does not allow by itself."""
-
-    id: ShortText
-    server_label: ShortText
-    name: ShortText
-    arguments: Text
 
 
 class McpApprovalResponseItem(Wire, frozen=True, tag="mcp_approval_response", tag_field="type"):
