@@ -11,12 +11,15 @@ import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
+import msgspec
+
 from edgeinfer import error_text
 from edgeinfer.cli.parser import VERBS, build_parser, module_of, nearest, refuse_unknown, wants_json
-from edgeinfer.cli.result import Result, envelope, error_envelope
+from edgeinfer.cli.result import Result, TimedResult, envelope, error_envelope
 from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailableError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launcher.argv import with_verb
@@ -84,7 +87,10 @@ def _run(options: argparse.Namespace, host: Host) -> Result:
         raise SnapshotsUnavailableError(
             f"`{options.verb}` needs Linux; every launch here is a cold start", hint=""
         )
+    start_s = time.monotonic()
     result: Result = module_of(options.verb).run(options, host)
+    if isinstance(result, TimedResult):
+        return msgspec.structs.replace(result, wall_s=round(time.monotonic() - start_s, 3))
     return result
 
 

@@ -23,6 +23,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
+class TimedResult(Result, frozen=True, kw_only=True):
+    """An outcome that took `wall_s` (s), which `main` measures."""
+
+    wall_s: float = 0.0
+
+
 def envelope(result: Result) -> bytes:
     """Encode `{"schema", "kind", "ok": true, "result"}` as one line of JSON.
 

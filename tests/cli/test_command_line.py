@@ -47,9 +47,7 @@ def test_kinds_of_results_are_those_that_scripts_know():
     for verb in (*VERBS, "snapshots_transfer"):
         module_of(verb)
     found = [*Result.__subclasses__(), *TimedResult.__subclasses__()]
-    ours = [
-        one for one in found if one is not TimedResult and one.__module__.startswith("edgeinfer.")
-    ]
+    ours = [one for one in found if one is not TimedResult and one.__module__.startswith("edgeinfer.")]
     assert sorted(kebab(one.__name__.removesuffix("Result")) for one in ours) == kinds
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from urllib.parse import quote
 
 from edgeinfer.cli.options import add_model, add_quiet
-from edgeinfer.cli.result import Result
+from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.errors import ChecksumError, UsageError
 from edgeinfer.host import Host
@@ -34,7 +33,7 @@ _TRIES = {
 }
 
 
-class PullResult(Result, frozen=True, kw_only=True):
+class PullResult(TimedResult, frozen=True, kw_only=True):
     """A stored model. `sha256` of a split model is that of its files' digests."""
 
     name: str
@@ -47,7 +46,6 @@ class PullResult(Result, frozen=True, kw_only=True):
     licence: str
     source: str
     was_here: bool
-    wall_s: float
 
     def human(self) -> str:
         state = "was already here" if self.was_here else "is here"
@@ -123,13 +121,12 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     Ctrl-C keeps fetched parts. A model in an external store is checked instead of fetched; `--name`
     adds it to our store. `--again` or `--name` fetches one from Hugging Face nevertheless.
     """
-    start_s = time.monotonic()
     wanted: str = options.model or host.config.default_model
     if options.base or is_adapter(wanted):
         return _pull_adapter(wanted, options)
     anew = options.again or options.name or options.sha256
     if stores.is_name(wanted) or not (anew or names.is_path(wanted)):
-        external = _check_external(wanted, start_s)
+        external = _check_external(wanted)
         if external is not None and not options.name:
             if options.sha256 and names.digest(options.sha256) != external.sha256:
                 raise ChecksumError(f"{wanted} has SHA-256 {external.sha256}, not {options.sha256}")
@@ -171,11 +168,10 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         licence=entry.licence if entry else "",
         source=record.source,
         was_here=not fetched,
-        wall_s=round(time.monotonic() - start_s, 3),
     )
 
 
-def _check_external(wanted: str, start_s: float) -> PullResult | None:
+def _check_external(wanted: str) -> PullResult | None:
     """Check a model of another program as using it does; None if none has it, or it is ours."""
     ref = resolve(wanted)
     stored = ref.external
@@ -194,5 +190,4 @@ def _check_external(wanted: str, start_s: float) -> PullResult | None:
         licence=header.text("general.license"),
         source=stored.store if stored else "",
         was_here=True,
-        wall_s=round(time.monotonic() - start_s, 3),
     )

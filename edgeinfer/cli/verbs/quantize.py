@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import time
 from statistics import median
 
 import msgspec
 
 from edgeinfer.cli.options import add_quiet
-from edgeinfer.cli.result import Result
+from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable, table
 from edgeinfer.cli.verbs.eval import EvalResult
 from edgeinfer.host import Host
@@ -23,7 +22,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.units import format_bytes
 
 
-class QuantizeResult(Result, frozen=True, kw_only=True):
+class QuantizeResult(TimedResult, frozen=True, kw_only=True):
     """Source and result. Perplexities over `n_scored_tokens` of a text; None: unknown.
 
     `divergence` (nats per token) and `same_top` (share of 1) compare the result with the source.
@@ -44,7 +43,6 @@ class QuantizeResult(Result, frozen=True, kw_only=True):
     n_scored_tokens: int
     text: str
     quantized_twice: bool
-    wall_s: float
 
     def human(self) -> str:
         rows = [
@@ -161,7 +159,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> Result:
     """Quantize a model. Raises what `quantize` raises, and InterruptedByUser."""
-    start_s = time.monotonic()
     quantize_options = QuantizeOptions(
         name=options.name,
         imatrix=options.imatrix,
@@ -183,7 +180,6 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         sha256=model.sha256,
         path=str(model.paths[0]),
         text=options.text,
-        wall_s=round(time.monotonic() - start_s, 3),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgeinfer.cli.options import add_quiet, add_yes
 from edgeinfer.cli.parser import add_action
-from edgeinfer.cli.result import Result
+from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import StageProgress, confirm, stoppable, table
 from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import (
@@ -318,13 +318,12 @@ def _prune(options: argparse.Namespace, host: Host) -> SnapshotsRemovedResult:
 _PS = "`edgeinfer ps` shows what runs"
 
 
-class SnapshotsTakeResult(Result, frozen=True, kw_only=True):
+class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
     """The snapshot of process `pid`. `was_built` is False if an identical one existed."""
 
     pid: int
     snapshot: Details
     was_built: bool
-    wall_s: float
 
     def human(self) -> str:
         d = self.snapshot
@@ -343,14 +342,11 @@ def _take(options: argparse.Namespace, host: Host) -> SnapshotsTakeResult:
     pid = _resolve_pid(options.which)
     which = options.which if options.which and _has_loaded(pid, options.which) else None
     loaded = _loaded_model(pid, options.model or which)
-    start_s = time.monotonic()
     criu.available()
     progress = StageProgress(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
     with stoppable("stopped; nothing of the snapshot is kept"), progress:
         snapshot, was_built = build(loaded, options.name, host.config.snapshots, progress.report)
-    return SnapshotsTakeResult(
-        pid=pid, snapshot=snapshot, was_built=was_built, wall_s=round(time.monotonic() - start_s, 2)
-    )
+    return SnapshotsTakeResult(pid=pid, snapshot=snapshot, was_built=was_built)
 
 
 def _resolve_pid(which: str | None) -> int:

@@ -7,12 +7,11 @@ import re
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgeinfer.cli.result import Result
+from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import LORA, NO_ADAPTERS
 from edgeinfer.errors import UsageError
@@ -28,7 +27,7 @@ from edgeinfer.snapshots.transfer.oci import Layout
 from edgeinfer.units import format_bytes
 
 
-class SnapshotsExportResult(Result, frozen=True, kw_only=True):
+class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
     """An exported snapshot. `written_bytes` counts only layers new at the destination."""
 
     name: str
@@ -38,7 +37,6 @@ class SnapshotsExportResult(Result, frozen=True, kw_only=True):
     signer: str
     layers_bytes: int
     written_bytes: int
-    wall_s: float
 
     def human(self) -> str:
         reused_bytes = self.layers_bytes - self.written_bytes
@@ -53,12 +51,11 @@ class SnapshotsExportResult(Result, frozen=True, kw_only=True):
         )
 
 
-class SnapshotsImportResult(Result, frozen=True, kw_only=True):
+class SnapshotsImportResult(TimedResult, frozen=True, kw_only=True):
     """A snapshot that was imported."""
 
     snapshot: Details
     signer: str
-    wall_s: float
 
     def human(self) -> str:
         d = self.snapshot
@@ -94,7 +91,6 @@ class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
 
 def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
     """Export a snapshot. Raises what `exporting.export` raises, UsageError for a bad destination."""
-    start_s = time.monotonic()
     folder = registry.find(options.name)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     name = registry.read_details(folder).name
@@ -110,7 +106,6 @@ def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
         signer=done.signer,
         layers_bytes=done.layers_bytes,
         written_bytes=done.written_bytes,
-        wall_s=round(time.monotonic() - start_s, 2),
     )
 
 
@@ -144,7 +139,6 @@ def _may_fill(folder: Path) -> bool:
 
 def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     """Import a snapshot. Raises what `importing` raises, UsageError for a bad source or fingerprint."""
-    start_s = time.monotonic()
     if options.trust:
         signing.trust(options.trust)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
@@ -155,9 +149,7 @@ def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     ):
         offer = importing.offered(source, options.name)
         details = importing.import_snapshot(source, offer, host, progress.report)
-    return SnapshotsImportResult(
-        snapshot=details, signer=offer.signer, wall_s=round(time.monotonic() - start_s, 2)
-    )
+    return SnapshotsImportResult(snapshot=details, signer=offer.signer)
 
 
 @contextmanager

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
 from edgeinfer import requesting
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_model, add_quiet
-from edgeinfer.cli.result import Result
+from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import EdgeInferError, UsageError
@@ -30,11 +29,10 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
 
-class WarmResult(Result, frozen=True, kw_only=True):
+class WarmResult(TimedResult, frozen=True, kw_only=True):
     """A published snapshot."""
 
     snapshot: Details
-    wall_s: float
     tool_tokens: int = 0
 
     def human(self) -> str:
@@ -79,7 +77,6 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     if options.preload:
         return _preload(options, host)
     format.refuse_bad_name(options.name)
-    start_s = time.monotonic()
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
     load_options = requesting.load_options(options, host.config.load)
@@ -99,8 +96,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         details = jobs.build(inputs, config, progress.report)
     model = options.model or host.config.default_model
     tool_tokens = _prefill_tools(model, inputs, host) if options.tools else 0
-    wall_s = round(time.monotonic() - start_s, 2)
-    return WarmResult(snapshot=details, wall_s=wall_s, tool_tokens=tool_tokens)
+    return WarmResult(snapshot=details, tool_tokens=tool_tokens)
 
 
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
@@ -125,7 +121,7 @@ def _own_name(system: str, options: LoadOptions) -> str:
     return f"system-{format.short_hash(text)}" if system else ""
 
 
-class PreloadResult(Result, frozen=True, kw_only=True):
+class PreloadResult(TimedResult, frozen=True, kw_only=True):
     """Files in load order. `was_resident_bytes` were in the page cache before."""
 
     name: str
@@ -133,7 +129,6 @@ class PreloadResult(Result, frozen=True, kw_only=True):
     size_bytes: int
     was_resident_bytes: int
     available_bytes: int
-    wall_s: float
 
     def human(self) -> str:
         read = self.size_bytes - self.was_resident_bytes
@@ -151,7 +146,6 @@ class PreloadResult(Result, frozen=True, kw_only=True):
 
 
 def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
-    start_s = time.monotonic()
     model = host.files(options.model or host.config.default_model)
     files = _in_load_order(model.name, [Path(path) for path in model.paths])
     size = sum(path.stat().st_size for path in files)
@@ -168,7 +162,6 @@ def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
         size_bytes=size,
         was_resident_bytes=resident,
         available_bytes=available,
-        wall_s=round(time.monotonic() - start_s, 3),
     )
 
 
