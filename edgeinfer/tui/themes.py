@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from textual.theme import Theme
 
-DARK = Theme(
-    name="edgeinfer-dark",
-    primary="#7fa8d1",
-    secondary="#8fb3a0",
-    accent="#d8a65e",
-    warning="#d8a65e",
-    error="#d9807a",
-    success="#94b878",
-    foreground="#d4d7dd",
-    background="#15171c",
-    surface="#1b1e25",
-    panel="#22262f",
-    dark=True,
-    variables={
-        "border": "#4a5568",
-        "border-blurred": "#2b303b",
-        "footer-key-foreground": "#7fa8d1",
-        "input-selection-background": "#7fa8d1 30%",
-        "scrollbar": "#2b303b",
-        "scrollbar-hover": "#4a5568",
-        "scrollbar-active": "#7fa8d1",
-        "scrollbar-background": "#15171c",
-        "scrollbar-background-hover": "#15171c",
-        "scrollbar-background-active": "#15171c",
-    },
-)
+#: Each colour of the dark and of the light theme; `border` and `dim` are those of lines.
+_COLOURS = """
+    primary     #7fa8d1  #2c6494
+    secondary   #8fb3a0  #477a63
+    accent      #d8a65e  #9a5b0c
+    warning     #d8a65e  #9a5b0c
+    error       #d9807a  #ab3a34
+    success     #94b878  #4a7629
+    foreground  #d4d7dd  #2a2e36
+    background  #15171c  #fbfaf7
+    surface     #1b1e25  #f3f1ec
+    panel       #22262f  #e9e6df
+    border      #4a5568  #a9a598
+    dim         #2b303b  #d9d5cb
+"""
 
-LIGHT = Theme(
-    name="edgeinfer-light",
-    primary="#2c6494",
-    secondary="#477a63",
-    accent="#9a5b0c",
-    warning="#9a5b0c",
-    error="#ab3a34",
-    success="#4a7629",
-    foreground="#2a2e36",
-    background="#fbfaf7",
-    surface="#f3f1ec",
-    panel="#e9e6df",
-    dark=False,
-    variables={
-        "border": "#a9a598",
-        "border-blurred": "#d9d5cb",
-        "footer-key-foreground": "#2c6494",
-        "input-selection-background": "#2c6494 25%",
-        "scrollbar": "#d9d5cb",
-        "scrollbar-hover": "#a9a598",
-        "scrollbar-active": "#2c6494",
-        "scrollbar-background": "#fbfaf7",
-        "scrollbar-background-hover": "#fbfaf7",
-        "scrollbar-background-active": "#fbfaf7",
-    },
-)
+
+def _theme(name: str, column: int, *, dark: bool, selection: str) -> Theme:
+    rows = (line.split() for line in _COLOURS.strip().splitlines())
+    colours: dict[str, Any] = {row[0]: row[column] for row in rows}
+    border, dim = colours.pop("border"), colours.pop("dim")
+    primary, background = colours["primary"], colours["background"]
+    variables = {
+        "border": border,
+        "border-blurred": dim,
+        "footer-key-foreground": primary,
+        "input-selection-background": f"{primary} {selection}",
+        "scrollbar": dim,
+        "scrollbar-hover": border,
+        "scrollbar-active": primary,
+    }
+    for state in ("", "-hover", "-active"):
+        variables[f"scrollbar-background{state}"] = background
+    return Theme(name=name, dark=dark, variables=variables, **colours)
+
+
+DARK = _theme("edgeinfer-dark", 1, dark=True, selection="30%")
+LIGHT = _theme("edgeinfer-light", 2, dark=False, selection="25%")
