@@ -36,71 +36,66 @@ class TypedCommand(msgspec.Struct, frozen=True):
     argument: str = ""
 
 
-COMMANDS: tuple[Slash, ...] = (
-    Slash("help", "", "commands and keys", aliases=("?",)),
-    Slash("model", "[NAME]", "switch to another model, or pick one", "model", ("models",)),
-    Slash(
-        "system",
-        "[TEXT|NAME]",
+#: Names and argument, summary, and the kind of what completes the argument.
+_ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
+    ("help|?", "commands and keys"),
+    ("model|models [NAME]", "switch to another model, or pick one", "model"),
+    (
+        "system [TEXT|NAME]",
         "show or set the system prompt; a saved one by its name; `none` for none",
         "prompt",
     ),
-    Slash("save-system", "NAME", "save the system prompt under a name"),
-    Slash(
-        "temp", "[NUMBER]", "temperature: 0 always picks the likeliest token", aliases=("temperature",)
-    ),
-    Slash(
-        "set", "[OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; alone shows all", "setting"
-    ),
-    Slash("preset", "[NAME]", "several sampling options at once", "preset"),
-    Slash("ctx", "[TOKENS]", "context length; the model is loaded again"),
-    Slash(
-        "lora",
-        "[NAME[:SCALE] …]",
+    ("save-system NAME", "save the system prompt under a name"),
+    ("temp|temperature [NUMBER]", "temperature: 0 always picks the likeliest token"),
+    ("set [OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; alone shows all", "setting"),
+    ("preset [NAME]", "several sampling options at once", "preset"),
+    ("ctx [TOKENS]", "context length; the model is loaded again"),
+    (
+        "lora|adapters [NAME[:SCALE] …]",
         "apply these LoRA adapters and no others; `none` for none",
         "adapter",
-        ("adapters",),
     ),
-    Slash(
-        "tools",
-        "[on|off|check]",
+    (
+        "tools [on|off|check]",
         "let the model call tools; alone lists them, `check` asks servers",
         "tools",
     ),
-    Slash(
-        "file",
-        "PATH",
+    (
+        "file|attach PATH",
         "attach text, a document, a picture or SERVER:URI to the next question",
         "path",
-        ("attach",),
     ),
-    Slash("new", "", "begin a new conversation", aliases=("clear",)),
-    Slash(
-        "sessions", "[WORDS]", "list or search conversations, open one", aliases=("search", "history")
-    ),
-    Slash("open", "NUMBER", "open a conversation by its number"),
-    Slash("save", "[TITLE]", "name this conversation (it is always stored)", aliases=("rename",)),
-    Slash("delete", "", "delete this conversation; `/undo` brings it back"),
-    Slash("undo", "", "bring back what was deleted last"),
-    Slash("export", "[PATH.md|PATH.json]", "write this conversation to a file", "path"),
-    Slash(
-        "regen", "", "answer once more; the answers so far are kept", aliases=("regenerate", "retry")
-    ),
-    Slash("next", "", "show the next alternative"),
-    Slash("prev", "", "show the previous alternative"),
-    Slash("continue", "", "continue an answer that was cut"),
-    Slash("edit", "[TEXT]", "change your last question and ask again; the old branch is kept"),
-    Slash("fork", "", "copy this branch into a new conversation"),
-    Slash("copy", "[code [N]|all]", "copy the answer, a code block, or everything", "copy"),
-    Slash("reasoning", "", "unfold or fold the model's reasoning"),
-    Slash("drop", "", "stop sending the oldest turns"),
-    Slash("summarise", "", "send a summary in place of the oldest turns", aliases=("summarize",)),
-    Slash("stats", "", "tokens, speed, context and how this process started"),
-    Slash("theme", "[NAME]", "colours", "theme"),
-    Slash("editor", "", "write in your $EDITOR"),
-    Slash("quit", "", "leave; everything is stored", aliases=("exit", "q", "bye")),
+    ("new|clear", "begin a new conversation"),
+    ("sessions|search|history [WORDS]", "list or search conversations, open one"),
+    ("open NUMBER", "open a conversation by its number"),
+    ("save|rename [TITLE]", "name this conversation (it is always stored)"),
+    ("delete", "delete this conversation; `/undo` brings it back"),
+    ("undo", "bring back what was deleted last"),
+    ("export [PATH.md|PATH.json]", "write this conversation to a file", "path"),
+    ("regen|regenerate|retry", "answer once more; the answers so far are kept"),
+    ("next", "show the next alternative"),
+    ("prev", "show the previous alternative"),
+    ("continue", "continue an answer that was cut"),
+    ("edit [TEXT]", "change your last question and ask again; the old branch is kept"),
+    ("fork", "copy this branch into a new conversation"),
+    ("copy [code [N]|all]", "copy the answer, a code block, or everything", "copy"),
+    ("reasoning", "unfold or fold the model's reasoning"),
+    ("drop", "stop sending the oldest turns"),
+    ("summarise|summarize", "send a summary in place of the oldest turns"),
+    ("stats", "tokens, speed, context and how this process started"),
+    ("theme [NAME]", "colours", "theme"),
+    ("editor", "write in your $EDITOR"),
+    ("quit|exit|q|bye", "leave; everything is stored"),
 )
 
+
+def _slash(words: str, summary: str, kind: Kind = "") -> Slash:
+    names, _, argument = words.partition(" ")
+    name, *aliases = names.split("|")
+    return Slash(name, argument, summary, kind, tuple(aliases))
+
+
+COMMANDS = tuple(_slash(*row) for row in _ROWS)
 BY_NAME: dict[str, Slash] = {name: c for c in COMMANDS for name in (c.name, *c.aliases)}
 
 
