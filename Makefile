@@ -36,8 +36,8 @@ test-fast:       ## what needs no llama.cpp, CRIU, models or other programs: a m
 	@tools/setup.sh lint
 	PYTHONPATH=. $(PYTEST) $(BESIDE) -p no:schemathesis --fast -q $(ARGS)
 
-test-arm64: full  ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm build file"); no root
-	@tools/setup.sh test
+test-arm64:      ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm build file"); no root
+	@tools/setup.sh lint
 	tools/arm64/machine.sh $(or $(TESTS),plain warm)
 
 lint:            ## ruff, mypy, style and words, import contracts, generated docs and links: seconds, compiles nothing
@@ -184,6 +184,10 @@ packages: binary ## dist/release: the file, .deb, .rpm, wheel, digests; not sign
 	$(BIN)/pip install -q --no-deps --require-hashes -r requirements/release.txt
 	rm -f dist/edgeinfer-oci.tar
 	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-1577836800} $(BIN)/python build/publish.py
+
+binary-arm64:    ## dist/edgeinfer-aarch64, the same for arm64, on x86-64: cross-compiled and under qemu-user; no root
+	@tools/setup.sh lint
+	tools/arm64/file.sh
 
 reproduce:       ## build all that is published twice, in two folders and (as root) as two users: every byte must be equal
 	tools/reproduce.sh

@@ -33,14 +33,22 @@ class Packed:
     raw_bytes: int
 
 
-def pack(tree: Path, version: str, relocate: tuple[str, ...], cache: Path) -> Packed:
-    """The payload of `tree`. Executables in `relocate` are packed in their neutral form. `cache` keeps
-    compressed blocks.
+def pack(
+    tree: Path,
+    version: str,
+    relocate: tuple[str, ...],
+    cache: Path,
+    *,
+    machine: str = platform.machine(),
+) -> Packed:
+    """The payload of `tree`, whose programs are for `machine` (as `uname -m` says it).
+
+    Executables in `relocate` are packed in their neutral form. `cache` keeps compressed blocks.
     """
     files, links = _scan(tree)
     blocks = _group(tree, files)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        packed = list(pool.map(lambda block: _block(tree, block, relocate, cache), blocks))
+        packed = list(pool.map(lambda block: _block(tree, block, relocate, cache, machine), blocks))
     entries = []
     places = []
     offset = 0
@@ -104,24 +112,25 @@ def _mode(path: Path) -> int:
 
 
 def _block(
-    tree: Path, block: list[str], relocate: tuple[str, ...], cache: Path
+    tree: Path, block: list[str], relocate: tuple[str, ...], cache: Path, machine: str
 ) -> tuple[bytes, list[int], list[str]]:
     contents = [(tree / name).read_bytes() for name in block]
     contents = [
         payload.relocated(c, "") if n in relocate else c for n, c in zip(block, contents, strict=True)
     ]
-    data = _compressed(b"".join(contents), any(".so" in name for name in block), cache)
+    is_x86_code = machine == "x86_64" and any(".so" in name for name in block)
+    data = _compressed(b"".join(contents), cache, is_x86_code=is_x86_code)
     return data, [len(c) for c in contents], [hashlib.sha256(c).hexdigest() for c in contents]
 
 
-def _compressed(raw: bytes, machine_code: bool, cache: Path) -> bytes:
+def _compressed(raw: bytes, cache: Path, *, is_x86_code: bool) -> bytes:
     """`raw` as xz, from the cache when these bytes were compressed before: xz takes 20 s of a build
     otherwise.
     """
     filters: list[dict[str, int]] = [
         {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}
     ]
-    if machine_code and platform.machine() == "x86_64":  # Python's lzma has none for arm64
+    if is_x86_code:  # Python's lzma has none for arm64
         filters.insert(0, {"id": lzma.FILTER_X86})
     kept = cache / f"{hashlib.sha256(raw + repr(filters).encode()).hexdigest()}.xz"
     if kept.exists():

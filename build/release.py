@@ -1,9 +1,9 @@
 """`make binary`: dist/edgeinfer, one file, and what is published beside it.
 
-usage: release.py [--without-criu] [--model NAME] [--out DIR]
+usage: release.py [--without-criu] [--model NAME] [--out DIR] [--tree-only]
 
 Stages, each timed on stderr: bootloader (compiled once), CRIU (fetched once), PyInstaller, the tree,
-the payload, the file. Equal inputs give an equal file (`make reproduce` compares two): PyInstaller runs
+the payload, the file; the last two are finish.py's. Equal inputs give an equal file (`make reproduce` compares two): PyInstaller runs
 with a fixed hash seed and SOURCE_DATE_EPOCH, and pack.py leaves times out. With a model, the file just built gets it inside.
 """
 
@@ -28,18 +28,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "build")]
 
 import assemble  # noqa: E402  the two folders above come first
 import bootloader  # noqa: E402
+import finish  # noqa: E402
 import floor  # noqa: E402
 import launcher_zip  # noqa: E402
 import manual  # noqa: E402
 import notices  # noqa: E402
-import pack  # noqa: E402
 
-from edgeinfer import __version__  # noqa: E402
 from edgeinfer.cli.verbs.completion import SCRIPTS  # noqa: E402
 from edgeinfer.models.reference import resolve  # noqa: E402
 
 WORK = ROOT / "work"
-CRIU_PROGRAM = "criu/bin/criu"
 #: What `make setup` built of ggml's backends for GPUs.
 BACKENDS = Path(sys.prefix) / "lib/edgeinfer/backends"
 #: What native/build.sh built of our own C++.
@@ -67,6 +65,7 @@ def main() -> None:
         "--model", metavar="NAME", help="put this model inside; pulled if it is not here"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
+    parser.add_argument("--tree-only", action="store_true", help="end before the payload")
     options = parser.parse_args()
     os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -79,12 +78,11 @@ def main() -> None:
     with stage("application folder"):
         tree = make_tree(frozen, run, None if options.without_criu else fetch_criu())
         publish(tree, options.out)
+        shutil.copyfile(run, WORK / "run")
+    if options.tree_only:
+        return
     with stage("payload"):
-        relocate = () if options.without_criu else (CRIU_PROGRAM,)
-        packed = pack.pack(tree, __version__, relocate, bootloader.cache_dir() / "blocks")
-    assemble.assemble(run, packed.name, packed.data, WORK / "pyinstaller/first.pkg", out)
-    sizes = f"{out.stat().st_size / 1e6:.1f} MB, {packed.raw_bytes / 1e6:.0f} MB unpacked"
-    print(f"binary: {out}, {packed.name}, {sizes}", file=sys.stderr)
+        print(f"binary: {finish.finish(WORK, out)}", file=sys.stderr)
     if options.model:
         with stage(f"bundle with {options.model}"):
             bundle(out, options.model, out.with_name("edgeinfer.bundled"))

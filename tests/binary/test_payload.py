@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
 import assemble
 import bootloader
+import finish
 import pack
 from made_gguf import gguf_bytes
 
@@ -93,6 +94,30 @@ def test_equal_folders_give_equal_payloads(tmp_path):
     assert one == two
     (tmp_path / "two/note").write_text("hullo\n")
     assert pack.pack(tmp_path / "two", "1.0", (), tmp_path / "cache").name != one.name
+
+
+@pytest.mark.parametrize(("number", "has_x86_filter"), [(62, True), (183, False)])
+def test_file_of_another_processor_is_finished_here(tmp_path, monkeypatch, number, has_x86_filter):
+    monkeypatch.setenv("EDGEINFER_BUILD_CACHE", str(tmp_path / "cache"))
+    work = tmp_path / "work"
+    write_tree(work / "tree")
+    fields = (key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD))
+    head = struct.pack("<4s14xH", b"\x7fELF", number)
+    (work / "run").write_bytes(head + b"".join(fields))
+    (work / "pyinstaller").mkdir()
+    cookie = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
+    (work / "pyinstaller/first.pkg").write_bytes(cookie)
+    finish.finish(work, tmp_path / "edgeinfer")
+    shipped = payload.open_shipped(tmp_path / "edgeinfer")
+    with (tmp_path / "edgeinfer").open("rb") as file:
+        index = payload.read_index(file, shipped)
+        of_libraries = next(e.block for e in index.files if e.path == "lib/liba.so")
+        file.seek(shipped.payload_offset + index.blocks[of_libraries].offset)
+        block_header = file.read(24)
+    assert (
+        block_header[14] == 4
+    ) == has_x86_filter  # the filter's number, behind xz's magic and the block's size
+    assert (unpack.ensure_unpacked(tmp_path / "edgeinfer") / "note").read_text() == "hello\n"
 
 
 @pytest.mark.parametrize("part", ["magic", "index", "block"])

@@ -15,6 +15,10 @@ chown 1000:1000 /work/home
 echo "VM $(uname -rm), page size $(getconf PAGESIZE), $(grep -m1 'CPU part' /proc/cpuinfo), $(/work/venv/criu/bin/criu --version | head -1)"
 echo "features $(grep -m1 Features /proc/cpuinfo)"
 
+configure() { # HOME: two threads on one processor, as a dump of a multithreaded engine needs them; nothing in the background
+    install -d -o 1000 -g 1000 "$1/.config" "$1/.config/edgeinfer"
+    printf '[load]\nthreads = 2\n[snapshots]\nauto-warm = false\n' >"$1/.config/edgeinfer/config.toml"
+}
 as_user() { setpriv --reuid 1000 --regid 1000 --clear-groups --inh-caps=-all env HOME=/work/home USER=user "$@"; }
 edgeinfer() { as_user /work/venv/bin/edgeinfer "$@"; }
 check() { # NAME COMMAND...
@@ -32,9 +36,18 @@ plain() { # MEGABYTES THREADS
     as_user env home=/work/home/plain megabytes=$1 threads=$2 bash /work/edgeinfer/tools/arm64/cycle.sh
 }
 
+# --- kernels: NEON's, of our own, serve --------------------------------------------------------------------------------------------
+kernels() {
+    local features level=dotprod
+    features=" $(grep -m1 Features /proc/cpuinfo) "
+    [[ $features != *" i8mm "* ]] || level=i8mm
+    $program version | tee /tmp/version
+    grep -q "kernels $level$" /tmp/version
+}
+
 # --- warm: the product, as an ordinary user ---------------------------------------------------------------------------------------
 question="The capital of France is"
-says() { edgeinfer run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 "$@"; }
+says() { $program run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 "$@"; }
 refused_by_page_size() {
     ! says --resume=always >/dev/null 2>/tmp/refused && cat /tmp/refused && grep -q "another page size" /tmp/refused
 }
@@ -46,29 +59,20 @@ resumed_as_cold() {
     [ -n "$cold" ] && [ "$cold" = "$resumed" ]
 }
 
-# --- build: make binary; file: what it made, on a root with glibc 2.31 alone ----------------------------------------------------------
-build() {
-    cd /work/edgeinfer || return
-    ln -sfn /work/venv/criu /work/tmp/cache/criu
-    env HOME=/work/tmp TMPDIR=/work/tmp PATH="/work/venv/bin:$PATH" EDGEINFER_BUILD_CACHE=/work/tmp/cache \
-        /work/venv/bin/python build/release.py
+# --- file: the shipped file on a root with glibc 2.31 alone, as an ordinary user -------------------------------------------------------
+in_bare_root() { # COMMAND...
+    env -i HOME=/home TERM=dumb LANG=C.UTF-8 python3 /work/edgeinfer/tests/binary/bare.py /work/bare --uid 1000 -- /edgeinfer "$@"
 }
-in_bare_root() { # COMMAND...: as an ordinary user
-    env -i HOME=/home TERM=dumb python3 /work/edgeinfer/tests/binary/bare.py /work/bare --uid 1000 -- /edgeinfer "$@"
-}
-file_runs() {
-    local file=/work/edgeinfer/dist/edgeinfer cold resumed
-    [ -f $file ] || file=/work/edgeinfer-aarch64
-    mkdir -p /work/bare/{home,tmp,sys} && cp $file /work/bare/edgeinfer && cp /work/model.gguf /work/bare/ || return
+install_file() {
+    rm -rf /work/bare/{home,tmp}
+    mkdir -p /work/bare/{home,tmp,etc,sys}
+    cp /work/edgeinfer-aarch64 /work/bare/edgeinfer
+    cp /work/model.gguf /work/bare/
+    printf 'user:x:1000:1000::/home:/bin/sh\n' >/work/bare/etc/passwd
     chmod 755 /work/bare/edgeinfer
     chmod 1777 /work/bare/tmp
     chown 1000:1000 /work/bare/home
-    in_bare_root version && in_bare_root doctor && in_bare_root pull /model.gguf --name smollm2-135m-instruct --quiet || return
-    in_bare_root warm smollm2-135m-instruct --quiet || return
-    cold=$(in_bare_root run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 --resume=never) || return
-    resumed=$(in_bare_root run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 --resume=always --timings) || return
-    printf '%s\n' "$resumed"
-    [ -n "$cold" ] && [ "$cold" = "$resumed" ]
+    configure /work/bare/home
 }
 
 for tests in ${1//,/ }; do
@@ -78,6 +82,9 @@ for tests in ${1//,/ }; do
         check "dump and restore twice, 64 MiB and 5 threads" plain 64 5
         ;;
     warm)
+        program=edgeinfer
+        configure /work/home
+        check "kernels of our own" kernels
         check "doctor" edgeinfer doctor
         if [ -e /work/home/warmed ]; then
             [ "$(cat /work/home/warmed)" = "$(getconf PAGESIZE)" ] || check "a snapshot of another page size is refused by name" refused_by_page_size
@@ -90,8 +97,17 @@ for tests in ${1//,/ }; do
         check "a second resumed run" says --resume=always --timings
         check "snapshots verify" edgeinfer snapshots verify smollm2-135m-instruct
         ;;
-    build) check "make binary" build ;;
-    file) check "the shipped file on glibc 2.31: version, doctor, pull, warm, a resumed run" file_runs ;;
+    file)
+        program=in_bare_root
+        install_file
+        check "the file: first launch, kernels of our own" kernels
+        check "the file: doctor" in_bare_root doctor
+        check "the file: pull a file" in_bare_root pull /model.gguf --name smollm2-135m-instruct --quiet
+        check "the file: warm" in_bare_root warm smollm2-135m-instruct
+        check "the file: a resumed run says what a cold one says" resumed_as_cold
+        check "the file: a second resumed run" says --resume=always --timings
+        check "the file: every byte is as built" in_bare_root doctor --verify
+        ;;
     esac
 done
 read -r up _ </proc/uptime
