@@ -3,7 +3,8 @@
 A row is 0.807 G weights, a qwen3 of eight layers and width 2,560; what is multiplied is a part of it that no
 cache holds. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same weights, and
 llama.cpp's on repacked ones where it repacks the type; with `--ik`, ik_llama.cpp's on plain and on repacked ones.
-Shares are of the CPU's integer peak (`vpdpbusd`, measured before and after).
+Shares are of the CPU's integer peak with the instructions of that level (cpu_peak.c, measured before and after):
+types of few bits exceed AVX2's, because sums of their pairs stay 16 bits for some steps.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ _MATRICES_OF_MANY = 3
 _ROW_WEIGHTS = 0.807e9
 #: What llama.cpp repacks for AVX2 and AVX-512; Q2_K for AVX-512 alone.
 _REPACKED = ("Q4_0", "Q4_K", "Q2_K", "IQ4_NL")
-#: Level of our kernels → the variant of ggml's CPU backend that has it.
-_VARIANTS = {"v3": "haswell", "v3-vnni": "alderlake", "v4": "zen4"}
+#: Level of our kernels → the variant of ggml's CPU backend that has it, and what compiles _PEAK for it.
+_LEVELS = {
+    "v3": ("haswell", "-march=x86-64-v3"),
+    "v3-vnni": ("alderlake", "-march=x86-64-v3 -mavxvnni"),
+    "v4": ("zen4", "-march=x86-64-v4 -mavx512vnni"),
+}
 _PEAK = Path(__file__).with_name("cpu_peak.c")
 
 
@@ -86,7 +91,7 @@ def serve_side(side: str, level: str, ik: str) -> None:
         if side != "ours":
             libedgeinfer.use_kernels = lambda ggml, base, binding_version: libedgeinfer.Kernels()
         if level:
-            load_only(_VARIANTS[level])
+            load_only(_LEVELS[level][0])
         libllama.lib()
     weights, kind = [], ""
     for line in sys.stdin:
@@ -108,13 +113,16 @@ def serve_side(side: str, level: str, ik: str) -> None:
         print(json.dumps(times), flush=True)
 
 
-def peak() -> float:
-    """Return what two threads multiply and accumulate at most, in G a second; 0 without VNNI."""
+def peak(level: str) -> float:
+    """Return what two threads multiply and accumulate at most at a level of x86-64, in G a second; else 0."""
+    if level not in _LEVELS:
+        return 0.0
     with tempfile.TemporaryDirectory() as work:
         program = Path(work) / "peak"
-        subprocess.run(["gcc", "-O3", "-march=native", "-pthread", _PEAK, "-o", program], check=True)
-        done = subprocess.run([program], capture_output=True, text=True, check=False)
-    return float(done.stdout) if done.returncode == 0 else 0.0
+        options = ["-O3", *_LEVELS[level][1].split(), "-pthread"]
+        subprocess.run(["gcc", *options, _PEAK, "-o", program], check=True)
+        done = subprocess.run([program], capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
 def measure(
@@ -129,7 +137,7 @@ def measure(
         )
         for side in names
     }
-    repacked = [k for k in _REPACKED if k != "Q2_K" or level in ("", "v4")]
+    repacked = [k for k in _REPACKED if k != "Q2_K" or libllama.build_info().kernels == "v4"]
     for kind in kinds:
         found: dict[str, dict[int, float]] = {side: {} for side in sides}
         for n in rows:
@@ -184,7 +192,7 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--level", default="", choices=["", *_VARIANTS], help="of our kernels; the best by default"
+        "--level", default="", choices=["", *_LEVELS], help="of our kernels; the best by default"
     )
     parser.add_argument(
         "--ik", default="", metavar="FOLDER", help="where ik_llama.cpp's libggml.so was built"
@@ -197,8 +205,9 @@ def main() -> None:
         serve_side(options.side, options.level, options.ik)
         return
     if options.level:
-        load_only(_VARIANTS[options.level])  # for the figure's head
-    before = peak()
+        load_only(_LEVELS[options.level][0])  # for the figure's head
+    level = libllama.build_info().kernels
+    before = peak(level)
     found = {}
     for kind, sides in measure(options.types, options.rows, options.rounds, options.level, options.ik):
         found[kind] = sides
@@ -209,7 +218,7 @@ def main() -> None:
         )
     first = "" if options.types == list(TYPES) else options.types[0]
     name = "-".join(filter(None, ["matmul", options.level, first]))
-    print(write_figure(options.out, name, table(found, options.rows, max(before, peak()))))
+    print(write_figure(options.out, name, table(found, options.rows, max(before, peak(level)))))
 
 
 if __name__ == "__main__":

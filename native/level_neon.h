@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kFew = 8, kColumns = 8, kTile = 4;
-constexpr bool kSignedBytes = true, kSaturates = false;
+constexpr bool kSignedBytes = true, kSaturates = false, kGathers = false, kDotsOfRows = false;
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
@@ -21,6 +21,7 @@ INLINE Floats from_bytes(const void *p) {
 }
 INLINE Floats halves(Dwords x) { return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32((uint32x4_t)x))); }
 INLINE Dwords look_up(Table table, Dwords x) { return (Dwords)vqtbl1q_s8((int8x16_t)table, (uint8x16_t)x); }
+INLINE Dwords fifth_bits_of(Dwords high, int i) { return (high >> 4 * i & 15) * 0x02040810 & 0x10101010; }
 INLINE int to_bytes(Integers x, int8_t *to) {
     const int16x4_t words = vmovn_s32((int32x4_t)x);
     store(to, vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(words, words))), 0));
@@ -68,10 +69,10 @@ template <int kN, int kR, int kC> INLINE void add_products(const Dwords *const (
 template <int kN> INLINE void arrange(Dwords *) {}
 #endif
 
-template <int kN, int kMost, bool kArranged, int kR, int kC>
+template <int kN, int kMost, Order kOrder, int kR, int kC>
 INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    if constexpr (kArranged) return add_products<kN>(w, x, dots);
+    if constexpr (kOrder == Order::kArranged) return add_products<kN>(w, x, dots);
 #endif
     UNROLL for (int j = 0; j < kN; j += 4) {
         UNROLL for (int c = 0; c < kC; c++) {

@@ -5,12 +5,14 @@
 
 namespace {
 
-constexpr int kFew = 8, kColumns = 4, kTile = 4;
+constexpr int kColumns = 4, kTile = 4;
 constexpr int kRegisters = 16;
 #if defined(__AVXVNNI__)
-constexpr bool kSignedBytes = false, kSaturates = false;
+constexpr bool kSignedBytes = false, kSaturates = false, kGathers = false, kDotsOfRows = false;
+constexpr int kFew = 8;
 #else
-constexpr bool kSignedBytes = true, kSaturates = true;
+constexpr bool kSignedBytes = true, kSaturates = true, kGathers = true, kDotsOfRows = true;
+constexpr int kFew = 4;
 #endif
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -30,10 +32,19 @@ INLINE Floats halves(Dwords x) {
 INLINE Dwords look_up(Table table, Dwords x) {
     return (Dwords)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)x);
 }
+INLINE Dwords fifth_bits_of(Dwords high, int i) {  // a multiplication of dwords takes four times as long
+    const int at = i / 2 * 0x01010101;
+    const __m128i byte = _mm_set_epi32(at + 0x0c0c0c0c, at + 0x08080808, at + 0x04040404, at);
+    const __m256i bits = _mm256_set1_epi32(i % 2 ? 0x80402010 : 0x08040201);
+    const __m256i some = _mm256_shuffle_epi8((__m256i)high, _mm256_broadcastsi128_si256(byte));
+    return (Dwords)_mm256_cmpeq_epi8(_mm256_and_si256(some, bits), bits) & 0x10101010;
+}
 INLINE int to_bytes(Integers x, int8_t *to) {
-    int sum = 0;
-    for (int i = 0; i < kLanes; i++) to[i] = (int8_t)x[i], sum += x[i];
-    return sum;
+    const __m128i low = _mm256_castsi256_si128((__m256i)x), high = _mm256_extracti128_si256((__m256i)x, 1);
+    const __m128i words = _mm_packs_epi32(low, high), pairs = _mm_madd_epi16(words, _mm_set1_epi16(1));
+    _mm_storel_epi64((__m128i *)to, _mm_packs_epi16(words, words));
+    const __m128i sums = _mm_add_epi32(pairs, _mm_unpackhi_epi64(pairs, pairs));
+    return _mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 1);
 }
 
 INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0 and 4
@@ -45,7 +56,37 @@ INLINE Dwords low64(Dwords x, Dwords y) { return (Dwords)_mm256_unpacklo_epi64((
 INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)_mm256_unpackhi_epi64((__m256i)x, (__m256i)y); }
 
 template <int kN> INLINE void arrange(Dwords *) {}
-template <int kN, int kMost, bool kArranged, int kR, int kC>
+#if !defined(__AVXVNNI__)
+// 16-bit sums of two products each; signed weights: |w| * (x with the sign of w)
+template <bool kIsSigned> INLINE __m256i products(Dwords weights, __m256i x) {
+    const __m256i w = (__m256i)weights;
+    return kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
+}
+INLINE __m256i widened(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }  // in pairs, to 32 bits
+// the dots of one column and kN vectors of the rows 0 and 4, 1 and 5, 2 and 6, 3 and 7; sums stay 16 bits for as long as they fit
+template <int kN, int kMost> INLINE Integers dots_of_rows(const Dwords *w, const int8_t *x) {
+    constexpr bool kIsSigned = kMost < 0;
+    __m256i sums[4];
+    UNROLL for (int i = 0; i < 4; i++) sums[i] = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < kN; i++) {
+        const __m256i some = products<kIsSigned>(w[i], _mm256_broadcastsi128_si256(load<__m128i>(x + i / 4 * 16)));
+        sums[i % 4] = kIsSigned ? _mm256_add_epi32(sums[i % 4], widened(some)) : _mm256_add_epi16(sums[i % 4], some);
+    }
+    const auto added = [](__m256i a, __m256i b, bool is_narrow) __attribute__((always_inline)) {
+        return is_narrow ? _mm256_add_epi16(a, b) : _mm256_add_epi32(a, b);
+    };
+    __m256i pairs[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m256i a = sums[2 * i], b = sums[2 * i + 1];
+        pairs[i] = added(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b), !kIsSigned);
+    }
+    constexpr bool kFits = kMost * kN * 254 <= 32767;
+    if (!kIsSigned && !kFits) pairs[0] = widened(pairs[0]), pairs[1] = widened(pairs[1]);
+    const __m256i all = added(_mm256_unpacklo_epi64(pairs[0], pairs[1]), _mm256_unpackhi_epi64(pairs[0], pairs[1]), !kIsSigned && kFits);
+    return (Integers)(!kIsSigned && kFits ? widened(all) : all);
+}
+#endif
+template <int kN, int kMost, Order kOrder, int kR, int kC>
 INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
 #if defined(__AVXVNNI__)
     UNROLL for (int j = 0; j < kN; j++) {
@@ -56,7 +97,10 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&d
         }
     }
 #else
-    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (kOrder == Order::kRows) {
+        dots[0][0] += dots_of_rows<kN, kMost>(w[0], x);
+        return;
+    }
     // sums of pairs stay 16 bits for as long as they fit: kMost * 127 * 2 each
     constexpr bool kIsSigned = kMost < 0;
     constexpr int kAdds = kIsSigned ? 1 : std::min(kN, 32767 / (kMost * 254));
@@ -65,13 +109,10 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&d
             UNROLL for (int r = 0; r < kR; r++) {
                 __m256i pairs = _mm256_setzero_si256();
                 for (int i = j; i < std::min(j + kAdds, kN); i++) {
-                    const __m256i weights = (__m256i)w[r][i], v = (__m256i)broadcast(x + c * 32 + i * 4);
-                    // signed weights: |w| * (x with the sign of w)
-                    const __m256i some = kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(v, weights))
-                                                   : _mm256_maddubs_epi16(weights, v);
+                    const __m256i some = products<kIsSigned>(w[r][i], (__m256i)broadcast(x + c * 32 + i * 4));
                     pairs = i == j ? some : _mm256_add_epi16(pairs, some);
                 }
-                dots[r][c] += (Integers)_mm256_madd_epi16(pairs, ones);
+                dots[r][c] += (Integers)widened(pairs);
             }
         }
     }

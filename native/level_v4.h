@@ -7,6 +7,8 @@ namespace {
 constexpr int kFew = 16, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether weights of 8 bits are int8 for add_dots(), or uint8
 constexpr bool kSaturates = false;    // whether it needs to know how large they are
+constexpr bool kGathers = false;      // whether a half of each row is read by itself, or with what follows it
+constexpr bool kDotsOfRows = false;   // whether one column is multiplied with weights in Order::kRows
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -22,6 +24,8 @@ INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_
 INLINE Dwords look_up(Table table, Dwords x) {
     return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)x);
 }
+// bits 4 * i to 4 * i + 3, to bit 4 of the bytes
+INLINE Dwords fifth_bits_of(Dwords high, int i) { return (high >> 4 * i & 15) * 0x02040810 & 0x10101010; }
 // stores the integers as bytes; their sum
 INLINE int to_bytes(Integers x, int8_t *to) {
     _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8((__m512i)x));
@@ -44,7 +48,7 @@ INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi64(
 template <int kN> INLINE void arrange(Dwords *) {}
 // dots[r][c] += the dots of the kN vectors w[r] and the bytes of column c. kMost is the largest byte of weights, -1 where they
 // are signed.
-template <int kN, int kMost, bool kArranged, int kR, int kC>
+template <int kN, int kMost, Order kOrder, int kR, int kC>
 INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
     UNROLL for (int j = 0; j < kN; j++) {
         UNROLL for (int c = 0; c < kC; c++) {

@@ -31,7 +31,34 @@ template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out
         out[at] = low64(a, c), out[at + 1] = high64(a, c), out[at + 2] = low64(b, d), out[at + 3] = high64(b, d);
     }
 }
-INLINE Dwords funnel(Dwords low, Dwords high) { return low >> 16 | high << 16; }  // from byte 2 of `low` on
+template <Order kOrder, int n> INLINE void weights(const uint8_t *p, size_t stride, Dwords *out) {
+    if constexpr (kOrder == Order::kRows) {
+        UNROLL for (int i = 0; i < n; i++) out[i] = of_rows(p + i / 4 * 16 + i % 4 * stride, stride);
+    } else {
+        dwords<n>(p, stride, out);
+    }
+}
+INLINE Floats halves_of_rows(const uint8_t *p, size_t stride) {
+    uint16_t x __attribute__((vector_size(2 * kLanes)));
+    UNROLL for (int i = 0; i < kLanes; i++) x[i] = load<uint16_t>(p + i * stride);
+    return from_halves(&x);
+}
+INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
+    Dwords x;
+    UNROLL for (int i = 0; i < kLanes; i++) x[i] = p[i * stride];
+    return x;
+}
+// Two blocks from p on, each a half and n dwords
+template <Order kOrder, int n> INLINE void two_blocks(const uint8_t *p, size_t stride, Floats (&d)[2], Dwords (&x)[2][n]) {
+    if constexpr (kGathers) {
+        UNROLL for (int i = 0; i < 2; i++, p += 2 + 4 * n) d[i] = halves_of_rows(p, stride), weights<kOrder, n>(p + 2, stride, x[i]);
+        return;
+    }
+    Dwords all[2 * n + 1];
+    dwords<2 * n + 1>(p, stride, all);
+    d[0] = halves(all[0]), d[1] = halves(all[n] >> 16);
+    UNROLL for (int i = 0; i < n; i++) x[0][i] = all[i] >> 16 | all[i + 1] << 16, x[1][i] = all[n + 1 + i];
+}
 INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 
 // ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
@@ -41,12 +68,12 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // where the dot instruction saturates.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
-    static constexpr bool kFloat = false, kPairs = false, kMin = min;
+    static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = true;
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
 struct FloatShape {  // weights that are converted to floats and multiplied as such
     static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 128;
-    static constexpr bool kFloat = true, kPairs = false, kMin = false;
+    static constexpr bool kFloat = true, kPairs = false, kMin = false, kTakesRows = false;
     using Kernels = FloatShape;
 };
 struct Block {
@@ -56,27 +83,24 @@ struct Block {
 INLINE void nibbles(const Dwords *from, Block &b) {
     UNROLL for (int i = 0; i < 4; i++) b.w[i] = from[i] & 0x0f0f0f0f, b.w[4 + i] = from[i] >> 4 & 0x0f0f0f0f;
 }
-INLINE void straddling_nibbles(const Dwords *from, Block &b) {
-    const Dwords n[4] = {funnel(from[0], from[1]), funnel(from[1], from[2]), funnel(from[2], from[3]), funnel(from[3], from[4])};
-    nibbles(n, b);
-}
 INLINE void fifth_bits(Dwords high, Block &b) {
-    UNROLL for (int i = 0; i < 8; i++) b.w[i] |= (high >> 4 * i & 15) * 0x02040810 & 0x10101010;  // bits 0 to 3 to bit 4 of bytes
+    UNROLL for (int i = 0; i < 8; i++) b.w[i] |= fifth_bits_of(high, i);
 }
 
 struct Q4_0 : Shape<32, false, 15> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = 8;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[9];
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[2][4];
+        Floats d[2];
         Block b;
-        dwords<9>(p, stride, x);
-        straddling_nibbles(x, b), b.d = halves(x[0]), f(b);
-        nibbles(x + 5, b), b.d = halves(x[4] >> 16), f(b);
+        two_blocks<kOrder>(p, stride, d, x);
+        UNROLL for (int i = 0; i < 2; i++) nibbles(x[i], b), b.d = d[i], f(b);
     }
 };
 struct Q4_1 : Shape<32, true, 15> {
     static constexpr int kGroup = 64, kBytes = 40, kZero = 0;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    static constexpr bool kTakesRows = false;
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[10];
         Block b;
         dwords<10>(p, stride, x);
@@ -85,17 +109,19 @@ struct Q4_1 : Shape<32, true, 15> {
 };
 struct Q5_0 : Shape<32, false, 31> {
     static constexpr int kGroup = 64, kBytes = 44, kZero = 16;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[11];
+    static constexpr bool kTakesRows = false;
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[2][5];
+        Floats d[2];
         Block b;
-        dwords<11>(p, stride, x);
-        straddling_nibbles(x + 1, b), fifth_bits(funnel(x[0], x[1]), b), b.d = halves(x[0]), f(b);
-        nibbles(x + 7, b), fifth_bits(x[6], b), b.d = halves(x[5] >> 16), f(b);
+        two_blocks<kOrder>(p, stride, d, x);
+        UNROLL for (int i = 0; i < 2; i++) nibbles(x[i] + 1, b), fifth_bits(x[i][0], b), b.d = d[i], f(b);
     }
 };
 struct Q5_1 : Shape<32, true, 31> {
     static constexpr int kGroup = 64, kBytes = 48, kZero = 0;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    static constexpr bool kTakesRows = false;
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[12];
         Block b;
         dwords<12>(p, stride, x);
@@ -107,14 +133,15 @@ constexpr int kMiddle = kSignedBytes ? 0 : 128, kMostByte = kSignedBytes ? -1 : 
 constexpr uint32_t kFlip = kMiddle * 0x01010101u;
 struct Q8_0 : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 68, kZero = kMiddle;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[17];
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords x[2][8];
+        Floats d[2];
         Block b;
-        dwords<17>(p, stride, x);
-        UNROLL for (int i = 0; i < 8; i++) b.w[i] = funnel(x[i], x[i + 1]) ^ kFlip;
-        b.d = halves(x[0]), f(b);
-        UNROLL for (int i = 0; i < 8; i++) b.w[i] = x[9 + i] ^ kFlip;
-        b.d = halves(x[8] >> 16), f(b);
+        two_blocks<kOrder>(p, stride, d, x);
+        UNROLL for (int i = 0; i < 2; i++) {
+            UNROLL for (int j = 0; j < 8; j++) b.w[j] = x[i][j] ^ kFlip;
+            b.d = d[i], f(b);
+        }
     }
 };
 INLINE void look_up_nibbles(Block &b, Table table) {
@@ -126,8 +153,8 @@ INLINE void iq4_values(Block &b) {
 }
 struct IQ4_NL : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = kMiddle;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Q4_0::read(p, stride, [&](Block &b) __attribute__((always_inline)) { iq4_values(b), f(b); });
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Q4_0::read<kOrder>(p, stride, [&](Block &b) __attribute__((always_inline)) { iq4_values(b), f(b); });
     }
 };
 struct MXFP4 : Shape<32, false, 24> {
@@ -136,14 +163,19 @@ struct MXFP4 : Shape<32, false, 24> {
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
     }
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         const Table table{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-        Dwords x[5], y[4];
+        Dwords x[2][4], e[2];
         Block b;
-        dwords<5>(p, stride, x), dwords<4>(p + 18, stride, y);
-        const Dwords n[4] = {x[0] >> 8 | x[1] << 24, x[1] >> 8 | x[2] << 24, x[2] >> 8 | x[3] << 24, x[3] >> 8 | x[4] << 24};
-        nibbles(n, b), look_up_nibbles(b, table), b.d = scale(x[0] & 255), f(b);
-        nibbles(y, b), look_up_nibbles(b, table), b.d = scale(byte(x[4], 1)), f(b);
+        if constexpr (kGathers) {
+            UNROLL for (int i = 0; i < 2; i++, p += 17) e[i] = bytes_of_rows(p, stride), weights<kOrder, 4>(p + 1, stride, x[i]);
+        } else {
+            Dwords y[5];
+            dwords<5>(p, stride, y), dwords<4>(p + 18, stride, x[1]);
+            UNROLL for (int i = 0; i < 4; i++) x[0][i] = y[i] >> 8 | y[i + 1] << 24;
+            e[0] = y[0] & 255, e[1] = byte(y[4], 1);
+        }
+        UNROLL for (int i = 0; i < 2; i++) nibbles(x[i], b), look_up_nibbles(b, table), b.d = scale(e[i]), f(b);
     }
 };
 struct Q4_K : Shape<32, true, 15> {
@@ -154,18 +186,18 @@ struct Q4_K : Shape<32, true, 15> {
         s[1] = (x[2] & 0x0f0f0f0f) | (x[0] >> 2 & 0x30303030);
         m[1] = (x[2] >> 4 & 0x0f0f0f0f) | (x[1] >> 2 & 0x30303030);
     }
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { read_with<false>(p, stride, f); }
-    template <bool kFifth, class F> static INLINE void read_with(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { read_with<kOrder, false>(p, stride, f); }
+    template <Order kOrder, bool kFifth, class F> static INLINE void read_with(const uint8_t *p, size_t stride, F f) {
         Dwords x[4], s[2], m[2], high[8];
         Block b;
         dwords<4>(p, stride, x);
         scales(x + 1, s, m);
         const Floats d = halves(x[0]), least = -halves(x[0] >> 16);
-        if (kFifth) dwords<8>(p + 16, stride, high);
+        if (kFifth) weights<kOrder, 8>(p + 16, stride, high);
         p += kFifth ? 48 : 16;
         UNROLL for (int i = 0; i < 8; i += 2, p += 32) {
             Dwords q[8];
-            dwords<8>(p, stride, q);
+            weights<kOrder, 8>(p, stride, q);
             UNROLL for (int j = i; j < i + 2; j++) {
                 UNROLL for (int k = 0; k < 8; k++) {
                     b.w[k] = q[k] >> 4 * (j - i) & 0x0f0f0f0f;
@@ -178,18 +210,18 @@ struct Q4_K : Shape<32, true, 15> {
 };
 struct Q5_K : Shape<32, true, 31> {
     static constexpr int kGroup = 256, kBytes = 176, kZero = 0;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { Q4_K::read_with<true>(p, stride, f); }
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { Q4_K::read_with<kOrder, true>(p, stride, f); }
 };
 struct Q6_K : Shape<16, false, 63> {
     static constexpr int kGroup = 256, kBytes = 210, kZero = 32;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords s[4], last[4];
         Block b;
         dwords<4>(p + 192, stride, s), dwords<4>(p + 194, stride, last);
         const Floats d = halves(last[3] >> 16);
         UNROLL for (int n = 0; n < 2; n++) {
             Dwords low[16], high[8];
-            dwords<16>(p + 64 * n, stride, low), dwords<8>(p + 128 + 32 * n, stride, high);
+            weights<kOrder, 16>(p + 64 * n, stride, low), weights<kOrder, 8>(p + 128 + 32 * n, stride, high);
             UNROLL for (int i = 0; i < 8; i++) {  // blocks of 16
                 UNROLL for (int k = 0; k < 4; k++) {
                     const int at = 4 * (i % 2) + k, quarter = i / 2;
@@ -204,10 +236,10 @@ struct Q6_K : Shape<16, false, 63> {
 };
 struct Q3_K : Shape<16, false, 7> {
     static constexpr int kGroup = 256, kBytes = 110, kZero = 4;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords high[8], x[4], last[4];
         Block b;
-        dwords<8>(p, stride, high), dwords<4>(p + 92, stride, x), dwords<4>(p + 94, stride, last);
+        weights<kOrder, 8>(p, stride, high), dwords<4>(p + 92, stride, x), dwords<4>(p + 94, stride, last);
         const Floats d = halves(last[3] >> 16);
         const Dwords a0 = x[1], a1 = x[2], a2 = x[3];
         const Dwords s[4] = {(a0 & 0x0f0f0f0f) | (a2 & 0x03030303) << 4, (a1 & 0x0f0f0f0f) | (a2 >> 2 & 0x03030303) << 4,
@@ -215,7 +247,7 @@ struct Q3_K : Shape<16, false, 7> {
                              (a1 >> 4 & 0x0f0f0f0f) | (a2 >> 6 & 0x03030303) << 4};
         UNROLL for (int n = 0; n < 2; n++) {
             Dwords q[8];
-            dwords<8>(p + 32 + 32 * n, stride, q);
+            weights<kOrder, 8>(p + 32 + 32 * n, stride, q);
             UNROLL for (int i = 0; i < 8; i++) {
                 UNROLL for (int k = 0; k < 4; k++) {
                     const int at = 4 * (i % 2) + k;
@@ -228,14 +260,14 @@ struct Q3_K : Shape<16, false, 7> {
 };
 struct Q2_K : Shape<16, true, 3> {
     static constexpr int kGroup = 256, kBytes = 84, kZero = 0;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords s[4], last[4];
         Block b;
         dwords<4>(p, stride, s), dwords<4>(p + 68, stride, last);
         const Floats d = halves(last[3]), least = -halves(last[3] >> 16);
         UNROLL for (int n = 0; n < 2; n++) {
             Dwords q[8];
-            dwords<8>(p + 16 + 32 * n, stride, q);
+            weights<kOrder, 8>(p + 16 + 32 * n, stride, q);
             UNROLL for (int i = 0; i < 8; i++) {
                 UNROLL for (int k = 0; k < 4; k++) b.w[k] = q[4 * (i % 2) + k] >> 2 * (i / 2) & 0x03030303;
                 const Dwords scale = byte(s[2 * n + i / 4], i % 4);
@@ -246,7 +278,7 @@ struct Q2_K : Shape<16, true, 3> {
 };
 struct IQ4_XS : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[4];
         Block b;
         dwords<4>(p, stride, x);
@@ -254,7 +286,7 @@ struct IQ4_XS : Shape<32, false, kMostByte> {
         const Dwords high = x[0] >> 16, low = x[1];
         UNROLL for (int i = 0; i < 8; i++) {
             Dwords q[4];
-            dwords<4>(p + 8 + 16 * i, stride, q);
+            weights<kOrder, 4>(p + 8 + 16 * i, stride, q);
             nibbles(q, b), iq4_values(b);
             b.d = d * floats((Integers)((low >> 4 * i & 15) | (high >> 2 * i & 3) << 4) - 32), f(b);
         }
@@ -263,14 +295,14 @@ struct IQ4_XS : Shape<32, false, kMostByte> {
 
 struct F32 : FloatShape {
     static constexpr int kGroup = 8, kBytes = 32;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
         dwords<8>(p, stride, b.w), f(b);
     }
 };
 struct F16 : FloatShape {
     static constexpr int kGroup = 8, kBytes = 16;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[4];
         Block b;
         dwords<4>(p, stride, x);
@@ -280,7 +312,7 @@ struct F16 : FloatShape {
 };
 struct BF16 : FloatShape {
     static constexpr int kGroup = 8, kBytes = 16;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[4];
         Block b;
         dwords<4>(p, stride, x);
@@ -293,12 +325,12 @@ struct BF16 : FloatShape {
 // BF16 where the processor multiplies pairs of them (AVX512_BF16): activations are rounded to BF16, as llama.cpp's are
 struct PairShape {
     static constexpr int kSub = 16, kVectors = 8, kActs = 16, kZero = 0, kMost = 0, kChunk = 256;
-    static constexpr bool kFloat = true, kPairs = true, kMin = false;
+    static constexpr bool kFloat = true, kPairs = true, kMin = false, kTakesRows = false;
     using Kernels = PairShape;
 };
 struct BF16Pairs : PairShape {
     static constexpr int kGroup = 16, kBytes = 32;
-    template <class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
         dwords<8>(p, stride, b.w), f(b);
     }
@@ -369,7 +401,7 @@ template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra 
 // ---- kernels
 
 // sums[r][c] += the product of one block of weights (kR vectors of rows) and of activations (kC columns, 32 bytes apart)
-template <class T, bool kArranged, int kR, int kC>
+template <class T, Order kOrder, int kR, int kC>
 INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const int8_t *x,
                      const Extra *e, Floats (&sums)[kR][kC]) {
     constexpr int kN = T::kVectors;
@@ -393,7 +425,7 @@ INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const 
         Integers dots[kR][kC];
         UNROLL for (int c = 0; c < kC; c++)
             UNROLL for (int r = 0; r < kR; r++) dots[r][c] = T::kMin ? Integers{} : all(e[c].start);
-        add_dots<kN, T::kMost, kArranged>(w, x, dots);
+        add_dots<kN, T::kMost, kOrder>(w, x, dots);
         UNROLL for (int c = 0; c < kC; c++) {
             UNROLL for (int r = 0; r < kR; r++) {
                 sums[r][c] = fma(floats(dots[r][c]), d[r] * e[c].scale, sums[r][c]);
@@ -426,11 +458,11 @@ template <class T> INLINE const uint8_t *prefetch(const uint8_t *p) {
 
 // f(block) for k weights of kLanes rows. Groups of more than three cache lines (Q6_K) are prefetched to L1 one group early:
 // reads from L2 wait behind the prefetches from memory, which cost Q6_K a third of its rate at one to eight columns.
-template <class T, class F> INLINE void each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, F f) {
+template <class T, Order kOrder, class F> INLINE void each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, F f) {
     constexpr int kBlocks = T::kGroup / T::kSub;
     for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
         int block = 0;
-        T::read(w, stride, [&](Block &b) __attribute__((always_inline)) {
+        T::template read<kOrder>(w, stride, [&](Block &b) __attribute__((always_inline)) {
             ahead = prefetch<T>(ahead);
             if constexpr (T::kBytes > 192) {
                 for (int row = block * kLanes / kBlocks; row < (block + 1) * kLanes / kBlocks; row++)
@@ -448,9 +480,10 @@ template <class T, int kC>
 void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e, float *out, const uint8_t *ahead) {
     Floats sums[1][kC]{};
     Position<T, kC> at{x, e};
-    each_block<T>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
+    constexpr Order kOrder = kC > 1 ? Order::kArranged : kDotsOfRows && T::kTakesRows ? Order::kRows : Order::kDwords;
+    each_block<T, kOrder>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
         if constexpr (kC > 1 && !T::kFloat) arrange<T::kVectors>(b.w);
-        multiply<typename T::Kernels, (kC > 1)>({b.w}, {b.d}, {b.m}, at.x, at.e, sums);
+        multiply<typename T::Kernels, kOrder>({b.w}, {b.d}, {b.m}, at.x, at.e, sums);
         at.step();
     });
     for (int c = 0; c < kC; c++) store(out + c * kLanes, sums[0][c]);
@@ -463,7 +496,7 @@ template <class T> struct alignas(64) Unpacked {
     Floats d, m[T::kMin ? 1 : 0];
 };
 template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead) {
-    each_block<T>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
+    each_block<T, Order::kDwords>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
         if constexpr (!T::kFloat) arrange<T::kVectors>(b.w);
         UNROLL for (int j = 0; j < T::kVectors; j++) to->w[j] = b.w[j];
         to->d = b.d;
@@ -480,7 +513,7 @@ template <class T, int kC> void tile(const Unpacked<T> *w, int k, const int8_t *
     for (int i = 0; i < k; i += T::kSub, w += 2, at.step()) {
         Floats m[2]{};
         if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-        multiply<T, true>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
+        multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
     }
     for (int c = 0; c < kC; c++)
         for (int r = 0; r < 2; r++) store(out + c * kRows + r * kLanes, sums[r][c]);
@@ -539,8 +572,10 @@ template <class T> struct Operation {
         int8_t *bytes = (int8_t *)work + 64 + places_size();
         Extra *extras = (Extra *)(bytes + bytes_size());
         uint8_t *own = work + shared_size() + params->ith * thread_size();
+        // several units a claim, while each thread has some: less waiting for the counter and for each other's cache lines
+        const int claim = n > kFew ? 1 : std::clamp(rows / (16 * kLanes * params->nth), 1, 64 / kLanes);
         if (params->ith == 0) {
-            next.store(params->nth, std::memory_order_relaxed);
+            next.store(params->nth * claim, std::memory_order_relaxed);
             if (ids) sort_by_expert(places, firsts);
         }
         if (ids) g_barrier(params->threadpool);
@@ -556,13 +591,13 @@ template <class T> struct Operation {
             quantize(product(expert), std::max(begin - at, 0), end - at);
         g_barrier(params->threadpool);
 
-        int unit = params->ith, before = 0;  // units are claimed one early: the next one's weights are prefetched
+        int unit = params->ith * claim, before = 0;  // units are claimed one early: the next one's weights are prefetched
         for (int expert = 0; expert < experts; expert++) {
             const Product p = product(expert);
             if (!p.layout.n) continue;
             const int step = p.layout.is_few ? kLanes : kRows, units = (rows + step - 1) / step;
             while (unit - before < units) {
-                const int after = next.fetch_add(1, std::memory_order_relaxed);
+                const int after = (unit + 1) % claim ? unit + 1 : next.fetch_add(claim, std::memory_order_relaxed);
                 const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
                 const int soon = std::min((after - before) * step, rows - step);
                 const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];

@@ -93,7 +93,7 @@ class Products:
         used: int = 1,
         is_repacked: bool = False,
     ) -> None:
-        self._base, self._cpu = open_ggml()
+        self._base, self._cpu = self.libraries()
         quantization = gguf.GGMLQuantizationType[kind]
         block, size = gguf.GGML_QUANT_SIZES[quantization]
         rows = weights[0].shape[0] // max(experts, 1)
@@ -113,6 +113,11 @@ class Products:
         for out in self._outs:
             self._base.ggml_build_forward_expand(self._graph, out)
         self._shape = (n, used, rows)
+
+    @classmethod
+    def libraries(cls) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+        """Return what makes a graph and what computes it."""
+        return open_ggml()
 
     def _placed(
         self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool
