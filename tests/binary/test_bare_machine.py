@@ -67,6 +67,7 @@ def test_licenses_name_criu_with_its_text_and_the_offer(used):
     assert "GNU General Public License" in text
     assert "Written offer" in text
     assert "apt-get source NAME=VERSION" in text
+    assert re.search(r"^msgspec \S+ +BSD-3-Clause$", used.run("version", "--licenses").stdout, re.M)
 
 
 def test_pull_over_https(used, https):

@@ -110,10 +110,11 @@ def test_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
     assert machine.run("--version").returncode == 0
 
 
-@pytest.mark.parametrize("place", ["index", "block", "archive's trailer"])
+@pytest.mark.parametrize("place", ["magic", "index", "block", "archive's trailer"])
 def test_flipped_bit_is_refused(machine, binary, place):
     shipped = open_shipped(binary)
     at = {
+        "magic": shipped.payload_offset,
         "index": shipped.payload_offset + 500,
         "block": shipped.payload_offset + shipped.payload_length // 2,
         "archive's trailer": shipped.archive_offset - payload.TRAILER.size + 3,

@@ -1,7 +1,6 @@
 """`version --licenses`, `doctor --verify` and the man page, run from this checkout."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -20,16 +19,6 @@ from edgeinfer.shipping import shipped
 
 def options(**values):
     return argparse.Namespace(**{"name": None, **values})
-
-
-def test_licences_are_listed_from_the_shipped_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(shipped, "app_dir", lambda: tmp_path)
-    (tmp_path / "share").mkdir()
-    part = {"name": "msgspec", "version": "0.19", "licence": "BSD-3-Clause"}
-    (tmp_path / "share/licences.json").write_text(json.dumps([part]))
-    found = version.run(options(licenses=True), Host())
-    assert found.human().startswith("msgspec 0.19  BSD-3-Clause\n")
-    assert f"{tmp_path}/share/licences" in found.human()
 
 
 def test_licences_outside_the_shipped_file_are_refused_with_a_hint():

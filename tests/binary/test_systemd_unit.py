@@ -91,6 +91,7 @@ class Systemd:
 
 @pytest.fixture
 def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
+    """A machine whose ordinary user has the shipped file and, by it, a model and its snapshot."""
     fetched = BUILD_CACHE / "systemd-257"
     if os.getuid() != 0:
         pytest.skip("a systemd as process 1 needs root")
@@ -127,6 +128,10 @@ def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
     machine = Systemd(process, root)
     try:
         _wait_for_manager(machine)
+        program = f"{HOME}/.local/bin/edgeinfer"
+        for words in (["pull", f"{HOME}/small.gguf", "--name", MODEL], ["warm", MODEL]):
+            done = machine.run(program, *words)
+            assert done.returncode == 0, done.stderr
         yield machine
     finally:
         (group / "cgroup.kill").write_text("1")
@@ -155,13 +160,7 @@ def _remove_groups(group: Path) -> None:
 
 
 def test_socket_unit_resumes_the_endpoint_after_an_idle_exit(systemd):
-    """From a bare home: unpack, pull, warm; then a connection starts the service, which exits when idle and
-    is resumed from the snapshot at the next connection.
-    """
-    program = f"{HOME}/.local/bin/edgeinfer"
-    for words in (["pull", f"{HOME}/small.gguf", "--name", MODEL], ["warm", MODEL]):
-        done = systemd.run(program, *words)
-        assert done.returncode == 0, done.stderr
+    """A connection starts the service, which exits when idle and is resumed at the next connection."""
     # the unit as shipped, but for the seconds it waits before it exits
     shipped = "serve --idle-exit 600"
     unit = systemd.home / ".config/systemd/user/edgeinfer.service"
@@ -184,10 +183,6 @@ def test_socket_unit_resumes_the_endpoint_after_an_idle_exit(systemd):
 
 
 def test_canary_unit_fails_after_a_bit_of_the_model_has_changed(systemd):
-    program = f"{HOME}/.local/bin/edgeinfer"
-    for words in (["pull", f"{HOME}/small.gguf", "--name", MODEL], ["warm", MODEL]):
-        done = systemd.run(program, *words)
-        assert done.returncode == 0, done.stderr
     systemd.control("enable", "--now", "edgeinfer-canary.timer")
     assert "edgeinfer-canary.timer" in systemd.control("list-timers", "--all")
     systemd.control("start", "edgeinfer-canary.service")

@@ -19,8 +19,6 @@ from other_processes import wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
-import assemble
-import pack
 import publish
 
 from edgeinfer.config import config_file
@@ -31,7 +29,9 @@ from edgeinfer.platform.ed25519 import is_signed_by, new_key_text, parse_key
 from edgeinfer.shipping import payload, unpack, update
 from edgeinfer.shipping.update import Channel, Release, ReleasedFile, parse_release
 
+from . import test_payload
 from .conftest import MODEL, ROOT
+from .test_bare_machine import ASK
 from .test_first_start import wait_for_port
 
 KEY, OTHER_KEY = (parse_key(new_key_text()) for _ in range(2))
@@ -44,14 +44,8 @@ def ship(folder, version, behaviour="exit 0"):
     tree = folder / f"tree-{version}"
     tree.mkdir(parents=True, exist_ok=True)
     (tree / "note").write_text(version)
-    packed = pack.pack(tree, version, (), folder / "cache")
-    fields = [key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD)]
-    (folder / "boot").write_bytes(f"#!/bin/sh\n{behaviour}\nexit\n".encode() + b"".join(fields))
-    cookie = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
-    (folder / "archive").write_bytes(cookie)
-    out = folder / f"shipped-{version}"
-    assemble.assemble(folder / "boot", packed.name, packed.data, folder / "archive", out)
-    return out
+    boot = f"#!/bin/sh\n{behaviour}\nexit\n".encode()
+    return test_payload.ship(tree, folder, version=version, boot=boot, name=f"shipped-{version}")
 
 
 class Updates:
@@ -313,8 +307,7 @@ def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, t
     (machine.root / "tmp/small.gguf").chmod(0o644)
     machine.run("pull", "/tmp/small.gguf", "--name", MODEL)
     machine.run("warm", MODEL)
-    ask = ("run", MODEL, "Name three colours.", "--max-tokens", "6", "--temperature", "0")
-    answer = machine.run(*ask, "--resume", "always").stdout
+    answer = machine.run(*ASK, "--resume", "always").stdout
 
     body = new.read_bytes()
     file = ReleasedFile(name="edgeinfer-here", size_bytes=len(body), sha256=sha(body))
@@ -343,10 +336,10 @@ def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, t
     finally:
         serving.terminate()
         serving.communicate(timeout=60)
-    assert machine.run(*ask).stdout == answer
+    assert machine.run(*ASK).stdout == answer
     assert machine.apps == sorted([old_app, new_app])
     assert machine.json("update", "--back")["changed"]
-    assert machine.run(*ask, "--resume", "always").stdout == answer
+    assert machine.run(*ASK, "--resume", "always").stdout == answer
 
 
 def test_publisher_takes_no_file_of_another_version(tmp_path, monkeypatch):
