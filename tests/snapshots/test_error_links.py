@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -23,9 +21,7 @@ from edgeinfer.errors import (
 from edgeinfer.host import Start
 from edgeinfer.launcher.launch import Launcher
 from edgeinfer.launcher.selection import LaunchChoice
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.snapshots.build import builder, jobs
-from edgeinfer.snapshots.inputs import SnapshotInputs
+from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.restore import app_host
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
@@ -65,63 +61,6 @@ def test_fields_hold_all_that_an_error_says(error):
 
 def test_a_code_of_another_version_gives_the_root():
     assert type(from_fields({"code": "of-tomorrow", "message": "x"})) is EdgeInferError
-
-
-#: The real main of a child process on descriptor argv[1], whose work runs out of memory.
-PARK = """
-import os, sys
-from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.snapshots.build import park
-def prepare(link, request):
-    raise OutOfMemoryError(sys.argv[2], hint=sys.argv[3])
-park.prepare = prepare
-os.dup2(int(sys.argv[1]), park.LINK_FD)
-os.close(int(sys.argv[1]))
-park.main()
-"""
-BUILDER = """
-import sys
-from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.snapshots.build import builder
-builder.Builder.__init__ = lambda *_: None
-def build(self):
-    raise OutOfMemoryError(sys.argv[3], hint=sys.argv[4])
-builder.Builder.build = build
-builder.main()
-"""
-
-
-def start(program: str, link: socket.socket, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", program, str(link.fileno()), *arguments]
-    process = subprocess.Popen(command, pass_fds=[link.fileno()])
-    link.close()
-    return process
-
-
-def request() -> builder.BuildRequest:
-    inputs = SnapshotInputs(
-        model="m", files=ModelFiles(paths=("m.gguf",), name="m"), options=LoadOptions()
-    )
-    return builder.BuildRequest(inputs=inputs, depends_on="", criu="criu", version="", tier="root")
-
-
-def test_from_the_parked_process_to_the_builder(tmp_path):
-    ours, theirs = socket.socketpair()
-    with ours, start(PARK, theirs, MESSAGE, HINT) as process:
-        with pytest.raises(OutOfMemoryError) as raised:
-            builder.Builder(ours, tmp_path, request())._converse(ours, ours)
-        assert process.wait(30) == 1
-    assert survives(raised.value)
-
-
-def test_from_the_builder_to_who_ordered_the_build(tmp_path):
-    ours, theirs = socket.socketpair()
-    folder = tmp_path / "new"
-    with ours, start(BUILDER, theirs, str(folder), MESSAGE, HINT) as process:
-        with pytest.raises(OutOfMemoryError) as raised:
-            jobs._listen(ours, request(), lambda *_: None, process, tmp_path / "log")
-        assert process.wait(30) == 0
-    assert survives(raised.value)
 
 
 def test_from_a_worker_to_its_engine_s_stand_in():

@@ -129,13 +129,6 @@ def test_the_stack_and_the_vdso_are_left_to_criu(tmp_path, status, flags):
     assert dump.restored()[0x100000] == data[:PAGE]
 
 
-def test_niceness_is_forgotten(tmp_path):
-    dump = Dump(tmp_path, [area(0x100000, 1)], {0x100000: random_pages(1)})
-    dump.bake()
-    core = dump.first(f"core-{PID}.img")
-    assert core.parts(criu_images.CORE_THREAD) == [[(9, criu_images.VARINT, 1)]]
-
-
 def test_a_dump_that_does_not_add_up_is_refused(tmp_path):
     dump = Dump(tmp_path, [area(0x100000, 4)], {0x100000: random_pages(4)})
     (dump.folder / "pages-1.img").write_bytes(b"short")
