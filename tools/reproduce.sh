@@ -2,7 +2,7 @@
 # reproduce.sh: build this commit twice and compare every byte of what is published, packages and wheel too; diffoscope shows a
 # difference. The second build has another folder, home, umask, language and time zone, an environment and our own C++ made anew,
 # and where root calls, another user. What compiles for minutes is an input of both, from the build cache: llama.cpp's wheel, its
-# Vulkan backend, libmtmd. release.json and SHA256SUMS name the time: they are not compared.
+# Vulkan backend, libmtmd. release.json and SHA256SUMS name the time: they are not compared, nor is the OCI archive, which podman makes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/debian.sh
@@ -32,7 +32,7 @@ different=()
 while read -r file; do
     cmp "dist/$file" "$another/dist/$file" && "$cache/diffoscope/bin/diffoscope" "dist/$file" "$another/dist/$file" ||
         different+=("$file")
-done < <(cd "$another/dist" && find . -type f ! -name release.json ! -name SHA256SUMS -printf '%P\n' | sort)
+done < <(for at in dist "$another/dist"; do find "$at" -type f ! -name release.json ! -name SHA256SUMS -printf '%P\n'; done | sort -u)
 if [ ${#different[@]} = 0 ]; then
     say "equal in every byte: $(cut -c67- "$another"/dist/{,release/}SHA256SUMS | grep -v '^release.json$' | sort -u | tr '\n' ' ')"
     say "$(grep ' edgeinfer$' dist/SHA256SUMS)"

@@ -269,7 +269,8 @@ def _content(reply: dict[str, Any]) -> str:
 def _verdict(item: Item, reply: dict[str, Any], judgement: dict[str, Any] | None) -> Verdict:
     for one in filter(None, (reply, judgement)):
         if one["status_code"] != 200:
-            return Verdict(error=one["body"]["error"]["message"])
+            error = one["body"].get("error") or {}
+            return Verdict(error=error.get("message") or "failed")
     choices = reply["body"]["choices"]
     if item.choices is not None:
         sums = _sums(choices)

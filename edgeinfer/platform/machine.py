@@ -239,6 +239,6 @@ def describe_machine() -> str:
     lines = _text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else "an unknown processor"
-    memory_gib = read_memory().total_bytes / (1 << 30)
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores of {processor}, {memory_gib:.0f} GiB, Linux {os.uname().release}"

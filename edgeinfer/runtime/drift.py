@@ -18,6 +18,7 @@ import logging
 import math
 import re
 import sqlite3
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -42,6 +43,10 @@ _log = logging.getLogger("edgeinfer.drift")
 #: The log-probability of every so many tokens of an answer is taken: each costs 0.1 to 0.5 ms.
 LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
+#: Answers whose counts may wait, and how long (s): for a locked file, and at the end of a process.
+_MOST_WAITING = 1000
+_LOCKED_S = 1.0
+_CLOSING_S = 2.0
 _BINS_PER_DOUBLING = 4
 _LEAST, _MOST = 2.0**-6, 2.0**30
 _SHARE_BINS = 20
@@ -80,6 +85,7 @@ class DriftRecorder:
         self._path, self._model = path, model
         self._constant = {"model_file": sha256[:12] or "unknown", "program": __version__}
         self._writer = ThreadPoolExecutor(1, "drift")
+        self._places = threading.BoundedSemaphore(_MOST_WAITING)
 
     def note(
         self, request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
@@ -94,19 +100,23 @@ class DriftRecorder:
             return
         counts = [(name, bin_of(name, value), 1) for name, value in found.items()]
         counts += [(name, _SUM, n) for name, n in _sums(said.finished).items()]
-        with contextlib.suppress(RuntimeError):  # the interpreter is at its end
-            self._writer.submit(self._write, date.today(), counts)
+        if self._places.acquire(blocking=False):  # or they are lost: the file system hangs
+            with contextlib.suppress(RuntimeError):  # the interpreter is at its end
+                writing = self._writer.submit(self._write, date.today(), counts)
+                writing.add_done_callback(lambda _: self._places.release())
 
     def close(self) -> None:
-        """Wait for the last counts. Idempotent."""
-        self._writer.shutdown()
+        """Wait for the last counts, at most `_CLOSING_S`. Idempotent."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._writer.submit(int).result(_CLOSING_S)
+        self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, day: date, counts: Sequence[tuple[str, Bin, int]]) -> None:
         """Add to the file, or lose the counts; a damaged file is put aside as drift.damaged."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
-            with contextlib.closing(sqlite3.connect(self._path)) as db, db:
+            with contextlib.closing(sqlite3.connect(self._path, _LOCKED_S)) as db, db:
                 # no fsync: a write takes 1 ms, with one 20 ms; a power cut may cost the counts
                 db.execute("PRAGMA synchronous = OFF")
                 db.execute(_TABLE)

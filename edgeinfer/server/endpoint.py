@@ -127,8 +127,9 @@ class Endpoint:
         try:
             if self.traces:
                 tracing.write(self.traces, *trace)
-        except OSError as error:
-            self.log.warning("traces-ended", path=self.traces, reason=error.strerror)
+        except Exception as error:  # noqa: BLE001  nothing reads this thread's result
+            reason = getattr(error, "strerror", None) or repr(error)
+            self.log.warning("traces-ended", path=self.traces, reason=reason)
             self.traces = ""
         finally:
             self._trace_places.release()

@@ -39,6 +39,7 @@ from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
 from edgeinfer.server.guards import keys
 
+_STOP_S = 60.0
 _HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "BESIDE THE FIRST")
 
 
@@ -210,7 +211,11 @@ class _OwnServers:
     def _stop(self, url: str) -> None:
         pid = self._pids.pop(url)
         os.kill(pid, signal.SIGTERM)
-        os.waitpid(pid, 0)
+        deadline = time.monotonic() + _STOP_S
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
 
     def measure_start(self, model: str, side: Side) -> dict[str, Sample]:
         """Stop an endpoint; measure from exec to the first token: of `run`, and of the next turn of

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.errors import EngineError
 from edgeinfer.runtime.kv_cache.sequence_state import State
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.state import SequenceStates
@@ -154,8 +155,15 @@ class RoundtripVerdict:
         return self.found not in ("", "exact")
 
     def step(self) -> None:
-        """Continue the check; a failure deletes the blocks stored so far."""
-        found = self._check.step()
+        """Continue the check; a failure deletes the blocks stored so far.
+
+        A check that cannot compute refuses the cache to this process, and a later one tries again.
+        """
+        try:
+            found = self._check.step()
+        except EngineError as error:
+            self.found = f"the check failed: {error}"
+            return
         if found is None:
             return
         self.found = found

@@ -84,8 +84,15 @@ class RequestQueue:
         self._book(seq)
         self.on_end(seq)  # before the last event: its consumer may read the metrics at once
         farewell(seq)
-        if self.is_empty:  # on battery it is another source; to look takes 1 ms, which no request waits
-            self._energy = EnergyMeter()
+        if not self.running:
+            self.find_meter()
+
+    def find_meter(self) -> None:
+        """Look for what tells the energy: on battery, or after a resume, it may be another source.
+
+        It takes 0.4 to 1.4 ms, and stands behind an answer or a resume, never before a first token.
+        """
+        self._energy = EnergyMeter()
 
     def _book(self, seq: Sequence) -> None:
         seq.saved_s = self._prefixes.saved_s(seq)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
 from edgeinfer.runtime.kv_cache.sequence_state import State, whole
 from edgeinfer.runtime.prefix_cache.format import unpack_tokens
@@ -68,9 +69,24 @@ class Side:
         return SIZE * sum(self.blocks.has(name) for name in chain)
 
 
+class _FailingCheck:
+    n_tokens = 96
+
+    def step(self) -> str:
+        raise OutOfMemoryError("no memory for a small context")
+
+
 @pytest.fixture
 def side(tmp_path: Path) -> Side:
     return Side(tmp_path / "blocks")
+
+
+def test_check_that_cannot_compute_ends_and_is_tried_by_a_later_process(side: Side) -> None:
+    side.writing.verdict = RoundtripVerdict(side.blocks, _FailingCheck())  # type: ignore[arg-type]
+    side.end(claim(side.kv, side.memory, list(range(2 * SIZE))))
+    side.write_all()
+    assert side.writing.verdict.is_refused
+    assert not side.blocks.read_check()
 
 
 def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
