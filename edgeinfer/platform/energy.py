@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +56,7 @@ class EnergyMeter:
                 self.source, self.reason = self._kind.source, ""
                 self._files = files
                 break
-            if secret and self.reason is _NONE and not os.access(secret, os.R_OK):
+            if secret and self.reason is _NONE:
                 self.reason = f"this user may not read {secret}"
         ranges = (_number(file.with_name("max_energy_range_uj")) for file in self._files)
         self._wraps = [wrap or 1 << 64 for wrap in ranges]
