@@ -123,7 +123,11 @@ def test_as_many_pages_become_pictures_as_a_request_may_have(tmp_path):
         pictures_in(tmp_path / "a.pdf")
 
 
-@pytest.mark.parametrize("original", [PDF, make_docx(["The harbour", "has cranes"]), PAGE.encode()])
+@pytest.mark.parametrize(
+    "original",
+    [PDF, make_docx(["The harbour", "has cranes"]), PAGE.encode()],
+    ids=["PDF", "DOCX", "HTML"],
+)
 def test_mutated_documents_are_text_or_a_refusal(original):
     rng = np.random.default_rng(28)
     for _ in range(20):
