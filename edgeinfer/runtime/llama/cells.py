@@ -35,7 +35,7 @@ Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
 _CLEAR = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 _PROBE_BYTES = 4096
-#: Entries at the beginning of a buffer type and of a buffer, at most.
+#: First entries of a buffer type and of a buffer, at most.
 TYPE_ENTRIES, BUFFER_ENTRIES = 6, 12
 
 

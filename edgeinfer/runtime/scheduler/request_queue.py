@@ -90,7 +90,7 @@ class RequestQueue:
     def find_meter(self) -> None:
         """Look for what tells the energy: on battery, or after a resume, it may be another source.
 
-        It takes 0.4 to 1.4 ms, and stands behind an answer or a resume, never before a first token.
+        It takes 0.4 to 1.4 ms: once behind a resume, and behind an answer when no other runs.
         """
         self._energy = EnergyMeter()
 

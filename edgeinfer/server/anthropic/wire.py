@@ -70,7 +70,7 @@ class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
 
 
 class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
-    """A document's file (PDF, DOCX or text) or a picture's; its beginning says which format it has."""
+    """A document's file (PDF, DOCX or text) or a picture's; its first bytes say which format it has."""
 
     hints: ClassVar = frozenset({"media_type"})
     other_types: ClassVar[Mapping[str, str]] = {
