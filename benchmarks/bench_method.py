@@ -1,7 +1,7 @@
 """`make bench-method`: does `edgeinfer bench` measure what llama-bench measures?
 
 llama-bench and llama-server of one build run the same kernels on the same file: what `bench --against` finds of the server is
-compared with llama-bench. Beside them our endpoint, measured as a model and as an --against by the same code, and once more
+compared with llama-bench and with what the server says. Beside them our endpoint, measured as a model and as an --against by the same code, and once more
 with llama.cpp's kernels instead. Micro-batches have 128 tokens, as our engine gives a lone prompt. llama-bench runs before
 and after. Writes OUT/bench-method.md.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import peer_server
 from bench_serve import CLI, process, wait_healthy
 from common import add_out, free_port, model_path, peer_program, write_figure
@@ -44,6 +46,17 @@ def llama_bench(model: Path, threads: int, rounds: int) -> dict[str, list[float]
     return {TESTS[0] if row["n_prompt"] else TESTS[1]: row["samples_ts"] for row in rows}
 
 
+def own_timings(port: int, rounds: int) -> dict[str, list[float]]:
+    """Return what llama-server itself says of such requests (tokens/s), by test."""
+    rates: dict[str, list[float]] = {test: [] for test in TESTS}
+    asked = {"pp512": (" word" * 510, 1, "prompt"), "tg128": (" one, two, three,", 129, "predicted")}
+    for number, (test, (text, n, which)) in itertools.product(range(rounds), asked.items()):
+        body = {"prompt": f"{number}{text}", "n_predict": n, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"http://127.0.0.1:{port}/completion", json=body, timeout=600).json()
+        rates[test].append(answer["timings"][f"{which}_per_second"])
+    return rates
+
+
 def measure(model: Path, threads: int, rounds: int) -> list[list[str]]:
     """Measure all sides; a row for each."""
     before = llama_bench(model, threads, rounds)
@@ -52,6 +65,7 @@ def measure(model: Path, threads: int, rounds: int) -> list[list[str]]:
         flags = ["-ub", str(UBATCH)]
         peer = peer_server.Server(theirs, model, slots=1, n_ctx=N_CTX, threads=threads, flags=flags)
         stack.callback(peer.close)
+        own = own_timings(peer.port, rounds)
         ports = {"llama-server": peer.port}
         loaded = ["--threads", str(threads), "--ctx", str(N_CTX)]
         for side, command in (
@@ -74,7 +88,8 @@ def measure(model: Path, threads: int, rounds: int) -> list[list[str]]:
         side: {row["test"]: row["samples"] for row in found["rows"] if row["side"] == name}
         for name, side in sides.items()
     }
-    return [_row(side, one, both) for side, one in {"llama-bench": both, **rates}.items()]
+    every = {"llama-bench": both, "llama-server, by its own timings": own, **rates}
+    return [_row(side, one, both) for side, one in every.items()]
 
 
 def _row(side: str, rates: dict[str, list[float]], reference: dict[str, list[float]]) -> list[str]:
