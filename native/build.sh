@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Half a minute a level; again when a source, the
-# compiler or llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
+# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Half a minute a level, once: the build cache keeps
+# them until a source, the compiler or llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
 #
 #   libedgeinfer-guard.so.1           guard.cpp
 #   libedgeinfer-cells.so.1           cells.cpp
@@ -13,11 +13,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 site=$(echo .venv/lib/python3*/site-packages)
+cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
 out=.venv/lib/edgeinfer/native machine=$(uname -m) CXX=${CXX:-g++}
 if [ "${1:-}" = aarch64 ]; then
   out=$2
-  [ "$machine" = aarch64 ] || [ "$CXX" != g++ ] ||
-    CXX=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}/cross-arm64/bin/aarch64-linux-gnu-g++
+  [ "$machine" = aarch64 ] || [ "$CXX" != g++ ] || CXX=$cache/cross-arm64/bin/aarch64-linux-gnu-g++
   machine=aarch64
 fi
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
@@ -43,15 +43,20 @@ built=$(cat "$out/.built" 2>/dev/null || true)
 [ "$built" != "$all $every" ] && [ "$built" != "$all $levels" ] || exit 0
 command -v "$CXX" >/dev/null || { echo "error: $CXX is missing" >&2; exit 1; }
 
-mkdir -p "$out"
+mkdir -p "$out" "$cache/native"
 work=$(mktemp -d "$out/.build.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 library() {  # NAME SOURCE... -- OPTION...
-  local file=libedgeinfer-$1.so.1 sources=() version; shift
+  local file=libedgeinfer-$1.so.1 sources=() version kept; shift
   while [ "$1" != -- ]; do sources+=("native/$1"); shift; done
   shift
   version=$(made_from "${sources[@]}" native/*.h | sha256sum | cut -c1-12)
-  "$CXX" -shared -fPIC -s -DEDGEINFER_VERSION="\"$version\"" -o "$work/$file" "${sources[@]}" native/version.cpp "$@"
+  kept=$cache/native/$version-$file
+  if [ ! -f "$kept" ]; then
+    "$CXX" -shared -fPIC -s -DEDGEINFER_VERSION="\"$version\"" -o "$work/$file" "${sources[@]}" native/version.cpp "$@"
+    cp "$work/$file" "$kept.$$" && mv "$kept.$$" "$kept"
+  fi
+  cp "$kept" "$work/$file"
   cmp -s "$work/$file" "$out/$file" || mv "$work/$file" "$out/$file"
 }
 
