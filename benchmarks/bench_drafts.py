@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 from common import ROOT, add_out, model_path, write_figure
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT
+from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling

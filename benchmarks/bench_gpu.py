@@ -32,8 +32,8 @@ from common import CACHE, ROOT, SHAPES, add_out, random_model, spread, write_fig
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
 
-from edgeinfer.runtime.llama.backends import files
-from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, device_line, survey
+from edgeinfer.runtime.llama import backends
+from edgeinfer.runtime.llama.backends import Device, LoadedBackend, device_line, survey
 
 PORT = 18420
 #: How long to wait for a device (s): a software one compiles its kernels at the first step.
@@ -66,8 +66,8 @@ class GpuBench(Bench):
         data.mkdir(parents=True)
         if self.options.software:
             self._take_software()
-        elif files.added_dir().is_dir():
-            (data / "backends").symlink_to(files.added_dir())
+        elif backends.added_dir().is_dir():
+            (data / "backends").symlink_to(backends.added_dir())
         os.environ.update(self.environment)
         answers = survey()
         devices = [d for answer in answers if isinstance(answer, LoadedBackend) for d in answer.devices]
@@ -79,7 +79,7 @@ class GpuBench(Bench):
         """Put the backend and a loader beside it where this home has its own: a resumed process heeds no
         LD_LIBRARY_PATH.
         """
-        file = files.find("vulkan")
+        file = backends.find("vulkan")
         folder = CACHE / "lavapipe"
         if file is None or not folder.is_dir():
             raise SystemExit("error: no software device is here\n\nhint: tools/setup.sh test")
@@ -87,7 +87,7 @@ class GpuBench(Bench):
         place.mkdir(parents=True)
         for path in (
             Path(file.path),
-            files.facts_path(Path(file.path)),
+            backends.facts_path(Path(file.path)),
             folder / "loader/libvulkan.so.1",
         ):
             shutil.copy(path, place)
@@ -160,7 +160,7 @@ class GpuBench(Bench):
         program = os.environ.get("EDGEINFER_LLAMA_BENCH")
         found = {}
         for device in devices if program else ():
-            file = files.find(device.backend)
+            file = backends.find(device.backend)
             assert file is not None
             tests = f"-p {self.options.prompt} -n {self.options.tokens} -r {self.options.runs} -o json"
             command = [program, "-m", str(model), "-ngl", "999", "-dev", device.name, *tests.split()]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from common import ROOT, add_out, model_path, write_figure
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.model import LlamaModel, load_model, open_context
 from edgeinfer.runtime.options import LoadOptions, ModelFiles

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 from common import add_out, model_path, write_figure
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta

@@ -34,7 +34,7 @@ from memory_beside import cost_section, cost_table, short_chats_section, short_c
 from memory_restart import restart_section, restart_table
 from memory_sides import Answer, Rows, Side, conversation, ms, name_of, ours, theirs
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 
 #: Of so narrow a model, so many that reading a block takes longer than writing it.
 _HYBRID_LAYERS = 128

@@ -23,7 +23,7 @@ import peer_server
 from bench_serve import CLI, process, wait_healthy
 from common import add_out, free_port, model_path, peer_program, write_figure
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 
 N_CTX, UBATCH = 4096, 128
 TESTS = ("pp512", "tg128")

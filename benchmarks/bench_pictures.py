@@ -32,7 +32,7 @@ from made_projectors import Encoder, make_projector, rename_tokens
 from memory_sides import Answer, Messages, Side, conversation, ours, text_of, theirs
 from PIL import Image
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 
 _SIGLIP_BASE = Encoder(width=768, layers=12, heads=12, feed_forward=3072)
 #: Gemma's turns; the model is a base model and has no template, and the servers' own would differ.

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve_models import crash_section, percentile, start_section, switch_section, worker_section
 from common import NAMES, ROOT, add_out, free_port, model_path, peer_program, write_figure
 
-from edgeinfer.bench.client import Answer, Target
-from edgeinfer.bench.client import ask as stream
+from edgeinfer.bench import Answer, Target
+from edgeinfer.bench import ask as stream
 
 PARALLEL = 32
 CONTEXT = 8192

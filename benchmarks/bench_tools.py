@@ -21,7 +21,7 @@ from common import add_out, model_path, spread, write_figure
 from memory_restart import model_of
 from memory_sides import WORDS, Answer, Side, ours, theirs, wait_written
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 
 N_TOOLS, N_CTX = 41, 16_384
 

@@ -29,7 +29,7 @@ from typing import Any
 from bench_tui import EDGEINFER, Screen
 from common import add_out, write_figure
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 from edgeinfer.platform.paths import DEFAULT_MODEL
 
 #: Typed again and again: words that no model begins an answer with.

@@ -23,7 +23,7 @@ import itertools
 from bench_tui import long_text
 from browser import Browser, Page, chromium
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 
 #: Name: turns, lines of an answer.
 SHAPES = {"empty": (0, 0), "10,000 lines, 60 turns": (60, 334), "10,000 lines, 1,250 turns": (1250, 16)}

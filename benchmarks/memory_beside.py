@@ -16,7 +16,7 @@ from typing import Any
 
 from memory_sides import Answer, Rows, Side, conversation, ms, ours, theirs, wait_written
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 
 _NEWCOMERS = 10
 _NEWCOMER_WORDS = 12

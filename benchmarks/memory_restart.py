@@ -14,7 +14,7 @@ from typing import Any
 from common import drop, random_model
 from memory_sides import Messages, Rows, Side, conversation, ms, ours, theirs, wait_written
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 
 _N_CTX = 8192 + 1024
 #: A decode step is timed as so many of an answer.

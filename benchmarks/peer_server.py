@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import free_port, is_healthy
 
-from edgeinfer.bench.client import Target, ask
+from edgeinfer.bench import Target, ask
 
 
 class Server:

@@ -147,7 +147,7 @@ class Host:
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
         """Have `engine` attach this launch's devices in the background, while the CPU computes."""
-        from edgeinfer.runtime.llama.backends.devices import OffloadRequest  # imported with the engine
+        from edgeinfer.runtime.llama.backends import OffloadRequest  # imported with the engine
 
         gpu = self.config.gpu
         engine.use_devices(OffloadRequest.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))

@@ -45,7 +45,7 @@ compile() {  # the CPU's variants are in the wheel already: GGML_CPU=OFF
     chmod 644 "$work/out/$library"
 }
 
-describe() {  # WORK BACKEND NAME [ARCHITECTURE...]: what edgeinfer.runtime.llama.backends.files reads
+describe() {  # WORK BACKEND NAME [ARCHITECTURE...]: what edgeinfer.runtime.llama.backends reads
     local work=$1 library=$1/out/libggml-$2.so name=$3
     shift 3
     local of='{"name": "%s", "build": {"binding": "%s", "ggml": "%s", "commit": "%s", "machine": "%s"}'

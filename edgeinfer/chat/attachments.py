@@ -13,7 +13,7 @@ import msgspec
 from edgeinfer.chat.formats import fenced
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.runtime import document_files, picture_files
+from edgeinfer.runtime import document_files, pictures
 from edgeinfer.runtime.interface import Engine
 
 #: Larger than any context we run; a file beyond it is a mistake.
@@ -54,7 +54,7 @@ def dropped_picture(text: str) -> str:
             return ""
         with open(path, "rb") as file:
             head = file.read(16)
-            is_picture = picture_files.is_picture(head) or document_files.is_pdf(head)
+            is_picture = pictures.is_picture(head) or document_files.is_pdf(head)
     except (OSError, ValueError):
         return ""
     return f'@"{path}" ' if is_picture and '"' not in str(path) else ""
@@ -71,7 +71,7 @@ def read(path: Path) -> Attachment:
         raise UsageError(f"{path} is no file or folder", hint="attach a copy of what it holds")
     try:
         with open(path, "rb") as file:
-            return from_bytes(path.name, file.read(picture_files.MAX_FILE_BYTES + 1))
+            return from_bytes(path.name, file.read(pictures.MAX_FILE_BYTES + 1))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", error)
         raise UsageError(f"{path}: {why}", hint="check the path") from error
@@ -110,9 +110,9 @@ def _plain_text(path: Path) -> str | None:
 
 def from_bytes(name: str, data: bytes) -> Attachment:
     """Make an attachment of bytes. Raises UsageError unless they are text, a document or a picture."""
-    if picture_files.is_picture(data):
-        if len(data) > picture_files.MAX_FILE_BYTES:
-            limit = f"{picture_files.MAX_FILE_BYTES >> 20} MiB"
+    if pictures.is_picture(data):
+        if len(data) > pictures.MAX_FILE_BYTES:
+            limit = f"{pictures.MAX_FILE_BYTES >> 20} MiB"
             raise UsageError(f"{name} is larger than {limit}", hint="attach a smaller picture")
         return Attachment(name=name, data=data)
     if document_files.is_document(data):

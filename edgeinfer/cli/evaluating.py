@@ -31,7 +31,7 @@ from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import preparing
-from edgeinfer.runtime.sampling.schema_check import follows
+from edgeinfer.runtime.sampling.grammar import follows
 from edgeinfer.server.batches import BatchLine
 
 #: What an item may be checked by, each a field of `Item`.

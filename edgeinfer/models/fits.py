@@ -12,8 +12,8 @@ from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.platform.machine import Machine, MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
-from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
+from edgeinfer.runtime.memory_plan import Plan, make_plan
+from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_bytes, format_duration
 

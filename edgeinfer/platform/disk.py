@@ -5,6 +5,7 @@ Standard library only; a costly module is imported where it is needed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -13,9 +14,12 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
+
+import msgspec
 
 from edgeinfer.errors import DiskFullError
+from edgeinfer.platform import paths
 from edgeinfer.units import format_bytes
 
 CHUNK_BYTES = 4 << 20
@@ -232,3 +236,33 @@ def size_or_zero(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+T = TypeVar("T")
+#: Entries of a table at most; the oldest go first.
+MOST_ENTRIES = 1000
+
+
+class CacheTable(Generic[T]):
+    """Values by key in the file `name` of the cache folder; `kind` is the type of the whole."""
+
+    def __init__(self, name: str, kind: type[dict[str, T]]) -> None:
+        self._name = name
+        self._kind = kind
+
+    def read(self) -> dict[str, T]:
+        """Return every value by its key, the oldest first."""
+        try:
+            return msgspec.json.decode((paths.cache_dir() / self._name).read_bytes(), type=self._kind)
+        except (OSError, msgspec.MsgspecError):
+            return {}
+
+    def put(self, key: str, value: T) -> None:
+        """Add a value, or replace what was under its key."""
+        known = self.read()
+        known.pop(key, None)
+        known[key] = value
+        raw = msgspec.json.encode(dict(list(known.items())[-MOST_ENTRIES:]))
+        with contextlib.suppress(OSError, DiskFullError):
+            paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(paths.cache_dir() / self._name, raw)

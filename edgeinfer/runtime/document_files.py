@@ -12,7 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.runtime import picture_files
+from edgeinfer.runtime import pictures
 
 _HELPER = "edgeinfer.runtime.document_reader_process"
 _HTML = re.compile(
@@ -69,8 +69,8 @@ def pictures_in(path: Path) -> list[bytes]:
     """Read a picture's file, or the pages of a PDF. Raises UsageError."""
     try:
         with open(path.expanduser(), "rb") as file:
-            data = file.read(picture_files.MAX_FILE_BYTES + 1)
-        return pages_of(data, path.name) if is_pdf(data) else [picture_files.checked(data)]
+            data = file.read(pictures.MAX_FILE_BYTES + 1)
+        return pages_of(data, path.name) if is_pdf(data) else [pictures.checked(data)]
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
     except InvalidRequestError as error:
@@ -83,9 +83,9 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
     A PDF without text becomes pictures. Raises as `text_of`.
     """
-    data = picture_files.file_in(text, lambda reason: _refusal(name, reason, param))
-    if picture_files.is_picture(data):
-        return [picture_files.checked(data, param)]
+    data = pictures.file_in(text, lambda reason: _refusal(name, reason, param))
+    if pictures.is_picture(data):
+        return [pictures.checked(data, param)]
     if not is_document(data):
         try:
             return [f"File `{name}`:\n{data.decode('utf-8-sig')}\n\n"]
@@ -112,10 +112,10 @@ def _text(data: bytes, name: str, param: str) -> str:
 
 
 def _read(data: bytes, name: str, wanted: str, param: str) -> bytes:
-    if len(data) > picture_files.MAX_FILE_BYTES:
-        raise _refusal(name, f"it has more than {picture_files.MAX_FILE_BYTES >> 20} MB", param)
+    if len(data) > pictures.MAX_FILE_BYTES:
+        raise _refusal(name, f"it has more than {pictures.MAX_FILE_BYTES >> 20} MB", param)
     try:
-        return picture_files.answer_of(_HELPER, data, wanted)[1]
+        return pictures.answer_of(_HELPER, data, wanted)[1]
     except ValueError as error:
         raise _refusal(name, str(error), param) from None
 

@@ -15,12 +15,12 @@ from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.backends.devices import OffloadRequest
+from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
-from edgeinfer.runtime.memory_plan.plan import MAX_DRAFT
+from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import position_behind
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, run_check

@@ -16,15 +16,14 @@ from typing import Any
 
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.platform import process_metadata
-from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.backends import files as backend_files
-from edgeinfer.runtime.llama.backends import registration
-from edgeinfer.runtime.llama.backends.devices import Device, LoadedBackend, OffloadRequest
+from edgeinfer.runtime.llama import backend_loading, libllama
+from edgeinfer.runtime.llama import backends as backend_files
+from edgeinfer.runtime.llama.backends import Device, LoadedBackend, OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
-from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
+from edgeinfer.runtime.memory_plan import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, open_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore
@@ -181,7 +180,7 @@ def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:
     reasons = []
     for file in backend_files.available():
         libllama.guard_decode()
-        answer = registration.load(file.name)
+        answer = backend_loading.load(file.name)
         if isinstance(answer, LoadedBackend):
             if chosen := wanted.chosen(answer.devices):
                 return chosen

@@ -26,8 +26,8 @@ from PIL import (
     WebPImagePlugin,
 )
 
+from edgeinfer.platform.confinement import allow_computing_alone
 from edgeinfer.platform.process import die_with_parent
-from edgeinfer.platform.system_calls import allow_computing_alone
 
 #: Limits of the process: address space, processor time. A picture of `MAX_PIXELS` takes about 400 MB.
 MEMORY_BYTES = 512 << 20

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -311,3 +314,12 @@ def check_deadline() -> None:
             f"preparing the request takes more than {PREPARE_S:.0f} s of processor time",
             hint="send a smaller schema, fewer tools or a shorter prompt",
         )
+
+
+_count = itertools.count()
+
+
+def random_bytes(size: int, entropy: bytes = b"") -> bytes:
+    """Draw up to 64 bytes of kernel, time, count and `entropy`: a resume may repeat one."""
+    clock, count = time.time_ns().to_bytes(8, "little"), next(_count).to_bytes(8, "little")
+    return hashlib.blake2b(os.urandom(16) + clock + count + entropy, digest_size=size).digest()

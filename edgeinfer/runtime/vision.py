@@ -21,16 +21,13 @@ import numpy.typing as npt
 
 import edgeinfer
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
-from edgeinfer.platform.cache_files import CacheTable
-from edgeinfer.platform.disk import stamps
-from edgeinfer.platform.priority import lower_thread_priority
-from edgeinfer.platform.process import child_command
-from edgeinfer.runtime.kv_cache.sequence_state import whole
+from edgeinfer.platform.disk import CacheTable, stamps
+from edgeinfer.platform.process import child_command, lower_thread_priority
+from edgeinfer.runtime.kv_cache import whole
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.picture_files import decode
-from edgeinfer.runtime.pictures import Picture, row_tokens
+from edgeinfer.runtime.pictures import Picture, decode, row_tokens
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 from edgeinfer.runtime.requests import GenerateRequest

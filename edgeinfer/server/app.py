@@ -22,7 +22,7 @@ from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.security import OPEN_ROUTES, Gate, cors_headers
-from edgeinfer.server.mcp.routes import MCP
+from edgeinfer.server.mcp import MCP
 from edgeinfer.server.native.routes import NATIVE
 from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI

@@ -15,9 +15,9 @@ import sys
 import time
 from typing import NamedTuple
 
-from edgeinfer.platform import landlock, linux
+from edgeinfer.platform import confinement, linux
+from edgeinfer.platform.confinement import refuse_hidden_memory
 from edgeinfer.platform.process import die_with_parent
-from edgeinfer.platform.system_calls import refuse_hidden_memory
 
 #: Limits of one call: memory of all processes, and what the disk may lose meanwhile (bytes).
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
@@ -125,7 +125,7 @@ def _confine(job: Job) -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limited, (most, most))
     linux.drop_privileges()
-    landlock.confine([job.folder, "/tmp", *_DEVICES[:3]])  # noqa: S108
+    confinement.confine([job.folder, "/tmp", *_DEVICES[:3]])  # noqa: S108
     refuse_hidden_memory()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 

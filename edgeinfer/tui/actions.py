@@ -24,17 +24,17 @@ from edgeinfer.chat.session import Answer
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.answering import Answering
+from edgeinfer.tui.composer import AttachmentList
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, TurnEntry
+from edgeinfer.tui.transcript import Transcript
 from edgeinfer.tui.view import View
-from edgeinfer.tui.widgets.composer import AttachmentList
-from edgeinfer.tui.widgets.transcript import Transcript
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class AppFront:
-    """Runs the screen's part of commands. Screens are imported when shown, or by `tui.preload`."""
+    """Runs the screen's part of commands. Screens are imported when shown, or by `rehearse`."""
 
     app: App[Any]
     launch: Launch

@@ -24,9 +24,9 @@ from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledE
 from edgeinfer.tui.actions import AppFront, TurnActions
 from edgeinfer.tui.answering import Answering
 from edgeinfer.tui.bindings import bindings
+from edgeinfer.tui.composer import AttachmentList, Completions, Composer, Queue
+from edgeinfer.tui.transcript import Transcript
 from edgeinfer.tui.view import Loader, Streaming, View
-from edgeinfer.tui.widgets.composer import AttachmentList, Completions, Composer, Queue
-from edgeinfer.tui.widgets.transcript import Transcript
 
 #: Ways out when the context is full and there are older turns: command, label, what it means.
 _ROOM_CHOICES = (

@@ -26,9 +26,8 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tui import app as app_module
-from edgeinfer.tui.app import ChatApp
+from edgeinfer.tui.app import DARK, LIGHT, ChatApp
 from edgeinfer.tui.textual_internals import use_parsed
-from edgeinfer.tui.themes import DARK, LIGHT
 
 _ANSWER = (
     "# Title\n\nSome *em*, **strong**, ~~struck~~ `code`, a [link](https://example.com).\n\n> "
@@ -80,7 +79,11 @@ class _RehearsalHost(Host):
 
 
 def rehearse() -> None:
-    """Run the app once for each built-in theme, and keep the parsed styles."""
+    """Run the app once for each built-in theme, and keep the parsed styles.
+
+    That makes the first paint cheap, in a process that will be parked. It leaves no thread, no
+    descriptor, no file and no setting behind. About 1.2 s.
+    """
     kept = {name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ}
     try:
         for theme in (LIGHT.name, DARK.name):

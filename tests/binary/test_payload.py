@@ -16,11 +16,11 @@ import finish
 import pack
 from made_gguf import gguf_bytes
 
+from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.remove import remove
 from edgeinfer.shipping import bundle, payload, unpack
 
 from ..conftest import BUILD_CACHE

@@ -9,8 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from edgeinfer.bench.client import Target
-from edgeinfer.bench.measure import _LONG, Plan, Sample, Side, measure, rows
+from edgeinfer.bench import _LONG, Plan, Sample, Side, Target, measure, rows
 from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs.bench import BenchResult
 from edgeinfer.errors import ServeError
@@ -139,7 +138,7 @@ async def test_no_server_is_asked_what_another_may_have_cached(other):
     ],
 )
 async def test_server_that_cannot_be_measured_is_named(other, lacks, message, monkeypatch):
-    monkeypatch.setattr("edgeinfer.bench.client._MOST_S", 10)
+    monkeypatch.setattr("edgeinfer.bench._MOST_S", 10)
     side = Side("theirs", Target(url=other(**lacks).url), "bench-1")
     with pytest.raises(ServeError, match=message):
         await side.prepare()
@@ -147,7 +146,7 @@ async def test_server_that_cannot_be_measured_is_named(other, lacks, message, mo
 
 async def test_unreachable_server_and_an_endless_answer(other, monkeypatch):
     server = other(body=b"data: {}\n" * 10_000)
-    monkeypatch.setattr("edgeinfer.bench.client._MOST_BYTES", 5000)
+    monkeypatch.setattr("edgeinfer.bench._MOST_BYTES", 5000)
     with pytest.raises(ServeError):
         await Side("theirs", Target(url=server.url), "bench-1").prepare()
     with pytest.raises(ServeError, match="does not answer"):

@@ -8,7 +8,7 @@ import pytest
 
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
-from edgeinfer.runtime.kv_cache.sequence_state import whole
+from edgeinfer.runtime.kv_cache import whole
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.keys import model_key

@@ -26,10 +26,9 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoice
-from edgeinfer.server import request_body
+from edgeinfer.server import lifecycle, request_body
 from edgeinfer.server.context import context_of
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions
@@ -166,7 +165,7 @@ def keep_bodies(folder: Path) -> None:
 
 async def serve(engine: Engine) -> None:
     """Serve it on a free port until a signal."""
-    listeners = sockets.bind("127.0.0.1", 0)[:1]
+    listeners = lifecycle.bind("127.0.0.1", 0)[:1]
     sources = ModelSources(
         load=lambda name, progress: LoadedEngine(engine=engine),
         pulled=lambda: [AvailableModel(name="reader", size_bytes=1)],

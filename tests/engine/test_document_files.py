@@ -8,7 +8,7 @@ import pytest
 from made_documents import make_docx, make_pdf
 
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.runtime import document_files, picture_files
+from edgeinfer.runtime import document_files, pictures
 from edgeinfer.runtime.document_files import pages_of, parts_of, pictures_in, text_of
 
 pytest.importorskip("pypdfium2")
@@ -24,13 +24,13 @@ def test_text_of_a_pdf_has_the_numbers_of_its_pages():
 
 def test_the_same_document_is_read_once(monkeypatch):
     text = text_of(PDF, "a.pdf")
-    monkeypatch.setattr(picture_files, "answer_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(pictures, "answer_of", lambda *_: pytest.fail("read again"))
     assert text_of(PDF, "b.pdf") == text
 
 
 def test_pages_become_pictures(tmp_path):
     (tmp_path / "a.pdf").write_bytes(make_pdf(["", "words"]))
-    first, second = map(picture_files.decode, pictures_in(tmp_path / "a.pdf"))
+    first, second = map(pictures.decode, pictures_in(tmp_path / "a.pdf"))
     assert (first.width, first.height) == (1086, 1536)
     pixels = np.frombuffer(first.rgb, np.uint8).reshape(first.height, first.width, 3)
     assert (pixels[0] == 255).all()
@@ -64,7 +64,7 @@ def test_a_pdf_without_text_says_how_it_is_seen():
         text_of(make_pdf([""]), "a.pdf")
     assert "--image" in (caught.value.hint or "")
     (page,) = parts_of(base64.b64encode(make_pdf([""])).decode(), "a.pdf")
-    assert picture_files.is_picture(page)
+    assert pictures.is_picture(page)
 
 
 @pytest.mark.parametrize("head", ["", "data:text/plain;base64,", "data:;charset=utf-8;base64,"])

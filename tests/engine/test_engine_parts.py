@@ -22,10 +22,10 @@ from edgeinfer.errors import (
     OutOfMemoryError,
     UsageError,
 )
+from edgeinfer.runtime import memory_plan
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import Batch
-from edgeinfer.runtime.memory_plan import plan
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
@@ -84,7 +84,7 @@ def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
 
 
 def test_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "choose_cells", lambda *_: Chosen(256, "a test wants few"))
+    monkeypatch.setattr(memory_plan, "choose_cells", lambda *_: Chosen(256, "a test wants few"))
     with closing(load(smollm2, n_ctx=200, n_parallel=1)) as engine:
         usage = answer(engine, ask("word " * 190, max_tokens=100)).finished.usage
         assert usage.prompt_tokens + usage.completion_tokens == 200

@@ -53,7 +53,7 @@ def child(work):
 
 _DECODING = f"""{_FORKING}
 from edgeinfer.runtime import picture_decoder_process as decoder
-from edgeinfer.runtime.picture_files import format_of
+from edgeinfer.runtime.pictures import format_of
 def decoded(data):
     decoder.limit(decoder.CPU_S)
     try:

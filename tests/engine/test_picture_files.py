@@ -10,8 +10,8 @@ import pytest
 from other_processes import run_python
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime import picture_files
-from edgeinfer.runtime.picture_files import checked, decode, from_base64
+from edgeinfer.runtime import pictures
+from edgeinfer.runtime.pictures import checked, decode, from_base64
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -126,14 +126,14 @@ def test_a_strip_that_no_projector_takes_is_refused():
 
 
 def test_a_decoder_that_dies_is_a_refusal(monkeypatch):
-    monkeypatch.setattr(picture_files, "_HELPER", "no.such.module")
+    monkeypatch.setattr(pictures, "_HELPER", "no.such.module")
     with pytest.raises(InvalidRequestError, match="its decoder ended with status 1"):
         decode(encoded())
 
 
 _LIMITED = """
 import os, socket, subprocess, threading
-from edgeinfer.platform.system_calls import allow_computing_alone
+from edgeinfer.platform.confinement import allow_computing_alone
 
 reached = []
 attempts = {
@@ -161,7 +161,7 @@ print(*reached)
 def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     for name in ("PIL.py", "resource.py", "edgeinfer.py", "contextlib.py"):
         (tmp_path / name).write_text("open('ran', 'w')")
-    monkeypatch.setenv("PYTHONPATH", str(Path(picture_files.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(pictures.__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     assert decode(encoded()).width == 60
     assert not (tmp_path / "ran").exists()

@@ -26,17 +26,17 @@ from edgeinfer.runtime.chat_format.chat_format import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import Collected
-from edgeinfer.runtime.kv_cache.cache import common_prefix
+from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import _beside_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.picture_files import decode
 from edgeinfer.runtime.pictures import (
     PICTURE_MARK,
     Picture,
+    decode,
     join_parts,
     picture_start,
     position_behind,

@@ -13,8 +13,8 @@ from edgeinfer.cli.main import main
 from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.gguf import GgufHeader, TensorInfo, check
 from edgeinfer.platform.machine import Machine, Memory
-from edgeinfer.runtime.memory_plan.plan import Plan
-from edgeinfer.runtime.memory_plan.shape import Shape, make_buffers
+from edgeinfer.runtime.memory_plan import Plan
+from edgeinfer.runtime.model_shape import Shape, make_buffers
 from edgeinfer.runtime.options import LoadOptions
 
 #: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute +

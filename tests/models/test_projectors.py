@@ -7,13 +7,13 @@ from made_families import finish
 from made_models import make_llama
 from made_projectors import make_projector
 
+from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.errors import InvalidGgufError
 from edgeinfer.models import projectors
 from edgeinfer.models.gguf import GgufHeader, read_header
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.remove import remove
 
 
 def model_header(n_embd: int) -> GgufHeader:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from made_gguf import entry, gguf_bytes, model_entries
 
+from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,
@@ -21,7 +22,6 @@ from edgeinfer.models import names, store
 from edgeinfer.models.names import parse_reference
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.remove import remove
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 

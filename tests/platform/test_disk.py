@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from edgeinfer.errors import DiskFullError
-from edgeinfer.platform import disk
+from edgeinfer.platform import disk, paths
+from edgeinfer.platform.disk import CacheTable
 
 
 def test_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -96,3 +97,29 @@ def test_digest_is_of_the_part_that_is_asked_for(tmp_path):
     assert found == hashlib.sha256(content[1000:6000]).hexdigest()
     assert b"".join(seen) == content[1000:6000]
     assert disk.sha256_of(path, lambda _done: None) == hashlib.sha256(content).hexdigest()
+
+
+def test_oldest_entries_are_forgotten(monkeypatch):
+    monkeypatch.setattr(disk, "MOST_ENTRIES", 2)
+    table = CacheTable("table.json", dict[str, int])
+    assert table.read() == {}
+    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        table.put(key, value)
+    assert list(table.read().items()) == [("a", 3), ("c", 4)]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": "text"}', b"\xff"])
+def test_unreadable_value_is_unknown_and_replaced(content):
+    table = CacheTable("table.json", dict[str, int])
+    table.put("a", 1)
+    (paths.cache_dir() / "table.json").write_bytes(content)
+    assert table.read() == {}
+    table.put("b", 2)
+    assert table.read() == {"b": 2}
+
+
+def test_unwritable_cache_is_no_error():
+    paths.cache_dir().parent.mkdir(parents=True, exist_ok=True)
+    paths.cache_dir().write_text("a file where the folder should be")
+    CacheTable("table.json", dict[str, int]).put("a", 1)
+    assert os.path.isfile(paths.cache_dir())

@@ -10,7 +10,7 @@ from edgeinfer.cli.verbs import doctor as doctor_module
 from edgeinfer.cli.verbs.doctor import Check, DoctorResult
 from edgeinfer.errors import EngineError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.llama.backends.devices import MissingBackend
+from edgeinfer.runtime.llama.backends import MissingBackend
 
 DEFAULT = "smollm2-135m-instruct"
 

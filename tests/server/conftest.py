@@ -29,9 +29,9 @@ from other_processes import wait_until
 from edgeinfer.cli.serving import ModelAdmin
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.server import lifecycle
 from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
@@ -120,7 +120,7 @@ def served(
         available_bytes=available_bytes,
     )
     log = io.StringIO()
-    (listener,) = sockets.bind("127.0.0.1", 0)
+    (listener,) = lifecycle.bind("127.0.0.1", 0)
     starting: Future[tuple[Endpoint, EndpointServer, asyncio.AbstractEventLoop]] = Future()
 
     async def main() -> ServeOutcome:

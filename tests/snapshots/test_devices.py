@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from other_processes import wait_until
 
-from edgeinfer.runtime.llama.backends import files
+from edgeinfer.runtime.llama import backends
 
 from ..conftest import BUILD_CACHE
 from .conftest import MODEL, Endpoint, Person, _is_world_accessible
@@ -25,7 +25,7 @@ def device(warm: Person) -> dict[str, str]:
 
     The loader lies beside the backend: LD_LIBRARY_PATH would reach a resumed process too late.
     """
-    file = files.find("vulkan")
+    file = backends.find("vulkan")
     if file is None:
         pytest.skip("no Vulkan backend was built: the set-up needs apt for its shader compiler")
     if not LAVAPIPE.is_dir():
@@ -42,7 +42,7 @@ def device(warm: Person) -> dict[str, str]:
     folder = warm.data / "data/backends"
     folder.mkdir(exist_ok=True)
     library = Path(file.path)
-    for path in (library, files.facts_path(library), driver / "loader/libvulkan.so.1"):
+    for path in (library, backends.facts_path(library), driver / "loader/libvulkan.so.1"):
         shutil.copy(path, folder)
     for path in (folder, *folder.iterdir(), shaders, *shaders.rglob("*")):
         shutil.chown(path, warm.uid, warm.gid)

@@ -71,8 +71,8 @@ linux.drop_privileges()
     "Landlock: Function not implemented": """
 linux.refuse_new_privileges()
 machine = os.uname().machine
-refusing = system_calls._refusing(system_calls._ARCHITECTURES[machine][0], "444", system_calls._SOCKET[machine])
-system_calls._install(refusing)
+refusing = confinement._refusing(confinement._ARCHITECTURES[machine][0], "444", confinement._SOCKET[machine])
+confinement._install(refusing)
 """,
 }
 
@@ -83,7 +83,7 @@ def test_without_a_sandbox_its_tools_are_not_offered(configure, tmp_path, why):
     configure('builtin = ["read", "shell"]')
     code = f"""
 import os, sys
-from edgeinfer.platform import linux, system_calls
+from edgeinfer.platform import linux, confinement
 user, group = os.getuid(), os.getgid()
 {WITHOUT[why]}
 from edgeinfer.cli.main import main

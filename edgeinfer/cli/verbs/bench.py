@@ -24,8 +24,7 @@ import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.agents import endpoint
-from edgeinfer.bench.client import Target
-from edgeinfer.bench.measure import Plan, Row, Sample, Side, markdown, measure, rows
+from edgeinfer.bench import Plan, Row, Sample, Side, Target, markdown, measure, rows
 from edgeinfer.cli.options import add_attached_options, add_load_options, add_quiet, count, ranged
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, stoppable, table

@@ -25,7 +25,7 @@ from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
-from edgeinfer.runtime.llama.backends.devices import LoadedBackend, MissingBackend, device_line
+from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend, device_line
 from edgeinfer.shipping import payload, shipped, unpack
 from edgeinfer.shipping.payload import Index
 from edgeinfer.units import format_bytes
@@ -149,15 +149,15 @@ def _llama() -> Finding:
 
 def _gpu() -> list[Finding]:
     from edgeinfer.platform.machine import read_gpus
-    from edgeinfer.runtime.llama.backends import files
-    from edgeinfer.runtime.llama.backends.devices import survey
+    from edgeinfer.runtime.llama import backends
+    from edgeinfer.runtime.llama.backends import survey
 
     cards, answers = read_gpus(), survey()
     is_used = any(d.kind != "software" for a in answers for d in getattr(a, "devices", ()))
     checks = [_backend(answer, cards, is_used=is_used) for answer in answers]
     if not answers and cards:
         text = f"{' and '.join(cards)} on the bus, but no library for it"
-        return [Finding("warn", text, files.adding())]
+        return [Finding("warn", text, backends.adding())]
     return checks or [Finding("ok", "none on the bus, and no library for one")]
 
 

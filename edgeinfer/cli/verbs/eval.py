@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from edgeinfer.bench.measure import markdown
+from edgeinfer.bench import markdown
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_quiet, count
 from edgeinfer.cli.parser import LAUNCH
 from edgeinfer.cli.result import Result

@@ -22,10 +22,9 @@ from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
-from edgeinfer.runtime.llama.backends.devices import LoadedBackend, OffloadRequest, survey
-from edgeinfer.runtime.memory_plan.offload import Offload, make_offload
-from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning
-from edgeinfer.runtime.memory_plan.shape import Buffers, Shape
+from edgeinfer.runtime.llama.backends import LoadedBackend, OffloadRequest, survey
+from edgeinfer.runtime.memory_plan import Offload, Plan, disk_warning, make_offload
+from edgeinfer.runtime.model_shape import Buffers, Shape
 from edgeinfer.units import format_bytes, format_parameters
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from edgeinfer.errors import ConversionError
-from edgeinfer.models.converting import families, hyperparameters, tokenizer
+from edgeinfer.models.converting import families, tokenizer
 from edgeinfer.models.converting.checkpoint import (
     Array,
     ModelCheckpoint,
@@ -25,9 +25,7 @@ from edgeinfer.models.converting.checkpoint import (
     read_json,
     to_float32,
 )
-from edgeinfer.models.converting.families import Family
-from edgeinfer.models.converting.hyperparameters import Values, needed
-from edgeinfer.models.converting.tensor_transforms import Transform
+from edgeinfer.models.converting.families import Family, Transform, Values, needed
 from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
@@ -143,9 +141,9 @@ class Conversion:
         self.arch = family.arch
         self.family = family
         self.type_name = type_name
-        self.heads = hyperparameters.count_heads(checkpoint.config)
+        self.heads = families.count_heads(checkpoint.config)
         self.planned = _plan(checkpoint, family, checkpoint.config)
-        self.made = hyperparameters.rope_tensors(checkpoint.config, self.heads.head_dim)
+        self.made = families.rope_tensors(checkpoint.config, self.heads.head_dim)
 
     def write(self, target: Path, job: Job) -> None:
         """Write all to `target`. Raises ConversionError, DiskFullError, InterruptedByUser."""
@@ -186,7 +184,7 @@ class Conversion:
         writer.add_name(str(name or folder_name).rstrip("/").rsplit("/", 1)[-1] or folder_name)
         writer.add_file_type(file_type(self.type_name))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        for key, value in hyperparameters.metadata(self.family, config).items():
+        for key, value in families.metadata(self.family, config).items():
             add_key(writer, f"{self.family.arch}.{key}", value)
         for key, value in tokenizer.metadata(self.checkpoint.folder, self._n_vocab()).items():
             add_key(writer, f"tokenizer.{key}", value)

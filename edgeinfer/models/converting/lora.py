@@ -26,8 +26,7 @@ from edgeinfer.models.converting.checkpoint import (
 )
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from edgeinfer.models.converting.convert import plain_name, tensor_names, transform_of
-from edgeinfer.models.converting.families import FAMILIES, Family
-from edgeinfer.models.converting.tensor_transforms import Heads, plus_one
+from edgeinfer.models.converting.families import FAMILIES, Family, Heads, plus_one
 from edgeinfer.models.gguf import GgufHeader
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")

@@ -20,8 +20,7 @@ from edgeinfer.errors import ConversionError
 from edgeinfer.models import projectors
 from edgeinfer.models.converting.checkpoint import Array, ModelCheckpoint, conversion_errors, read_json
 from edgeinfer.models.converting.convert import VISION, Conversion, Planned, add_key
-from edgeinfer.models.converting.hyperparameters import Values
-from edgeinfer.models.converting.tensor_transforms import Heads, Transform, plus_one
+from edgeinfer.models.converting.families import Heads, Transform, Values, plus_one
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
 

@@ -18,8 +18,7 @@ from typing import ClassVar
 import msgspec
 
 from edgeinfer.errors import ChecksumError
-from edgeinfer.platform.cache_files import CacheTable
-from edgeinfer.platform.disk import sha256_of
+from edgeinfer.platform.disk import CacheTable, sha256_of
 
 
 class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):

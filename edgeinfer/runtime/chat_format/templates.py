@@ -24,7 +24,7 @@ import msgspec
 
 import edgeinfer
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.platform.cache_files import CacheTable
+from edgeinfer.platform.disk import CacheTable
 from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.chat_format.sandbox import (
     MAX_SOURCE,

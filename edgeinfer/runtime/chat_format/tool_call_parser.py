@@ -24,7 +24,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     hold_back,
 )
 from edgeinfer.runtime.events import Parsed, TextDelta, ToolCallDelta
-from edgeinfer.runtime.randomness import random_bytes
+from edgeinfer.runtime.requests import random_bytes
 
 _ALPHABET = string.ascii_letters + string.digits
 

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgeinfer.runtime.kv_cache.sequence_state import MappedFile
+from edgeinfer.runtime.kv_cache import MappedFile
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.mappings import DONTNEED, POPULATE_WRITE, Range, advise, areas, map_zeros
 

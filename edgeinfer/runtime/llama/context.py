@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import DecodeError
-from edgeinfer.runtime.kv_cache.cache import AdapterKey
+from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory
 from edgeinfer.runtime.llama.libllama import L

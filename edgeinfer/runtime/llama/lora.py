@@ -14,7 +14,7 @@ from typing import Any
 
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.platform.disk import stamps
-from edgeinfer.runtime.kv_cache.cache import AdapterKey
+from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libllama import L

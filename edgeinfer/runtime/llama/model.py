@@ -19,8 +19,8 @@ from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_mem
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import Progress, open_model, recent_reason
-from edgeinfer.runtime.memory_plan.plan import Plan, disk_warning, make_plan
-from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
+from edgeinfer.runtime.memory_plan import Plan, disk_warning, make_plan
+from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
 _FLASH = {"auto": -1, "off": 0, "on": 1}

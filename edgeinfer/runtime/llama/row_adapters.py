@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from edgeinfer.runtime.kv_cache.cache import AdapterKey
+from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.libllama import L
 

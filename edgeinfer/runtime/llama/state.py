@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, State, whole
+from edgeinfer.runtime.kv_cache import ANYWHERE, State, whole
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import Copied, StatePiece
 from edgeinfer.runtime.llama.context import ActiveContext

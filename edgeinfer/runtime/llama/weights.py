@@ -9,7 +9,7 @@ from typing import Any
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.memory_plan.offload import Offload
+from edgeinfer.runtime.memory_plan import Offload
 
 Progress = Callable[[str, float | None], None]
 

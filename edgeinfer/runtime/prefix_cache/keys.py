@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.platform.disk import new_file, open_own, stamps
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, common_prefix
+from edgeinfer.runtime.kv_cache import AdapterKey, common_prefix
 from edgeinfer.runtime.pictures import uncut_end
 from edgeinfer.runtime.prefix_cache.format import Header, pack_tokens, unpack_tokens
 

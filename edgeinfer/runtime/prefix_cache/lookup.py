@@ -17,7 +17,7 @@ from dataclasses import InitVar, dataclass, field
 
 import msgspec
 
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, KvCache, common_prefix
+from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.model import LlamaModel, open_context

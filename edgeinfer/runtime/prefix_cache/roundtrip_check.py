@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.kv_cache.sequence_state import State
+from edgeinfer.runtime.kv_cache import State
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks

@@ -34,7 +34,7 @@ import numpy as np
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import new_file, open_own
-from edgeinfer.runtime.kv_cache.sequence_state import MappedFile
+from edgeinfer.runtime.kv_cache import MappedFile
 from edgeinfer.runtime.prefix_cache import format, retention
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock
 from edgeinfer.runtime.prefix_cache.keys import Names, owner_name, read_secret

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
-from edgeinfer.runtime.kv_cache.sequence_state import State, whole
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, whole
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.prefix_cache.format import Header, Kind, KvBlock, pack_tokens, unpack_tokens

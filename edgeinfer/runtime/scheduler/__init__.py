@@ -5,6 +5,7 @@ scheduler ── request_queue     waiting and running requests, their admission
           ├─ batch_planner     the next batch: decode tokens, draft tokens, chunks of prompts
           ├─ prefill_policy    the size of the chunks, and the time of decode-only steps
           ├─ executor          one llama_decode, aborted early for a short incoming request
-          ├─ output_processor  sampled tokens, progress, ends
-          └─ idle_cells        memory of the KV cache that is returned while idle
+          └─ output_processor  sampled tokens, progress, ends
+
+`scheduler` holds them, and returns the memory of the KV cache while idle.
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.kv_cache import recurrent_checkpoints
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache
+from edgeinfer.runtime.kv_cache import AdapterKey, KvCache
 from edgeinfer.runtime.llama.context import Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
+from edgeinfer.runtime.recurrent_checkpoints import tokens_to_next_checkpoint
 from edgeinfer.runtime.sampling.speculative import DraftBudget, StepCurve
 from edgeinfer.runtime.scheduler.prefill_policy import (
     SHORT_TOKENS,
@@ -220,7 +220,7 @@ class BatchPlanner:
     def _add_chunk(self, seq: Sequence, budget: int, entries: list[BatchEntry]) -> int:
         past = seq.n_past
         if not self.kv.supports_truncation:
-            budget = min(budget, recurrent_checkpoints.tokens_to_next_checkpoint(past, len(seq.tokens)))
+            budget = min(budget, tokens_to_next_checkpoint(past, len(seq.tokens)))
         scores = seq.request.prompt_logprobs is not None
         if scores:
             budget = min(budget, self.batch.max_outputs - self.batch.n_outputs)

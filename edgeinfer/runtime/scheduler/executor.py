@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from edgeinfer.errors import DecodeError
-from edgeinfer.platform.priority import lower_thread_priority
-from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
+from edgeinfer.platform.process import lower_thread_priority
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import PromptLogprobs
-from edgeinfer.runtime.kv_cache.cache import KvCache, common_prefix
+from edgeinfer.runtime.kv_cache import KvCache, common_prefix
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import Counters

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from edgeinfer.runtime.kv_cache import recurrent_checkpoints
-from edgeinfer.runtime.kv_cache.cache import KvCache, closest, common_prefix, describe_divergence
+from edgeinfer.runtime.kv_cache import KvCache, closest, common_prefix, describe_divergence
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.pictures import picture_start, without_rows
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, Restore
+from edgeinfer.runtime.recurrent_checkpoints import is_checkpoint_position
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
 from edgeinfer.runtime.scheduler.prefill_policy import Chunks
 from edgeinfer.runtime.scheduler.sequence import Sequence
@@ -168,9 +168,7 @@ class Prefixes:
     def save_checkpoint(self, seq: Sequence) -> None:
         """Save a recurrent checkpoint if later requests may need one here."""
         n_past = seq.n_past
-        is_place = seq.pictures.is_edge(n_past) or recurrent_checkpoints.is_checkpoint_position(
-            n_past, len(seq.tokens)
-        )
+        is_place = seq.pictures.is_edge(n_past) or is_checkpoint_position(n_past, len(seq.tokens))
         is_inside = picture_start(seq.tokens, n_past) < n_past
         if is_place and not is_inside and seq.request.cache_prompt and seq.cached_seq is not None:
             self._kv.save_checkpoint(seq.cached_seq)

@@ -9,13 +9,11 @@ import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, Prepared
-from edgeinfer.runtime.kv_cache.cache import common_prefix
+from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.picture_files import MAX_PICTURES
-from edgeinfer.runtime.pictures import PICTURE_MARK
-from edgeinfer.runtime.randomness import random_bytes
+from edgeinfer.runtime.pictures import MAX_PICTURES, PICTURE_MARK
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,
@@ -25,6 +23,7 @@ from edgeinfer.runtime.requests import (
     check_length,
     check_request,
     preparing,
+    random_bytes,
 )
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget

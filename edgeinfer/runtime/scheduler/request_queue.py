@@ -10,7 +10,7 @@ from edgeinfer.errors import EngineError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.runtime.drift import DriftRecorder
 from edgeinfer.runtime.events import FinishReason
-from edgeinfer.runtime.kv_cache.cache import KvCache, common_prefix
+from edgeinfer.runtime.kv_cache import KvCache, common_prefix
 from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence

@@ -11,24 +11,106 @@ import time
 from collections.abc import Callable, Collection
 
 from edgeinfer.errors import DecodeError, EngineError
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, KvCache
-from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
+from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, KvCache
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
+from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.llama.model import LlamaModel
-from edgeinfer.runtime.memory_plan.plan import invariant_rows
+from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.memory_plan import invariant_rows
 from edgeinfer.runtime.options import Counters
-from edgeinfer.runtime.prefix_cache.lookup import make_states, scratch_id
+from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, make_states, scratch_id
+from edgeinfer.runtime.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
 from edgeinfer.runtime.scheduler.executor import Executor
-from edgeinfer.runtime.scheduler.idle_cells import IdleCells
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
 from edgeinfer.runtime.scheduler.prefill_policy import ALONE, BatchInvariance, Chunks
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import Sequence
+
+#: Idle time (s) after which cells are emptied.
+_IDLE_S = 300.0
+#: Interval (s) at which pending writes are checked.
+_WRITING_S = 0.5
+#: Least number of idle tokens for which memory is returned.
+_WORTH_TOKENS = 512
+
+
+class IdleCells:
+    """Return the memory of `kv`, the active context's cells, after some minutes without a request.
+
+    Their contents are in the prefix cache on disk then. llama.cpp does not say which cells are free, so
+    all are emptied; a pinned prefix is written back to `states` (decision 088). One thread.
+    """
+
+    def __init__(
+        self, kv: KvCache, prefixes: Prefixes, states: SequenceStates | None, active: ActiveContext
+    ) -> None:
+        self._kv, self._prefixes = kv, prefixes
+        self._states = states
+        self._active = active
+        self._left: list[Range] = []
+        self._used_at = time.monotonic()
+
+    def note_use(self) -> None:
+        """Stop returning memory: a step is about to use cells."""
+        self._used_at = time.monotonic()
+        self._left.clear()
+
+    def due_in_s(self) -> float | None:
+        """Return the seconds until there is work; None without any."""
+        if self._left:
+            return 0.0
+        blocks = self._prefixes.blocks
+        if not self._active.cells.buffers or blocks is None or not self._can_come_back(blocks):
+            return None
+        least_s = 0.0 if blocks.blocks.writer.is_idle else _WRITING_S
+        return max(least_s, self._used_at + _IDLE_S - time.monotonic())
+
+    def _can_come_back(self, blocks: PrefixCache) -> bool:
+        if not blocks.can_store:
+            return False
+        idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
+        if blocks.writing.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
+            return False
+        return all(not c.active and blocks.writing.takes(c) for c in idle)
+
+    def work(self) -> None:
+        """Empty the cells, then return one piece of their memory. Only while idle."""
+        if self._left:
+            self._active.cells.give_back([self._left.pop()])
+            return
+        self._kv.drop_idle()
+        pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
+        if pinned:
+            self._give_back_around(pinned)
+        else:
+            self._left = list(self._active.cells.pages())
+
+    def _give_back_around(self, pinned: list[CachedSequence]) -> None:
+        assert self._states is not None
+        kept = []
+        for cached_seq in pinned:
+            state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
+            checkpoint = (
+                None
+                if self._kv.supports_truncation
+                else self._states.read_checkpoint(cached_seq.seq_id)
+            )
+            kept.append((cached_seq, state, checkpoint))
+        for cached_seq in pinned:
+            self._kv.clear_cells(cached_seq)
+        self._active.cells.give_back()
+        for cached_seq, state, checkpoint in kept:
+            is_back = state is not None and self._states.write(cached_seq.seq_id, state)
+            if is_back and checkpoint is not None:
+                is_back = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)
+            if not is_back:
+                self._kv.drop(cached_seq)
+
 
 #: How long (s) a step waits for a picture that is being encoded if there is nothing else to do.
 _ROWS_WAIT_S = 0.02

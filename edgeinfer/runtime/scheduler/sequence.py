@@ -24,7 +24,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import Collected, EventStream
-from edgeinfer.runtime.kv_cache.cache import AdapterKey, CachedSequence, Closest
+from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, Closest
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.pictures import without_rows

@@ -16,8 +16,7 @@ from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.options import Adapter, EngineInfo, parse_adapters
-from edgeinfer.runtime.picture_files import from_base64
-from edgeinfer.runtime.pictures import join_parts
+from edgeinfer.runtime.pictures import from_base64, join_parts
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,

@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from edgeinfer import __version__
-from edgeinfer.agents.predicted_prefix import predict_prefix
+from edgeinfer.agents.prompt_normalization import predict_prefix
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.generation import Collected

@@ -26,8 +26,7 @@ from edgeinfer.server.model_pool import (
     listed_name,
     spellings,
 )
-from edgeinfer.server.ollama import model_view, translate, wire
-from edgeinfer.server.ollama.model_view import find
+from edgeinfer.server.ollama import render, translate, wire
 from edgeinfer.server.ollama.render import (
     Clock,
     OllamaRenderer,
@@ -155,15 +154,15 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
 @ROUTES.get("/api/tags")
 async def tags(context: RequestContext) -> wire.OllamaTags:
     """The pulled models."""
-    return model_view.listed(await context.endpoint.in_thread(context.endpoint.models.pulled))
+    return render.listed(await context.endpoint.in_thread(context.endpoint.models.pulled))
 
 
 @ROUTES.post("/api/show", uses_model=False)
 async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.OllamaShowReply:
     """Describe a model and its capabilities."""
-    model = await find(context, body.named())
+    model = await _find(context, body.named())
     info = context.endpoint.models.info(model.name)
-    shown: wire.OllamaShowReply = await context.endpoint.in_thread(model_view.describe, model, info)
+    shown: wire.OllamaShowReply = await context.endpoint.in_thread(render.describe, model, info)
     return shown
 
 
@@ -189,7 +188,7 @@ def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> w
         model=name,
         size=loaded.size_bytes,
         digest=pulled.sha256 or info.sha256,
-        details=model_view.details(pulled, info),
+        details=render.details(pulled, info),
         expires_at=stamp(time.time() + left_s),
         size_vram=0,
         context_length=info.n_ctx,
@@ -256,7 +255,7 @@ async def _lines(
 async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wire.OllamaStatus:
     """Remove a model."""
     admin, name = _admin_of(context), body.named()
-    model = await find(context, name)
+    model = await _find(context, name)
     if model.name not in spellings(name):
         raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
     await context.endpoint.models.unload(model.name)
@@ -285,6 +284,14 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
         case "done":
             return wire.OllamaStatus(status="writing manifest")
     return wire.OllamaStatus(status="pulling manifest")
+
+
+async def _find(context: RequestContext, name: str) -> AvailableModel:
+    """Find an available model. Raises UnknownModelError."""
+    models = context.endpoint.models
+    wanted = models.resolve(name)
+    pulled = await context.endpoint.in_thread(models.pulled)
+    return next((model for model in pulled if model.name == wanted), AvailableModel(name=wanted))
 
 
 OLLAMA = Dialect(

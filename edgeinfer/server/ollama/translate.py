@@ -10,7 +10,7 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.picture_files import from_base64
+from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import GenerateRequest, Infill, JsonSchema, Message, Sampling, ToolCall
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.translate import tools_of

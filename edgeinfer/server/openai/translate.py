@@ -14,7 +14,7 @@ from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime import document_files
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.picture_files import from_base64
+from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,

@@ -10,7 +10,7 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime import document_files
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.picture_files import from_base64
+from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,

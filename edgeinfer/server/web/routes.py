@@ -5,20 +5,24 @@ from __future__ import annotations
 import gzip
 import hashlib
 import mimetypes
+import shlex
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
 from edgeinfer.chat.history.store import ConversationStore
-from edgeinfer.chat.history.values import Summary
+from edgeinfer.chat.history.values import Summary, branch_to
 from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
-from edgeinfer.runtime import picture_files
+from edgeinfer.runtime import pictures
+from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.openai.render import error_body, error_events
@@ -27,11 +31,69 @@ from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
 from edgeinfer.server.web.access import PATH, Web
-from edgeinfer.server.web.code import as_code
 from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
 from edgeinfer.server.web.models import Pulls, offered
 from edgeinfer.server.web.render import blocks
 from edgeinfer.tools.approval import Decision
+
+_PYTHON = """from openai import OpenAI
+
+client = OpenAI(base_url="{base}/v1", api_key="none")
+answer = client.chat.completions.create(
+    model={model},
+    messages={messages},{options}
+)
+print(answer.choices[0].message.content)
+"""
+_JAVASCRIPT = """const answer = await fetch("{base}/v1/chat/completions", {{
+  method: "POST",
+  headers: {{"content-type": "application/json"}},
+  body: JSON.stringify({body}),
+}});
+console.log((await answer.json()).choices[0].message.content);
+"""
+
+
+def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: str) -> str:
+    """Write the request of the answer `turn_id` (0: of the latest) as curl, Python or JavaScript.
+
+    `system` is the model's own system prompt. Pictures are left out. Raises UsageError.
+    """
+    question = session.question
+    if turn_id:
+        turn = session.turn(turn_id)
+        question = turn if turn.role == "user" else session.turn(turn.parent_id or 0)
+    if question is None:
+        raise UsageError("there is no request yet", hint="ask something first")
+    messages = session.messages(branch_to({t.id: t for t in session.all_turns()}, question.id))
+    options: dict[str, Any] = {
+        name: value for name, value in session.conversation.sampling.items() if value is not None
+    }
+    body = {
+        "model": session.conversation.model,
+        "messages": [
+            *(
+                [{"role": "system", "content": system}]
+                if system and messages[0].role != "system"
+                else []
+            ),
+            *({"role": m.role, "content": m.content.replace(PICTURE_MARK, "")} for m in messages),
+        ],
+        **options,
+    }
+    pretty = msgspec.json.format(msgspec.json.encode(body), indent=2).decode()
+    if form == "curl":
+        address = f"{base}/v1/chat/completions"
+        return f"curl {address} -H 'content-type: application/json' -d {shlex.quote(pretty)}\n"
+    if form == "javascript":
+        return _JAVASCRIPT.format(base=base, body=pretty.replace("\n", "\n  "))
+    return _PYTHON.format(
+        base=base,
+        model=repr(body["model"]),
+        messages=repr(body["messages"]),
+        options="".join(f"\n    {name}={value!r}," for name, value in options.items()),
+    )
+
 
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
@@ -247,7 +309,7 @@ def _attachment(session: ChatSession, query: wire.ExportQuery) -> Response:
     if query.file >= len(files) or not files[query.file].is_picture:
         raise Problem(404, "There is no such picture.", code="not_found")
     data = files[query.file].data
-    kind = picture_files.format_of(data).lower()
+    kind = pictures.format_of(data).lower()
     return Response(data, media_type=f"image/{kind}", headers=_HEADERS)
 
 

@@ -168,13 +168,13 @@ def _with_choices(
 
 def _rehearse() -> None:
     """Run the first steps of every launch once, so that their tables are in the dump."""
-    from edgeinfer import tui  # with everything else that is imported here
+    from edgeinfer.tui.rehearsal import rehearse  # with everything else that is imported here
 
     for verb in LAUNCH_VERBS:
         build_parser(verb)
     load_config(Path(os.devnull))
     app_process.reseed(os.urandom(64), [])
-    tui.preload()  # the chat without a terminal, styles parsed: its first paint takes half then
+    rehearse()  # the chat without a terminal, styles parsed: its first paint takes half then
 
 
 def mapped_files() -> tuple[str, ...]:

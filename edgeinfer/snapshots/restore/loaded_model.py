@@ -72,7 +72,7 @@ class LoadedModel:
         """Resume the engine with a thread for each processor of this launch, and its entropy."""
         # imported already in a parked process
         from edgeinfer.platform.machine import read_processors
-        from edgeinfer.runtime.memory_plan.plan import choose_threads
+        from edgeinfer.runtime.memory_plan import choose_threads
 
         self._entropy = entropy
         self.engine.resume(choose_threads(0, read_processors()).value, entropy)

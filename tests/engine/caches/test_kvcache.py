@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from made_decoders import make_lfm2
 
-from edgeinfer.runtime.kv_cache.cache import CachedSequence, Closest, KvCache, closest, common_prefix
-from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoints
+from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.kv_cache import CachedSequence, Closest, KvCache, closest, common_prefix
 from edgeinfer.runtime.pictures import picture_start, position_behind, row_tokens
+from edgeinfer.runtime.recurrent_checkpoints import Checkpoints, tokens_to_next_checkpoint
+
+from .conftest import ask, heard, load, text
 
 #: A position, and which of the rows there: with M-RoPE those of a picture share positions.
 Place = tuple[int, int]
@@ -317,3 +324,62 @@ def test_the_text_of_a_pinned_prompt_is_shared_but_not_shown() -> None:
     assert closest(kv.cached_sequences, [1, 2, 9], (), "a key's") == Closest(2, ())
     pinned.pinned = False
     assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest(2, (3,))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
+    return make_lfm2(tmp_path_factory.mktemp("hybrid") / "lfm2.gguf", smollm2)
+
+
+@pytest.fixture
+def engine(hybrid: Path) -> Iterator[LlamaEngine]:
+    with closing(load(hybrid, None, kv_type="q8_0", n_ctx=4096)) as opened:
+        yield opened
+
+
+def test_checkpoints_are_saved_during_a_long_prefill(engine: LlamaEngine) -> None:
+    tokens = tuple(engine.tokenize(text(2600)))
+    assert len(tokens) > 2300
+    heard(engine, ask(tokens, max_tokens=1))
+    edited = tokens[:2200] + tuple(engine.tokenize("something else"))
+    _, usage = heard(engine, ask(edited))
+    assert usage.cached_tokens == 2048
+
+
+def test_running_conversation_shares_its_checkpoints(engine: LlamaEngine) -> None:
+    tokens = tuple(engine.tokenize(text(500)))
+    heard(engine, ask(tokens))
+    streams = [engine.submit(ask(tokens, max_tokens=30)) for _ in range(3)]
+    answers = [[e for e in stream if hasattr(e, "text")] for stream in streams]
+    assert answers[0] == answers[1] == answers[2]
+
+
+class _States:
+    def read_checkpoint(self, seq_id: int) -> memoryview:
+        return memoryview(bytes(10))
+
+    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
+        return True
+
+
+def test_checkpoints_are_bounded_and_the_oldest_evicted() -> None:
+    checkpoints = Checkpoints(_States(), most_bytes=25)
+    one, two = [], []  # type: ignore[var-annotated]
+    checkpoints.save(one, 0, 5)
+    checkpoints.save(one, 0, 5)
+    checkpoints.save(one, 0, 9)
+    checkpoints.save(two, 1, 7)
+    assert [p.n_tokens for p in one] == [9]
+    assert [p.n_tokens for p in two] == [7]
+    assert checkpoints.latest_before(one, 8) is None
+    checkpoints.drop_after(one)
+    checkpoints.save(two, 1, 8)
+    assert [p.n_tokens for p in two] == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("n_past", "n_tokens", "expected"),
+    [(0, 10, 10), (0, 100, 99), (99, 100, 1), (0, 5000, 2048), (2000, 5000, 48), (90, 100, 10)],
+)
+def test_steps_end_at_checkpoints(n_past: int, n_tokens: int, expected: int) -> None:
+    assert tokens_to_next_checkpoint(n_past, n_tokens) == expected

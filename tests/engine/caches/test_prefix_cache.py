@@ -14,7 +14,7 @@ import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import TokenLogprobs
-from edgeinfer.runtime.kv_cache.cache import common_prefix
+from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.prefix_cache.format import KvBlock
 from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
 from edgeinfer.runtime.prefix_cache.retention import list_blocks, retained_names

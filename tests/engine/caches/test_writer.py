@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.runtime.kv_cache.cache import CachedSequence, KvCache
-from edgeinfer.runtime.kv_cache.sequence_state import State, whole
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, whole
 from edgeinfer.runtime.prefix_cache.format import unpack_tokens
 from edgeinfer.runtime.prefix_cache.keys import Names, PrefixKeys
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks

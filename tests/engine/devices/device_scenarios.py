@@ -18,8 +18,8 @@ from pathlib import Path
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.llama.backends.devices import OffloadRequest
-from edgeinfer.runtime.memory_plan.offload import Room, make_offload
+from edgeinfer.runtime.llama.backends import OffloadRequest
+from edgeinfer.runtime.memory_plan import Room, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from other_processes import run_python
 
-from edgeinfer.runtime.llama.backends import files
-from edgeinfer.runtime.llama.backends.files import LibraryFacts
+from edgeinfer.runtime.llama import backends
+from edgeinfer.runtime.llama.backends import LibraryFacts
 
 from ...conftest import ROOT
 
@@ -27,19 +27,19 @@ DRIVER = """
 LOAD = """
 import json, sys
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.backends import registration as loading
+from edgeinfer.runtime.llama import backend_loading
 import msgspec
 libllama.lib()
 mapped = lambda: [w for w in ("libggml-", "libvulkan") if w in open("/proc/self/maps").read().replace("libggml-base", "").replace("libggml-cpu", "")]
 before = mapped()
-first, second = loading.load(sys.argv[1]), loading.load(sys.argv[1])
+first, second = backend_loading.load(sys.argv[1]), backend_loading.load(sys.argv[1])
 same = getattr(first, "devices", ()) == getattr(second, "devices", ())
 print(msgspec.json.encode({"answer": first, "before": before, "after": mapped(), "same": same}).decode())
 """
 
 
 def load(name: str, **more: str):
-    """Run `loading.load` in a fresh process with more in its environment."""
+    """Run `backend_loading.load` in a fresh process with more in its environment."""
     said = run_python(LOAD, name, env={**os.environ, **more}, timeout=120)
     return json.loads(said.splitlines()[-1])
 
@@ -67,24 +67,24 @@ def test_missing_device_is_explained(lavapipe: dict[str, str]) -> None:
 
 def library(folder: Path, name: str, needs: str, code: str) -> Path:
     """A stand-in for the library of a backend, linked with `needs`."""
-    own = files.find("vulkan")
+    own = backends.find("vulkan")
     assert own, "no Vulkan backend is here: run tools/setup.sh"
     build = own.facts.build
     folder.mkdir(parents=True, exist_ok=True)
     stub = folder / "stub.so"
     compiler = ["gcc", "-x", "c", "-shared", "-fPIC"]
     subprocess.run([*compiler, f"-Wl,-soname,{needs}", "-o", stub, "-"], input=b"int f;", check=True)
-    out = folder / files.file_name(name)
+    out = folder / backends.file_name(name)
     link = ["-x", "none", "-Wl,--no-as-needed", stub]
     subprocess.run([*compiler, "-o", out, "-", *link], input=code.encode(), check=True)
     stub.unlink()
     facts = LibraryFacts(name=name, build=build, sha256="", size_bytes=out.stat().st_size)
-    files.facts_path(out).write_bytes(msgspec.json.encode(facts))
+    backends.facts_path(out).write_bytes(msgspec.json.encode(facts))
     return out
 
 
 def test_cuda_is_absent_without_the_driver() -> None:
-    library(files.added_dir(), "cuda", "libcuda.so.1", "void *ggml_backend_init(void) { return 0; }")
+    library(backends.added_dir(), "cuda", "libcuda.so.1", "void *ggml_backend_init(void) { return 0; }")
     answer = load("cuda")["answer"]
     assert answer["reason"] == "there is no NVIDIA driver (libcuda.so.1)"
     assert answer["absent"]
@@ -93,9 +93,9 @@ def test_cuda_is_absent_without_the_driver() -> None:
 def test_the_real_cuda_library_finds_nothing_where_the_driver_is_a_stub(tmp_path: Path) -> None:
     if not CUDA.is_file():
         pytest.skip("CUDA's library is not built here: make cuda")
-    files.added_dir().mkdir(parents=True)
-    for path in (CUDA, files.facts_path(CUDA)):
-        (files.added_dir() / path.name).symlink_to(path)
+    backends.added_dir().mkdir(parents=True)
+    for path in (CUDA, backends.facts_path(CUDA)):
+        (backends.added_dir() / path.name).symlink_to(path)
     assert load("cuda")["answer"]["reason"] == "there is no NVIDIA driver (libcuda.so.1)"
     stub = "".join(f"void cu{name}(void) {{}}\n" for name in DRIVER)
     driver = ["gcc", "-x", "c", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", "-"]
@@ -106,11 +106,11 @@ def test_the_real_cuda_library_finds_nothing_where_the_driver_is_a_stub(tmp_path
 
 
 def test_a_library_of_another_build_is_never_opened() -> None:
-    out = library(files.added_dir(), "cuda", "libc.so.6", "int f;")
-    facts = msgspec.json.decode(files.facts_path(out).read_bytes(), type=LibraryFacts)
+    out = library(backends.added_dir(), "cuda", "libc.so.6", "int f;")
+    facts = msgspec.json.decode(backends.facts_path(out).read_bytes(), type=LibraryFacts)
     build = msgspec.structs.replace(facts.build, ggml="0.1.0")
     facts = msgspec.structs.replace(facts, build=build)
-    files.facts_path(out).write_bytes(msgspec.json.encode(facts))
+    backends.facts_path(out).write_bytes(msgspec.json.encode(facts))
     found = load("cuda")
     assert "was built for" in found["answer"]["reason"]
     assert "ggml 0.1.0" in found["answer"]["reason"]
@@ -119,7 +119,9 @@ def test_a_library_of_another_build_is_never_opened() -> None:
 
 
 def test_a_driver_that_crashes_ends_the_process_that_asks_alone() -> None:
-    from edgeinfer.runtime.llama.backends.devices import ask
+    from edgeinfer.runtime.llama.backends import ask
 
-    library(files.added_dir(), "cuda", "libc.so.6", "void ggml_backend_init(void) { *(int *)0 = 1; }")
+    library(
+        backends.added_dir(), "cuda", "libc.so.6", "void ggml_backend_init(void) { *(int *)0 = 1; }"
+    )
     assert ask("cuda").reason == "the process that loaded it died of SIGSEGV"

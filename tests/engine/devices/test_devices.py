@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.platform.machine import has_gpu
-from edgeinfer.runtime.llama.backends import files
+from edgeinfer.runtime.llama import backends
 
 from ...conftest import BUILD_CACHE, ROOT
 from ...made.made_families import make_family
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def environment(lavapipe: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Devices that fail when a file says so, and compiled shaders that later runs find."""
-    if files.find("vulkan") is None:
+    if backends.find("vulkan") is None:
         pytest.skip("no Vulkan backend was built: the set-up needs apt for its shader compiler")
     folder = tmp_path_factory.mktemp("failing")
     source = ROOT / "tests/made/failing_vulkan.c"

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import DecodeError, EngineError, QueueFullError
+from edgeinfer.runtime import memory_plan
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.memory_plan import plan
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.runtime.scheduler.executor import Executor
@@ -284,7 +284,7 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
 def test_short_cache_preempts_and_finishes_every_request(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
+    monkeypatch.setattr(memory_plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     with closing(load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")) as engine:
         requests = [written(s, max_tokens=180, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
         alone = [answer(engine, r).text for r in requests]
@@ -297,7 +297,7 @@ def test_short_cache_preempts_and_finishes_every_request(
 def test_large_prompt_waiting_for_cells_is_not_overtaken(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
+    monkeypatch.setattr(memory_plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     with closing(load(smollm2, n_ctx=512, n_parallel=3)) as engine:
         first = engine.submit(written("", prompt="word " * 200, max_tokens=40))
         began = time.monotonic()

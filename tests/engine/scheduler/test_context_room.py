@@ -17,8 +17,8 @@ from edgeinfer.runtime.events import Logprob
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama import model as loading
 from edgeinfer.runtime.llama.weights import open_model
-from edgeinfer.runtime.memory_plan.plan import Plan, make_plan
-from edgeinfer.runtime.memory_plan.shape import Shape, make_shape
+from edgeinfer.runtime.memory_plan import Plan, make_plan
+from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
 from ..conftest import answer, ask, load, machine

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
-from edgeinfer.runtime.kv_cache.sequence_state import ANYWHERE, State, whole
+from edgeinfer.runtime.kv_cache import ANYWHERE, State, whole
 from edgeinfer.runtime.prefix_cache import retention
 from edgeinfer.runtime.prefix_cache import store as stores
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, decode, encode, pack_tokens

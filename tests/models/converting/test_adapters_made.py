@@ -10,6 +10,7 @@ from made_checkpoints import golden, make_checkpoint, safetensors, token_ids, we
 from made_peft import ALPHA, RANK, make_peft, pairs
 from raw_logits import read
 
+from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.config.load_options import LORA, adapters_of
 from edgeinfer.errors import ConfigError, ConversionError, UsageError
 from edgeinfer.models import adapters
@@ -17,7 +18,6 @@ from edgeinfer.models.adapters import pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.remove import remove
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
 from ..conftest import HASTY

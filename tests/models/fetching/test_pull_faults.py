@@ -15,6 +15,7 @@ import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
 
+from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.errors import (
     AuthenticationError,
     ChecksumError,
@@ -31,7 +32,6 @@ from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.remove import remove
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 

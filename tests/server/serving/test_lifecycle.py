@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.cli.main import main
 from edgeinfer.platform.process import activated_descriptors
-from edgeinfer.server.guards import sockets
+from edgeinfer.server import lifecycle
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits
 
@@ -88,18 +88,18 @@ def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
 
 
 def test_notifying_no_manager_or_a_dead_one_is_harmless(monkeypatch, tmp_path):
-    assert not sockets.notify("READY=1")
+    assert not lifecycle.notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
-    assert not sockets.notify("READY=1")
+    assert not lifecycle.notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", "relative")
-    assert not sockets.notify("READY=1")
+    assert not lifecycle.notify("READY=1")
 
 
 def test_an_abstract_notify_socket_is_understood(monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0edgeinfer-test-{os.getpid()}")
         monkeypatch.setenv("NOTIFY_SOCKET", f"@edgeinfer-test-{os.getpid()}")
-        assert sockets.notify("READY=1")
+        assert lifecycle.notify("READY=1")
         assert manager.recv(100) == b"READY=1"
 
 

@@ -17,8 +17,9 @@ from edgeinfer.cli.serving import limits, make_gate
 from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.server import lifecycle
 from edgeinfer.server.app import OPERATIONS
-from edgeinfer.server.guards import keys, sockets
+from edgeinfer.server.guards import keys
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, OPEN_ROUTES, Gate
 from edgeinfer.server.lifecycle import RunOptions
@@ -239,7 +240,7 @@ def test_no_key_reaches_the_log(keyed):
 
 
 def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
-    (listener,) = sockets.bind("0.0.0.0", 0)
+    (listener,) = lifecycle.bind("0.0.0.0", 0)
     with listener:
         gate = make_gate(_options(), Host(config=Config()), [listener])
         path = keys.key_path()
@@ -257,7 +258,7 @@ def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
 
 
 def test_loopback_needs_no_key():
-    (listener,) = sockets.bind("127.0.0.1", 0)
+    (listener,) = lifecycle.bind("127.0.0.1", 0)
     with listener:
         gate = make_gate(_options(), Host(config=Config()), [listener])
         assert not gate.keys
@@ -301,7 +302,7 @@ def test_a_key_file_that_is_open_to_others_or_without_a_usable_key_is_refused(tm
 
 def test_configured_hosts_and_origins_are_accepted_and_star_is_not():
     config = Config(serve=ServeConfig(allowed_hosts=("Box.lan",), allowed_origins=(PAGE,)))
-    (listener,) = sockets.bind("127.0.0.1", 0)
+    (listener,) = lifecycle.bind("127.0.0.1", 0)
     with listener:
         gate = make_gate(_options("--allow-host", "other.lan"), Host(config=config), [listener])
         assert {"box.lan", "other.lan", *LOOPBACK_HOSTS} <= gate.hosts
@@ -342,13 +343,13 @@ def test_tls_is_served(serve, tmp_path):
 
 
 def test_a_bind_that_cannot_be_is_one_of_our_errors():
-    (listener,) = sockets.bind("127.0.0.1", 0)
+    (listener,) = lifecycle.bind("127.0.0.1", 0)
     with listener:
         taken = listener.getsockname()[1]
         with pytest.raises(ServeError, match=str(taken)):
-            sockets.bind("127.0.0.1", taken)
+            lifecycle.bind("127.0.0.1", taken)
     with pytest.raises(ServeError):
-        sockets.bind("no.such.host.invalid", 0)
+        lifecycle.bind("no.such.host.invalid", 0)
     with pytest.raises(EdgeInferError):
-        sockets.bind("203.0.113.7", 0)
+        lifecycle.bind("203.0.113.7", 0)
     assert os.listdir("/proc/self/fd")

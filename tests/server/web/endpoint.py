@@ -11,8 +11,8 @@ from pathlib import Path
 
 from edgeinfer.cli.serving import ModelAdmin
 from edgeinfer.host import Host
+from edgeinfer.server import lifecycle
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards import sockets
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions
@@ -26,7 +26,7 @@ async def main(port_file: str, port: str, text: str) -> None:
     sys.path.append(str(Path(__file__).parents[2] / "made"))
     from fake_engine import Delay, FakeEngine
 
-    (listener,) = sockets.bind("127.0.0.1", int(port))
+    (listener,) = lifecycle.bind("127.0.0.1", int(port))
     script = [item for word in text.split(" ") for item in (word + " ", Delay(0.02))]
     sources = ModelSources(
         load=lambda name, progress: LoadedEngine(engine=FakeEngine([script])),

@@ -12,7 +12,7 @@ import sys
 import msgspec
 
 from edgeinfer.platform.process import die_with_parent
-from edgeinfer.runtime.llama.backends.registration import load
+from edgeinfer.runtime.llama.backend_loading import load
 
 
 def main(argv: list[str]) -> int:

@@ -17,10 +17,15 @@ from glob import glob
 
 import msgspec
 
-from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.backends import files
-from edgeinfer.runtime.llama.backends.devices import Device, Kind, LoadedBackend, MissingBackend
-from edgeinfer.runtime.llama.backends.files import BackendFile, Build
+from edgeinfer.runtime.llama import backends, libllama
+from edgeinfer.runtime.llama.backends import (
+    BackendFile,
+    Build,
+    Device,
+    Kind,
+    LoadedBackend,
+    MissingBackend,
+)
 
 #: ggml_backend_dev_type.
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
@@ -62,7 +67,7 @@ def this_build() -> Build:
         binding=build.binding_version,
         ggml=build.ggml_version,
         commit=build.ggml_commit,
-        machine=files.this_machine(),
+        machine=backends.this_machine(),
     )
 
 
@@ -77,13 +82,13 @@ def load(name: str) -> LoadedBackend | MissingBackend:
             handle, loaded = _loaded[name]
             return msgspec.structs.replace(loaded, devices=_devices(name, handle))
         build = this_build()
-        file = files.find(name, build)
+        file = backends.find(name, build)
         if file is None:
             reason = "no library of it is here"
-            return MissingBackend(name=name, reason=reason, fix=files.adding(), absent=True)
-        misfit = files.misfit(file, build)
+            return MissingBackend(name=name, reason=reason, fix=backends.adding(), absent=True)
+        misfit = backends.misfit(file, build)
         if misfit:
-            fix = files.adding() if file.added else ""
+            fix = backends.adding() if file.added else ""
             return MissingBackend(name=name, reason=misfit, fix=fix)
         return _load(file)
 

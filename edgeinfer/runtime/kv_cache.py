@@ -1,17 +1,64 @@
-"""Bookkeeping of the KV cache: the tokens and cells of each sequence id, eviction, and prefix matches.
+"""The KV cache in memory: the tokens and cells of each sequence id, eviction, prefix matches, states.
 
 llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id
-sets one bit per cell. llama.cpp does not report free cells, so this module accounts for them."""
+sets one bit per cell. llama.cpp does not report free cells, so this module accounts for them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
+
 from edgeinfer.runtime.events import Divergence, TokenLogprobs
-from edgeinfer.runtime.kv_cache.recurrent_checkpoints import Checkpoint, Checkpoints
 from edgeinfer.runtime.pictures import picture_start, without_rows
+from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
+
+#: The place of a piece that may begin at any offset of a page.
+ANYWHERE = -1
+
+
+class MappedFile:
+    """A file mapped from its first byte on, at `address`; its descriptor is closed with this object."""
+
+    def __init__(self, descriptor: int, address: int) -> None:
+        self.descriptor, self.address = descriptor, address
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class State(msgspec.Struct, frozen=True):
+    """The state of a sequence as bytes: `pieces` that are cells of a tensor, and the metadata between.
+
+    `places` are the best offsets within a page,
+    or ANYWHERE. `file` is the file that the pieces are views of, None for other memory.
+    """
+
+    pieces: tuple[memoryview, ...]
+    places: tuple[int, ...]
+    file: MappedFile | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        sizes = (piece.nbytes for piece in self.pieces)
+        return tuple(zip(sizes, self.places, strict=True))
+
+    def joined(self) -> memoryview:
+        return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
+
+
+def whole(state: memoryview) -> State:
+    """Make a state of one piece, which may lie anywhere."""
+    return State((state,), (ANYWHERE,))
+
 
 #: The adapters that a sequence was computed with: the stamp of each file, and its scale.
 AdapterKey = tuple[tuple[str, float], ...]

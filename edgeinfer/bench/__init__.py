@@ -1,1 +1,0 @@
-"""Measure OpenAI-compatible servers, ours and others, by one client."""

@@ -1,1 +1,0 @@
-"""The KV cache in memory: which tokens lie where, and checkpoints of recurrent states."""

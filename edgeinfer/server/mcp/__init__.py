@@ -1,1 +1,0 @@
-"""The endpoint as a server of the Model Context Protocol."""
