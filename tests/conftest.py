@@ -1,7 +1,5 @@
 """Every test starts from a clean environment and a home of its own; models come from the set-up's cache."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib.abc

@@ -4,8 +4,6 @@ EDGEINFER_BINARY names a file built already; otherwise dist/edgeinfer is taken w
 every source it is made of, and built first when it is not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

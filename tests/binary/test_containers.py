@@ -4,8 +4,6 @@ A kubelet gives a Secret's files to root and the pod's fsGroup with group-read a
 volume to the fsGroup with setgid (kubernetes/pkg/volume/volume_linux.go); podman does neither by itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The shipped file's process takes the system's C++ library where it is newer than its own."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Vulkan backend inside the shipped file: on the oldest libc with a loader alone, and with a device."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

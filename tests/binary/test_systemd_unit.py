@@ -2,8 +2,6 @@
 a network of its own, and starts the user manager of an ordinary user.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A snapshot goes to another machine: another root, home and user."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

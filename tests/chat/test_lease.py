@@ -1,7 +1,5 @@
 """Leases: one writer a conversation, whatever becomes of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

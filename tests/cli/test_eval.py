@@ -1,7 +1,5 @@
 """`edgeinfer eval`: checks, candidates beside each other, resuming, and the figures of a report."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import re

@@ -1,7 +1,5 @@
 """`edgeinfer forget`: blocks on disk go, and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The manifests in docs/kubernetes: Kubernetes' schemas, and what our own command line and endpoint take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

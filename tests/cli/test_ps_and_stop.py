@@ -1,7 +1,5 @@
 """`ps` and `stop`, and the processes of this home and of others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

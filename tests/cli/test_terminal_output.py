@@ -1,7 +1,5 @@
 """What a terminal is given: no escape of a file or a name, questions before something is deleted."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Install a client into an environment of its own, in the build cache: a venv or an npm folder a client."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ What is kept is what decides how much of a prompt is found again: structure, nam
 and which words are the same. The words themselves are replaced, each by one of its length.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import lzma

@@ -5,8 +5,6 @@
 Writes docs/figures/clients.md when all were asked for. Exit 1 when one failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

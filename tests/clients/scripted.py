@@ -5,8 +5,6 @@ SmolLM2's vocabulary. Then a script answers instead of it: once a call of a tool
 sentence. It listens on a free port, logs as `serve` does, and keeps every body in FOLDER.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

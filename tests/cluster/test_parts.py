@@ -1,7 +1,5 @@
 """Settings, prefix hashes and the Host check of a Serve application, without a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import cast

@@ -1,7 +1,5 @@
 """The Serve application on a real Ray cluster of several nodes, whose replicas and nodes are killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The table of load options: every way in reads it, and no way drops a row."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

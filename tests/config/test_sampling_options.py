@@ -1,7 +1,5 @@
 """The table of sampling options: one range each, on every way in."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

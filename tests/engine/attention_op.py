@@ -5,8 +5,6 @@ A program, because a process has one attention.
 usage: attention_op.py v3|v3-vnni|v4|none: a JSON object, case → Outcome
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Engines of the real models, loaded once a session; a test that changes an engine loads its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path

@@ -5,8 +5,6 @@ A program, because a process has one set of kernels.
 usage: matmul_op.py v3|v3-vnni|v4|none: a JSON object, type → Outcome
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

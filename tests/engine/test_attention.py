@@ -1,7 +1,5 @@
 """The attention of our own (native/attention.cpp): the operation itself, and llama.cpp with it and without."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

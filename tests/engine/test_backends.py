@@ -1,7 +1,5 @@
 """Backend libraries as files: which one is taken, and which is never opened."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """What every engine promises: the scripted one, the same in a worker, and the real one."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import socket

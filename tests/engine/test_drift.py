@@ -1,7 +1,5 @@
 """Drift: what is counted of an answer, what two weeks of counts show, and what they do not."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

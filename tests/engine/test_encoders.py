@@ -1,7 +1,5 @@
 """Encoders: a BERT of random numbers, made here, embeds and ranks; it cannot generate and says so."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import closing

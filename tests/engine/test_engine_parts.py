@@ -1,7 +1,5 @@
 """Loading, sampling, log-probabilities, embeddings and validation on the real models."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The libraries of our own C++ (native/), fuzzed: with sanitizers, as they are shipped, and those for arm64."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 `make fuzz-pictures` tries 10,000 of each.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import random

@@ -1,7 +1,5 @@
 """Filling a gap: which tokens surround it, what is left out when there is no room, and who can do it."""
 
-from __future__ import annotations
-
 import pytest
 from made_models import FIM, make_llama
 

@@ -1,7 +1,5 @@
 """Weights that are larger than memory, in a process under a real limit of a control group."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

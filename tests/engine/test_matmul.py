@@ -1,7 +1,5 @@
 """The matrix kernels of our own (native/matmul.cpp), called through ggml."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

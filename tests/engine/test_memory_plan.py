@@ -1,7 +1,5 @@
 """Every automatic choice, on machines that are only described."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

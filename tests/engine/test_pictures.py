@@ -2,8 +2,6 @@
 rows attend to each other in both directions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io

@@ -2,8 +2,6 @@
 bit-identical to those computed alone; what the kernels cannot add, llama.cpp computes in steps of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A web server with faults on order, which also speaks Hugging Face's protocol."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

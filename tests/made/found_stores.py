@@ -1,7 +1,5 @@
 """Stores of other programs, made by hand in their own layouts, and pictures of what is in them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

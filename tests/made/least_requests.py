@@ -1,7 +1,5 @@
 """The least that a route takes: path → body."""
 
-from __future__ import annotations
-
 from typing import Any
 
 HI = [{"role": "user", "content": "hi"}]

@@ -3,8 +3,6 @@
 `tools/make_checkpoints.py` writes the same weights, runs transformers over them, and keeps its logits.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

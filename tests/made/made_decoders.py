@@ -3,8 +3,6 @@
 The vocabulary is SmolLM2's; what they say means nothing.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small documents: a PDF of a line a page, and a DOCX file of paragraphs."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Tensor names and shapes are those of llama.cpp's loader. What they say means nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

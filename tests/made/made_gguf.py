@@ -1,7 +1,5 @@
 """GGUF files made to measure."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

@@ -1,7 +1,5 @@
 """Small GGUF files of random numbers: encoders, rerankers and LoRA adapters, made by tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

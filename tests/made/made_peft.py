@@ -1,7 +1,5 @@
 """LoRA adapters as PEFT writes them, for the checkpoints of `made_checkpoints`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Projectors of random weights: a small vision transformer in front of a text model's embeddings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Other versions of the shipped file, made of a built one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

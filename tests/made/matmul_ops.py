@@ -1,7 +1,5 @@
 """ggml's matrix products on made weights: tests check them, and `make bench-matmul` measures them."""
 
-from __future__ import annotations
-
 import ctypes
 
 import gguf

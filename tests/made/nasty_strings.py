@@ -1,7 +1,5 @@
 """A thousand strings that tokenizers stumble over, the same on every machine."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Processes that a test starts: a port for one, those below it, and waiting for what they do."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

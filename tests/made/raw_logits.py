@@ -1,7 +1,5 @@
 """Logits and token ids straight from llama.cpp, with a float32 KV cache: what a file holds, and no engine."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real stores on this machine: moto's S3 server, and Debian's docker-registry."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

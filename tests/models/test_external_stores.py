@@ -4,8 +4,6 @@ Each store is made by hand in its own layout, and broken in every way that a dis
 program breaks one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which models suit a machine, as `list --fits` and the first run tell."""
 
-from __future__ import annotations
-
 import pytest
 
 from edgeinfer.cli.main import main

@@ -1,7 +1,5 @@
 """The header reader on real files, with the gguf package as oracle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

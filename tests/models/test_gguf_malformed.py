@@ -1,7 +1,5 @@
 """Hostile and torn headers: each gives our error and nothing else, and llama.cpp never sees one."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct

@@ -1,7 +1,5 @@
 """The memory a model is said to need, against llama.cpp's own buffers on both real models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

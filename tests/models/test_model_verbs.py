@@ -1,7 +1,5 @@
 """The verbs on the command line: words for a person, JSON for a script, exit codes, progress."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from pathlib import Path

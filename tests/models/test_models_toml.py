@@ -1,7 +1,5 @@
 """The shipped catalogue and the user's over it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

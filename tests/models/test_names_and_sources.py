@@ -1,7 +1,5 @@
 """Names, digests, file names and sources: what is accepted, and that nothing else is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

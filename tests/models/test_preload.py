@@ -1,7 +1,5 @@
 """A model's files are brought into the page cache in the order they are loaded."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

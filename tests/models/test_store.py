@@ -1,7 +1,5 @@
 """The store: what is here, what a word means, local files, removal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

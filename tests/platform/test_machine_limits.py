@@ -1,7 +1,5 @@
 """What this process may use of the machine, read from trees of /proc and /sys that are made up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

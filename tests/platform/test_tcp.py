@@ -1,7 +1,5 @@
 """The other end of a TCP connection: its user, whether it still reads, and who listens at a port."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

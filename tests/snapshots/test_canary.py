@@ -1,7 +1,5 @@
 """`snapshots verify` on files whose bits change although their times do not, as on a failing disk."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """One snapshot that knows no device, resumed with one and without: Mesa's software device behind a real restore."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA adapters in snapshots: part of the choice, stamped, applied by default, kept by a rebuild."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

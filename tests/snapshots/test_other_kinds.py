@@ -1,7 +1,5 @@
 """Snapshots of models that do not generate; builds that fail, and are tried once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

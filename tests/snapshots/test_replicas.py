@@ -1,7 +1,5 @@
 """Replicas of the real small model behind an endpoint: resumed from one snapshot, killed under load, by what is asked."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

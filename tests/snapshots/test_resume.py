@@ -2,8 +2,6 @@
 data in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

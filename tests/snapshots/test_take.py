@@ -1,7 +1,5 @@
 """Snapshots of a running endpoint: real streams, real snapshots; an ordinary user and root."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

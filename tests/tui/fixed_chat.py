@@ -1,7 +1,5 @@
 """A chat with a fixed clock, engine and model store, for tests, snapshots and screenshots."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

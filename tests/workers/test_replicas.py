@@ -1,7 +1,5 @@
 """Replicas of a model: autoscaling, routing, and the end of a replica."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -5,8 +5,6 @@ choices are its multiple choice, the other answers its `generate_until` with the
 recorded/lm_eval_basics.json, with which tests/cli/test_eval.py compares.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Engines with a prefix cache of their own, and requests to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

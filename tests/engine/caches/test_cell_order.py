@@ -1,7 +1,5 @@
 """Cells in any order: sums are in the order in which they were written, so no bit depends on where they lie."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 WRITE_FAMILIES=1 writes the table's figure from this run.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An idle engine returns its cells' memory, and restores its prefixes from disk."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -4,8 +4,6 @@ reasoning that its template drops.
 Beyond what is new at most a block is computed, and the text is that of an engine that computes all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

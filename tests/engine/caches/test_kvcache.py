@@ -1,7 +1,5 @@
 """The KV cache's accounting, against a memory that counts cells by itself."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

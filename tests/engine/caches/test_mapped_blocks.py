@@ -1,7 +1,5 @@
 """Pages of blocks' files become cells: bit-identical to copied ones, without a visible effect."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 from pathlib import Path

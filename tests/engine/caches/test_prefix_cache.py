@@ -1,7 +1,5 @@
 """The prefix cache with real models: restored prefixes are bit-identical to computed ones."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """The writer's blocks and their cost: real accounting and a real folder, states of zeros."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a tool's arguments may be: objects are closed unless they say otherwise, and shown by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example

@@ -1,7 +1,5 @@
 """Calls and reasoning out of a stream: the same events however the text is cut, and nothing lost."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tomllib

@@ -5,8 +5,6 @@ A process of its own, because one that has opened a Vulkan driver keeps its thre
 the software device compiles its pipelines in seconds.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

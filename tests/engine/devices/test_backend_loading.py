@@ -1,7 +1,5 @@
 """Backend libraries loaded for real, each in a process of its own, on Mesa's software device."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

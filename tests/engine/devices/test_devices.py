@@ -1,7 +1,5 @@
 """Layers on a device while an engine answers, on Mesa's software device, in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How long an automatic context is, in which KV type, and what its memory costs before it is used."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """The decode thread: whatever ends it, no caller waits for ever, and the engine says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Past answers that draft tokens are looked up in: found, bounded, kept apart by salt, and forgotten."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

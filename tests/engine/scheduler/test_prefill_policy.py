@@ -1,7 +1,5 @@
 """How many tokens of prompts a step takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, Chunks, decode_budget_s

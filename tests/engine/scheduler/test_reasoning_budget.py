@@ -1,7 +1,5 @@
 """A reasoning span ends when its budget is spent, and the answer behind it is the model's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

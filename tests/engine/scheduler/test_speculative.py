@@ -1,7 +1,5 @@
 """Draft tokens from the text itself, and the rule that drafts only where rows cost less than they gain."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests that arrive during a long prefill are served soon, and the long one's answer is unchanged."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

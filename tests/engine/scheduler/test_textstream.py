@@ -1,7 +1,5 @@
 """Whole characters, and nothing of a stop string, however the bytes are cut."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

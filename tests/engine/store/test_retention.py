@@ -1,7 +1,5 @@
 """Shared prefixes of an agent's sessions: recorded, narrowed by every session, evicted last."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

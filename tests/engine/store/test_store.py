@@ -1,7 +1,5 @@
 """The store on real folders: blocks are read as written, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """PEFT's adapters: converted for a base and applied."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

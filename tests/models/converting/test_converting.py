@@ -1,7 +1,5 @@
 """Checkpoints become GGUF files: logits as transformers', token ids as tokenizers', or a plain refusal."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Vision towers become projectors: rows of a picture as transformers', through our libmtmd."""
 
-from __future__ import annotations
-
 import json
 import re
 

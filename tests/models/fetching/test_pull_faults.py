@@ -2,8 +2,6 @@
 fetched is kept.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -2,8 +2,6 @@
 pins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

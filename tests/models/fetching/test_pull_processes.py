@@ -2,8 +2,6 @@
 the real pip.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

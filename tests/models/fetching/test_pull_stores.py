@@ -1,7 +1,5 @@
 """Models from object stores and registries: real servers, and the same promises as from the web."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a login for a registry is sent to: the registry alone, and never in the open."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Both real models, pulled in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

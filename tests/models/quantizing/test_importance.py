@@ -1,7 +1,5 @@
 """Importance matrices made here, on the real small model and on a mixture of experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """The quantizer's process on both real models, and everything that can go wrong with it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The official Anthropic client against the real small model."""
 
-from __future__ import annotations
-
 import json
 
 import anthropic

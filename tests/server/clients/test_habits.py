@@ -1,7 +1,5 @@
 """What scripts and clients are used to: paths however they are written, llama.cpp's routes, cards."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,7 +1,5 @@
 """What cannot change an answer is taken and named; the shapes that real agents send are answered."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

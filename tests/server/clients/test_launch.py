@@ -1,7 +1,5 @@
 """`edgeinfer launch`: a stand-in for an agent finds, or gets, an endpoint with a large enough context."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -4,8 +4,6 @@ Their types are walked beside ours: a field, or a type of object, that a new ver
 that none of our declarations knows, fails here.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from types import UnionType

@@ -1,7 +1,5 @@
 """The official `ollama` package against the real small model: what its users call, unmodified."""
 
-from __future__ import annotations
-
 import json
 
 import ollama

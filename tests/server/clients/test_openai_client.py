@@ -1,7 +1,5 @@
 """The official OpenAI client against the real small model, route by route."""
 
-from __future__ import annotations
-
 import json
 import re
 

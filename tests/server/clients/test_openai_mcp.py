@@ -1,7 +1,5 @@
 """MCP servers of the configuration in Responses, as the official client asks and reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

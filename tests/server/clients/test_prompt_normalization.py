@@ -1,7 +1,5 @@
 """Lines that agents change in every request: cut, or moved behind what sessions share."""
 
-from __future__ import annotations
-
 from datetime import date
 
 import pytest

@@ -2,8 +2,6 @@
 computed.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

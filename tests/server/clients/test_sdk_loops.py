@@ -1,7 +1,5 @@
 """The official clients' own loops: what they parsed is sent back to the endpoint as they keep it."""
 
-from __future__ import annotations
-
 import anthropic
 import openai
 import pydantic

@@ -1,7 +1,5 @@
 """Dialects: what a folder gives is all that the endpoint needs, and every refusal speaks the right one."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from fake_engine import FakeEngine

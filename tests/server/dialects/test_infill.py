@@ -1,7 +1,5 @@
 """/infill and `suffix`, over a small model made with the tokens for it."""
 
-from __future__ import annotations
-
 import pytest
 from fake_engine import FakeEngine
 from made_models import FIM, make_llama

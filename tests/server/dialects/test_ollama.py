@@ -1,7 +1,5 @@
 """Ollama's API: the shapes that its clients read, on a scripted engine."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

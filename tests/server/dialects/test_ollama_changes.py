@@ -1,7 +1,5 @@
 """Pulling and removing models as Ollama's clients do, on real files and a fake hub."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`serve --ollama`: the second address, from the launcher and without it, and what it cannot share."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """The OpenAPI document is valid, complete and true: schemathesis looks for requests where it is not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

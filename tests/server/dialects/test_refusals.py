@@ -1,7 +1,5 @@
 """What cannot be honoured is refused by name, in the route's own envelope, and nothing is computed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

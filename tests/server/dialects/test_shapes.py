@@ -2,8 +2,6 @@
 answers, failures.
 """
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine

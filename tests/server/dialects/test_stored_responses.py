@@ -1,7 +1,5 @@
 """Stored responses: gone on from, read again, and read on from where a connection was lost."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -1,7 +1,5 @@
 """How much is reasoned, in each dialect's words: the template hears it, and the engine keeps the budget."""
 
-from __future__ import annotations
-
 import pytest
 from fake_engine import FakeEngine
 from least_requests import STREAMING

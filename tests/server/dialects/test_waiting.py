@@ -1,7 +1,5 @@
 """While a prompt is read the client gets events, not comments alone; one that is too long is known."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters that come and go while the endpoint runs: llama.cpp's routes and vLLM's, on the real engine."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine

@@ -1,7 +1,5 @@
 """Other names for models, on every dialect; names with slashes in paths."""
 
-from __future__ import annotations
-
 from urllib.parse import quote
 
 import pytest

@@ -1,7 +1,5 @@
 """`edgeinfer batch`: the format, resuming after a kill, and nothing lost or done twice."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import fcntl

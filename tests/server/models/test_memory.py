@@ -1,7 +1,5 @@
 """What requests find of each other's computing: prefill-only requests, salts, keys, usage, metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

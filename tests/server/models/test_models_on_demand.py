@@ -1,7 +1,5 @@
 """Models that come and go: loading, waiting, keeping, evicting, dying, unloading."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

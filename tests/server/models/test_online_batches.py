@@ -1,7 +1,5 @@
 """/v1/files and /v1/batches, driven by OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

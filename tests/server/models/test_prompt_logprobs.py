@@ -1,7 +1,5 @@
 """Log-probabilities of a prompt's tokens: OpenAI's `echo` with `logprobs`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from made_models import make_llama

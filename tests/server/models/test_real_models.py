@@ -1,7 +1,5 @@
 """Adapters, speculation, embeddings and reranking over HTTP, on the real engine."""
 
-from __future__ import annotations
-
 import base64
 import struct
 

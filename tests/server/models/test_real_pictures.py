@@ -2,8 +2,6 @@
 requests (tools/server/tests/unit/test_vision_api.py), and what the official clients' READMEs show.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -2,8 +2,6 @@
 connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

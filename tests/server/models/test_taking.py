@@ -1,7 +1,5 @@
 """Snapshots by the admin route: access, arguments, errors."""
 
-from __future__ import annotations
-
 import pytest
 
 from edgeinfer.errors import DiskFullError, UsageError

@@ -2,8 +2,6 @@
 the next request is answered.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

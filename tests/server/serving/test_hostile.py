@@ -2,8 +2,6 @@
 is left behind.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Starting, draining, leaving when idle; systemd's sockets and notifications."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

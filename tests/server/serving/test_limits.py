@@ -1,7 +1,5 @@
 """Every limit: bodies, headers, time to send and to read, requests at once, the engine's queue."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

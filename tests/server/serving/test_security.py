@@ -1,7 +1,5 @@
 """Host, Origin, Sec-Fetch-Site, CORS, API keys and their file, TLS."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

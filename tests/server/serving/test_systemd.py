@@ -2,8 +2,6 @@
 the socket that systemd holds.
 """
 
-from __future__ import annotations
-
 import configparser
 import json
 import os

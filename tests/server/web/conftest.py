@@ -1,7 +1,5 @@
 """An endpoint with its page, and Chromium to look at it."""
 
-from __future__ import annotations
-
 import json
 
 import browser as chromium_module

@@ -3,8 +3,6 @@
 python endpoint.py PORT_FILE PORT TEXT   writes its port, answers each question with TEXT, word by word
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

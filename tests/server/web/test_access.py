@@ -1,7 +1,5 @@
 """Access to the page: a code once, a cookie for its own path, the first API key, nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

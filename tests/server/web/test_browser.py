@@ -1,7 +1,5 @@
 """The page in a real Chromium: what people do with it, on a phone, by keyboard, and what goes wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The page's requests: the chat's own conversations, answers that outlive the page, both ways."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """The small model in a terminal and behind the page: both are live, and nothing is prefilled again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Markdown for the page: nothing a model writes becomes a script, a request or a form."""
 
-from __future__ import annotations
-
 import random
 import re
 

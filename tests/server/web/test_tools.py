@@ -1,7 +1,5 @@
 """Tools in the page: approval in real Chromium, over real servers; a page that is closed, a stop, a drain."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

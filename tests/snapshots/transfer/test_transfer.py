@@ -1,7 +1,5 @@
 """Snapshots that travel: to another home and another place of the program, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import os
 import shutil

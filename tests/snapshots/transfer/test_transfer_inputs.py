@@ -1,7 +1,5 @@
 """What a snapshot that travels was made of: adapters go with it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
