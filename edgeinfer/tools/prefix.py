@@ -9,9 +9,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
-def prefill_request(
-    engine: Engine, asked: Callable[[str], GenerateRequest], cache_salt: str = ""
-) -> GenerateRequest:
+def prefill_request(engine: Engine, asked: Callable[[str], GenerateRequest]) -> GenerateRequest:
     """Return the request that prefills what `asked` begins with, whatever the question.
 
     It is the common prefix of two questions: a template may put tools where it likes.
@@ -19,7 +17,7 @@ def prefill_request(
     a, b = (_tokens(engine, asked(text)) for text in ("Why?", "0 or 1"))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     prompt = tuple(pair[0] for pair in shared)
-    return GenerateRequest(prompt=prompt, max_tokens=0, cache_salt=cache_salt)
+    return GenerateRequest(prompt=prompt, max_tokens=0)
 
 
 def with_tools(tools: tuple[Tool, ...], system: str) -> Callable[[str], GenerateRequest]:

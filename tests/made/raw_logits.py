@@ -18,7 +18,7 @@ def loaded(path: Path, *, vocab_only: bool = False) -> Iterator[object]:
     parameters.n_gpu_layers = 0
     parameters.vocab_only = vocab_only
     model = L.llama_model_load_from_file(str(path).encode(), parameters)
-    assert model, "; ".join(libllama.recent_log(3))
+    assert model, libllama.recent_reason()
     try:
         yield model
     finally:
@@ -63,7 +63,7 @@ def _set_adapters(model: object, context: object, adapters: dict[Path, float]) -
     if not adapters:
         return
     loaded = [L.llama_adapter_lora_init(model, str(path).encode()) for path in adapters]
-    assert all(loaded), "; ".join(libllama.recent_log(3))
+    assert all(loaded), libllama.recent_reason()
     pointers = (L.llama_adapter_lora_p_ctypes * len(loaded))(*loaded)
     scales = (ctypes.c_float * len(loaded))(*adapters.values())
     assert L.llama_set_adapters_lora(context, pointers, len(loaded), scales) == 0

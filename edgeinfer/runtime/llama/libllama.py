@@ -134,9 +134,9 @@ def _say_aborts() -> None:
     base_library().ggml_set_abort_callback(callback)
 
 
-def recent_log(lines: int = 10) -> list[str]:
+def recent_reason() -> str:
     """Return the last warnings and errors of llama.cpp, oldest first."""
-    return [line for line in list(_log)[-lines:] if line.strip(" .")]
+    return "; ".join(line for line in list(_log)[-3:] if line.strip(" .")) or "no reason given"
 
 
 def log_callback() -> ctypes.c_void_p:

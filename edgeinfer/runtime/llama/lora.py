@@ -186,6 +186,6 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
     libllama.clear_log()
     pointer = L.llama_adapter_lora_init(model, os.fsencode(adapter.path))
     if not pointer:
-        words = "; ".join(libllama.recent_log(3)) or "no reason given"
-        raise ModelLoadError(f'LoRA adapter "{adapter.name}" does not fit this model: {words}')
+        reason = libllama.recent_reason()
+        raise ModelLoadError(f'LoRA adapter "{adapter.name}" does not fit this model: {reason}')
     return LoadedAdapter(pointer)

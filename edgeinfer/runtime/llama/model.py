@@ -18,7 +18,7 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_memory, sparse_buffers
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.llama.weights import Progress, open_model, recent_reason
+from edgeinfer.runtime.llama.weights import Progress, open_model
 from edgeinfer.runtime.memory_plan import Plan, disk_warning, make_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -337,7 +337,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
             context = llama.llama_init_from_model(model, params)
     if context:
         return context, lines, buffers
-    words = recent_reason()
+    words = libllama.recent_reason()
     if re.search(r"alloc|memory", words):
         raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {words}")
     raise ModelLoadError(f"llama.cpp could not make a context: {words}")

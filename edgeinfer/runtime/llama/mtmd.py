@@ -140,8 +140,8 @@ class Projector:
         pointer = ctypes.cast(model, _POINTER)
         self._context = self._library.mtmd_init_from_file(os.fsencode(path), pointer, params)
         if not self._context:
-            words = "; ".join(libllama.recent_log(3)) or "no reason given"
-            raise ModelLoadError(f"llama.cpp could not load the projector {path}: {words}")
+            reason = libllama.recent_reason()
+            raise ModelLoadError(f"llama.cpp could not load the projector {path}: {reason}")
         try:
             self._check(path)
         except BaseException:

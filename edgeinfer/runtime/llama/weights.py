@@ -76,7 +76,7 @@ def open_model(
     names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
     model = llama.llama_model_load_from_splits(names, len(paths), params)
     if not model:
-        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {recent_reason()}")
+        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {libllama.recent_reason()}")
     return model
 
 
@@ -92,11 +92,6 @@ def _progress_hook(progress: Progress | None) -> Any:
         return True
 
     return libllama.lib().llama_progress_callback(report)
-
-
-def recent_reason() -> str:
-    """Return the last lines of llama.cpp's log."""
-    return "; ".join(libllama.recent_log(3)) or "no reason given"
 
 
 def free_model(model: Any) -> None:

@@ -1,1 +1,1 @@
-"""Guards of the endpoint: sockets, HTTP limits, and checks of Host, Origin, API key and user."""
+"""Guards of the endpoint: HTTP limits, and checks of Host, Origin, API key and user."""
