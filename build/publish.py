@@ -53,6 +53,13 @@ COMPLETIONS = {
     "_edgeinfer": "/usr/share/zsh/site-functions/_edgeinfer",
     "edgeinfer.fish": "/usr/share/fish/vendor_completions.d/edgeinfer.fish",
 }
+UNITS = "/usr/lib/systemd/user"
+#: Folders that a system may lack: rpm removes those alone that a package names.
+FOLDERS = (
+    "/usr/share/doc/edgeinfer",
+    UNITS,
+    *(str(folder) for name in COMPLETIONS.values() for folder in Path(name).parents[:2]),
+)
 
 
 def main() -> None:
@@ -175,7 +182,7 @@ def package(program: Path, arch: str) -> None:
             text = unit.read_text().replace("%h/.local/bin/edgeinfer", PROGRAM)
             copy = Path(scratch) / unit.name
             copy.write_text(text.replace("~/.config/systemd/user/", ""))
-            contents.append((copy, f"/usr/lib/systemd/user/{unit.name}", 0o644))
+            contents.append((copy, f"{UNITS}/{unit.name}", 0o644))
         config = Path(scratch) / "nfpm.json"  # JSON is YAML
         config.write_text(json.dumps(_nfpm(arch, contents)))
         for kind in ("deb", "rpm"):
@@ -201,7 +208,7 @@ def _nfpm(arch: str, contents: list[tuple[Path, str, int]]) -> dict[str, Any]:
         "overrides": {"deb": {"depends": ["libc6 (>= 2.31)"]}, "rpm": {"depends": ["glibc >= 2.31"]}},
         "rpm": {"buildhost": "edgeinfer"},
         "contents": [
-            {"dst": "/usr/share/doc/edgeinfer", "type": "dir"},
+            *({"dst": folder, "type": "dir"} for folder in FOLDERS),
             *(
                 {"src": str(src), "dst": dst, "file_info": {"mode": mode, "mtime": _time()}}
                 for src, dst, mode in contents
