@@ -41,6 +41,12 @@ NEWER = "999.0.0"
 UID = 1000
 HOME = "/home/person"
 MODEL = "small"
+#: pip and uv find wheels there alone.
+ALONE = {
+    f"{tool}_{key}": to
+    for tool in ("PIP", "UV")
+    for key, to in (("NO_INDEX", "1"), ("FIND_LINKS", "/wheels"))
+}
 #: Bare roots: Debian's suite, and packages beyond the minimum.
 ROOTS = {
     "Debian 11": ("bullseye", ""),
@@ -91,7 +97,7 @@ class BareRoot:
     def as_person(self, *command: str, check: bool = True) -> str:
         bare = [sys.executable, str(ROOT / "tests/binary/bare.py"), str(self.folder), "--uid", str(UID)]
         path = f"{HOME}/.local/bin:/usr/local/bin:/usr/bin:/bin"
-        return call(*bare, "--", "/usr/bin/env", *command, check=check, HOME=HOME, PATH=path)
+        return call(*bare, "--", "/usr/bin/env", *command, check=check, HOME=HOME, PATH=path, **ALONE)
 
     def files(self) -> set[str]:
         """List the files of the system; a person's home, what apt keeps, and logs are none of a package's."""
@@ -164,8 +170,7 @@ class Wheel(Deb):
         self._install(f"/wheels/{package.name}")
 
     def _install(self, wheel: str) -> None:
-        words = "--pip-args=--no-index --find-links=/wheels"
-        self.root.as_person("pipx", "install", "--force", words, wheel)
+        self.root.as_person("pipx", "install", "--force", wheel)
 
     def version(self) -> str:
         return self.root.as_person("edgeinfer", "--version").split()[-1]
@@ -190,9 +195,7 @@ class UvWheel(Wheel):
         root.before = root.files()
 
     def _install(self, wheel: str) -> None:
-        self.root.as_person(
-            "uv", "tool", "install", "--force", "--no-index", "--find-links=/wheels", wheel
-        )
+        self.root.as_person("uv", "tool", "install", "--force", wheel)
 
     def remove(self) -> None:
         self.root.as_person("uv", "tool", "uninstall", "edgeinfer")

@@ -61,10 +61,10 @@ def _add_libraries(tree: Path) -> None:
         if file.parts[0] in ("bin", "llama_cpp") and "__pycache__" not in file.parts:
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(str(binding.locate_file(file)), tree / file)
-        if file.parts[0].endswith(".dist-info") and file.name in ("METADATA", "WHEEL"):  # its version
-            target = tree / DATA / "purelib" / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(str(binding.locate_file(file)), target)
+        # its version, where installers do not take it for a second package: pipx would refuse to choose
+        if file.parts[0].endswith(".dist-info") and file.name == "METADATA":
+            (tree / "llama_cpp" / file).parent.mkdir()
+            shutil.copy(str(binding.locate_file(file)), tree / "llama_cpp" / file)
     for name in ("native", "backends"):
         shutil.copytree(
             Path(sys.prefix) / "lib/edgeinfer" / name,

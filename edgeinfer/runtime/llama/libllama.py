@@ -166,9 +166,9 @@ def library_dir() -> Path:
 
 @cache
 def binding_version() -> str:
-    """Return the version of the binding, by the folder of its metadata."""
-    found = _PACKAGE.parent.glob("llama_cpp_python-*.dist-info")
-    return next(found).name.removesuffix(".dist-info").partition("-")[2]
+    """Return the version of the binding, by the folder of its metadata: in our wheel it lies inside the package."""
+    found = [p for at in (_PACKAGE, _PACKAGE.parent) for p in at.glob("llama_cpp_python-*.dist-info")]
+    return found[0].name.removesuffix(".dist-info").partition("-")[2]
 
 
 def variant_dirs() -> list[Path]:
