@@ -41,12 +41,8 @@ NEWER = "999.0.0"
 UID = 1000
 HOME = "/home/person"
 MODEL = "small"
-#: pip and uv find wheels there alone.
-ALONE = {
-    f"{tool}_{key}": to
-    for tool in ("PIP", "UV")
-    for key, to in (("NO_INDEX", "1"), ("FIND_LINKS", "/wheels"))
-}
+#: pip finds wheels there alone.
+ALONE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels"}
 #: Bare roots: Debian's suite, and packages beyond the minimum.
 ROOTS = {
     "Debian 11": ("bullseye", ""),
@@ -195,7 +191,9 @@ class UvWheel(Wheel):
         root.before = root.files()
 
     def _install(self, wheel: str) -> None:
-        self.root.as_person("uv", "tool", "install", "--force", wheel)
+        self.root.as_person(
+            "uv", "tool", "install", "--force", "--no-index", "--find-links=/wheels", wheel
+        )
 
     def remove(self) -> None:
         self.root.as_person("uv", "tool", "uninstall", "edgeinfer")
@@ -297,7 +295,7 @@ def main() -> None:
                     f"| `{manager.suffix}`, {manager.how} | {name} | {size} | {' | '.join(cells)} |"
                 )
                 print(rows[-1], flush=True)
-                shutil.rmtree(root.folder)
+                call("rm", "-rf", root.folder)  # while what a launch started ends
     heads = "package | bare root | size | install | use | update | back | remove"
     text = "\n".join([f"| {heads} |", "|---" * 8 + "|", *rows]) + "\n"
     write_figure(options.out, "packages", text)

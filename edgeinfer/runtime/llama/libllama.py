@@ -166,7 +166,7 @@ def library_dir() -> Path:
 
 @cache
 def binding_version() -> str:
-    """Return the version of the binding, by the folder of its metadata: in our wheel it lies inside the package."""
+    """Return the version of the binding, by the folder of its metadata: inside it, in our wheel."""
     found = [p for at in (_PACKAGE, _PACKAGE.parent) for p in at.glob("llama_cpp_python-*.dist-info")]
     return found[0].name.removesuffix(".dist-info").partition("-")[2]
 
