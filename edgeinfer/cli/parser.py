@@ -229,7 +229,6 @@ def build_parser(verb: str | None = None) -> Parser:
 
 
 def module_of(verb: str) -> ModuleType:
-    """Import the module of a verb."""
     return importlib.import_module(f"edgeinfer.cli.verbs.{verb}")
 
 
@@ -260,7 +259,6 @@ def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> st
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each verb."""
     verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return dict(verbs.choices)
 

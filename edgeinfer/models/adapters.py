@@ -26,8 +26,6 @@ from edgeinfer.platform.disk import sync
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled adapter."""
-
     name: str
     path: str
     base: str

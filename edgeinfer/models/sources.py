@@ -106,8 +106,6 @@ class OciArtifact(msgspec.Struct, frozen=True):
 
 
 class LocalFile(msgspec.Struct, frozen=True):
-    """A file of this machine."""
-
     path: str
 
     def __str__(self) -> str:

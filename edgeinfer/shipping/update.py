@@ -328,7 +328,6 @@ class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def channel() -> Channel:
-    """Read the channel of this program."""
     raw = files("edgeinfer").joinpath("data/release.toml").read_bytes()
     return msgspec.toml.decode(raw, type=Channel)
 

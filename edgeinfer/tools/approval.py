@@ -35,8 +35,6 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern."""
-
     server: str
     tool: str
     arguments: tuple[tuple[str, str], ...] = ()

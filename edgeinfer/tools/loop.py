@@ -377,7 +377,6 @@ class NoFront:
             self.say([f"{use.name} {arguments}: {use.status}, {len(use.result.encode()):,} bytes"])
 
     def say(self, lines: Iterable[str]) -> None:
-        """Write lines."""
         for line in lines:
             self._out.write(f"tools: {safe_text(line, _MOST_SHOWN)}\n")
         self._out.flush()

@@ -32,7 +32,6 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     duration_ms: float = 0.0
 
     def ended(self, status: UseStatus, result: str, duration_ms: float = 0.0) -> ToolUse:
-        """Return the use with its result."""
         return msgspec.structs.replace(
             self, status=status, result=result, duration_ms=round(duration_ms, 1)
         )

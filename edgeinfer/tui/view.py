@@ -297,7 +297,6 @@ class View:
             self._launch.host.note_prompt(answer.cache_report)
 
     def add_remark(self, entry: Entry) -> None:
-        """Add a remark at the end."""
         if any(isinstance(e, Welcome) for e in self.transcript.entries):
             self.transcript.show([])
         self.transcript.following = True

@@ -42,7 +42,6 @@ def token_ids() -> list[int]:
 
 
 def safetensors(tensors: dict[str, np.ndarray], *, bf16: bool = False) -> bytes:
-    """The bytes of a file."""
     header = {}
     body = b""
     for name, values in tensors.items():

@@ -259,7 +259,6 @@ def write_family(writer: gguf.GGUFWriter, path: Path, family: Family, n_vocab: i
 
 
 def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
-    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -14,7 +14,6 @@ _PAUSE_S = 0.01
 
 
 def free_port() -> int:
-    """A free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -12,7 +12,6 @@ MODEL = "small"
 
 @pytest.fixture
 def adapter(user):
-    """An adapter of the user's."""
     path = user.home / "red.gguf"
     make_adapter(path, 1, strength=0.5)
     os.chown(path, user.uid, user.gid)

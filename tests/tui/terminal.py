@@ -48,7 +48,6 @@ class Terminal:
             self._tmux("kill-server")
 
     def screen(self):
-        """Return the text on the screen."""
         return self._tmux("capture-pane", "-p")
 
     def type(self, text):

@@ -50,8 +50,6 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class OllamaStore(ExternalStore):
-    """Ollama's store."""
-
     name = "Ollama"
     prefix = PREFIX
     fix = "fetch it again with its owner: `ollama pull {}`"

@@ -145,8 +145,6 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 class LmStudioFolder(_RepositoryStore):
-    """LM Studio's folder."""
-
     name = "LM Studio"
     prefix = paths.FOUND[2]
     fix = "fetch it again in LM Studio"

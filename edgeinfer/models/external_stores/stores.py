@@ -99,7 +99,6 @@ def similar_names(text: str) -> list[str]:
 
 
 def usable() -> list[ExternalModel]:
-    """List the usable models."""
     return [model for model in search() if not model.problem]
 
 

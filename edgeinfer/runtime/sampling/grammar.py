@@ -235,7 +235,6 @@ def _at_keyword(place: str, words: str) -> tuple[str, str]:
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:
-    """Return the grammar of a normalised schema."""
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_STYLE))
 
 

@@ -41,7 +41,6 @@ def clean(text: str) -> str:
 
 
 def styled(text: str, style: str) -> Line:
-    """Make a line in one style."""
     return Line(text, (Span(0, len(text), style),) if text else ())
 
 

@@ -285,7 +285,6 @@ class Body:
         self.redraw(width)
 
     def append(self, text: str) -> None:
-        """Append text."""
         self.source += text
         self._draw()
 
