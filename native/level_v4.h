@@ -8,7 +8,7 @@ constexpr int kFew = 16, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether weights of 8 bits are int8 for add_dots(), or uint8
 constexpr bool kSaturates = false;    // whether it needs to know how large they are
 constexpr bool kGathers = false;      // whether a half of each row is read by itself, or with what follows it
-constexpr bool kDotsOfRows = false;   // whether one column is multiplied with weights in Order::kRows
+constexpr bool kDotsOfRows = true;    // whether one column is multiplied with weights in Order::kRows
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -24,8 +24,12 @@ INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_
 INLINE Dwords look_up(Table table, Dwords x) {
     return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)x);
 }
-// bits 4 * i to 4 * i + 3, to bit 4 of the bytes
-INLINE Dwords fifth_bits_of(Dwords high, int i) { return (high >> 4 * i & 15) * 0x02040810 & 0x10101010; }
+// bits 4 * i to 4 * i + 3, to bit 4 of the bytes: a table of 16, which takes a third of the time of a multiplication of dwords
+INLINE Dwords fifth_bits_of(Dwords high, int i) {
+    Dwords table;
+    UNROLL for (int j = 0; j < 16; j++) table[j] = (j * 0x00204081 & 0x01010101) << 4;
+    return (Dwords)_mm512_permutexvar_epi32((__m512i)(high >> 4 * i), (__m512i)table);
+}
 // stores the integers as bytes; their sum
 INLINE int to_bytes(Integers x, int8_t *to) {
     _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8((__m512i)x));
@@ -50,6 +54,16 @@ template <int kN> INLINE void arrange(Dwords *) {}
 // are signed.
 template <int kN, int kMost, Order kOrder, int kR, int kC>
 INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
+    if constexpr (kOrder == Order::kRows) {
+        Dwords sums[4]{};  // of row i, 4 + i, 8 + i and 12 + i, each in four parts
+        UNROLL for (int j = 0; j < kN; j++) {
+            const __m512i v = _mm512_broadcast_i32x4(load<__m128i>(x + j / 4 * 16));
+            sums[j % 4] = (Dwords)_mm512_dpbusd_epi32((__m512i)sums[j % 4], (__m512i)w[0][j], v);
+        }
+        const Dwords a = low32(sums[0], sums[1]) + high32(sums[0], sums[1]), b = low32(sums[2], sums[3]) + high32(sums[2], sums[3]);
+        dots[0][0] += (Integers)(low64(a, b) + high64(a, b));
+        return;
+    }
     UNROLL for (int j = 0; j < kN; j++) {
         UNROLL for (int c = 0; c < kC; c++) {
             const Dwords v = broadcast(x + c * 32 + j * 4);

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -39,8 +40,13 @@ template <Order kOrder, int n> INLINE void weights(const uint8_t *p, size_t stri
     }
 }
 INLINE Floats halves_of_rows(const uint8_t *p, size_t stride) {
-    uint16_t x __attribute__((vector_size(2 * kLanes)));
-    UNROLL for (int i = 0; i < kLanes; i++) x[i] = load<uint16_t>(p + i * stride);
+    constexpr int kOnce = kLanes < 16 ? 1 : 4;  // so many in a general register: a tenth less time than 16 insertions
+    std::conditional_t<kOnce == 1, uint16_t, uint64_t> x __attribute__((vector_size(2 * kLanes)));
+    UNROLL for (int i = 0; i < kLanes / kOnce; i++) {
+        uint64_t some = 0;
+        UNROLL for (int j = 0; j < kOnce; j++) some |= (uint64_t)load<uint16_t>(p + (i * kOnce + j) * stride) << 16 * j;
+        x[i] = some;
+    }
     return from_halves(&x);
 }
 INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
@@ -50,7 +56,7 @@ INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
 }
 // Two blocks from p on, each a half and n dwords
 template <Order kOrder, int n> INLINE void two_blocks(const uint8_t *p, size_t stride, Floats (&d)[2], Dwords (&x)[2][n]) {
-    if constexpr (kGathers) {
+    if constexpr (kGathers || kOrder == Order::kRows) {
         UNROLL for (int i = 0; i < 2; i++, p += 2 + 4 * n) d[i] = halves_of_rows(p, stride), weights<kOrder, n>(p + 2, stride, x[i]);
         return;
     }
@@ -68,7 +74,7 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // where the dot instruction saturates.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
-    static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = true;
+    static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = kLanes < 16 || (sub == 32 && !min);
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
 struct FloatShape {  // weights that are converted to floats and multiplied as such
@@ -159,6 +165,7 @@ struct IQ4_NL : Shape<32, false, kMostByte> {
 };
 struct MXFP4 : Shape<32, false, 24> {
     static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
+    static constexpr bool kTakesRows = kLanes < 16;
     static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
@@ -201,7 +208,7 @@ struct Q4_K : Shape<32, true, 15> {
             UNROLL for (int j = i; j < i + 2; j++) {
                 UNROLL for (int k = 0; k < 8; k++) {
                     b.w[k] = q[k] >> 4 * (j - i) & 0x0f0f0f0f;
-                    if (kFifth) b.w[k] |= (high[k] >> j & 0x01010101) << 4;
+                    if (kFifth) b.w[k] |= (j < 4 ? high[k] << (4 - j) : high[k] >> (j - 4)) & 0x10101010;
                 }
                 b.d = d * floats(byte(s[j / 4], j % 4)), b.m = least * floats(byte(m[j / 4], j % 4)), f(b);
             }
@@ -250,8 +257,9 @@ struct Q3_K : Shape<16, false, 7> {
             weights<kOrder, 8>(p + 32 + 32 * n, stride, q);
             UNROLL for (int i = 0; i < 8; i++) {
                 UNROLL for (int k = 0; k < 4; k++) {
-                    const int at = 4 * (i % 2) + k;
-                    b.w[k] = (q[at] >> 2 * (i / 2) & 0x03030303) | (high[at] >> (4 * n + i / 2) & 0x01010101) << 2;
+                    const int at = 4 * (i % 2) + k, bit = 4 * n + i / 2;
+                    const Dwords top = bit < 2 ? high[at] << (2 - bit) : high[at] >> (bit - 2);
+                    b.w[k] = (q[at] >> 2 * (i / 2) & 0x03030303) | (top & 0x04040404);
                 }
                 b.d = d * floats((Integers)byte(s[2 * n + i / 4], i % 4) - 32), f(b);
             }
