@@ -38,7 +38,7 @@ build)
     ;;
 try)
     bind /proc "$bare/proc"
-    env -i HOME=/home chroot "$bare" /edgeinfer version
+    env -i HOME=/home "$(command -v chroot)" "$bare" /edgeinfer version
     ;;
 esac
 INSIDE

