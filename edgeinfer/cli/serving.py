@@ -26,14 +26,22 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.server import lifecycle
 from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.app import App
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
-from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
+from edgeinfer.server.lifecycle import (
+    EndpointServer,
+    RunOptions,
+    ServeOutcome,
+    bind,
+    has_port,
+    is_loopback,
+    own_names,
+    raise_descriptor_limit,
+)
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
@@ -65,7 +73,7 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     """
     name = _name(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
-    listeners = list(host.listeners) or lifecycle.bind(*address)
+    listeners = list(host.listeners) or bind(*address)
     if _speaks_ollama(options, host):
         listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)
@@ -317,10 +325,10 @@ def _bind_ollama(
     if options.tls_cert is not None:
         raise UsageError("--ollama serves plain HTTP: it cannot be combined with --tls-cert")
     port = paths.ollama_port()
-    if lifecycle.has_port(listeners, port):
+    if has_port(listeners, port):
         return []
     try:
-        return lifecycle.bind(paths.OLLAMA_HOST, port)
+        return bind(paths.OLLAMA_HOST, port)
     except ServeError as error:
         raise ServeError(
             error.message,
@@ -332,14 +340,14 @@ def _bind_ollama(
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
     """Build the gate; a public address gets a key, stored on first use. Raises ServeError."""
     api_keys = keys.given_keys(options.api_key_file)
-    if not api_keys and not lifecycle.is_loopback(listeners):
+    if not api_keys and not is_loopback(listeners):
         api_keys, created = keys.stored_keys()
         if created:
             sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
     config = host.config.serve
-    hosts = set(LOOPBACK_HOSTS) | lifecycle.own_names(listeners)
+    hosts = set(LOOPBACK_HOSTS) | own_names(listeners)
     hosts |= {name.lower() for name in (*config.allowed_hosts, *(options.allow_host or ()))}
-    if not lifecycle.is_loopback(listeners):
+    if not is_loopback(listeners):
         hosts.add(socket.gethostname().lower())
     origins = {*config.allowed_origins, *(options.allow_origin or ())}
     if "*" in origins:
@@ -351,7 +359,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
         keys=api_keys,
         hosts=frozenset(hosts),
         origins=frozenset(origins),
-        any_address=not lifecycle.is_loopback(listeners),
+        any_address=not is_loopback(listeners),
         owner=os.getuid(),
         any_user=pick(options.any_user, config.any_user),
     )
@@ -365,7 +373,7 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
         if file is not None and not os.access(file, os.R_OK):
             raise ServeError(f"{file} cannot be read")
     base = Limits()
-    descriptors = lifecycle.raise_descriptor_limit() - _OWN_DESCRIPTORS
+    descriptors = raise_descriptor_limit() - _OWN_DESCRIPTORS
     return msgspec.structs.replace(
         base,
         max_connections=max(_OWN_DESCRIPTORS // 8, min(base.max_connections, descriptors)),

@@ -16,8 +16,7 @@ from typing import Any
 
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.platform import process_metadata
-from edgeinfer.runtime.llama import backend_loading, libllama
-from edgeinfer.runtime.llama import backends as backend_files
+from edgeinfer.runtime.llama import backend_loading, backends, libllama
 from edgeinfer.runtime.llama.backends import Device, LoadedBackend, OffloadRequest
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
@@ -178,7 +177,7 @@ class GpuOffload:
 def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:
     """Load backends and choose devices; this process cannot be dumped then. Raises OffloadRefused."""
     reasons = []
-    for file in backend_files.available():
+    for file in backends.available():
         libllama.guard_decode()
         answer = backend_loading.load(file.name)
         if isinstance(answer, LoadedBackend):
@@ -187,7 +186,7 @@ def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:
             reasons.append(f"{file.name} has no such device")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
-    raise OffloadRefused("; ".join(reasons) or f"there is no library for one: {backend_files.adding()}")
+    raise OffloadRefused("; ".join(reasons) or f"there is no library for one: {backends.adding()}")
 
 
 class PrefixCacheSwitch:
