@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
-import msgspec
-
 from edgeinfer.errors import DiskFullError
 from edgeinfer.platform import paths
 from edgeinfer.units import format_bytes
@@ -252,6 +250,8 @@ class CacheTable(Generic[T]):
 
     def read(self) -> dict[str, T]:
         """Return every value by its key, the oldest first."""
+        import msgspec
+
         try:
             return msgspec.json.decode((paths.cache_dir() / self._name).read_bytes(), type=self._kind)
         except (OSError, msgspec.MsgspecError):
@@ -259,6 +259,8 @@ class CacheTable(Generic[T]):
 
     def put(self, key: str, value: T) -> None:
         """Add a value, or replace what was under its key."""
+        import msgspec
+
         known = self.read()
         known.pop(key, None)
         known[key] = value

@@ -37,8 +37,9 @@ def test_importing_stays_light(statement, forbidden):
     assert sorted(name for name in forbidden if name in loaded) == []
 
 
-def test_launcher_imports_the_standard_library_and_edgeinfer_only():
-    loaded = modules_after("import edgeinfer.launcher")
+@pytest.mark.parametrize("module", ["edgeinfer.launcher", "edgeinfer.shipping.unpack"])
+def test_launcher_and_first_start_import_the_standard_library_and_edgeinfer_only(module):
+    loaded = modules_after(f"import {module}")
     bare = modules_after("pass")
     foreign = {m.split(".")[0] for m in loaded - bare} - set(sys.stdlib_module_names) - {"edgeinfer"}
     assert foreign == set()
