@@ -4,7 +4,7 @@ A row is 0.807 G weights, a qwen3 of eight layers and width 2,560; what is multi
 cache holds. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same weights, and
 llama.cpp's on repacked ones where it repacks the type; with `--ik`, ik_llama.cpp's on plain and on repacked ones.
 Shares are of the CPU's integer peak with the instructions of that level (cpu_peak.c, measured before and after):
-types of few bits exceed AVX2's, because sums of their pairs stay 16 bits for some steps.
+types of few bits may exceed AVX2's, because sums of their pairs stay 16 bits for some steps.
 """
 
 from __future__ import annotations
