@@ -32,7 +32,7 @@ _ROWS, _WIDTH = 4864, 2560
 #: 280 MB of four bits: with 84 MB an L3 cache of 32 MB served a part, which favoured the fastest side.
 _MATRICES = 40
 #: Many rows read the weights once for all: fewer matrices say the same.
-_MANY, _MATRICES_OF_MANY = 16, 3
+_MANY, _MATRICES_OF_MANY = 64, 3
 _ROW_WEIGHTS = 0.807e9
 #: What llama.cpp repacks for AVX2 and AVX-512; Q2_K for AVX-512 alone.
 _REPACKED = ("Q4_0", "Q4_K", "Q2_K", "IQ4_NL")
@@ -106,7 +106,7 @@ def serve_side(side: str, level: str, ik: str) -> None:
         products = products_of(kind, used, int(rows), is_repacked=side.endswith("repacked"))
         products.compute(np.random.default_rng(0).normal(size=(int(rows), _WIDTH)))
         times = []
-        for _ in range(5 if int(rows) < 64 else 2):
+        for _ in range(5 if int(rows) < 16 else 2):
             began = time.perf_counter()
             products.compute()
             times.append(time.perf_counter() - began)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import itertools
 import random
@@ -36,8 +37,9 @@ from edgeinfer.safe_text import without_controls
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
-#: A thread for each answer that streams.
-_STREAMS = ThreadPoolExecutor(256, "stream")
+#: Answers at once, each read by a thread.
+MOST_STREAMS = 256
+_STREAMS = ThreadPoolExecutor(MOST_STREAMS, "stream")
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,21 +104,27 @@ def _connect(url: SplitResult) -> socket.socket:
     return connection
 
 
-def _exchange(connection: socket.socket, request: bytes) -> tuple[int, list[tuple[float, bytes]]]:
-    """Return the status, and each line of the body with the seconds until it had arrived.
+def _exchange(
+    connection: socket.socket, request: bytes, began: float
+) -> tuple[int, list[tuple[float, bytes]]]:
+    """Return the status, and each line of the body with the seconds from `began` until it had arrived.
 
     Reads block: beside a server that keeps both processors busy, an event loop cost its decode 2 %.
     """
     body, size = _Body(), 0
-    began = time.perf_counter()
     parser = httptools.HttpResponseParser(body)
     connection.sendall(request)
-    while not body.is_complete and (data := connection.recv(_READ_BYTES)):
-        body.at = time.perf_counter() - began
-        size += len(data)
-        if size > _MOST_BYTES or body.at > _MOST_S:
-            break
-        parser.feed_data(data)
+    try:
+        while not body.is_complete and size <= _MOST_BYTES:
+            connection.settimeout(max(_MOST_S - body.at, 0.001))
+            if not (data := connection.recv(_READ_BYTES)):
+                break
+            body.at = time.perf_counter() - began
+            size += len(data)
+            parser.feed_data(data)
+    except ConnectionError:
+        if not body.pieces:
+            raise
     lines, rest = [], b""
     for at, piece in body.pieces:
         *whole, rest = (rest + piece).split(b"\n")
@@ -137,16 +145,16 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
         *([f"authorization: Bearer {target.key}"] if target.key else []),
     ]
     request = "\r\n".join([*head, "", ""]).encode() + content
+    began = time.perf_counter()
+    in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, _STREAMS)
     try:
-        with _connect(url) as connection:
-            connection.settimeout(_MOST_S)
+        with await in_thread(_connect, url) as connection:
             try:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(_STREAMS, _exchange, connection, request)
-            finally:
+                return await in_thread(_exchange, connection, request, began)
+            finally:  # ends a cancelled task's thread; TLS's own shutdown would let it send in clear
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # ends the thread of a cancelled task
-    except (OSError, httptools.HttpParserError, ValueError) as error:
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
         raise ServeError(f"{target.url} does not answer: {error or 'no end of its answer'}") from error
 
 

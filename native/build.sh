@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 site=$(echo .venv/lib/python3*/site-packages)
-cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
+cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/edgeinfer-build}
 out=.venv/lib/edgeinfer/native machine=$(uname -m) CXX=${CXX:-g++}
 if [ "${1:-}" = aarch64 ]; then
   out=$2
@@ -43,20 +43,23 @@ built=$(cat "$out/.built" 2>/dev/null || true)
 [ "$built" != "$all $every" ] && [ "$built" != "$all $levels" ] || exit 0
 command -v "$CXX" >/dev/null || { echo "error: $CXX is missing" >&2; exit 1; }
 
-mkdir -p "$out" "$cache/native"
+mkdir -p "$out"
+mkdir -p "$cache/native" 2>/dev/null || true
 work=$(mktemp -d "$out/.build.XXXXXX")
 trap 'rm -rf "$work"' EXIT
+headers=$(cat "${CPATH:-$site/include}"/ggml*.h | cksum | cut -d" " -f1)
 library() {  # NAME SOURCE... -- OPTION...
-  local file=libedgeinfer-$1.so.1 sources=() version kept; shift
+  local file=libedgeinfer-$1.so.1 sources=() version kept new; shift
   while [ "$1" != -- ]; do sources+=("native/$1"); shift; done
   shift
   version=$(made_from "${sources[@]}" native/*.h | sha256sum | cut -c1-12)
-  kept=$cache/native/$version-$file
-  if [ ! -f "$kept" ]; then
+  kept=$cache/native/$version-$headers-$file
+  if [ -s "$kept" ]; then
+    cp "$kept" "$work/$file"
+  else
     "$CXX" -shared -fPIC -s -DEDGEINFER_VERSION="\"$version\"" -o "$work/$file" "${sources[@]}" native/version.cpp "$@"
-    cp "$work/$file" "$kept.$$" && mv "$kept.$$" "$kept"
+    new=$(mktemp "$kept.XXXXXX" 2>/dev/null) && chmod 755 "$new" && cp "$work/$file" "$new" && mv "$new" "$kept" || rm -f "$new"
   fi
-  cp "$kept" "$work/$file"
   cmp -s "$work/$file" "$out/$file" || mv "$work/$file" "$out/$file"
 }
 

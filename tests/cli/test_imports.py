@@ -1,10 +1,13 @@
 """Import sets, read from sys.modules of a fresh interpreter: import-linter reads only text."""
 
+import ast
 import json
 import sys
 
 import pytest
 from other_processes import run_python
+
+from ..conftest import ROOT
 
 HEAVY = """
     llama_cpp textual starlette uvicorn numpy jinja2 huggingface_hub httpx2 rich llguidance
@@ -43,6 +46,21 @@ def test_launcher_and_first_start_import_the_standard_library_and_edgeinfer_only
     bare = modules_after("pass")
     foreign = {m.split(".")[0] for m in loaded - bare} - set(sys.stdlib_module_names) - {"edgeinfer"}
     assert foreign == set()
+
+
+#: Imports what unpacks the shipped file, as the small Python in it would.
+FIRST_START = """
+import sys
+for name in SMALL:
+    sys.modules[name] = None
+import edgeinfer.shipping.unpack
+"""
+
+
+def test_first_start_needs_nothing_that_its_small_python_leaves_out():
+    spec = ast.parse((ROOT / "build/app.spec").read_text())
+    assigned = {ast.unparse(n.targets[0]): n.value for n in spec.body if isinstance(n, ast.Assign)}
+    run_python(f"SMALL = {ast.unparse(assigned['SMALL'])}\n{FIRST_START}")
 
 
 #: Imports every module, but for Ray's, as macOS would: without what Python offers on Linux alone.

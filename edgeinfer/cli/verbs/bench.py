@@ -24,7 +24,7 @@ import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.agents import endpoint
-from edgeinfer.bench import Plan, Row, Sample, Side, Target, markdown, measure, rows
+from edgeinfer.bench import MOST_STREAMS, Plan, Row, Sample, Side, Target, markdown, measure, rows
 from edgeinfer.cli.options import add_attached_options, add_load_options, add_quiet, count, ranged
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, stoppable, table
@@ -137,6 +137,8 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("nothing to measure", hint="leave out -p 0 or -n 0")
+    if max(plan.streams) > MOST_STREAMS:
+        raise UsageError(f"--streams measures {MOST_STREAMS} answers at once, at most")
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [host.resolve(name) for name in options.models or [host.config.default_model]]
     names = [host.files(ref).name for ref in models] + [one.label for one in options.against]
