@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
+import httpx2
 import peer_server
 from bench_serve import CLI, process, wait_healthy
 from common import add_out, free_port, model_path, peer_program, write_figure
@@ -52,7 +52,7 @@ def own_timings(port: int, rounds: int) -> dict[str, list[float]]:
     asked = {"pp512": (" word" * 510, 1, "prompt"), "tg128": (" one, two, three,", 129, "predicted")}
     for number, (test, (text, most, which)) in itertools.product(range(rounds), asked.items()):
         body = {"prompt": f"{number}{text}", "n_predict": most, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"http://127.0.0.1:{port}/completion", json=body, timeout=600)
+        answer = httpx2.post(f"http://127.0.0.1:{port}/completion", json=body, timeout=600)
         timings = answer.raise_for_status().json()["timings"]
         n = timings[f"{which}_n"] - (which == "predicted")  # its time begins with the first token
         rates[test].append(n / timings[f"{which}_ms"] * 1000)
