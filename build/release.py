@@ -123,6 +123,8 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
     _name_by_version(tree / "_internal/libstdc++.so.6")
     if platform.machine() == "x86_64":  # the Vulkan backend is built there alone
         shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
+    if not (NATIVE / ".built").is_file():
+        raise SystemExit("error: our own C++ is not compiled\n\nhint: native/build.sh")
     shutil.copytree(NATIVE, tree / "_internal/native", ignore=shutil.ignore_patterns(".*"))
     _strip(tree / "_internal")
     floor.build(tree / "_internal")
