@@ -18,10 +18,11 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,17 +44,20 @@ _GRAMS = (8, 4)
 _WORD = 4
 _RING_AT = 1 + len(_GRAMS) * RING
 _FACTOR = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 _END = -1
 
 Tokens = npt.NDArray[np.int32]
 
 
-def _hashes(tokens: npt.NDArray[np.uint64], n: int) -> npt.NDArray[np.uint64]:
-    """Hash every run of `n` tokens to a table's index."""
-    state = np.zeros(len(tokens) - n + 1, np.uint64)
-    for i in range(n):
-        state = (state + tokens[i : len(tokens) - n + 1 + i]) * np.uint64(_FACTOR)
-    return state >> np.uint64(64 - RING.bit_length() + 1)
+def _hash(tokens: Iterable[Any]) -> Any:
+    """Hash tokens to a table's index: numbers, as numpy takes ten times as long for eight of them, or
+    arrays, of which each place is hashed.
+    """
+    state: Any = 0
+    for token in tokens:
+        state = (state + token) * _FACTOR & _MASK
+    return state >> 64 - RING.bit_length() + 1
 
 
 def common_suffix(a: Tokens, b: Tokens) -> int:
@@ -87,11 +91,11 @@ class AnswerFile:
         """Return the place in `ring` behind the latest occurrence of the end of `text`, and how many
         tokens agree; (0, 0) for none.
         """
+        end = text[-max(_GRAMS) :].tolist()
         for number, n in enumerate(_GRAMS):
-            if len(text) < n:
+            if len(end) < n:
                 continue
-            key = int(_hashes(text[-n:].astype(np.uint64), n)[0])
-            place = int(self._words[1 + number * RING + key])
+            place = int(self._words[1 + number * RING + _hash(end[-n:])])
             if not n <= place < RING:
                 continue
             length = common_suffix(self.ring[max(0, place - LONGEST) : place], text)
@@ -110,7 +114,8 @@ class AnswerFile:
             for number, n in enumerate(_GRAMS):
                 if len(tokens) < n:
                     continue
-                keys = _hashes(entry[1:-1].astype(np.uint64), n)
+                words = entry[1:-1].astype(np.uint64)
+                keys = _hash(words[i : len(words) - n + 1 + i] for i in range(n))
                 for i, key in enumerate(keys.tolist()):
                     self._write(1 + number * RING + key, np.int32(at + 1 + n + i))
             self._write(0, np.int32(at + len(entry) - 1))  # the next answer overwrites the end

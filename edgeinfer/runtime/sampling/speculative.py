@@ -16,9 +16,17 @@ from itertools import accumulate, takewhile
 
 import numpy as np
 
-from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS, LONGEST, AnswerFile, Tokens
+from edgeinfer.runtime.sampling.past_answers import (
+    CONTEXT_TOKENS,
+    LONGEST,
+    AnswerFile,
+    Tokens,
+    common_suffix,
+)
 
 #: Rows at which the cost of a step is known, in steps of one row: linear between, and beyond the last.
+#: That is not measured before the first such step: logits of so many rows would stay in the parked
+#: process, and without them a step of a large vocabulary takes two thirds of its time.
 _ROWS = (1, 2, 4, 8, 16, 32)
 #: Those costs before any was measured: two to three times those of our kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
@@ -30,7 +38,7 @@ _PLAIN_WEIGHT = 0.1
 _DRIFT = 0.03
 _CURVE_WEIGHT = 0.08
 #: Expected gain over cost from which tokens are drafted: step times are noisy.
-_MARGIN = 1.4
+_MARGIN = 1.3
 
 
 class StepCurve:
@@ -46,12 +54,14 @@ class StepCurve:
 
     def measure(self, step_s: Callable[[int], float]) -> None:
         """Learn the curve; `step_s` computes a step of so many rows and returns its time (s)."""
-        best, until = [math.inf] * len(_ROWS), time.monotonic() + _MEASURE_S
+        measured = _ROWS[:-1]
+        best, until = [math.inf] * len(measured), time.monotonic() + _MEASURE_S
         while time.monotonic() < until:
-            best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, _ROWS, strict=True)]
+            best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, measured, strict=True)]
         best = [min(best[i:]) for i in range(len(best))]  # slower than more rows: disturbed
-        self._set_points([seconds / best[0] for seconds in best])
-        self._weights = [_CURVE_WEIGHT] * len(_ROWS)
+        last = best[-1] + 2 * (best[-1] - best[-2])
+        self._set_points([seconds / best[0] for seconds in (*best, last)])
+        self._weights = [_CURVE_WEIGHT] * len(measured) + [1.0]
         self._plain_s = {1: best[0]}
 
     def note(self, n_sequences: int, rows: int, seconds: float) -> None:
@@ -83,9 +93,10 @@ class StepCurve:
     def seconds(self, n_sequences: int, rows: int) -> float | None:
         """Return the time (s) of a step of `n_sequences` with `rows`, None before the first one."""
         plain_s = self._plain_s.get(n_sequences)
-        return None if plain_s is None else plain_s * self._cost(rows) / self._cost(n_sequences)
+        return None if plain_s is None else plain_s * self.cost(rows) / self.cost(n_sequences)
 
-    def _cost(self, rows: int) -> float:
+    def cost(self, rows: int) -> float:
+        """Return the time of a step, in steps of one row."""
         i = _segment(rows)
         slope = (self._points[i] - self._points[i - 1]) / (_ROWS[i] - _ROWS[i - 1])
         return self._points[i - 1] + slope * (rows - _ROWS[i - 1])
@@ -96,61 +107,69 @@ def _segment(rows: int) -> int:
 
 
 class DraftBudget:
-    """Decide how many draft tokens the step being planned carries, over all its sequences."""
+    """Decide how many draft tokens the step being planned carries, over all its sequences.
+
+    They are compared with what a step without any computes: a token of each sequence. Tokens that a
+    constraint forces are rows of this step, but neither gain nor cost.
+    """
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
-        self._curve, self._n_sequences = curve, n_sequences
-        self._rows, self._expected = rows, float(n_sequences)
+        self._row_cost, self._rows = curve.cost, rows
+        self._cost, self._expected = curve.cost(n_sequences), float(n_sequences)
+        is_measured = curve.seconds(n_sequences, rows) is not None
+        self._least_chance: float | None = None if is_measured else math.inf
 
     def take(self, chances: Sequence[float]) -> int:
         """Return how many draft tokens of one sequence give the most tokens a second, and add them.
 
         `chances`: each one's to be right if those before it are.
         """
-        base_s = self._curve.seconds(self._n_sequences, self._rows)
-        if base_s is None:
-            return 0
-        best, best_rate = 0, self._expected / base_s
-        best_gain = gain = 0.0
-        chance = 1.0
+        best, best_rate = 0, 0.0
+        best_gain = best_cost = gain = 0.0
+        chance, before = 1.0, self._row_cost(self._rows)
         for n, rate in enumerate(chances, 1):
             chance *= rate
             gain += chance
-            step_s = self._curve.seconds(self._n_sequences, self._rows + n)
-            assert step_s is not None
-            cost_s = step_s - base_s
-            total = (self._expected + gain) / step_s
-            if total > best_rate and gain * base_s > _MARGIN * cost_s * self._expected:
+            cost = self._row_cost(self._rows + n) - before
+            total = (self._expected + gain) / (self._cost + cost)
+            if total > best_rate and gain * self._cost > _MARGIN * cost * self._expected:
                 best, best_rate = n, total
-                best_gain = gain
-        self._rows += best
-        self._expected += best_gain
+                best_gain, best_cost = gain, cost
+        if best:
+            self._rows += best
+            self._expected += best_gain
+            self._cost += best_cost
+            self._least_chance = None
         return best
 
-    def pays(self, n: int) -> bool:
-        """Tell if up to `n` draft tokens would pay if all of them were right."""
-        before = self._rows, self._expected
-        try:
-            return self.take([1.0] * n) > 0
-        finally:
-            self._rows, self._expected = before
+    def least_chance(self, n: int) -> float:
+        """Return the chance of a first draft token from which up to `n` would pay if those behind it
+        were right. All sequences ask with the same `n`.
+        """
+        if self._least_chance is None:
+            before = self._row_cost(self._rows)
+            each = min((self._row_cost(self._rows + i) - before) / i for i in range(1, n + 1))
+            self._least_chance = _MARGIN * each * self._expected / self._cost
+        return self._least_chance
 
 
 #: Acceptance rate that is assumed before anything was verified, by the length of the match (from so
-#: many tokens on), and the weight of one verified token.
+#: many tokens on). It counts as so many verified tokens; one has a least weight.
 _LENGTHS = (2, 3, 4, 6, 9, 16, 32)
 _START = (0.3, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
-_WEIGHT = 0.12
+_START_TOKENS = 7
+_LEAST_WEIGHT = 0.04
 
 
 class Acceptance:
     """A running rate of draft tokens that were right, each after only right ones."""
 
     def __init__(self, start: float) -> None:
-        self.rate = start
+        self.rate, self._n = start, _START_TOKENS
 
     def note(self, *, is_right: bool) -> None:
-        self.rate += _WEIGHT * (is_right - self.rate)
+        self._n += 1
+        self.rate += max(_LEAST_WEIGHT, 1.0 / self._n) * (is_right - self.rate)
 
 
 class SuffixDrafter:
@@ -163,26 +182,42 @@ class SuffixDrafter:
         self._n_vocab = n_vocab
         self._rates = [[Acceptance(start) for start in _START] for _ in range(2)]
         self._text: Tokens = np.empty(0, np.int32)
-        self._n = 0
+        self._n = self._next = 0
         #: Where the latest draft was found: in past answers or not, the place of its next token, and
         #: the tokens before it that agree.
         self._is_past = False
         self._place = self._length = 0
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return up to `limit` tokens; none if the end of `tokens` is new."""
+    def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
+        """Return up to `limit` tokens, none if the end of `tokens` is new, and only one, to learn from,
+        if that is less likely right than `least_chance`.
+        """
         n_known = self._n if self._n <= len(tokens) else 0  # a context shift dropped tokens
+        if n_known and len(tokens) < self._next:
+            return []
         self._append(tokens, n_known)
         if not (n_known and self._follows(n_known)):
             self._search()
+        self._next = self._n + max(1, self._shortest(least_chance) - self._length)
         if self._length < _LENGTHS[0] or limit <= 0:
             return []
-        if not self._is_past:  # a repetition goes on behind the end of the text
-            again = np.resize(self._text[self._place : self._n], limit).tolist()
-            return list(takewhile(lambda token: token >= 0, again))  # rows of a picture are no tokens
-        assert self.answers is not None
-        found = self.answers.ring[self._place : self._place + limit].tolist()
+        if self.acceptance(0).rate < least_chance:
+            limit = 1
+        if self._is_past:
+            assert self.answers is not None
+            found = self.answers.ring[self._place : self._place + limit].tolist()
+        else:
+            found = self._text[self._place : min(self._place + limit, self._n)].tolist()
+            found = (found * limit)[:limit]  # a repetition goes on behind the end of the text
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, found))
+
+    def _shortest(self, least_chance: float) -> int:
+        """Return the length of match to look for next: a shorter one would not pay. It grows by one a
+        token, and looking for it at eight streams in every step takes 1 % of a 135M's.
+        """
+        rates = zip(_LENGTHS, *self._rates, strict=True)
+        paying = (n for n, *both in rates if max(r.rate for r in both) >= least_chance)
+        return min(next(paying, CONTEXT_TOKENS), CONTEXT_TOKENS)
 
     def _append(self, tokens: Sequence[int], n_known: int) -> None:
         if len(tokens) > len(self._text):
@@ -194,10 +229,12 @@ class SuffixDrafter:
 
     def _follows(self, n_known: int) -> bool:
         """Go on at the place of the latest draft if it was right, and the match is long."""
+        if not self._length:
+            return False
         n_new = self._n - n_known
         source = self.answers.ring if self._is_past and self.answers else self._text
         there = source[self._place : self._place + n_new]
-        if not self._length or not np.array_equal(there, self._text[n_known : self._n]):
+        if not np.array_equal(there, self._text[n_known : self._n]):
             return False
         self._place += n_new
         self._length += n_new
@@ -216,17 +253,20 @@ class SuffixDrafter:
         text, n = self._text, self._n
         if n < _LENGTHS[0] + 1:
             return 0, 0
-        ends = np.flatnonzero((text[1 : n - 1] == text[n - 1]) & (text[: n - 2] == text[n - 2])) + 2
+        ends = (text[1 : n - 1] == text[n - 1]).nonzero()[0] + 2
+        if len(ends):
+            ends = ends[text[ends - 2] == text[n - 2]]
         if not len(ends):
             return 0, 0
-        length = 2
-        while length < LONGEST:
+        length = _LENGTHS[0]
+        while len(ends) > 1 and length < LONGEST:
             longer = ends[ends > length]
             longer = longer[text[longer - 1 - length] == text[n - 1 - length]]
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        return int(ends[-1]), length
+        end = int(ends[-1])
+        return end, common_suffix(text[:end], text[:n])
 
     def acceptance(self, position: int) -> Acceptance:
         """Return the rate of the latest draft's token at `position`."""
@@ -249,16 +289,26 @@ class Drafting:
         if self._drafter is not None:
             self._drafter.answers = answers
 
-    def propose(self, tokens: Sequence[int], room: int, budget: DraftBudget) -> list[int]:
-        """Return the draft tokens of this step, at most `room`."""
+    def propose(
+        self,
+        tokens: Sequence[int],
+        room: int,
+        budget: DraftBudget,
+        valid: Callable[[Sequence[int]], int] = len,
+    ) -> list[int]:
+        """Return the draft tokens of this step, at most `room`, of which `valid` says how many may come
+        next.
+        """
         self._predicted = []
         drafter, limit = self._drafter, min(self._limit, room)
         if drafter is None or limit <= 0:
             return []
-        if not (self._is_forced or budget.pays(limit)):
+        least_chance = 0.0 if self._is_forced else budget.least_chance(self._limit)
+        if least_chance > 1.0:
             return []
         self._at = len(tokens)
-        self._predicted = drafter.draft(tokens, limit)
+        predicted = drafter.draft(tokens, limit, least_chance)
+        self._predicted = predicted[: valid(predicted)]
         if not self._is_forced:
             chances = [drafter.acceptance(i).rate for i in range(len(self._predicted))]
             limit = budget.take(chances)

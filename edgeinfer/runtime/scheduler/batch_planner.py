@@ -180,8 +180,8 @@ class BatchPlanner:
         if not self.kv.supports_truncation or spare <= 0:
             return []
         room = min(spare, seq.max_tokens - seq.n_generated - 1, self.n_ctx - len(seq.tokens) - 1)
-        drafts = seq.drafting.propose(seq.tokens, room, budget)
-        return drafts if seq.matcher is None else drafts[: seq.matcher.valid(drafts)]
+        valid = len if seq.matcher is None else seq.matcher.valid
+        return seq.drafting.propose(seq.tokens, room, budget, valid)
 
     def _add_prefill(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
         """Add short prompts and long ones in turn, short first; prefill-only ones last."""

@@ -40,7 +40,7 @@ class Always(SuffixDrafter):
     def acceptance(self, position: int) -> Acceptance:
         return self._rate
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
         return [1] * limit
 
 
@@ -178,6 +178,42 @@ def test_all_sequences_of_a_step_share_its_rows() -> None:
     assert taken[1] == 0
 
 
+def test_forced_tokens_are_no_reason_to_draft() -> None:
+    """Eight sequences of which one has 24 more tokens to compute: those come without drafts too."""
+    for rows in (8, 32):
+        assert DraftBudget(CHEAP, 8, rows).take([0.8] * 6) == 0
+        assert DraftBudget(CHEAP, 8, rows).take([1.0] * 6) == 6
+
+
+def test_chance_below_the_least_never_pays() -> None:
+    budget = DraftBudget(CHEAP, 8, 8)
+    least = budget.least_chance(15)
+    assert budget.take([least - 0.01] + [1.0] * 14) == 0
+    assert budget.take([least + 0.01] + [1.0] * 14) == 15
+    assert budget.least_chance(15) != least
+
+
+def test_short_matches_that_cannot_pay_are_not_looked_for() -> None:
+    drafter = SuffixDrafter(100)
+    text = [*range(20, 60), 1, 20, 21]
+    assert drafter.draft(text[:-1], 4, least_chance=0.99) == []
+    assert drafter.draft(text, 4, least_chance=0.99) == []
+    text += range(22, 29)
+    assert drafter.draft(text, 4, least_chance=0.99) == [29]  # too short too, but to learn from
+    assert drafter.draft([*text, 29], 4, least_chance=0.1) == [30, 31, 32, 33]
+
+
+def test_draft_ends_where_a_constraint_forbids_it() -> None:
+    budget = DraftBudget(FREE, 1, 1)
+    assert Drafting(Always(), limit=4).propose([0], 8, budget, lambda tokens: 2) == [1, 1]
+
+
+def test_cost_of_more_rows_than_are_measured_goes_on_as_before_them() -> None:
+    """The last measured steps have no logits in half of their rows."""
+    costs = curve(lambda rows: 0.010 + 0.002 * min(rows, 16))
+    assert costs.seconds(1, 32) == pytest.approx(0.010 + 0.002 * 32)
+
+
 def test_room_and_no_drafter() -> None:
     assert Drafting(None, limit=4).propose([0], 8, DraftBudget(FREE, 1, 1)) == []
     assert Drafting(Always(), limit=4).propose([0], 2, DraftBudget(FREE, 1, 1)) == [1, 1]
@@ -192,7 +228,7 @@ class Text(Always):
         self._random = random.Random(seed)
         self.answer = [int(self._random.random() >= share) for _ in range(96 + 16)]  # 0: as predicted
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
         return [0] * limit
 
 
