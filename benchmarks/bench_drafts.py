@@ -252,12 +252,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--streams", default="1,8,32")
+    parser.add_argument("--models", default="smollm2,gemma3")
     parser.add_argument("--shape", default="4b-q4_k_m", help="a shape of random weights; empty: none")
     add_out(parser)
     options = parser.parse_args()
     rows = []
     curve = curve_of(model_path(options.shape)) if options.shape else None
-    for name, model in (("SmolLM2 135M Q4_1", "smollm2"), ("Gemma 3 270M Q4_K_M", "gemma3")):
+    for model in options.models.split(","):
+        name = {"smollm2": "SmolLM2 135M Q4_1", "gemma3": "Gemma 3 270M Q4_K_M"}[model]
         said: dict[str, list[tuple[str, str]]] = {}
         for n_streams in map(int, options.streams.split(",")):
             files = ModelFiles(name=name, paths=(str(model_path(model)),))
