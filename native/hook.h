@@ -48,18 +48,25 @@ const std::vector<int32_t> *cell_order(const ggml_tensor *op);
 bool matmul_takes(const ggml_tensor *weight);
 
 // What the LoRA adapters of this step add to one product (adapters.cpp); empty without any. Of one thread.
-struct PlannedAdditions;
+struct LoraPair;
 class Additions {
+    struct Run {
+        const LoraPair *pair;
+        float scale;
+        int first, n;   // columns of the product
+        size_t at;      // in `projected`
+        bool is_first;  // of those with this pair
+    };
     const ggml_tensor *op;
-    const PlannedAdditions *planned;
+    std::vector<Run> runs;
+    size_t n_floats = 0;
     const float *projected = nullptr;
 
 public:
     explicit Additions(const ggml_tensor *op);
-    size_t size() const;
+    size_t size() const { return n_floats * sizeof(float); }
     void project(float *work, int ith, int nth);  // A x, this thread's share; a barrier follows
-    // B of these rows of the weights, and as much of the next product's A, in parts: of 64 cache lines at once, half are dropped
-    void prefetch(int first, int n, int part, int n_parts) const;
+    void prefetch(int first, int n) const;        // B of these rows of the weights
     void add(int first, int n) const;             // kLanes divides `first`
 };
 void plan_adapters(const ggml_tensor *op, bool is_accepted);  // called with each product before a graph is computed

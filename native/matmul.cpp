@@ -609,8 +609,9 @@ template <class T> struct Operation {
                 const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
                 const int soon = std::min((after - before) * step, rows - step);
                 const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
-                if (p.layout.is_few) added.prefetch(row + skipped, step - skipped, 0, 1), compute_few(p, row, skipped, from, ahead);
-                else compute_many(p, row, skipped, from, ahead, own, added);
+                added.prefetch(row + skipped, step - skipped);
+                if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
+                else compute_many(p, row, skipped, from, ahead, own);
                 added.add(row + skipped, step - skipped);
                 unit = after;
             }
@@ -664,11 +665,8 @@ template <class T> struct Operation {
         }
     }
 
-    void compute_many(const Product &p, int row, int skipped, const uint8_t *from, const uint8_t *ahead, uint8_t *own,
-                      const Additions &added) const {
+    void compute_many(const Product &p, int row, int skipped, const uint8_t *from, const uint8_t *ahead, uint8_t *own) const {
         const Layout &l = p.layout;
-        const int n_parts = (k + kChunk - 1) / kChunk * l.groups();
-        int part = 0;
         auto *slab = (Unpacked<typename T::Kernels> *)own;
         float *sums = (float *)(own + slab_size());
         for (int i = 0; i < k; i += kChunk) {
@@ -682,7 +680,6 @@ template <class T> struct Operation {
                 const int8_t *x = p.bytes + at * 32;
                 const Extra *e = p.extras + at * kSubs;
                 float *out = sums + g * l.width * kRows;
-                added.prefetch(row + skipped, kRows - skipped, part++, n_parts);
                 switch (l.size(g)) {
 #define TILE(C) case C: if constexpr (C <= kTile) tile<typename T::Kernels, C>(slab, some, x, e, out, i == 0); break;
                     TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
