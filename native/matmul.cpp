@@ -7,7 +7,7 @@
 // on the weights alone: not on how many rows there are, on threads, or on the kernel that computes it.
 //
 // Two kernels: up to kFew columns (rows of the batch), weights are unpacked in registers for all of them; more columns share
-// a slab of 32 rows that is unpacked to the L1 cache.
+// a slab of 2 * kLanes rows that is unpacked to the L1 cache.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -20,6 +20,11 @@ namespace {
 
 constexpr int kRows = 2 * kLanes;  // of a slab
 
+// from of_rows() of row 0, 1, 2 and 3 to a dword of each row
+INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
+    const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
+    out[0] = low64(a, c), out[1] = high64(a, c), out[2] = low64(b, d), out[3] = high64(b, d);
+}
 // n dwords of each row from p on; the last ones are read together with some before them
 template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
     static_assert(n >= 4);
@@ -28,8 +33,7 @@ template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out
         const int at = i + 4 <= n ? i : n - 4;
         Dwords z[4];
         UNROLL for (int j = 0; j < 4; j++) z[j] = of_rows(p + 4 * at + j * stride, stride);
-        const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
-        out[at] = low64(a, c), out[at + 1] = high64(a, c), out[at + 2] = low64(b, d), out[at + 3] = high64(b, d);
+        transpose(z, out + at);
     }
 }
 template <Order kOrder, int n> INLINE void weights(const uint8_t *p, size_t stride, Dwords *out) {
@@ -74,7 +78,7 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // where the dot instruction saturates.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
-    static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = kLanes < 16 || (sub == 32 && !min);
+    static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32 && (kLanes < 16 || !min);
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
 struct FloatShape {  // weights that are converted to floats and multiplied as such
@@ -311,8 +315,17 @@ struct F32 : FloatShape {
 struct F16 : FloatShape {
     static constexpr int kGroup = 8, kBytes = 16;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[4];
         Block b;
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+        UNROLL for (int i = 0; i < 8; i += 4) {
+            Dwords z[4];
+            UNROLL for (int j = 0; j < 4; j++) z[j] = halves_of_rows4(p + 2 * i + j * stride, stride);
+            transpose(z, b.w + i);
+        }
+        f(b);
+        return;
+#endif
+        Dwords x[4];
         dwords<4>(p, stride, x);
         UNROLL for (int i = 0; i < 4; i++) b.w[2 * i] = (Dwords)halves(x[i]), b.w[2 * i + 1] = (Dwords)halves(x[i] >> 16);
         f(b);
@@ -456,22 +469,23 @@ template <class T, int kC> struct Position {
     }
 };
 
-// Prefetches the next rows' share of one block, to the L2 cache: to L1, decode has half the bandwidth, and a group at a time
-// is too many at once.
-template <class T> INLINE const uint8_t *prefetch(const uint8_t *p) {
-    constexpr int kShare = T::kBytes * kLanes / (T::kGroup / T::kSub);
-    for (int i = 0; i < kShare; i += 64) __builtin_prefetch(p + i, 0, 2);
-    return p + kShare;
+// Prefetches some of the next rows, to the L2 cache: to L1, decode has half the bandwidth, and a group at a time is too many at once.
+INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+    return p + bytes;
 }
+
+template <class T> constexpr int share_of = T::kBytes * kLanes / (T::kGroup / T::kSub);  // bytes of a block of kLanes rows
 
 // f(block) for k weights of kLanes rows. Groups of more than three cache lines (Q6_K) are prefetched to L1 one group early:
 // reads from L2 wait behind the prefetches from memory, which cost Q6_K a third of its rate at one to eight columns.
-template <class T, Order kOrder, class F> INLINE void each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, F f) {
+template <class T, Order kOrder, class F>
+INLINE void each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, int share, F f) {
     constexpr int kBlocks = T::kGroup / T::kSub;
     for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
         int block = 0;
         T::template read<kOrder>(w, stride, [&](Block &b) __attribute__((always_inline)) {
-            ahead = prefetch<T>(ahead);
+            ahead = prefetch(ahead, share);
             if constexpr (T::kBytes > 192) {
                 for (int row = block * kLanes / kBlocks; row < (block + 1) * kLanes / kBlocks; row++)
                     for (int at = 0; at < T::kBytes + 63; at += 64)
@@ -489,7 +503,7 @@ void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e
     Floats sums[1][kC]{};
     Position<T, kC> at{x, e};
     constexpr Order kOrder = kC > 1 ? Order::kArranged : kDotsOfRows && T::kTakesRows ? Order::kRows : Order::kDwords;
-    each_block<T, kOrder>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
+    each_block<T, kOrder>(w, stride, k, ahead, share_of<T>, [&](Block &b) __attribute__((always_inline)) {
         if constexpr (kC > 1 && !T::kFloat) arrange<T::kVectors>(b.w);
         multiply<typename T::Kernels, kOrder>({b.w}, {b.d}, {b.m}, at.x, at.e, sums);
         at.step();
@@ -503,8 +517,8 @@ template <class T> struct alignas(64) Unpacked {
     Dwords w[T::kVectors];
     Floats d, m[T::kMin ? 1 : 0];
 };
-template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead) {
-    each_block<T, Order::kDwords>(w, stride, k, ahead, [&](Block &b) __attribute__((always_inline)) {
+template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead, int share) {
+    each_block<T, Order::kDwords>(w, stride, k, ahead, share, [&](Block &b) __attribute__((always_inline)) {
         if constexpr (!T::kFloat) arrange<T::kVectors>(b.w);
         UNROLL for (int j = 0; j < T::kVectors; j++) to->w[j] = b.w[j];
         to->d = b.d;
@@ -513,14 +527,17 @@ template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<
     });
 }
 // sums[column][2 * kLanes], which go on from what they are unless this is the first chunk
-template <class T, int kC> void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *out, bool is_first) {
+template <class T, int kC>
+void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *out, bool is_first, const uint8_t *ahead, int share) {
     Floats sums[2][kC];
     for (int c = 0; c < kC; c++)
         for (int r = 0; r < 2; r++) sums[r][c] = is_first ? Floats{} : load<Floats>(out + c * kRows + r * kLanes);
     Position<T, kC> at{x, e};
     for (int i = 0; i < k; i += T::kSub, w += 2, at.step()) {
+        ahead = prefetch(ahead, share);
         Floats m[2]{};
         if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
+        if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // where they are: all registers are needed for the dots
         multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
     }
     for (int c = 0; c < kC; c++)
@@ -671,17 +688,21 @@ template <class T> struct Operation {
         float *sums = (float *)(own + slab_size());
         for (int i = 0; i < k; i += kChunk) {
             const int some = std::min(kChunk, k - i);
-            const size_t done = (size_t)i / T::kGroup * T::kBytes;
+            const size_t done = (size_t)i / T::kGroup * T::kBytes, bytes = (size_t)some / T::kGroup * T::kBytes * kLanes;
+            // Some columns take as long as the memory does, which has to work all the time: the first groups' tiles prefetch too.
+            const int parts = 1 + std::min(l.groups(), 3), share = share_of<T> / parts;
             const uint8_t *soon = ahead + done * kRows;
-            unpack<T>(from + done, w->nb[1], some, slab, soon);
-            unpack<T>(from + done + kLanes * w->nb[1], w->nb[1], some, slab + 1, soon + some / T::kGroup * T::kBytes * kLanes);
+            unpack<T>(from + done, w->nb[1], some, slab, soon, share);
+            unpack<T>(from + done + kLanes * w->nb[1], w->nb[1], some, slab + 1, soon + bytes / parts, share);
             for (int g = 0; g < l.groups(); g++) {
                 const size_t at = (size_t)g * l.width * l.blocks + (size_t)(i / T::kActs) * l.size(g);
                 const int8_t *x = p.bytes + at * 32;
                 const Extra *e = p.extras + at * kSubs;
                 float *out = sums + g * l.width * kRows;
+                const int wanted = g + 1 < parts ? 2 * share : 0;
+                soon += 2 * bytes / parts;
                 switch (l.size(g)) {
-#define TILE(C) case C: if constexpr (C <= kTile) tile<typename T::Kernels, C>(slab, some, x, e, out, i == 0); break;
+#define TILE(C) case C: if constexpr (C <= kTile) tile<typename T::Kernels, C>(slab, some, x, e, out, i == 0, soon, wanted); break;
                     TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
                 }
             }
