@@ -11,7 +11,7 @@ constexpr bool kSignedBytes = false, kSaturates = false, kGathers = false, kDots
 constexpr int kFew = 8, kColumns = 4;
 #else
 constexpr bool kSignedBytes = true, kSaturates = true, kGathers = true, kDotsOfRows = true;
-constexpr int kFew = 1, kColumns = 1;  // two columns: a slab takes no longer, for Q5_0, Q2_K and Q6_K less (on Zen 3)
+constexpr int kFew = 1, kColumns = 1;  // two columns take no longer with a slab, and four less (Zen 3)
 #endif
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -49,7 +49,7 @@ INLINE int to_bytes(Integers x, int8_t *to) {
 INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0 and 4
     return (Dwords)_mm256_set_m128i(_mm_loadu_si128((const __m128i *)(p + 4 * stride)), _mm_loadu_si128((const __m128i *)p));
 }
-INLINE Dwords halves_of_rows4(const uint8_t *p, size_t stride) {  // four of row 0 and 4, as floats
+INLINE Dwords floats_of_four_halves(const uint8_t *p, size_t stride) {  // of row 0 and 4
     const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)p));
     return (Dwords)_mm256_cvtph_ps(_mm_castps_si128(_mm_loadh_pi(low, (const __m64 *)(p + 4 * stride))));
 }
@@ -104,8 +104,8 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&d
         dots[0][0] += dots_of_rows<kN, kMost>(w[0], x);
         return;
     }
-    // Sums of pairs stay 16 bits for as long as they fit: kMost * 127 * 2 each. Compilers keep weights in registers for all
-    // columns only if asked to: without, loads take 1.3 to 1.5 times as long as all else.
+    // Sums of pairs stay 16 bits for as long as they fit: kMost * 127 * 2 each. The order of asm() keeps a vector of weights in a
+    // register for all columns: gcc 12 reads each one for each column otherwise, and loads take 1.5 times as long as all else.
     constexpr bool kIsSigned = kMost < 0;
     constexpr int kAdds = kIsSigned ? 1 : std::min(kN, 32767 / (kMost * 254));
     __m256i pairs[kR][kC];

@@ -319,7 +319,7 @@ struct F16 : FloatShape {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
         UNROLL for (int i = 0; i < 8; i += 4) {
             Dwords z[4];
-            UNROLL for (int j = 0; j < 4; j++) z[j] = halves_of_rows4(p + 2 * i + j * stride, stride);
+            UNROLL for (int j = 0; j < 4; j++) z[j] = floats_of_four_halves(p + 2 * i + j * stride, stride);
             transpose(z, b.w + i);
         }
         f(b);
@@ -469,7 +469,8 @@ template <class T, int kC> struct Position {
     }
 };
 
-// Prefetches some of the next rows, to the L2 cache: to L1, decode has half the bandwidth, and a group at a time is too many at once.
+// Prefetches a part of the next rows, to the L2 cache: to L1, decode has half the bandwidth, and a group at a time is too many
+// at once.
 INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
     return p + bytes;
@@ -537,7 +538,7 @@ void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *o
         ahead = prefetch(ahead, share);
         Floats m[2]{};
         if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-        if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // where they are: all registers are needed for the dots
+        if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // stay in memory: the dots need the registers
         multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
     }
     for (int c = 0; c < kC; c++)
@@ -689,7 +690,7 @@ template <class T> struct Operation {
         for (int i = 0; i < k; i += kChunk) {
             const int some = std::min(kChunk, k - i);
             const size_t done = (size_t)i / T::kGroup * T::kBytes, bytes = (size_t)some / T::kGroup * T::kBytes * kLanes;
-            // Some columns take as long as the memory does, which has to work all the time: the first groups' tiles prefetch too.
+            // Tiles of the first groups prefetch too: with few columns memory takes longest, and must not wait for the next slab.
             const int parts = 1 + std::min(l.groups(), 3), share = share_of<T> / parts;
             const uint8_t *soon = ahead + done * kRows;
             unpack<T>(from + done, w->nb[1], some, slab, soon, share);

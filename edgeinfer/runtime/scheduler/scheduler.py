@@ -205,8 +205,8 @@ class Scheduler:
             return
         if decode_s is None:
             return
+        self.counters.steps_total += 1  # before a client that has its answer can ask
         self._output_processor.process(entries)
-        self.counters.steps_total += 1
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         if self.prefixes.blocks is not None:
             self.prefixes.blocks.writing.work(is_idle=False)
