@@ -91,7 +91,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--type", choices=["float32", "float16"], default="float32")
+    parser.add_argument(
+        "--types",
+        type=lambda text: text.split(","),
+        default=["float32", "float16"],
+        help="float32, float16",
+    )
     parser.add_argument(
         "--models",
         type=lambda text: text.split(","),
@@ -100,19 +105,23 @@ def main() -> None:
     )
     add_out(parser)
     options = parser.parse_args()
-    rows = ["| model | streams | tokens/s | of the model alone |", "| --- | --- | --- | --- |"]
+    rows = [
+        "| model | adapters | streams | tokens/s | of the model alone |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name in options.models:
-        rows += _rows(name, measure(model_path(name), options))
-    title = f"Adapters of rank {options.rank}, {options.type}, on every matrix of every layer.\n\n"
+        for kind in options.types:
+            rows += _rows(f"{name} | {kind}", measure(model_path(name), kind, options))
+    title = f"Adapters of rank {options.rank} on every matrix of every layer.\n\n"
     print(write_figure(options.out, "adapters", title + "\n".join(rows) + "\n"))
 
 
-def measure(model: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+def measure(model: Path, kind: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Rates of each mixture, tokens a second of all its streams, a round each."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder) / f"{name}.gguf") for name in NAMES]
         for seed, path in enumerate(paths):
-            make_adapter(model, Path(path), options.rank, seed, options.type)
+            make_adapter(model, Path(path), options.rank, seed, kind)
         engine = load_engine(
             ModelFiles(name="base", paths=(str(model),)),
             LoadOptions(n_ctx=2048, n_parallel=8, lora=",".join(paths)),
@@ -129,14 +138,14 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     return found
 
 
-def _rows(model: str, found: dict[str, list[float]]) -> list[str]:
+def _rows(case: str, found: dict[str, list[float]]) -> list[str]:
     rows = []
     for name, rates in found.items():
         middle = statistics.median(rates)
         spread = (max(rates) - min(rates)) / 2 / middle
         alone = "1 stream, the model alone" if name.startswith("1 ") else "8 streams, the model alone"
         share = middle / statistics.median(found[alone])
-        rows.append(f"| {model} | {name} | {middle:.0f} ± {spread:.0%} | {share:.0%} |")
+        rows.append(f"| {case} | {name} | {middle:.0f} ± {spread:.0%} | {share:.0%} |")
     return rows
 
 

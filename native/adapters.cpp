@@ -4,11 +4,9 @@
 // graph stays as it is, rows without an adapter cost nothing, and rows with different ones share a step. A row's bits depend on
 // its activations and on its adapters alone: sums go through the columns of A by 16 lanes, and through the ranks in order.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
-#include <shared_mutex>
+#include <deque>
 #include <string>
 #include <unordered_map>
 
@@ -34,30 +32,45 @@ INLINE Floats load(const ggml_fp16_t *p) { return from_halves(p); }
 INLINE Floats load(const ggml_bf16_t *p) { return from_bf16(p); }
 constexpr int kSums = 16, kParts = kSums / kLanes;  // partial sums of a dot, on every processor
 constexpr int kRanks = 4, kTokens = 8;              // of a unit of project()
+constexpr int kAtOnce = 4;                          // columns of add_block()
+
+// the sum of n floats: halves are added until one is left
+template <int n, class V> INLINE float sum_of(V x) {
+    if constexpr (n == 1) {
+        return x[0];
+    } else {
+        typedef float Half __attribute__((vector_size(2 * n)));
+        Half halves[2];
+        memcpy(halves, &x, sizeof x);
+        return sum_of<n / 2>(halves[0] + halves[1]);
+    }
+}
 
 // dots[r] of x and the rows r of A, `by` times
 template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, float by, float *to) {
     Floats sums[kN][kParts]{};
     for (int i = 0; i < k; i += kSums)
-        for (int p = 0; p < kParts; p++) {
+        UNROLL for (int p = 0; p < kParts; p++) {
             const Floats v = load(x + i + p * kLanes);
-            for (int r = 0; r < kN; r++) sums[r][p] = fma(load(a + (size_t)r * k + i + p * kLanes), v, sums[r][p]);
+            UNROLL for (int r = 0; r < kN; r++) sums[r][p] = fma(load(a + (size_t)r * k + i + p * kLanes), v, sums[r][p]);
         }
-    for (int r = 0; r < kN; r++) {
-        float part[kSums];
-        memcpy(part, sums[r], sizeof part);
-        for (int half = kSums / 2; half; half /= 2)
-            for (int i = 0; i < half; i++) part[i] += part[i + half];
-        to[r] = part[0] * by;
+    UNROLL for (int r = 0; r < kN; r++) {
+        for (int n = kParts / 2; n; n /= 2)
+            for (int p = 0; p < n; p++) sums[r][p] += sums[r][p + n];
+        to[r] = sum_of<kLanes>(sums[r][0]) * by;
     }
 }
 
-// to[lane] += the sum of b[rank][lane] * t[rank]; `lanes` of them are there
-template <class T> INLINE void add_block(const T *b, int rank, const float *t, float *to, int lanes) {
-    Floats sum{};
-    for (int r = 0; r < rank; r++) sum = fma(load(b + r * kLanes), all(t[r]), sum);
-    if (lanes == kLanes) sum += load(to), memcpy(to, &sum, sizeof sum);
-    else for (int i = 0; i < lanes; i++) to[i] += sum[i];
+// to[c][lane] += the sum of b[rank][lane] * t[c][rank] for kC columns; `lanes` of them are there
+template <int kC, class T> INLINE void add_block(const T *b, int rank, const float *t, float *const *to, int lanes) {
+    Floats sums[kC]{};
+    for (int r = 0; r < rank; r++) {
+        const Floats v = load(b + r * kLanes);
+        UNROLL for (int c = 0; c < kC; c++) sums[c] = fma(v, (Floats)broadcast((const int8_t *)&t[c * rank + r]), sums[c]);
+    }
+    UNROLL for (int c = 0; c < kC; c++)
+        if (lanes == kLanes) store(to[c], load(to[c]) + sums[c]);
+        else for (int i = 0; i < lanes; i++) to[c][i] += sums[c][i];
 }
 
 // f of the tensor's data; false for types that are not taken
@@ -105,26 +118,38 @@ struct Rows {
     float scale;
 };
 
+struct Column {  // of a product
+    int at;
+    float scale;
+};
+struct Group {  // the rows with one adapter
+    const Adapter *adapter;
+    std::vector<Column> tokens, outputs;
+};
+
+}  // namespace
+
+struct AdapterPlan {
+    struct Run {
+        const LoraPair *pair;
+        const std::vector<Column> *columns;
+        size_t at;  // in Additions::projected: [column][rank]
+    };
+    std::vector<Run> runs;
+    size_t n_floats = 0;
+    const AdapterPlan *next = nullptr;  // of the next product that has one
+};
+
+namespace {
+
 // One llama_decode. Behind the last layer's attention llama.cpp keeps the rows with outputs alone.
 struct Step {
-    const Rows *rows;
-    int n_rows, n_tokens, n_outputs;
-    std::atomic<bool> is_whole, has_missed;  // a product with all tokens was there; one with neither number of rows
+    int n_tokens, n_outputs;
+    bool is_whole = false, has_missed = false;  // a product with all tokens was there; one with neither number of rows
+    std::vector<Group> groups;
+    std::deque<AdapterPlan> plans;
 };
-std::atomic<int> g_n_steps;
-std::shared_mutex g_mutex;
-std::vector<Step *> g_steps;      // of several models in one process
-thread_local Step *t_planned;  // the one that this thread plans: ggml plans in the thread that decodes
-
-template <class F> void each_match(const ggml_tensor *weight, F f) {
-    if (!g_n_steps.load(std::memory_order_acquire)) return;
-    std::shared_lock lock(g_mutex);
-    for (Step *step : g_steps)
-        for (int i = 0; i < step->n_rows; i++) {
-            const auto &pairs = step->rows[i].adapter->pairs;
-            if (auto found = pairs.find(weight->data); found != pairs.end()) f(*step, step->rows[i], found->second);
-        }
-}
+thread_local Step *t_step;  // the one that this thread plans: ggml plans in the thread that decodes
 
 bool takes(const ggml_tensor *weight, const ggml_tensor *a, const ggml_tensor *b) {
     const auto is_float = [](const ggml_tensor *t) { return with_type(t->type, nullptr, [](auto) {}); };
@@ -135,67 +160,86 @@ bool takes(const ggml_tensor *weight, const ggml_tensor *a, const ggml_tensor *b
 
 }  // namespace
 
-Additions::Additions(const ggml_tensor *op) : op(op) {
-    const int n = op->src[1]->ne[1];
-    each_match(op->src[0], [&](Step &step, const Rows &rows, const LoraPair &pair) {
-        if (n != step.n_tokens && (n != step.n_outputs || !step.is_whole)) {
-            step.has_missed = true;
-            return;
-        }
-        const bool is_whole = n == step.n_tokens;
-        const int first = is_whole ? rows.first : rows.first_output, count = is_whole ? rows.n : rows.n_outputs;
-        const bool is_known = std::any_of(runs.begin(), runs.end(), [&](const Run &run) { return run.pair == &pair; });
-        runs.push_back({&pair, rows.scale * pair.scale, first, count, n_floats, !is_known});
-        n_floats += (size_t)count * pair.rank;
-    });
-}
+size_t Additions::size() const { return plan ? plan->n_floats * sizeof(float) : 0; }
 
 void Additions::project(float *work, int ith, int nth) {
     projected = work;
+    if (!plan) return;
     const ggml_tensor *x = op->src[1];
     int unit = 0;
-    for (const Run &run : runs) {
-        const int rank = run.pair->rank, k = run.pair->a->ne[0];
-        for (int first = 0; first < run.n; first += kTokens)
+    for (const auto &run : plan->runs) {
+        const LoraPair &pair = *run.pair;
+        const int rank = pair.rank, k = pair.a->ne[0], n = run.columns->size();
+        for (int first = 0; first < n; first += kTokens)
             for (int r = 0; r < rank; r += kRanks) {
                 if (unit++ % nth != ith) continue;
-                with_type(run.pair->a->type, run.pair->a->data, [&](auto a) {
+                with_type(pair.a->type, pair.a->data, [&](auto a) {
                     a += (size_t)r * k;
-                    for (int c = first; c < std::min(first + kTokens, run.n); c++) {
-                        const float *column = (const float *)((const char *)x->data + (run.first + c) * x->nb[1]);
-                        float *to = work + run.at + (size_t)c * rank + r;
-                        if (r + kRanks <= rank) dots<kRanks>(a, k, column, run.scale, to);
-                        else for (int i = 0; r + i < rank; i++) dots<1>(a + (size_t)i * k, k, column, run.scale, to + i);
+                    for (int c = first; c < std::min(first + kTokens, n); c++) {
+                        const Column &column = (*run.columns)[c];
+                        const float *from = (const float *)((const char *)x->data + column.at * x->nb[1]);
+                        float *to = work + run.at + (size_t)c * rank + r, by = column.scale * pair.scale;
+                        if (r + kRanks <= rank) dots<kRanks>(a, k, from, by, to);
+                        else for (int i = 0; r + i < rank; i++) dots<1>(a + (size_t)i * k, k, from, by, to + i);
                     }
                 });
             }
     }
 }
 
+// To L2: to L1, or line by line between the blocks of the product, it took more time than it saved.
 void Additions::prefetch(int first, int n) const {
-    for (const Run &run : runs) {
-        if (!run.is_first) continue;
-        const size_t row_size = ggml_type_size(run.pair->b_type) * run.pair->rank;
-        const uint8_t *b = run.pair->b.data() + first * row_size;
-        for (size_t i = 0; i < n * row_size; i += 64) __builtin_prefetch(b + i);
-    }
+    if (!plan) return;
+    const size_t rows = op->ne[0];
+    auto part = [&](const void *from, size_t size) {
+        for (size_t at = size * first / rows; at < size * (first + n) / rows; at += 64) __builtin_prefetch((const char *)from + at, 0, 2);
+    };
+    for (const auto &run : plan->runs) part(run.pair->b.data(), run.pair->b.size());
+    if (plan->next)
+        for (const auto &run : plan->next->runs) part(run.pair->a->data, ggml_nbytes(run.pair->a));
 }
 
 void Additions::add(int first, int n) const {
-    for (const Run &run : runs)
+    if (!plan) return;
+    for (const auto &run : plan->runs)
         with_type(run.pair->b_type, run.pair->b.data(), [&](auto b) {
-            const int rank = run.pair->rank;
+            const int rank = run.pair->rank, n_columns = run.columns->size();
             for (int row = first; row < first + n; row += kLanes)
-                for (int c = 0; c < run.n; c++) {
-                    float *to = (float *)((char *)op->data + (run.first + c) * op->nb[1]) + row;
-                    add_block(b + (size_t)row * rank, rank, projected + run.at + (size_t)c * rank, to, std::min(kLanes, first + n - row));
+                for (int c = 0; c < n_columns; c += kAtOnce) {
+                    float *to[kAtOnce];
+                    const int some = std::min(kAtOnce, n_columns - c), lanes = std::min(kLanes, first + n - row);
+                    for (int i = 0; i < some; i++) to[i] = (float *)((char *)op->data + (*run.columns)[c + i].at * op->nb[1]) + row;
+                    const auto *from = b + (size_t)row * rank;
+                    const float *t = projected + run.at + (size_t)c * rank;
+                    switch (some) {
+#define ADD(C) case C: add_block<C>(from, rank, t, to, lanes); break;
+                        ADD(1) ADD(2) ADD(3) ADD(4)
+                    }
                 }
         });
 }
 
 void plan_adapters(const ggml_tensor *op, bool is_accepted) {
-    if (t_planned && op->op == GGML_OP_MUL_MAT && op->src[1]->ne[1] == t_planned->n_tokens) t_planned->is_whole = true;
-    if (!is_accepted) each_match(op->src[0], [](Step &step, const Rows &, const LoraPair &) { step.has_missed = true; });
+    void *&kept = const_cast<ggml_tensor *>(op)->extra;
+    kept = nullptr;
+    if (!t_step) return;
+    Step &step = *t_step;
+    const int n = op->src[1]->ne[1];
+    const bool has_all = n == step.n_tokens;
+    if (op->op == GGML_OP_MUL_MAT && has_all) step.is_whole = true;
+    AdapterPlan plan;
+    for (const Group &group : step.groups) {
+        const auto found = group.adapter->pairs.find(op->src[0]->data);
+        if (found == group.adapter->pairs.end()) continue;
+        if (!is_accepted || (!has_all && (n != step.n_outputs || !step.is_whole))) step.has_missed = true;
+        const auto &columns = has_all ? group.tokens : group.outputs;
+        plan.runs.push_back({&found->second, &columns, plan.n_floats});
+        plan.n_floats += columns.size() * found->second.rank;
+    }
+    if (plan.runs.empty() || step.has_missed) return;
+    AdapterPlan *before = step.plans.empty() ? nullptr : &step.plans.back();
+    kept = &step.plans.emplace_back(std::move(plan));
+    if (before) before->next = &step.plans.back();
 }
 
 // ---- for runtime/llama/lora.py
@@ -216,20 +260,20 @@ extern "C" Adapter *edgeinfer_adapter_open(const llama_adapter_lora *from, const
 }
 extern "C" void edgeinfer_adapter_close(Adapter *adapter) { delete adapter; }
 
-// Around a llama_decode, in its thread. `rows` stay there until the end.
+// Around a llama_decode, in its thread. Rows with one adapter are best next to each other.
 extern "C" Step *edgeinfer_adapters_begin(const Rows *rows, int n_rows, int n_tokens, int n_outputs) {
-    std::unique_lock lock(g_mutex);
-    t_planned = new Step{rows, n_rows, n_tokens, n_outputs, {false}, {false}};
-    g_steps.push_back(t_planned);
-    g_n_steps.store(g_steps.size(), std::memory_order_release);
-    return t_planned;
+    t_step = new Step{n_tokens, n_outputs};
+    auto &groups = t_step->groups;
+    for (const Rows *row = rows; row < rows + n_rows; row++) {
+        if (groups.empty() || groups.back().adapter != row->adapter) groups.push_back({row->adapter, {}, {}});
+        for (int i = 0; i < row->n; i++) groups.back().tokens.push_back({row->first + i, row->scale});
+        for (int i = 0; i < row->n_outputs; i++) groups.back().outputs.push_back({row->first_output + i, row->scale});
+    }
+    return t_step;
 }
 // True if everything was added; otherwise what was computed is of no use.
 extern "C" bool edgeinfer_adapters_end(Step *step) {
-    std::unique_lock lock(g_mutex);
-    g_steps.erase(std::find(g_steps.begin(), g_steps.end(), step));
-    g_n_steps.store(g_steps.size(), std::memory_order_release);
-    t_planned = nullptr;
+    t_step = nullptr;
     const bool is_complete = !step->has_missed;
     delete step;
     return is_complete;

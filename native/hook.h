@@ -47,26 +47,19 @@ ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op);
 const std::vector<int32_t> *cell_order(const ggml_tensor *op);
 bool matmul_takes(const ggml_tensor *weight);
 
-// What the LoRA adapters of this step add to one product (adapters.cpp); empty without any. Of one thread.
-struct LoraPair;
+// What the LoRA adapters of a step add to one product (adapters.cpp); nothing without any. Of one thread.
+struct AdapterPlan;
 class Additions {
-    struct Run {
-        const LoraPair *pair;
-        float scale;
-        int first, n;   // columns of the product
-        size_t at;      // in `projected`
-        bool is_first;  // of those with this pair
-    };
     const ggml_tensor *op;
-    std::vector<Run> runs;
-    size_t n_floats = 0;
+    const AdapterPlan *plan;  // null without
     const float *projected = nullptr;
 
 public:
-    explicit Additions(const ggml_tensor *op);
-    size_t size() const { return n_floats * sizeof(float); }
+    explicit Additions(const ggml_tensor *op) : op(op), plan((const AdapterPlan *)op->extra) {}
+    size_t size() const;
     void project(float *work, int ith, int nth);  // A x, this thread's share; a barrier follows
-    void prefetch(int first, int n) const;        // B of these rows of the weights
+    void prefetch(int first, int n) const;        // B of these rows of the weights, and as much of the next product's A
     void add(int first, int n) const;             // kLanes divides `first`
 };
-void plan_adapters(const ggml_tensor *op, bool is_accepted);  // called with each product before a graph is computed
+// Called with each product before a graph is computed. The plan is kept in op->extra, which ggml's CPU backend leaves alone.
+void plan_adapters(const ggml_tensor *op, bool is_accepted);

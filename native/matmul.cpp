@@ -627,7 +627,7 @@ template <class T> struct Operation {
                 const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
                 const int soon = std::min((after - before) * step, rows - step);
                 const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
-                added.prefetch(row + skipped, step - skipped);
+                added.prefetch(soon, step);
                 if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
                 else compute_many(p, row, skipped, from, ahead, own);
                 added.add(row + skipped, step - skipped);

@@ -263,23 +263,23 @@ void product(ggml_type kind, Product shape) {
     }
 }
 
-// a product to some rows of which an adapter adds
+// a product to some rows of which two adapters add
 void adapters() {
     const ggml_type kinds[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q6_K, GGML_TYPE_F32}, floats[] = {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16};
-    const ggml_type kind = kinds[between(0, 2)], a_kind = floats[between(0, 2)], b_kind = floats[between(0, 2)];
-    const int k = 256 * between(1, 3), rows = between(16, 110), n = between(1, 30), rank = between(1, 20);
-    const int first = between(0, n - 1), count = between(1, n - first);
-    g_case += std::string("adapter ") + ggml_type_name(kind);
-    for (int number : {(int)a_kind, (int)b_kind, k, rows, n, rank, first, count}) g_case += " " + std::to_string(number);
-    static Tensor *weight;
-    Tensor w(kind, {k, rows}), a(a_kind, {k, rank}), b(b_kind, {rank, rows}), x(GGML_TYPE_F32, {k, n}, true), out(GGML_TYPE_F32, {rows, n}, true);
-    weight = &w;
-    for (Tensor *t : {&w, &a, &b, &x})
-        for (int i = 0; i < t->ne[1]; i++) {
-            Row values(t->ne[0]);
+    const ggml_type kind = kinds[between(0, 2)];
+    const int k = 256 * between(1, 3), rows = between(16, 110), n = between(1, 30);
+    g_case += std::string("adapters ") + ggml_type_name(kind);
+    for (int number : {k, rows, n}) g_case += " " + std::to_string(number);
+    auto fill = [](Tensor &t) {
+        for (int i = 0; i < t.ne[1]; i++) {
+            Row values(t.ne[0]);
             for (float &v : values) v = normal();
-            put_floats(t->type, t->at(i), values);
+            put_floats(t.type, t.at(i), values);
         }
+    };
+    static Tensor *weight;
+    Tensor w(kind, {k, rows}), x(GGML_TYPE_F32, {k, n}, true), out(GGML_TYPE_F32, {rows, n}, true);
+    weight = &w, fill(w), fill(x);
     out.op = GGML_OP_MUL_MAT, out.src[0] = &w, out.src[1] = &x;
     auto results = [&](int n_threads) {
         check(compute(&out, n_threads, n_threads), "it is computed");
@@ -288,37 +288,58 @@ void adapters() {
         return found;
     };
     const std::vector<Row> plain = results(2);
-    const llama_adapter_lora lora{nullptr, {{"w.weight", {&a, &b}}}, {}, {}, 8};
-    Adapter *adapter = edgeinfer_adapter_open(&lora, [](const llama_model *, const char *name) -> const ggml_tensor * {
-        return std::string(name) == "w.weight" ? weight : nullptr;
-    });
-    check(adapter, "the adapter is taken");
-    const Rows adapted{first, count, 0, 0, adapter, 0.5f};
-    Step *step = edgeinfer_adapters_begin(&adapted, 1, n, n);
-    const std::vector<Row> found = results(2);
-    report(found);
-    const std::vector<Row> again = results(3);
-    for (int i = 0; i < n; i++) check(same(again[i], found[i]), "a row's bits do not depend on threads");
-    check(edgeinfer_adapters_end(step), "everything is added");
-    edgeinfer_adapter_close(adapter);
-    for (int i = 0; i < n; i++) {
-        if (i < first || i >= first + count) {
-            check(same(found[i], plain[i]), "other rows stay as they are");
-            continue;
-        }
-        const Row values = floats_of(GGML_TYPE_F32, x.at(i), k);
-        std::vector<double> projected(rank);
-        for (int r = 0; r < rank; r++) {
-            const Row row = floats_of(a_kind, a.at(r), k);
-            for (int j = 0; j < k; j++) projected[r] += (double)row[j] * values[j] * 0.5 * 8 / rank;
-        }
-        for (int j = 0; j < rows; j++) {
-            const Row row = floats_of(b_kind, b.at(j), rank);
-            double added = 0;
-            for (int r = 0; r < rank; r++) added += row[r] * projected[r];
-            check(std::abs(plain[i][j] + added - found[i][j]) < 1e-3, "what is added is exact");
+    std::vector<std::vector<double>> wanted(n, std::vector<double>(rows));
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < rows; j++) wanted[i][j] = plain[i][j];
+
+    std::vector<Tensor> kept;  // A and B
+    kept.reserve(4);
+    std::vector<Adapter *> opened;
+    std::vector<Rows> adapted;  // of one token each, or of some
+    for (int adapter = 0; adapter < 2; adapter++) {
+        const ggml_type a_kind = floats[between(0, 2)], b_kind = floats[between(0, 2)];
+        const int rank = between(1, 20);
+        for (int number : {(int)a_kind, (int)b_kind, rank}) g_case += " " + std::to_string(number);
+        Tensor &a = kept.emplace_back(a_kind, std::vector<int64_t>{k, rank}), &b = kept.emplace_back(b_kind, std::vector<int64_t>{rank, rows});
+        fill(a), fill(b);
+        const llama_adapter_lora lora{nullptr, {{"w.weight", {&a, &b}}}, {}, {}, 8};
+        opened.push_back(edgeinfer_adapter_open(&lora, [](const llama_model *, const char *name) -> const ggml_tensor * {
+            return std::string(name) == "w.weight" ? weight : nullptr;
+        }));
+        check(opened.back(), "the adapter is taken");
+        for (int first = between(0, n - 1), count; first < n; first += count + between(0, 3)) {
+            count = once_in(2) ? 1 : between(1, n - first);
+            adapted.push_back({first, count, 0, 0, opened.back(), 0.5f});
+            for (int i = first; i < first + count; i++)
+                for (int r = 0; r < rank; r++) {
+                    const Row values = floats_of(GGML_TYPE_F32, x.at(i), k), row = floats_of(a_kind, a.at(r), k);
+                    double projected = 0;
+                    for (int j = 0; j < k; j++) projected += (double)row[j] * values[j] * 0.5 * 8 / rank;
+                    for (int j = 0; j < rows; j++) wanted[i][j] += floats_of(b_kind, b.at(j), rank)[r] * projected;
+                }
         }
     }
+    auto added = [&](const std::vector<Rows> &some, int n_threads) {
+        Step *step = edgeinfer_adapters_begin(some.data(), some.size(), n, n);
+        const std::vector<Row> found = results(n_threads);
+        check(edgeinfer_adapters_end(step), "everything is added");
+        return found;
+    };
+    const std::vector<Row> found = added(adapted, 2), again = added(adapted, 3);
+    report(found);
+    for (int i = 0; i < n; i++) {
+        check(same(again[i], found[i]), "a row's bits do not depend on threads");
+        for (int j = 0; j < rows; j++) check(std::abs(wanted[i][j] - found[i][j]) < 2e-3, "what is added is exact");
+    }
+    for (int i = 0; i < n; i += between(1, 10)) {
+        std::vector<Rows> own;
+        for (const Rows &some : adapted)
+            if (some.first <= i && i < some.first + some.n) own.push_back({i, 1, 0, 0, some.adapter, some.scale});
+        const std::vector<Row> alone = added(own, 1);
+        check(same(alone[i], found[i]), "a row's bits do not depend on other rows' adapters");
+        for (int j = 0; j < n; j++) check(j == i || same(alone[j], plain[j]), "other rows stay as they are");
+    }
+    for (Adapter *adapter : opened) edgeinfer_adapter_close(adapter);
 }
 
 void attention() {

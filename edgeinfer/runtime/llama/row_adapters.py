@@ -101,10 +101,11 @@ class RowAdapters:
         n_outputs: int,
     ) -> int:
         """Return the code of `decode` with these adapters, or MISSED_ADAPTER."""
-        rows = [
+        rows = [  # by adapter: the kernels read each once
             _Rows(*span, loaded[stamp].kernels, scale)
-            for adapters, span in self._spans
-            for stamp, scale in adapters
+            for stamp, span, scale in sorted(
+                (stamp, span, scale) for adapters, span in self._spans for stamp, scale in adapters
+            )
             if loaded[stamp].is_per_row
         ]
         kernels = _kernels() if rows else None
