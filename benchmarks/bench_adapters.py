@@ -1,7 +1,8 @@
 """`make bench-adapters`: what LoRA adapters cost, alone and mixed in one batch.
 
 Each mixture of streams is answered greedily at once, `--rounds` times in turn; figures are medians of tokens a
-second of all streams together. The adapters are random, of `--rank` on every matrix of every layer.
+second of all streams together, and of their share of the model alone in the same round. The adapters are random, of
+`--rank` on every matrix of every layer.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _rows(case: str, found: dict[str, list[float]]) -> list[str]:
         middle = statistics.median(rates)
         spread = (max(rates) - min(rates)) / 2 / middle
         alone = "1 stream, the model alone" if name.startswith("1 ") else "8 streams, the model alone"
-        share = middle / statistics.median(found[alone])
+        share = statistics.median(a / b for a, b in zip(rates, found[alone], strict=True))
         rows.append(f"| {case} | {name} | {middle:.0f} ± {spread:.0%} | {share:.0%} |")
     return rows
 

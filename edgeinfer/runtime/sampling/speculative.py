@@ -44,10 +44,12 @@ _MARGIN = 1.3
 class StepCurve:
     """What decode-only steps cost by their rows and sequences. Shared by all sequences.
 
-    The curve is relative to one row: the depth of the cache and other programs move all of it.
+    The curve is relative to one row: the depth of the cache and other programs move all of it. Logits
+    take `logits_share` of a row's time, from 0 to 1; the rows of forced tokens have none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logits_share: float = 0.0) -> None:
+        self._logits_share = logits_share
         self._points = list(_ASSUMED)
         self._weights = [1.0] * len(_ROWS)
         self._plain_s: dict[int, float] = {}
@@ -59,13 +61,13 @@ class StepCurve:
         while time.monotonic() < until:
             best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, measured, strict=True)]
         best = [min(best[i:]) for i in range(len(best))]  # slower than more rows: disturbed
-        last = best[-1] + 2 * (best[-1] - best[-2])
-        self._set_points([seconds / best[0] for seconds in (*best, last)])
+        self._set_points([seconds / best[0] for seconds in (*best, _line(best))])
         self._weights = [_CURVE_WEIGHT] * len(measured) + [1.0]
         self._plain_s = {1: best[0]}
 
-    def note(self, n_sequences: int, rows: int, seconds: float) -> None:
-        """Record a step of `n_sequences`, of so many rows with drafts and forced tokens."""
+    def note(self, n_sequences: int, n_rows: int, seconds: float, n_forced: int = 0) -> None:
+        """Record a step of `n_sequences`, of so many rows with drafts and `n_forced` forced tokens."""
+        rows = n_rows - self._logits_share * n_forced
         expected_s = self.seconds(n_sequences, rows)
         if expected_s is None:
             if rows == n_sequences:
@@ -74,6 +76,9 @@ class StepCurve:
         change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # no outlier counts
         if rows == n_sequences:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
+            # one disturbed step must not end drafts of so many rows, which alone would correct its cost
+            excess = self._points[-1] - _line(self._points[:-1])
+            self._points[-1] -= _DRIFT * max(0.0, excess)
             return
         self._plain_s[n_sequences] *= 1.0 + _DRIFT * change
         i = _segment(rows)
@@ -90,19 +95,24 @@ class StepCurve:
     def _set_points(self, points: list[float]) -> None:
         self._points = list(accumulate(points, max))  # more rows never cost less: that is noise
 
-    def seconds(self, n_sequences: int, rows: int) -> float | None:
+    def seconds(self, n_sequences: int, rows: float) -> float | None:
         """Return the time (s) of a step of `n_sequences` with `rows`, None before the first one."""
         plain_s = self._plain_s.get(n_sequences)
         return None if plain_s is None else plain_s * self.cost(rows) / self.cost(n_sequences)
 
-    def cost(self, rows: int) -> float:
+    def cost(self, rows: float) -> float:
         """Return the time of a step, in steps of one row."""
         i = _segment(rows)
         slope = (self._points[i] - self._points[i - 1]) / (_ROWS[i] - _ROWS[i - 1])
         return self._points[i - 1] + slope * (rows - _ROWS[i - 1])
 
 
-def _segment(rows: int) -> int:
+def _line(points: Sequence[float]) -> float:
+    """The cost of the most rows, if each costs what the last ones of `points` do."""
+    return points[-1] + 2 * (points[-1] - points[-2])
+
+
+def _segment(rows: float) -> int:
     return min(max(1, bisect_left(_ROWS, rows)), len(_ROWS) - 1)
 
 

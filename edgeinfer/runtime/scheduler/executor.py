@@ -109,7 +109,8 @@ class Executor:
         decode_tokens = sum(len(p.tokens) for p in entries if not p.is_prefill)
         prefill_tokens = self.batch.n_tokens - decode_tokens
         if not prefill_tokens:
-            self.costs.note(len(entries), decode_tokens, seconds)
+            n_forced = decode_tokens - self.batch.n_outputs
+            self.costs.note(len(entries), decode_tokens, seconds, n_forced)
             self.counters.decode_seconds_total += seconds
             return
         n_decoding = sum(not p.is_prefill for p in entries)

@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.requests import JsonSchema
 from edgeinfer.runtime.sampling.past_answers import PastAnswers
 from edgeinfer.runtime.sampling.speculative import (
     Acceptance,
@@ -14,6 +17,8 @@ from edgeinfer.runtime.sampling.speculative import (
     StepCurve,
     SuffixDrafter,
 )
+
+from ..conftest import answer, ask
 
 
 def curve(costs: Callable[[int], float]) -> StepCurve:
@@ -168,6 +173,41 @@ def test_curve_is_linear_between_its_points_and_beyond_them() -> None:
     costs = curve(lambda rows: 0.010 + 0.002 * rows)
     for n, rows in ((1, 3), (1, 12), (4, 40), (32, 64)):
         assert costs.seconds(n, rows) == pytest.approx(0.010 + 0.002 * rows)
+
+
+def test_one_disturbed_step_does_not_end_long_drafts() -> None:
+    costs = curve(lambda rows: 0.010 + 0.002 * rows)
+    costs.note(8, 32, 1.0)
+    assert costs.seconds(8, 32) > 0.1  # type: ignore[operator]
+    for _ in range(100):
+        costs.note(8, 8, 0.026)
+    assert costs.seconds(8, 32) == pytest.approx(0.074, rel=0.05)
+
+
+def test_forced_tokens_cost_a_row_without_its_logits() -> None:
+    costs = StepCurve(logits_share=0.75)
+    costs.measure(lambda rows: 0.010 + 0.002 * rows)
+    for _ in range(100):
+        costs.note(1, 9, 0.010 + 0.002 * 3, n_forced=8)
+    assert costs.seconds(1, 3) == pytest.approx(0.016)
+    assert costs.seconds(1, 9) == pytest.approx(0.028)
+
+
+def test_steps_say_how_many_of_their_rows_are_forced(
+    smol: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[int, int, int]] = []
+
+    def note(n: int, rows: int, seconds: float, n_forced: int) -> None:
+        noted.append((n, rows, n_forced))
+
+    monkeypatch.setattr(smol._scheduler.executor.costs, "note", note)
+    parts = {"why": {"type": "string", "maxLength": 30}, "answer": {"enum": ["yes, of course", "no"]}}
+    schema = {"type": "object", "properties": parts, "required": [*parts]}
+    told = ask("Is it so?", constraint=JsonSchema(schema), speculative="off", max_tokens=40)
+    answer(smol, replace(told, ignore_eos=False))
+    assert {(n, rows - n_forced) for n, rows, n_forced in noted} == {(1, 1)}
+    assert {bool(n_forced) for *_, n_forced in noted} == {False, True}
 
 
 def test_all_sequences_of_a_step_share_its_rows() -> None:
