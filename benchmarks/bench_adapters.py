@@ -92,12 +92,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument(
-        "--types",
-        type=lambda text: text.split(","),
-        default=["float32", "float16"],
-        help="float32, float16",
-    )
+    kinds = ["float32", "float16"]
+    parser.add_argument("--types", nargs="+", choices=kinds, default=kinds, help="of A and B")
     parser.add_argument(
         "--models",
         type=lambda text: text.split(","),

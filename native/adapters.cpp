@@ -66,7 +66,7 @@ template <int kC, class T> INLINE void add_block(const T *b, int rank, const flo
     Floats sums[kC]{};
     for (int r = 0; r < rank; r++) {
         const Floats v = load(b + r * kLanes);
-        UNROLL for (int c = 0; c < kC; c++) sums[c] = fma(v, (Floats)broadcast((const int8_t *)&t[c * rank + r]), sums[c]);
+        UNROLL for (int c = 0; c < kC; c++) sums[c] = fma(v, (Floats)broadcast((const int8_t *)&t[c * rank + r]), sums[c]);  // all() adds 0
     }
     UNROLL for (int c = 0; c < kC; c++)
         if (lanes == kLanes) store(to[c], load(to[c]) + sums[c]);
@@ -145,7 +145,7 @@ namespace {
 // One llama_decode. Behind the last layer's attention llama.cpp keeps the rows with outputs alone.
 struct Step {
     int n_tokens, n_outputs;
-    bool is_whole = false, has_missed = false;  // a product with all tokens was there; one with neither number of rows
+    bool is_whole = false, has_missed = false;  // a product with all tokens was there; one that was declined, or with other rows
     std::vector<Group> groups;
     std::deque<AdapterPlan> plans;
 };
@@ -233,6 +233,7 @@ void plan_adapters(const ggml_tensor *op, bool is_accepted) {
         if (found == group.adapter->pairs.end()) continue;
         if (!is_accepted || (!has_all && (n != step.n_outputs || !step.is_whole))) step.has_missed = true;
         const auto &columns = has_all ? group.tokens : group.outputs;
+        if (columns.empty()) continue;
         plan.runs.push_back({&found->second, &columns, plan.n_floats});
         plan.n_floats += columns.size() * found->second.rank;
     }
@@ -242,7 +243,7 @@ void plan_adapters(const ggml_tensor *op, bool is_accepted) {
     if (before) before->next = &step.plans.back();
 }
 
-// ---- for runtime/llama/lora.py
+// ---- for runtime/llama/row_adapters.py
 
 // Null if a part of the adapter is not for the products of matmul.cpp: embeddings, experts, scaled weights, other types.
 extern "C" Adapter *edgeinfer_adapter_open(const llama_adapter_lora *from, const ggml_tensor *(*tensor)(const llama_model *, const char *)) {

@@ -51,7 +51,7 @@ bool matmul_takes(const ggml_tensor *weight);
 struct AdapterPlan;
 class Additions {
     const ggml_tensor *op;
-    const AdapterPlan *plan;  // null without
+    const AdapterPlan *plan;  // null without adapters
     const float *projected = nullptr;
 
 public:

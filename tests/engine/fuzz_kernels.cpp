@@ -339,6 +339,8 @@ void adapters() {
         check(same(alone[i], found[i]), "a row's bits do not depend on other rows' adapters");
         for (int j = 0; j < n; j++) check(j == i || same(alone[j], plain[j]), "other rows stay as they are");
     }
+    const std::vector<Row> after = results(2);
+    for (int i = 0; i < n; i++) check(same(after[i], plain[i]), "nothing is added without a step");
     for (Adapter *adapter : opened) edgeinfer_adapter_close(adapter);
 }
 

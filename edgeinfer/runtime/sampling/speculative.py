@@ -67,18 +67,18 @@ class StepCurve:
 
     def note(self, n_sequences: int, n_rows: int, seconds: float, n_forced: int = 0) -> None:
         """Record a step of `n_sequences`, of so many rows with drafts and `n_forced` forced tokens."""
-        rows = n_rows - self._logits_share * n_forced
+        rows, is_plain = n_rows - self._logits_share * n_forced, n_rows == n_sequences
         expected_s = self.seconds(n_sequences, rows)
         if expected_s is None:
-            if rows == n_sequences:
+            if is_plain:
                 self._plain_s[n_sequences] = seconds
             return
         change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # no outlier counts
-        if rows == n_sequences:
+        if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
-            # one disturbed step must not end drafts of so many rows, which alone would correct its cost
+            # one disturbed step must not end drafts of so many rows: only such drafts would correct it
             excess = self._points[-1] - _line(self._points[:-1])
-            self._points[-1] -= _DRIFT * max(0.0, excess)
+            self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
         self._plain_s[n_sequences] *= 1.0 + _DRIFT * change
         i = _segment(rows)
@@ -108,7 +108,7 @@ class StepCurve:
 
 
 def _line(points: Sequence[float]) -> float:
-    """The cost of the most rows, if each costs what the last ones of `points` do."""
+    """The cost of twice as many rows as the last of `points`, on the line through it and half as many."""
     return points[-1] + 2 * (points[-1] - points[-2])
 
 

@@ -147,8 +147,9 @@ class Scheduler:
         #: Called if llama.cpp fails a step; True if another context takes over.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
-        costs = StepCurve(logits_share=min(1.0, vocab.n_vocab * loaded.n_embd / loaded.n_params))
-        s_per_token = loaded.shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
+        shape = loaded.shape
+        costs = StepCurve(logits_share=shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
+        s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
         chunks = Chunks(self._batch_invariance, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
         self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=loaded.n_parallel)

@@ -179,9 +179,18 @@ def test_one_disturbed_step_does_not_end_long_drafts() -> None:
     costs = curve(lambda rows: 0.010 + 0.002 * rows)
     costs.note(8, 32, 1.0)
     assert costs.seconds(8, 32) > 0.1  # type: ignore[operator]
-    for _ in range(100):
+    for _ in range(300):
         costs.note(8, 8, 0.026)
     assert costs.seconds(8, 32) == pytest.approx(0.074, rel=0.05)
+
+
+def test_long_drafts_that_cost_more_than_a_line_stay_known() -> None:
+    costs = curve(lambda rows: 0.010 + 0.002 * rows)
+    for _ in range(100):
+        costs.note(8, 32, 0.148)
+        for _ in range(5):
+            costs.note(8, 8, 0.026)
+    assert costs.seconds(8, 32) == pytest.approx(0.148, rel=0.15)
 
 
 def test_forced_tokens_cost_a_row_without_its_logits() -> None:
