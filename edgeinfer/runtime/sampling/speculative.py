@@ -108,7 +108,7 @@ class StepCurve:
 
 
 def _line(points: Sequence[float]) -> float:
-    """The cost of twice as many rows as the last of `points`, on the line through it and half as many."""
+    """The cost of twice the rows of the last point, on the line through it and the one before."""
     return points[-1] + 2 * (points[-1] - points[-2])
 
 
