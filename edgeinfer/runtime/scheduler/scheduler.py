@@ -148,7 +148,8 @@ class Scheduler:
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
         shape = loaded.shape
-        costs = StepCurve(logits_share=shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
+        share = min(1.0, shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
+        costs = StepCurve(logits_share=share)
         s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
         chunks = Chunks(self._batch_invariance, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
