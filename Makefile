@@ -1,4 +1,4 @@
-# edgeinfer: two commands for a newcomer, `make run` and `make test`; the rest serves them.
+# edgeinfer: two commands to start with, `make run` and `make test`; the rest serves them.
 # Everything is set up by tools/setup.sh on first use: nothing outside this folder and the build cache is touched.
 PROMPT ?= Name three colours.
 MODEL  ?= smollm2-135m-instruct
@@ -17,7 +17,7 @@ help:            ## these lines
 setup:           ## what a first answer needs: virtual environment, llama.cpp for this processor, CRIU
 	@tools/setup.sh
 
-full:            ## that, all CPU variants, the Vulkan backend and the packages of tests and benchmarks
+full:            ## that, all CPU variants, the Vulkan backend, the picture encoder, the packages of tests and benchmarks
 	@tools/setup.sh full
 
 gpu:             ## what a first answer needs, and the Vulkan backend
@@ -28,8 +28,12 @@ run: setup       ## the default model: the chat in a terminal, else the answer t
 	@if [ -t 0 ] && [ -t 1 ]; then exec $(BIN)/edgeinfer chat $(MODEL); \
 	 else exec $(BIN)/edgeinfer run $(MODEL) "$(PROMPT)" --timings </dev/null; fi
 
-test:            ## the whole test suite
+test:            ## the tests of what `make run` built: under ten minutes on 2 cores
 	@tools/setup.sh test
+	$(PYTEST) $(BESIDE) --needs none $(ARGS)
+
+test-all:        ## every test: compiles all variants, Vulkan and an arm64 compiler first, and builds the shipped file
+	@tools/setup.sh test-all
 	$(PYTEST) $(BESIDE) $(ARGS)
 
 test-fast:       ## what needs no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
@@ -163,14 +167,14 @@ screenshots: full  ## the README's pictures of the chat
 	$(BIN)/python tools/screenshots.py
 
 clients: full    ## other people's clients and agents, unmodified, two turns each; their table in the docs
-	@tools/setup.sh test
+	@tools/setup.sh test-all
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
 fuzz-http: full  ## schemathesis over the OpenAPI document, 5,000 cases and more
 	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/server/dialects/test_openapi.py -s $(ARGS)
 
 fuzz-pictures: full  ## 10,000 mutated pictures and as many projectors, each in a process of its own; an hour of two cores
-	@tools/setup.sh test
+	@tools/setup.sh test-all
 	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) --timeout 0 tests/engine/test_fuzzed_pictures.py -s $(ARGS)
 
 leak-http: full  ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
@@ -200,11 +204,11 @@ bench-binary: binary ## stages of a launch of the file beside the virtual enviro
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
 bench-containers: binary ## first and later launches in containers, under a seccomp filter, without user namespaces
-	@tools/setup.sh test
+	@tools/setup.sh test-all
 	$(BIN)/python benchmarks/bench_containers.py $(BENCH_ARGS)
 
 bench-packages: packages ## .deb, .rpm and wheel in bare roots: install, use, update, back, remove; needs root, debootstrap, rpm
-	@tools/setup.sh test
+	@tools/setup.sh test-all
 	$(BIN)/python benchmarks/bench_packages.py $(BENCH_ARGS)
 
 cuda: full       ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one

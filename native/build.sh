@@ -47,7 +47,8 @@ mkdir -p "$out"
 mkdir -p "$cache/native" 2>/dev/null || true
 work=$(mktemp -d "$out/.build.XXXXXX")
 trap 'rm -rf "$work"' EXIT
-headers=$(cat "${CPATH:-$site/include}"/ggml*.h | cksum | cut -d" " -f1)
+include=${CPATH:-$site/include} # the sources' own while the wheel compiles
+headers=$(cat "$include"/ggml{,-alloc,-backend}.h | cksum | cut -d" " -f1)
 library() {  # NAME SOURCE... -- OPTION...
   local file=libedgeinfer-$1.so.1 sources=() version kept new; shift
   while [ "$1" != -- ]; do sources+=("native/$1"); shift; done
@@ -65,7 +66,7 @@ library() {  # NAME SOURCE... -- OPTION...
 
 # by name: another machine's is not here
 "$CXX" -shared -nostdlib -Wl,-soname,libggml-base.so.0 -o "$work/libggml-base.so.0" -x c /dev/null
-ggml=(-I"$site/include" -L"$work" -Wl,--push-state,--no-as-needed -l:libggml-base.so.0 -Wl,--pop-state)
+ggml=(-I"$include" -L"$work" -Wl,--push-state,--no-as-needed -l:libggml-base.so.0 -Wl,--pop-state)
 library guard guard.cpp -- -O2
 library cells cells.cpp -- -O2 "${ggml[@]}"
 kernels() {  # LEVEL OPTION...; no -Wall: gcc 12 warns of variables in the intrinsics' headers

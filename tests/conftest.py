@@ -35,10 +35,32 @@ _LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", 
 #: What `--fast` leaves out: tests with these marks; tests that reach these fixtures, which need a model, build the shipped
 #: file, draw the chat or download; tests that import these packages, which the environment of `make lint` has not; and tests
 #: that start a program.
-_SLOW_MARKS = ("model", "criu", "binary", "slow")
+_SLOW_MARKS = ("model", "criu", "needs", "slow")
 _SLOW_FIXTURES = ("smollm2", "gemma3", "lavapipe", "place", "binary", "drive", "snap_compare", "server")
 _LARGE_PACKAGES = "llama_cpp anthropic botocore flask kubernetes_validate moto ollama openai PyInstaller ray schemathesis".split()
 _STARTS_A_PROGRAM = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+#: What the tests marked `needs` need beyond `make run`: `make test` leaves them out, tools/setup.sh test-all makes it.
+NEEDS = {
+    "arm64": "a compiler for arm64 and qemu",
+    "axe": "axe-core, through npm",
+    "binary": "the shipped file",
+    "containers": "podman",
+    "encoder": "libmtmd, which encodes pictures",
+    "levels": "our C++ for other processors than this one",
+    "ray": "a Ray cluster",
+    "registry": "docker-registry",
+    "sanitizers": "our C++ compiled with sanitizers",
+    "systemd": "a systemd as process 1",
+    "vulkan": "the Vulkan backend and a software GPU",
+}
+#: A test that reaches such a fixture is marked.
+_NEEDED_BY_FIXTURE = {
+    "binary": "binary",
+    "lavapipe": "vulkan",
+    "podman": "containers",
+    "registry": "registry",
+    "systemd": "systemd",
+}
 #: Session fixtures that take many seconds: the shipped file built, and a warm home each of a user and of root.
 _EXPENSIVE = ("binary", "anybody")
 _OURS = ("EDGEINFER_", "HF_", "HUGGING", "XDG_", "OTEL_", "NO_COLOR", "NOTIFY_SOCKET", "LISTEN_")
@@ -63,6 +85,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--as-root", action="store_true", help="leave out what an ordinary user's run has")
     parser.addoption("--fast", action="store_true", help="no llama.cpp, CRIU, models or slow tests")
+    parser.addoption(
+        "--needs",
+        choices=("none", "only", "any"),
+        default="any",
+        help="leave out the tests marked `needs`, run no others, or run all (the default)",
+    )
 
 
 class _LargePackages(importlib.abc.MetaPathFinder):
@@ -155,18 +183,48 @@ def _is_an_ordinary_users(item: pytest.Item) -> bool:
     return "ordinary user" in getattr(getattr(item, "callspec", None), "params", {}).values()
 
 
+def _needs(item: pytest.Item) -> set[str]:
+    """Return what a test needs beyond `make run`: names of NEEDS."""
+    assert isinstance(item, pytest.Function)
+    by_fixture = {_NEEDED_BY_FIXTURE.get(name, "") for name in item.fixturenames} - {""}
+    for need in by_fixture:
+        item.add_marker(pytest.mark.needs(need))
+    names = by_fixture.union(*(mark.args for mark in item.iter_markers("needs")))
+    assert names <= NEEDS.keys(), f"{item.nodeid} needs {names - NEEDS.keys()}: not in NEEDS"
+    return names
+
+
+#: What of NEEDS, or "" for nothing of it → how many tests were left out for it.
+_left_out: Counter[str] = Counter()
+
+
+def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
+    needs, wanted = _needs(item), config.getoption("--needs")
+    if (wanted == "none" and needs) or (wanted == "only" and not needs):
+        _left_out[min(needs, default="")] += 1
+        return True
+    if config.getoption("--fast"):
+        return _is_slow(item)
+    return config.getoption("--as-root") and _is_an_ordinary_users(item)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under `-n`, keep together what shares fixtures, and begin with what takes longest."""
-    left_out = _is_slow if config.getoption("--fast") else _is_an_ordinary_users
-    if config.getoption("--fast") or config.getoption("--as-root"):
-        config.hook.pytest_deselected(items=[item for item in items if left_out(item)])
-        items[:] = [item for item in items if not left_out(item)]
+    """Leave out what the options say; under `-n`, keep together what shares fixtures, the longest first."""
+    left_out = [item for item in items if _is_left_out(config, item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     if not WORKER:
         return
     items.sort(key=lambda item: _LONGEST.get(_room(item), len(_LONGEST)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_together(item)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the counts of a process that `-n` started: each has collected every test."""
+    _left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - _left_out)
 
 
 def _skips_not_allowed(config: pytest.Config) -> list[str]:
@@ -187,6 +245,8 @@ def _skips_not_allowed(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if WORKER:
+        session.config.workeroutput["left_out"] = dict(_left_out)  # type: ignore[attr-defined]
     if session.exitstatus == pytest.ExitCode.OK and _skips_not_allowed(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -194,6 +254,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for skipped in _skips_not_allowed(config):
         terminalreporter.write_line(f"SKIPPED, NOT ALLOWED {skipped}", red=True)
+    for name, count in sorted(_left_out.items()):
+        needed = f"{NEEDS[name]}: make test-all" if name else "nothing beyond `make run`: make test"
+        terminalreporter.write_line(f"not run: {count} tests that need {needed}")
 
 
 @pytest.fixture(autouse=True)

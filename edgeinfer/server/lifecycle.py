@@ -158,6 +158,7 @@ class EndpointServer(uvicorn.Server):
         self._reason = "signal"
         self._cut_short = False
         self._drain_timer: asyncio.TimerHandle | None = None
+        self._forced = asyncio.Event()
 
     async def run(self) -> ServeOutcome:  # type: ignore[override]  # uvicorn's own makes an event loop
         """Serve until a signal or idleness, then close the endpoint's models."""
@@ -202,6 +203,7 @@ class EndpointServer(uvicorn.Server):
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True
+            self._forced.set()
             return
         self._reason = "idle" if why == "idle" else "signal"
         self._endpoint.draining = True
@@ -219,7 +221,15 @@ class EndpointServer(uvicorn.Server):
         self._endpoint.cancel_all()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
+        """Wait for running answers; a second signal ends the wait, which Python 3.12 prolongs."""
+        stopping = asyncio.ensure_future(super().shutdown(sockets))
+        forced = asyncio.ensure_future(self._forced.wait())
+        await asyncio.wait((stopping, forced), return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, forced):
+            task.cancel()
+        await asyncio.gather(stopping, forced, return_exceptions=True)
+        if not stopping.cancelled():
+            stopping.result()
         if self._drain_timer is not None:
             self._drain_timer.cancel()
 

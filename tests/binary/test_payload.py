@@ -197,7 +197,7 @@ def test_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced
     assert unpack.versions() == [after]
 
 
-@pytest.mark.binary
+@pytest.mark.needs("binary")
 def test_fields_of_the_real_bootloader(tmp_path):
     raw = bootloader.build(BUILD_CACHE).read_bytes()
     named = assemble.with_field(raw, payload.APP_FIELD, "1.0-abc")

@@ -18,7 +18,7 @@ from other_processes import free_port, wait_until
 
 from edgeinfer.cluster.front import REPLICA_HEADER
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.needs("ray"), pytest.mark.timeout(600)]
 _CHAT = "/v1/chat/completions"
 
 

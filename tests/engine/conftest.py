@@ -80,7 +80,9 @@ def gemma(gemma3: Path) -> Iterator[LlamaEngine]:
 def lavapipe() -> dict[str, str]:
     """The environment in which the Vulkan loader finds Mesa's software device and no other."""
     if not LAVAPIPE.is_dir():
-        pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
+        pytest.skip(
+            "Mesa's software device is not here: tools/setup.sh test-all fetches it where apt is"
+        )
     driver = str(LAVAPIPE / "lvp_icd.json")
     return {
         "LD_LIBRARY_PATH": str(LAVAPIPE / "loader"),

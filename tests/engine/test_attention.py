@@ -94,7 +94,17 @@ def llamas(request: pytest.FixtureRequest) -> dict[str, Any]:
     return outcomes(request.module.PROGRAM, "none")
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+def _level_here() -> str:
+    """The level that `native/build.sh here` builds; "" for none."""
+    return next((level for level in reversed(LEVELS) if can_run(level)), "")
+
+
+def _only_if_built(level: str) -> Any:
+    """A parameter of every level; of another than this processor's, a need."""
+    return level if level == _level_here() else pytest.param(level, marks=pytest.mark.needs("levels"))
+
+
+@pytest.fixture(scope="module", params=[_only_if_built(level) for level in LEVELS])
 def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Every case of it with our kernels of one level."""
     return outcomes(request.module.PROGRAM, request.param)

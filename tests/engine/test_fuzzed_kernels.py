@@ -59,6 +59,7 @@ def _shipped(level: str, folder: Path, cases: int = _CASES) -> list[str]:
     return _fuzz(folder / level, str(cases), "grid")
 
 
+@pytest.mark.needs("sanitizers")
 @pytest.mark.parametrize("level", LEVELS)
 def test_native_code_passes_the_sanitizers(level: str, tmp_path: Path) -> None:
     if not can_run(level):
@@ -86,12 +87,14 @@ def _agree(one: list[str], two: list[str], *apart: str) -> None:
     assert [a for a, _ in both] == [b for _, b in both]
 
 
+@pytest.mark.needs("levels")
 def test_levels_agree_bit_for_bit(tmp_path: Path) -> None:
     first, *others = (_shipped(level, tmp_path) for level in LEVELS if can_run(level))
     for other in others:
         _agree(first, other, " bf16 ")  # AVX-512 has an instruction of its own for BF16
 
 
+@pytest.mark.needs("arm64")
 @pytest.mark.parametrize(("level", "processor"), _ARM64.items())
 def test_arm64_agrees_with_avx2_bit_for_bit(level: str, processor: str, tmp_path: Path) -> None:
     qemu = shutil.which("qemu-aarch64")
@@ -99,7 +102,7 @@ def test_arm64_agrees_with_avx2_bit_for_bit(level: str, processor: str, tmp_path
     if not can_run("v3"):
         pytest.skip("this processor has not the instructions of v3")
     if not qemu or not ggml.exists():
-        pytest.skip("tools/setup.sh test found no qemu-user, or no compiler for arm64")
+        pytest.skip("tools/setup.sh test-all found no qemu-user, or no compiler for arm64")
     compiler = _CROSS / "bin/aarch64-linux-gnu-g++"
     subprocess.run(
         [ROOT / "native/build.sh", "aarch64", native],

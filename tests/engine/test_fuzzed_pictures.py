@@ -23,7 +23,7 @@ from edgeinfer.models.gguf import read_header
 from edgeinfer.runtime.llama.libedgeinfer import library
 
 Image = pytest.importorskip("PIL.Image")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("encoder")]
 
 N_PICTURES = int(os.environ.get("EDGEINFER_FUZZ_FILES", "300"))
 N_PROJECTORS = int(os.environ.get("EDGEINFER_FUZZ_FILES", "60"))

@@ -96,6 +96,9 @@ def usage(found: Collected) -> tuple[int, int]:
     return found.finished.usage.prompt_tokens, found.finished.usage.cached_tokens
 
 
+pytestmark = pytest.mark.needs("encoder")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     if not library("mtmd").exists():

@@ -24,6 +24,9 @@ Image.new("RGB", (64, 64), (255, 0, 0)).save(_file, "PNG")
 QUESTION = Message(role="user", content=f"{PICTURE_MARK}What is it?", pictures=(_file.getvalue(),))
 
 
+pytestmark = pytest.mark.needs("encoder")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def built():
     if not library("mtmd").exists():

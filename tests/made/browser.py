@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ FLAGS = """
     --disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe
     --hide-scrollbars --force-color-profile=srgb --font-render-hinting=none
 """.split()
-PROGRAM = shutil.which("chromium") or ""
+PROGRAM = "chromium"
 _WAIT_S = 30
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, "ArrowRight": 39, " ": 32}
 

@@ -11,7 +11,7 @@ from edgeinfer.runtime.llama import backends
 from ..conftest import BUILD_CACHE
 from .conftest import MODEL, Endpoint, Person, _is_world_accessible
 
-pytestmark = pytest.mark.criu
+pytestmark = [pytest.mark.criu, pytest.mark.needs("vulkan")]
 
 LAVAPIPE = BUILD_CACHE / "lavapipe"
 PATIENCE_S = 240
@@ -27,7 +27,9 @@ def device(warm: Person) -> dict[str, str]:
     if file is None:
         pytest.skip("no Vulkan backend was built: the set-up needs apt for its shader compiler")
     if not LAVAPIPE.is_dir():
-        pytest.skip("Mesa's software device is not here: tools/setup.sh test fetches it where apt is")
+        pytest.skip(
+            "Mesa's software device is not here: tools/setup.sh test-all fetches it where apt is"
+        )
     driver = LAVAPIPE
     if not _is_world_accessible(driver):
         driver = warm.place.folder / "lavapipe"

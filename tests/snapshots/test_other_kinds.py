@@ -51,6 +51,7 @@ def test_states_and_experts_are_resumed_too(user, place):
     assert told["text"].strip() == cold.out.strip()
 
 
+@pytest.mark.needs("encoder")
 def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad, place, smollm2):
     if not library("mtmd").exists():
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")

@@ -81,6 +81,7 @@ def library(folder: Path, name: str, needs: str, code: str) -> Path:
     return out
 
 
+@pytest.mark.needs("vulkan")
 def test_cuda_is_absent_without_the_driver() -> None:
     library(backends.added_dir(), "cuda", "libcuda.so.1", "void *ggml_backend_init(void) { return 0; }")
     answer = load("cuda")["answer"]

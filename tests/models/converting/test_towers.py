@@ -26,6 +26,7 @@ SEEING = sorted(
 TOKENS = dict(zip("ABCD", [*IDEFICS3_TOKENS.values(), "ĊĊ"], strict=True))
 
 
+@pytest.mark.needs("encoder")
 @pytest.mark.parametrize("name", SEEING)
 def test_rows_are_those_of_transformers(name, tmp_path) -> None:
     """Both in float32, but for llama.cpp's table of GELU in half precision."""

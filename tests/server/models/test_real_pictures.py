@@ -15,7 +15,7 @@ from made_projectors import make_projector
 from edgeinfer.runtime.llama.libedgeinfer import library
 
 Image = pytest.importorskip("PIL.Image")
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.needs("encoder")]
 
 MODEL = "sees"
 ASKED = "What is this?"

@@ -1,6 +1,7 @@
 """An endpoint with its page, and Chromium to look at it."""
 
 import json
+import shutil
 
 import browser as chromium_module
 import httpx2
@@ -10,6 +11,7 @@ from fake_engine import FakeEngine
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.server.web.access import make_code
+from tests.conftest import one_process_at_a_time
 from tests.server.conftest import with_page
 
 
@@ -107,8 +109,9 @@ def terminal():
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
     """One Chromium for the tests of a file."""
-    if not chromium_module.PROGRAM:
-        pytest.skip("needs chromium: apt-get install chromium")
+    with one_process_at_a_time("test-programs"):  # tools/test_parts.sh holds it while apt installs
+        if shutil.which(chromium_module.PROGRAM) is None:
+            pytest.skip("Chromium is not installed: apt-get install chromium")
     with chromium_module.chromium(tmp_path_factory.mktemp("chromium") / "profile") as running:
         yield running
 

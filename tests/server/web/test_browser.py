@@ -191,7 +191,7 @@ def violations(page):
     """Return what axe holds against the page."""
     found = BUILD_CACHE / "axe/axe.min.js"
     if not found.exists():
-        pytest.skip("needs axe-core: tools/setup.sh test")
+        pytest.skip("needs axe-core: tools/setup.sh test-all")
     page.js(found.read_text())
     return page.js(
         "axe.run({resultTypes: ['violations']}).then((found) => found.violations.map((one) => [one.id, one.nodes.map((node) => node.html + node.failureSummary)]))"
@@ -199,6 +199,7 @@ def violations(page):
 
 
 @pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.needs("axe")
 @pytest.mark.parametrize("width", [320, 1100])
 def test_accessible_at_every_size(serve, tab, width, dark):
     markdown = "# Plan\n\n1. one\n\n```sh\nls\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n> [x](https://e.example)"
