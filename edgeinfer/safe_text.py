@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 #: Control characters that a terminal would obey: C0 and C1 without tab and newline, surrogates that
 #: cannot be written, and what changes the direction of the text around it.
 _OBEYED = dict.fromkeys(
@@ -14,8 +16,41 @@ _OBEYED = dict.fromkeys(
         *range(0xD800, 0xE000),
     )
 )
+#: Printable characters, for `str.isprintable`, that show nothing: fillers, variation selectors.
+_BLANK = {
+    *(0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0x16FE4),
+    *(*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)),
+}
 
 
 def without_controls(text: str) -> str:
     """Remove what a terminal would obey from `text`; keep tabs and newlines."""
     return text.translate(_OBEYED)
+
+
+class _Escapes(dict[int, str]):
+    """Escapes by code, for str.translate. It stores nothing: the text could have every code."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        if character in "\n\t" or (character.isprintable() and code not in _BLANK):
+            return character
+        if code < 0x100:
+            return f"\\x{code:02x}"
+        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_ESCAPES = _Escapes()
+
+
+def escape_hidden(text: str) -> str:
+    r"""Write each character that is not seen as `\x1b`, `\u200b` or `\U000e0041`; keep tab and newline.
+
+    Nothing is lost: a backslash that would be read as the beginning of an escape is doubled.
+    """
+
+    def doubled(match: re.Match[str]) -> str:
+        following = text[match.end() : match.end() + 1].translate(_ESCAPES)
+        return "\\\\" if following[:1] in ("\\", "x", "u", "U") else "\\"
+
+    return re.sub(r"\\", doubled, text).translate(_ESCAPES)

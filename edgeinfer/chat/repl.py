@@ -30,7 +30,7 @@ from edgeinfer.models.progress import ProgressLines
 from edgeinfer.runtime.events import Progress, TextDelta
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.safe_text import without_controls
-from edgeinfer.tools.approval import Decision, parse_decision
+from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.uses import ToolUse
 
 if TYPE_CHECKING:
@@ -257,8 +257,7 @@ class Repl:
         if not self._interactive:
             self.show_text(card.text())
             return Decision("no", "no user is here to allow it")
-        line = self.ask(card.text())
-        return Decision("no") if line is None else parse_decision(line)
+        return card.ask(self.ask)
 
     def ask(self, text: str) -> str | None:
         stop = self.session.tools.running if self.session.tools is not None else None

@@ -264,6 +264,11 @@ class ChatSession:
         head = self.head
         return head if self.tools is not None and head is not None and head.waits_for_results else None
 
+    @property
+    def _approved_in(self) -> tuple[int, int]:
+        # of a deleted conversation the id may be used again, but what was allowed there is over
+        return self.conversation.id, self.conversation.created_ms
+
     def start_calls(self, turn: Turn, front: CallFront) -> Callable[[], tuple[ToolUse, ...]]:
         """Return a function for any thread that runs the calls of the last answer.
 
@@ -274,7 +279,7 @@ class ChatSession:
         assert tools is not None
         self._calls_leases[turn.id] = self.store.acquire(turn.conversation_id)
         past = rounds_of(self.path)[:-1]
-        return tools.start(turn.calls, front, past=past, conversation=turn.conversation_id)
+        return tools.start(turn.calls, front, past=past, conversation=self._approved_in)
 
     def run_calls(self, turn: Turn, front: CallFront, stop: Stop) -> bool:
         """Run and store the calls of the last answer, in this thread; return as `note_calls`.
@@ -285,7 +290,7 @@ class ChatSession:
         past, owner = rounds_of(self.path)[:-1], turn.conversation_id
         lease = self.store.acquire(owner)
         try:
-            calls = self.tools.run(turn.calls, front, stop, past=past, conversation=owner)
+            calls = self.tools.run(turn.calls, front, stop, past=past, conversation=self._approved_in)
             return self.note_calls(turn, calls) and not stop.is_set
         finally:
             lease.release()

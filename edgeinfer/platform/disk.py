@@ -83,26 +83,31 @@ def sync(path: str | Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path, mode: int | None = None, *, replaces: bool = True) -> Iterator[BinaryIO]:
+def new_file(
+    path: Path, mode: int | None = None, *, replaces: bool = True, folder: int | None = None
+) -> Iterator[BinaryIO]:
     """Yield a file to write that appears as `path`, whole, if the block succeeds. Raises OSError.
 
-    `mode` None: 0666 under the umask. If not `replaces`, an existing file stays. The temporary name is
-    random: all resumed processes have the same pid.
+    `mode` None: 0666 under the umask. If not `replaces`, an existing file stays. `folder`: the open
+    folder that `path` is relative to. The temporary name is random: all resumed processes have the
+    same pid.
     """
     scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with open(os.open(scratch, flags, 0o666 if mode is None else 0o600), "w+b") as file:
+        permissions = 0o666 if mode is None else 0o600
+        with open(os.open(scratch, flags, permissions, dir_fd=folder), "w+b") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             yield file
         if replaces:
-            scratch.replace(path)
+            os.replace(scratch, path, src_dir_fd=folder, dst_dir_fd=folder)
         else:
             with suppress(FileExistsError):
-                os.link(scratch, path)
+                os.link(scratch, path, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(scratch, dir_fd=folder)
 
 
 @contextmanager

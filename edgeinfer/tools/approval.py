@@ -1,19 +1,22 @@
 """Who may call what: patterns of the configuration, and what the user allowed while chatting.
 
-A pattern is `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)` with `*` for any text. A server's own
-claims raise the level, never lower it.
+A pattern is `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)` with `*` for any text and a backslash
+before a character that stands for itself. `allow` matches a call as it is spelled, `deny` in every
+spelling. A server's own claims raise the level, never lower it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from fnmatch import fnmatchcase
+from collections.abc import Hashable, Iterator
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from edgeinfer.config.config_file import ToolsConfig, save
+from edgeinfer.config.config_file import ToolsConfig, change
 from edgeinfer.errors import ConfigError
 
 Level = Literal["allow", "ask", "deny"]
@@ -21,9 +24,19 @@ Level = Literal["allow", "ask", "deny"]
 #: on, or no, with a reason for the model.
 Choice = Literal["once", "conversation", "pattern", "no"]
 
-_PATTERN = re.compile(r"([^()\s]+?)\.([^().\s]+)(?:\((.*)\))?", re.DOTALL)
-_ARGUMENT = re.compile(r"\s*([\w.-]+)=((?:\\.|[^,\\])*)(?:,|$)")
-_SHORT = 60
+_PATTERN = re.compile(r"((?:\\.|[^\\()\s])+?)\.((?:\\.|[^\\().\s])+)(?:\((.*)\))?", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTALL)
+_ATOM = re.compile(r"\\?.", re.DOTALL)
+#: Characters that a proposed pattern escapes in a value, and in an argument's name.
+_IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
+_URL = re.compile(r"(https?)://([^/?#\\\s@]+)([/?#][^\\\s]*)?", re.IGNORECASE)
+#: Arguments that are run, and what ends or nests a command in one: `*` does not stand for it.
+_COMMANDS = {"command", "cmd", "code", "script"}
+_OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
+#: Arguments whose folder is proposed.
+_PATHS = {"path", "file", "filename", "file_path", "filepath"}
+_LONGEST_PROPOSED = 200
+_LONGEST_PATH = 4096
 _KEYS: dict[str, Choice] = {"y": "once", "yes": "once", "a": "conversation", "p": "pattern"}
 
 
@@ -35,45 +48,134 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
+    """A parsed pattern; its texts are still escaped. `is_bare`: it matches calls without arguments."""
+
     server: str
     tool: str
     arguments: tuple[tuple[str, str], ...] = ()
+    is_bare: bool = False
 
-    def matches(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the call matches. An argument that is not given matches nothing."""
+    def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
+        """Return whether the call matches as it is spelled."""
         return (
-            fnmatchcase(server, self.server)
-            and fnmatchcase(tool, self.tool)
+            self._names(server, tool)
+            and not (self.is_bare and arguments)
             and all(
-                name in arguments and _glob(value, argument_text(arguments[name]))
+                name in arguments and _is_allowed(value, name, argument_text(arguments[name]))
                 for name, value in self.arguments
             )
         )
 
+    def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
+        """Return whether the call matches in any spelling. `folder`: where its paths begin."""
+        return self._names(server, tool, re.IGNORECASE) and all(
+            any(
+                _glob(value.removeprefix("./"), text, re.IGNORECASE)
+                for text in _spellings(arguments.get(name), folder)
+            )
+            for name, value in self.arguments
+        )
+
+    def _names(self, server: str, tool: str, flags: int = 0) -> bool:
+        return _glob(self.server, server, flags) and _glob(self.tool, tool, flags)
+
     @property
     def names_tool(self) -> bool:
         """Return whether server and tool stand there without `*`."""
-        return not set("*?[") & set(self.server + self.tool)
+        return not _has_wildcard(self.server + self.tool)
 
 
 def parse(text: str) -> Pattern:
     """Parse a pattern. Raises ConfigError."""
-    found = _PATTERN.fullmatch(text.strip())
-    inner = found[3] if found else None
-    pairs = _ARGUMENT.findall(inner) if inner else []
-    rebuilt = sum(len(m[0]) for m in _ARGUMENT.finditer(inner or ""))
-    if found is None or (inner is not None and (not pairs or rebuilt != len(inner))):
+    match = _PATTERN.fullmatch(text.strip())
+    inner = match[3] if match else None
+    pairs = _ARGUMENT.findall(inner or "")
+    if match is None or sum(len(m[0]) for m in _ARGUMENT.finditer(inner or "")) != len(inner or ""):
         raise ConfigError(
             f"{text!r} is no pattern of tool calls",
             hint="e.g. `files.*` or `files.write(path=notes/*)`",
         )
-    return Pattern(found[1], found[2], tuple((n, re.sub(r"\\(.)", r"\1", v)) for n, v in pairs))
+    arguments = tuple((_unescape(name), value) for name, value in pairs)
+    return Pattern(match[1], match[2], arguments, is_bare=inner == "")
 
 
-def _glob(pattern: str, text: str) -> bool:
+def _escape(text: str, special: str = r"[\\*(),.\s]") -> str:
+    return re.sub(special, lambda match: r"\n" if match[0] == "\n" else f"\\{match[0]}", text)
+
+
+def _unescape(text: str) -> str:
+    return "".join(_literal(atom) for atom in _ATOM.findall(text))
+
+
+def _literal(atom: str) -> str:
+    return "\n" if atom == r"\n" else atom[-1]
+
+
+def _has_wildcard(pattern: str) -> bool:
+    return "*" in _ATOM.findall(pattern)
+
+
+def _glob(pattern: str, text: str, flags: int = 0, wildcard: str = ".*") -> bool:
     # only `*` is special: paths and commands have brackets and question marks
-    parts = map(re.escape, pattern.split("*"))
-    return re.fullmatch(".*".join(parts), text, re.DOTALL) is not None and ".." not in text.split("/")
+    atoms = (wildcard if atom == "*" else re.escape(_literal(atom)) for atom in _ATOM.findall(pattern))
+    return re.fullmatch("".join(atoms), text, flags | re.DOTALL) is not None
+
+
+def _is_allowed(pattern: str, name: str, text: str) -> bool:
+    if not _has_wildcard(pattern):
+        return _unescape(pattern) == text
+    if url := re.fullmatch(r"(https?)://([^/]*)(/.*)?", pattern):
+        call = _url(text)
+        return (
+            call is not None
+            and call[0] == url[1]
+            and _glob(url[2], call[1], wildcard="[^/]*")
+            and _glob(url[3] or "/", call[2])
+        )
+    if name.lower() in _COMMANDS and _OPERATORS.search(text):
+        return False
+    return _glob(pattern.removeprefix("./"), text) and ".." not in text.split("/")
+
+
+def _url(text: str) -> tuple[str, str, str] | None:
+    """Return scheme, host with port, and path with query of an address that is spelled plainly."""
+    match = _URL.fullmatch(text)
+    if match is None or ".." in unquote(match[3] or "").replace("\\", "/").split("/"):
+        return None
+    return match[1].lower(), match[2].lower(), match[3] or "/"
+
+
+def _spellings(value: Any, folder: Path) -> Iterator[str]:
+    """Yield what an argument could mean: parts of a list, other spellings of a path or an address."""
+    if isinstance(value, dict | list):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _spellings(member, folder)
+    if value is None:
+        return
+    text = argument_text(value)
+    yield text
+    yield from (part.strip() for part in re.split(r"[;&|<>`(){}\r\n]|\$\(", text))
+    if len(text) > _LONGEST_PATH or "\0" in text:
+        return
+    if ":" in text:
+        yield from _spellings_of_address(text)
+    for path in (text, os.path.expanduser(text)):
+        lexical = os.path.normpath(folder / path)
+        for absolute in (lexical, os.path.realpath(lexical), os.path.realpath(folder / path)):
+            for spelling in (absolute, os.path.relpath(absolute, folder)):
+                yield from (spelling, f"{spelling}/")  # what is below a folder also means the folder
+
+
+def _spellings_of_address(text: str) -> Iterator[str]:
+    try:
+        parts = urlsplit(re.sub(r"\s", "", text).replace("\\", "/"))
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return
+    host = (parts.hostname or "").rstrip(".")
+    for path in (parts.path, os.path.normpath(unquote(parts.path or "/"))):
+        for at in (host, host + port):
+            yield f"{parts.scheme}://{at}{path.replace('//', '/')}"
 
 
 def argument_text(value: Any) -> str:
@@ -82,19 +184,28 @@ def argument_text(value: Any) -> str:
 
 
 def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
-    """Propose a pattern for similar calls: paths by folder, addresses by host, short texts as is."""
+    """Propose a pattern for calls like this one: paths by folder, addresses by host, all else exactly.
+
+    Return "" if that would be long. What is written to a file is free.
+    """
+    is_file = server == "files" and "path" in arguments
     parts = []
-    for name, value in arguments.items():
+    for name, value in {"path": arguments["path"]}.items() if is_file else arguments.items():
         text = argument_text(value)
-        if match := re.match(r"https?://[^/\s]+/", text):
-            text = f"{match[0]}*"
-        elif "/" in text and " " not in text and os.path.dirname(text):
-            text = f"{os.path.dirname(text)}/*"
-        elif len(text) > _SHORT or "*" in text or "\n" in text:
-            continue  # any: the pattern leaves it out
-        escaped = re.sub(r"([\\,])", r"\\\1", text)
-        parts.append(f"{name}={escaped}")
-    return f"{server}.{tool}" + (f"({', '.join(parts)})" if parts else "")
+        folder = os.path.dirname(text)
+        if address := _url(text):
+            proposed = _escape(f"{address[0]}://{address[1]}/", _IN_VALUE) + "*"
+        elif name in _PATHS and folder.strip("/.") and ".." not in text.split("/"):
+            proposed = f"{_escape(folder, _IN_VALUE)}/*"
+        else:
+            proposed = _escape(text, _IN_VALUE)
+        parts.append(f"{_escape(name, _IN_NAME)}={proposed}")
+    pattern = f"{_escape(server)}.{_escape(tool)}({', '.join(parts)})"
+    try:
+        is_near = len(pattern) <= _LONGEST_PROPOSED and parse(pattern).allows(server, tool, arguments)
+    except ConfigError:
+        is_near = False
+    return pattern if is_near else ""
 
 
 def parse_decision(text: str) -> Decision:
@@ -109,11 +220,11 @@ def parse_decision(text: str) -> Decision:
 class Approvals:
     """The policy, and what the user allowed. `conversation` keys what holds there alone."""
 
-    def __init__(self, config: ToolsConfig) -> None:
-        self._allowed = list(config.allow)
+    def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.allow = [parse(text) for text in config.allow]
         self._deny = [parse(text) for text in config.deny]
-        self._here: dict[int, list[Pattern]] = {}
+        self._here: dict[Hashable, list[Pattern]] = {}
+        self._folder = folder.resolve()
 
     def level(
         self,
@@ -121,27 +232,26 @@ class Approvals:
         tool: str,
         arguments: dict[str, Any],
         *,
-        conversation: int = 0,
+        conversation: Hashable = 0,
         destructive: bool = False,
         harmless: bool = False,
     ) -> Level:
         """Return the level of a call. `harmless`: a built-in tool that only reads."""
         call = (server, tool, arguments)
-        if any(pattern.matches(*call) for pattern in self._deny):
+        if any(pattern.denies(*call, self._folder) for pattern in self._deny):
             return "deny"
-        if any(pattern.matches(*call) for pattern in self._here.get(conversation, ())):
+        if any(pattern.allows(*call) for pattern in self._here.get(conversation, ())):
             return "allow"
-        allowed = [pattern for pattern in self.allow if pattern.matches(*call)]
+        allowed = [pattern for pattern in self.allow if pattern.allows(*call)]
         if destructive:  # `server.*` was written without this tool in mind
             allowed = [pattern for pattern in allowed if pattern.names_tool]
         return "allow" if allowed or harmless else "ask"
 
-    def allow_here(self, conversation: int, server: str, tool: str) -> None:
+    def allow_here(self, conversation: Hashable, server: str, tool: str) -> None:
         """Allow the tool in this conversation."""
-        self._here.setdefault(conversation, []).append(Pattern(server, tool))
+        self._here.setdefault(conversation, []).append(Pattern(_escape(server), _escape(tool)))
 
     def allow_always(self, text: str) -> None:
         """Allow calls of a pattern from now on, in the configuration too. Raises ConfigError."""
         self.allow.append(parse(text))
-        self._allowed.append(text)
-        save(("tools", "allow"), self._allowed)
+        change(("tools", "allow"), lambda listed: [*(listed or ()), text])

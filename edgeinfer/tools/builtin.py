@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from edgeinfer.tools.mcp_client import CallResult, ToolInfo
@@ -10,10 +11,29 @@ from edgeinfer.tools.uses import Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
+#: Where programs are looked for: in the user's PATH a command of the sandbox may have put some.
+FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
+#: What other programs run by themselves if a folder has it: at a prompt, a commit, or as it is opened.
+SELF_RUNNING = """
+    .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
+""".split()
 
 
 class RefusedError(Exception):
     """A call that cannot be made, in words for the model."""
+
+
+def holds_home(folder: Path) -> str:
+    """Return why a folder that holds the home folder has no tools, or ""."""
+    if Path.home().resolve().is_relative_to(folder):
+        return f"{folder} holds your home folder: start in a project's"
+    return ""
+
+
+def runs_by_itself(path: str) -> str:
+    """Return the warning for a path that other programs run by themselves, or ""."""
+    name = next((name for name in path.split("/") if name.lower() in SELF_RUNNING), "")
+    return f"other programs run by themselves what is in {name}" if name else ""
 
 
 def tool_info(
@@ -48,6 +68,14 @@ class Builtin:
 
     def unavailable(self) -> str:
         """Return why the tools cannot be offered here, or ""."""
+        return ""
+
+    def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the call that is judged, shown and made: a path without links."""
+        return arguments
+
+    def warning(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return why a call asks even where calls like it are allowed, or ""."""
         return ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:

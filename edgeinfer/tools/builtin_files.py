@@ -5,16 +5,29 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import os
+import re
+import shutil
 import signal
+import stat
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.platform import paths
 from edgeinfer.platform.disk import new_file
-from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
+from edgeinfer.tools.builtin import (
+    FIXED_PATH,
+    TEXT,
+    Builtin,
+    RefusedError,
+    holds_home,
+    runs_by_itself,
+    tool_info,
+)
 from edgeinfer.tools.mcp_client import StoppedError
 from edgeinfer.tools.uses import Stop
 
@@ -23,8 +36,10 @@ _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Seconds of a search, and the files that one grep is given.
-_GREP_S, _GREP_FILES = 10, 500
+#: Seconds of a search, and the open files that one grep is given.
+_GREP_S, _GREP_FILES = 10, 64
+_MAX_DEPTH = 64
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WHOLE = {"type": "integer", "minimum": 1}
 TOOLS = {
     info.name: info
@@ -60,46 +75,102 @@ TOOLS = {
 
 
 class BuiltinFiles(Builtin):
-    """The enabled tools over `folder`. Links that lead out of it are not followed. Any thread."""
+    """The enabled tools over `folder`. Any thread.
+
+    A path is opened name by name below the folder, and no link is followed: a command in the sandbox
+    may exchange a folder and a link meanwhile. `canonical` follows the links before the call is judged.
+    """
 
     server = "files"
 
     def __init__(self, folder: Path, enabled: Sequence[str]) -> None:
         super().__init__(TOOLS[name] for name in TOOLS if name in enabled)
         self._folder = folder.resolve()
+        own = (paths.config_dir(), paths.data_dir(), paths.cache_dir(), paths.state_dir())
+        self._own = [path.resolve() for path in own]
+
+    def unavailable(self) -> str:
+        return holds_home(self._folder)
+
+    def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            path = (self._folder / arguments["path"]).resolve()
+        except (KeyError, TypeError, ValueError, OSError, RuntimeError):
+            return arguments  # the call itself says what is wrong
+        is_inside = path.is_relative_to(self._folder)
+        return arguments | {"path": str(path.relative_to(self._folder) if is_inside else path)}
+
+    def warning(self, name: str, arguments: dict[str, Any]) -> str:
+        path = str(arguments.get("path", ""))
+        return runs_by_itself(path) if name in ("write", "edit") else ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in ("write", "edit"):
             return ""
         try:
-            path = self._inside(str(arguments.get("path", "")))
-            before = self._text(path) if path.exists() else ""
+            before = self._text(str(arguments.get("path", "")), missing="")
             after = str(arguments.get("content", "")) if name == "write" else _edited(before, arguments)
-        except (RefusedError, OSError, UnicodeError, ValueError) as error:
-            return f"(no diff: {error})"
-        lines = difflib.unified_diff(
-            before.splitlines(), after.splitlines(), "now", "then", lineterm=""
-        )
-        return "\n".join(list(lines)[2:])
+        except (RefusedError, OSError, UnicodeError, ValueError):
+            return ""  # the card has the arguments instead
+        diff = list(difflib.unified_diff(_rows(before), _rows(after), lineterm=""))[2:]
+        whole = (row if row[0] == "@" or row[-1] == "\n" else f"{row}\n\\ no newline" for row in diff)
+        return "\n".join(row.removesuffix("\n") for row in whole)
 
-    def _inside(self, text: str) -> Path:
-        path = (self._folder / text).resolve()
-        if not path.is_relative_to(self._folder):
-            raise RefusedError(f"{text} is outside of the folder")
-        return path
+    @contextmanager
+    def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """Yield the open folder that holds `path`, and the last name; no link is followed."""
+        *folders, name = path.split("/")
+        if path.startswith("/") or ".." in (*folders, name):
+            raise RefusedError(f"{path} is outside of the folder")
+        if self._is_own(path):
+            raise RefusedError(f"{path} is edgeinfer's own")
+        holder = os.open(self._folder, _FOLDER)
+        try:
+            for folder in folders:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(folder, dir_fd=holder)
+                below = os.open(folder, _FOLDER, dir_fd=holder)
+                os.close(holder)
+                holder = below
+            yield holder, name
+        finally:
+            os.close(holder)
 
-    def _text(self, path: Path) -> str:
-        if not path.is_file():
-            raise RefusedError(f"{path.relative_to(self._folder)} is not a file")
-        if path.stat().st_size > _MAX_FILE:
-            raise RefusedError(f"the file is larger than {_MAX_FILE >> 20} MiB")
-        text = path.read_bytes().decode()
+    def _is_own(self, path: str) -> bool:
+        return any((self._folder / path).is_relative_to(own) for own in self._own)
+
+    @contextmanager
+    def _open(self, path: str) -> Iterator[int]:
+        """Yield the descriptor of a file that is not too large."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with self._parent(path) as (holder, name):
+            descriptor = os.open(name, flags, dir_fd=holder)
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                raise RefusedError(f"{path} is not a file")
+            if info.st_size > _MAX_FILE:
+                raise RefusedError(f"the file is larger than {_MAX_FILE >> 20} MiB")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _text(self, path: str, missing: str | None = None) -> str:
+        """Return a file's text; `missing`, unless None, if there is no such file."""
+        try:
+            with self._open(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                text = file.read(_MAX_FILE + 1).decode()
+        except FileNotFoundError:
+            if missing is None:
+                raise
+            return missing
         if "\0" in text:
             raise RefusedError("the file is binary")
         return text
 
     def _read(self, stop: Stop, path: str, first_line: int = 1, lines: int = _MAX_LINES) -> str:
-        rows = self._text(self._inside(path)).splitlines()
+        rows = self._text(path).splitlines()
         first = max(first_line, 1)
         last = min(len(rows), first - 1 + min(lines, _MAX_LINES))
         shown = [f"{n}\t{rows[n - 1]}" for n in range(first, last + 1)]
@@ -113,60 +184,71 @@ class BuiltinFiles(Builtin):
 
     def _grep(self, stop: Stop, pattern: str, glob: str = "**") -> str:
         end = time.monotonic() + _GREP_S
-        names = [name for name in self._names(stop) if _matches(name, glob) and self._is_small(name)]
+        names = [name for name in self._names(stop) if _matches(name, glob)]
         found: list[str] = []
-        for at in range(0, len(names), _GREP_FILES):
-            found += _grep_files(
-                self._folder, pattern, names[at : at + _GREP_FILES], end - time.monotonic()
-            )
+        for start in range(0, max(len(names), 1), _GREP_FILES):
+            with ExitStack() as stack:
+                opened = {}
+                for name in names[start : start + _GREP_FILES]:
+                    with suppress(RefusedError, OSError):
+                        opened[stack.enter_context(self._open(name))] = name
+                found += _grep_files(pattern, opened, end - time.monotonic())
             if stop.is_set:
                 raise StoppedError("stopped")
             if len(found) > _MAX_FOUND:
                 return "\n".join([*found[:_MAX_FOUND], "… more"])
         return "\n".join(found) or "nothing found"
 
-    def _is_small(self, name: str) -> bool:
-        try:
-            path = self._inside(name)
-            return path.is_file() and path.stat().st_size <= _MAX_FILE
-        except (RefusedError, OSError):
-            return False
-
     def _write(self, stop: Stop, path: str, content: str) -> str:
-        target = self._inside(path)
-        if target.is_dir():
-            raise RefusedError(f"{path} is a folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        mode = target.stat().st_mode & 0o777 if target.exists() else None
-        with new_file(target, mode) as out:
-            out.write(content.encode())
+        with self._parent(path, make=True) as (holder, name):
+            mode = None
+            with suppress(FileNotFoundError):
+                mode = os.stat(name, dir_fd=holder, follow_symlinks=False).st_mode
+            if mode is not None and not stat.S_ISREG(mode):
+                raise RefusedError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'not a file'}")
+            permissions = None if mode is None else mode & 0o777
+            with new_file(Path(name), permissions, folder=holder) as out:
+                out.write(content.encode())
         return f"wrote {len(content.encode()):,} bytes"
 
     def _edit(self, stop: Stop, path: str, old: str, new: str) -> str:
-        after = _edited(self._text(self._inside(path)), {"old": old, "new": new})
-        return self._write(stop, path, after)
+        return self._write(stop, path, _edited(self._text(path), {"old": old, "new": new}))
 
     def _names(self, stop: Stop) -> Iterator[str]:
         """Yield the files' paths; hidden folders and links to folders are left out."""
         visited = 0
-        for folder, below, names in os.walk(self._folder):
-            below[:] = sorted(name for name in below if not name.startswith("."))
-            for name in sorted(names):
-                visited += 1
-                if stop.is_set:
-                    raise StoppedError("stopped")
-                if visited > _MAX_VISITED:
-                    return
-                yield os.path.relpath(os.path.join(folder, name), self._folder)
+        root = os.open(self._folder, _FOLDER)
+        try:
+            for folder, below, names, _ in os.fwalk(".", dir_fd=root):
+                below[:] = sorted(name for name in below if not name.startswith("."))
+                if folder.count("/") >= _MAX_DEPTH or self._is_own(folder):
+                    below.clear()
+                for name in sorted(names):
+                    visited += 1
+                    if stop.is_set:
+                        raise StoppedError("stopped")
+                    if visited > _MAX_VISITED:
+                        return
+                    yield os.path.normpath(os.path.join(folder, name))
+        finally:
+            os.close(root)
 
 
-def _grep_files(folder: Path, pattern: str, names: list[str], left_s: float) -> list[str]:
-    """Return what grep finds, which a time limit can end: `re` would hold the interpreter's lock."""
-    command = ["grep", "-nHIsEZ", f"-m{_MAX_FOUND}", "-e", pattern, "--", *names]
+def _grep_files(pattern: str, opened: dict[int, str], left_s: float) -> list[str]:
+    """Return what grep finds, which a time limit can end: `re` would hold the interpreter's lock.
+
+    `opened` has the names by descriptor. grep is not taken from PATH, where a command can have put one.
+    """
+    program = shutil.which("grep", path=FIXED_PATH)
+    if program is None:
+        raise RefusedError("there is no grep in /usr/bin")
+    files = [f"/dev/fd/{descriptor}" for descriptor in opened]
+    command = [program, "-nHIsEZ", f"-m{_MAX_FOUND}", "-e", pattern, "--", *files]
     try:
         with subprocess.Popen(
             command,
-            cwd=folder,
+            pass_fds=tuple(opened),
+            env={"LANG": "C.UTF-8"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -185,13 +267,18 @@ def _grep_files(folder: Path, pattern: str, names: list[str], left_s: float) -> 
         raise RefusedError(f"the pattern is wrong: {said.decode('utf-8', 'replace').strip()}")
     if grep.returncode == -signal.SIGKILL and len(out) < _MAX_FILE:
         raise RefusedError(f"the search took more than {_GREP_S} s")
-    return [_found_line(line) for line in out.decode("utf-8", "replace").split("\n")[:-1]]
+    return [_found_line(line, opened) for line in out.decode("utf-8", "replace").split("\n")[:-1]]
 
 
-def _found_line(line: str) -> str:
-    name, _, rest = line.partition("\0")
+def _found_line(line: str, opened: dict[int, str]) -> str:
+    file, _, rest = line.partition("\0")
     number, _, text = rest.partition(":")
-    return f"{name}:{number}: {text[:_LINE_CHARACTERS]}"
+    return f"{opened[int(os.path.basename(file))]}:{number}: {text[:_LINE_CHARACTERS]}"
+
+
+def _rows(text: str) -> list[str]:
+    """Divide at newlines only: a diff must not hide other ends of lines."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _matches(name: str, pattern: str) -> bool:

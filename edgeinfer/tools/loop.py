@@ -5,6 +5,8 @@ No front end: it gives a `CallFront` things to show, and asks it for decisions.
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +18,23 @@ import msgspec
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
 from edgeinfer.runtime.requests import Tool, ToolChoice
-from edgeinfer.tools.approval import Approvals, Decision, Level, argument_text, pattern_for
+from edgeinfer.safe_text import escape_hidden
+from edgeinfer.tools.approval import (
+    Approvals,
+    Decision,
+    Level,
+    argument_text,
+    parse_decision,
+    pattern_for,
+)
 from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
-#: Bytes of an argument or a diff in the page, which scrolls.
-_MOST_SCROLLED = 64 << 10
+#: What a card shows at once in a terminal.
+_PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_MORE = "there were enough calls: answer with what you have, without another call"
 _REPEATED = "the same call was made before: answer with its result, which stands above"
 
@@ -32,37 +43,78 @@ Rounds = Sequence[Sequence[ToolUse]]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that waits for the user: what runs where, with which arguments, and what it changes."""
+    """A call that waits for the user: what runs where, with which arguments, and what it changes.
+
+    Nothing of the call is left out of what is shown; a hidden character is shown as its escape.
+    """
 
     id: str
     server: str
     tool: str
     arguments: dict[str, Any]
+    #: "" if there is none near the call: the user then cannot allow similar calls.
     pattern: str
     diff: str = ""
     warning: str = ""
 
+    def _shown_arguments(self) -> dict[str, str]:
+        """Return the arguments as shown; a diff stands for all but the path."""
+        arguments = {"path": self.arguments.get("path")} if self.diff else self.arguments
+        texts = {name: escape_hidden(argument_text(value)) for name, value in arguments.items()}
+        return {n if _PLAIN_NAME.fullmatch(n) else json.dumps(n): text for n, text in texts.items()}
+
     def plain(self) -> dict[str, Any]:
-        """Return the fields without control characters, arguments as text; a diff stands for them."""
-
-        def plain(text: str) -> str:
-            return safe_text(text, _MOST_SCROLLED)
-
-        given = {"path": self.arguments.get("path")} if self.diff else self.arguments
-        arguments = {plain(name): plain(argument_text(value)) for name, value in given.items()}
+        """Return the fields for a page, with hidden characters escaped."""
         fields = msgspec.structs.asdict(self) | {"arguments": ""}
-        return {name: plain(text) for name, text in fields.items()} | {"arguments": arguments}
+        escaped = {name: escape_hidden(text) for name, text in fields.items()}
+        return escaped | {"arguments": self._shown_arguments()}
 
     def text(self) -> str:
-        """Return the card as lines without control characters."""
-        given = {} if self.diff else self.arguments
-        lines = [f"{self.server} · {self.tool} wants to run"]
-        lines += [f"  {name}: {argument_text(value)}" for name, value in given.items()]
-        if self.diff:
-            lines += [f"  {argument_text(self.arguments.get('path', ''))}", self.diff]
-        lines += [f"  ! {self.warning}"] if self.warning else []
-        lines.append(f"y once · a always in this conversation · p always {self.pattern} · n REASON")
-        return safe_text("\n".join(lines[:-1]), _MOST_SHOWN) + "\n" + safe_text(lines[-1], _MOST_SHOWN)
+        """Return the card as lines: the call, its change, the warning, and what can be typed."""
+        lines = [f"{_on_one_line(self.server)} · {_on_one_line(self.tool)} wants to run"]
+        # further lines of an argument are marked: they could look like another argument
+        lines += [
+            f"  {name}: {text}".replace("\n", "\n  | ")
+            for name, text in self._shown_arguments().items()
+        ]
+        lines += [escape_hidden(self.diff)] if self.diff else []
+        lines += [f"  ! {escape_hidden(self.warning)}"] if self.warning else []
+        always = f" · p always {escape_hidden(self.pattern)}" if self.pattern else ""
+        return "\n".join([*lines, f"y once · a always in this conversation{always} · n REASON"])
+
+    def ask(self, ask: Callable[[str], str | None]) -> Decision:
+        """Show the card by `ask`, which returns what the user types, or None to stop.
+
+        A long card has several pages: only its last page takes a yes.
+        """
+        *pages, last = _pages(self.text())
+        for number, page in enumerate(pages, 1):
+            typed = ask(f"{page}… page {number} of {len(pages) + 1} · m shows the next · n REASON")
+            if typed is None or (
+                typed.strip().lower() not in ("", "m") and parse_decision(typed).choice == "no"
+            ):
+                return _decision(typed)
+        return _decision(ask(last))
+
+
+def _decision(typed: str | None) -> Decision:
+    return Decision("no", "stopped") if typed is None else parse_decision(typed)
+
+
+def _on_one_line(text: str) -> str:
+    return escape_hidden(text).replace("\n", "\\x0a")
+
+
+def _pages(text: str) -> list[str]:
+    """Divide a text into pages; joined they are the text."""
+    pages, lines = [""], 0
+    for row in re.findall(rf"[^\n]{{1,{_PAGE_CHARACTERS}}}\n?|\n", text):
+        if lines == _PAGE_LINES or len(pages[-1]) + len(row) > _PAGE_CHARACTERS:
+            pages[-1] += "" if pages[-1].endswith("\n") else "\n"
+            pages, lines = [*pages, ""], 0
+        pages[-1] += row
+        lines += 1
+    return pages
 
 
 class CallFront(Protocol):
@@ -88,7 +140,7 @@ class ChatTools:
                 hint='config.toml, e.g. `[tools]` and `builtin = ["read", "glob", "grep"]`',
             )
         self.toolbox = Toolbox(config, folder)
-        self._approvals = Approvals(config)
+        self._approvals = Approvals(config, folder)
         self._tools: tuple[Tool, ...] | None = None
         self.running: Stop | None = None
         self._stops: set[Stop] = set()
@@ -173,7 +225,7 @@ class ChatTools:
         return said
 
     def start(
-        self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: int = 0
+        self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: object = 0
     ) -> Callable[[], tuple[ToolUse, ...]]:
         """Return a function that runs the calls; until it returns, `running` stops them.
 
@@ -214,7 +266,7 @@ class ChatTools:
         stop: Stop,
         *,
         past: Rounds = (),
-        conversation: int = 0,
+        conversation: object = 0,
     ) -> tuple[ToolUse, ...]:
         """Return the uses with their results, in order. `past` are the rounds since the question."""
         self._stops.add(stop)
@@ -227,7 +279,7 @@ class ChatTools:
             self._stops.discard(stop)
 
     def _run(
-        self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: int
+        self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: object
     ) -> tuple[ToolUse, ...]:
         ended = list(uses)
         if len(past) >= self.toolbox.config.max_rounds:
@@ -257,7 +309,7 @@ class ChatTools:
         return tuple(ended)
 
     def _approved(
-        self, use: ToolUse, front: CallFront, stop: Stop, conversation: int
+        self, use: ToolUse, front: CallFront, stop: Stop, conversation: object
     ) -> ToolUse | tuple[BoundTool, dict[str, Any]]:
         """Return the tool and its arguments, or the use that has ended without a call."""
         if stop.is_set:
@@ -273,22 +325,26 @@ class ChatTools:
             front.show_use(use, "starting…")
             self.toolbox.start(bound.server)
         except EdgeInferError as error:
-            return use.ended("failed", error.message)
+            return use.ended("failed", safe_text(error.message, 2000))
         bound = self.toolbox.bound().get(use.name)  # the list may have changed with the start
         if bound is None:
             return use.ended("failed", "its server has this tool no longer")
+        builtin = self.toolbox.builtin.get(bound.server)
+        if builtin is not None:
+            arguments = builtin.canonical(bound.info.name, arguments)
         level = self._level(bound, arguments, conversation)
         if level == "deny":
             return use.ended("refused", "the configuration denies it")
-        if level == "ask" or bound.is_new:
-            refused = self._asked(use, bound, arguments, front, conversation)
+        warning = builtin.warning(bound.info.name, arguments) if builtin is not None else ""
+        if level == "ask" or bound.is_new or warning:
+            refused = self._asked(use, bound, arguments, front, conversation, warning)
             if stop.is_set:
                 return use.ended("stopped", "the user stopped the calls")
             if refused is not None:
                 return use.ended("refused", refused)
         return bound, arguments
 
-    def _level(self, bound: BoundTool, arguments: dict[str, Any], conversation: int) -> Level:
+    def _level(self, bound: BoundTool, arguments: dict[str, Any], conversation: object) -> Level:
         return self._approvals.level(
             bound.server,
             bound.info.name,
@@ -304,12 +360,14 @@ class ChatTools:
         bound: BoundTool,
         arguments: dict[str, Any],
         front: CallFront,
-        conversation: int,
+        conversation: object,
+        warning: str,
     ) -> str | None:
         """Ask the user; return why the call is refused, None if it is allowed."""
         server, tool = bound.server, bound.info.name
         builtin = self.toolbox.builtin.get(server)
         warnings = [
+            warning,
             "its server has added or changed this tool since you first saw it" if bound.is_new else "",
             "its server says that it may destroy things" if bound.info.destructive else "",
         ]
@@ -328,7 +386,7 @@ class ChatTools:
         self.toolbox.approve(bound)
         if decision.choice == "conversation":
             self._approvals.allow_here(conversation, server, tool)
-        elif decision.choice == "pattern":
+        elif decision.choice == "pattern" and card.pattern:
             try:
                 self._approvals.allow_always(card.pattern)
             except ConfigError as error:
@@ -368,7 +426,7 @@ class NoFront:
         self.refused: list[str] = []
 
     def decide(self, card: Card) -> Decision:
-        self.refused.append(card.pattern)
+        self.refused.append(card.pattern or f"{card.server}.{card.tool}")
         return Decision("no", "no user is here to allow it")
 
     def show_use(self, use: ToolUse, words: str) -> None:

@@ -20,7 +20,7 @@ from edgeinfer.chat.session import Answer
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation
-from edgeinfer.tools.approval import Decision, parse_decision
+from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.uses import Stop, ToolUse
 from edgeinfer.tui.drawing.entry import AnswerEntry, Remark
 from edgeinfer.tui.view import Streaming, View
@@ -196,8 +196,7 @@ class Answering:
 
     def decide(self, card: Card) -> Decision:
         """Show a card and wait for the decision. In the thread that runs the calls."""
-        typed = self.ask(card.text())
-        return Decision("no", "stopped") if typed is None else parse_decision(typed)
+        return card.ask(self.ask)
 
     def ask(self, text: str) -> str | None:
         """Show a text and wait for what is typed; None once the calls end. In a call's thread."""

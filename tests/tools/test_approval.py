@@ -1,10 +1,19 @@
 """Patterns, levels, and what a person types at a card."""
 
+import json
+import random
+import string
+from pathlib import Path
+
 import pytest
 
-from edgeinfer.config.config_file import ToolsConfig, load_config
+from edgeinfer.config.config_file import ToolsConfig, load_config, save
 from edgeinfer.errors import ConfigError
 from edgeinfer.tools.approval import Approvals, Decision, parse, parse_decision, pattern_for
+
+HIDDEN = [
+    *map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x200B, 0x200E, 0x202E, 0x2066, 0xFEFF, 0xE0041))
+]
 
 
 @pytest.mark.parametrize(
@@ -12,48 +21,188 @@ from edgeinfer.tools.approval import Approvals, Decision, parse, parse_decision,
     [
         ("s.*", {}, True),
         ("s.t", {"x": 1}, True),
+        ("s.t()", {"x": 1}, False),
+        ("s.t()", {}, True),
         ("s.other", {}, False),
         ("s.t(path=notes/*)", {"path": "notes/a.txt"}, True),
+        ("s.t(path=./notes/*)", {"path": "notes/a.txt"}, True),
         ("s.t(path=notes/*)", {"path": "notes/../secret"}, False),
         ("s.t(path=notes/*)", {"path": "other/notes/a"}, False),
         ("s.t(path=notes/*)", {}, False),
+        ("s.t(path=../a)", {"path": "../a"}, True),  # exactly
         ("s.t(n=3, path=a[1])", {"n": 3, "path": "a[1]"}, True),
         ("s.t(n=3, path=a[1])", {"n": 4, "path": "a[1]"}, False),
         (r"s.t(words=a\, b)", {"words": "a, b"}, True),
+        (r"s.t(words=a\*b\n)", {"words": "a*b\n"}, True),
+        (r"s.t(words=a\*b)", {"words": "a b"}, False),
+        ("s.t(url=https://*.python.org/*)", {"url": "https://docs.python.org/x"}, True),
+        ("s.t(url=https://*.python.org/*)", {"url": "https://docs.python.org"}, True),
+        ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example/.python.org/"}, False),
+        ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example#.python.org/"}, False),
+        ("s.t(url=https://python.org/*)", {"url": "https://python.org@evil.example/"}, False),
+        ("s.t(url=https://python.org/*)", {"url": "http://python.org/"}, False),
+        ("s.t(url=https://python.org/a/*)", {"url": "https://python.org/a/%2e%2e/b"}, False),
+        ("s.t(command=git status*)", {"command": "git status --short"}, True),
     ],
 )
 def test_pattern(pattern, arguments, matched):
-    assert parse(pattern).matches("s", "t", arguments) is matched
+    assert parse(pattern).allows("s", "t", arguments) is matched
 
 
-@pytest.mark.parametrize("text", ["", "s", "s.t(", "s.t()", "s.t(x)", "s t", "s.t(a=1,)b"])
+@pytest.mark.parametrize(
+    "more",
+    ["; rm -rf .", "&& x", "|x", "& x", "\nx", " $(x)", " `x`", " >x", " <x", " ${x}", " <(x)", "\r x"],
+)
+def test_a_wildcard_of_a_command_stands_for_no_operator(more):
+    pattern = parse("sandbox.shell(command=git status*)")
+    assert not pattern.allows("sandbox", "shell", {"command": f"git status{more}"})
+    assert parse("sandbox.shell").allows("sandbox", "shell", {"command": f"git status{more}"})
+
+
+@pytest.mark.parametrize("text", ["", "s", "s.t(", "s.t(x)", "s t", "s.t(a=1,)b", "s.t(a=1", "s.t\\"])
 def test_broken_pattern_is_refused(text):
     with pytest.raises(ConfigError, match="no pattern"):
         parse(text)
 
 
+def text_of(choose):
+    letters = [*string.printable, *HIDDEN, "é", "漢", *"*\\,()=.[]?;|&", "..", "//", "./"]
+    return "".join(choose.choices(letters, k=choose.randrange(1, 30)))
+
+
+def test_proposed_patterns_match_their_call_and_no_other():
+    """10,000 generated calls; each with one argument in another host, folder, command or with a separator."""
+    choose = random.Random(7)
+    schemes, ends = ["http://", "https://"], ["", "/", "/a?b=c#d", "/x/y"]
+    hosts = ["docs.python.org", "a.b:8080", "127.0.0.1", "[::1]", "münchen.example"]
+    n_proposed = 0
+    for _ in range(10_000):
+        kind = choose.choice(["url", "path", "command", "text"])
+        value = {
+            "url": lambda: choose.choice(schemes) + choose.choice(hosts) + choose.choice(ends),
+            "path": lambda: "/".join(
+                text_of(choose).replace("/", "") for _ in range(choose.randrange(1, 4))
+            ),
+            "command": lambda: choose.choice(
+                ["git status", "./build.sh a", "/usr/bin/env", "ls *.py", text_of(choose)]
+            ),
+            "text": lambda: text_of(choose),
+        }[kind]()
+        server, tool = choose.choice([("s", "t"), ("s", "a.b"), ("s", "*"), ("x.y", text_of(choose))])
+        text = pattern_for(server, tool, {kind: value})
+        if not text:
+            continue
+        n_proposed += 1
+        pattern = parse(text)
+        assert pattern.allows(server, tool, {kind: value}), (text, value)
+        others = {
+            "url": [
+                value.replace("://", "://evil."),
+                value.replace("://", "://evil.example/?"),
+                value.replace("://", "://a:b@"),
+                f"ftp{value}",
+                "https://evil.example/",
+            ],
+            "path": [f"x{value}", f"../{value}", f"x/{value}", f"{value}/../../y", f"/{value}"],
+            "command": [f"{value}{end}" for end in ("; x", "\nx", "&&x", "|x", " $(x)", " x")],
+            "text": [f"{value}x", f"x{value}", value.swapcase() + "z"],
+        }[kind]
+        for other in others:
+            assert not pattern.allows(server, tool, {kind: other}), (text, other)
+        assert not pattern.allows(server, f"{tool}x", {kind: value})
+        assert not pattern.allows(f"x{server}", tool, {kind: value})
+        assert not pattern.allows(server, tool, {})
+    assert n_proposed > 5_000
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    "arguments", [{"code": "x\n" * 100}, {"command": "x" * 300}, {"a": "b\ud800" * 99}]
+)
+def test_no_pattern_is_proposed_for_a_long_call(arguments):
+    assert pattern_for("sandbox", "shell", arguments) == ""
+
+
+def test_what_is_written_is_free():
+    call = {"path": "notes/a.txt", "content": "x\n" * 1000}
+    assert pattern_for("files", "write", call) == "files.write(path=notes/*)"
+
+
+@pytest.fixture
+def project(tmp_path):
+    folder = tmp_path / "project"
+    (folder / ".git").mkdir(parents=True)
+    (folder / "sub").mkdir()
+    (folder / "inner").symlink_to(".git")
+    (folder / "private.txt").write_text("x")
+    (folder / "same.txt").symlink_to("private.txt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "path",
     [
-        {"path": "notes/deep/a.txt"},
-        {"url": "https://example.com/a?b=c"},
-        {"words": "a, b", "n": 3, "flag": True},
-        {"content": "x" * 200, "path": "a.txt"},
-        {"glob": "*.py"},
+        ".git/config",
+        "./.git/config",
+        "sub/../.git/config",
+        ".git//config",
+        ".git/./config",
+        "{folder}/.git/config",
+        "{folder}/sub/../.git/config",
+        "inner/config",
+        "sub/../inner/hooks/x",
+        ".GIT/config",
+        ".git",
+        "../{folder.name}/.git/config",
+        "nothing/../.git/config",
+        "private.txt",
+        "same.txt",
+        "sub/../same.txt",
+        "~/../{relative}/private.txt",
     ],
 )
-def test_proposed_pattern_matches_its_call(arguments):
-    assert parse(pattern_for("s", "t", arguments)).matches("s", "t", arguments)
+@pytest.mark.parametrize("inside", ["{}", ["{}"], ["a", "{}"], {"file": "{}"}])
+def test_deny_holds_in_every_spelling(project, path, inside, monkeypatch):
+    monkeypatch.setenv("HOME", str(project.parent / "home"))
+    path = path.format(folder=project, relative=project.name)
+    path = json.loads(json.dumps(inside).replace("{}", path))
+    deny = ("s.*(path=.git/*)", f"s.*(path={project}/private.txt)")
+    approvals = Approvals(ToolsConfig(allow=("s.t",), deny=deny), project)
+    assert approvals.level("s", "t", {"path": path}) == "deny"
+    assert approvals.level("s", "t", {"path": "sub/git/config"}) == "allow"
+    deny = (f"s.*(path={project}/.git/*)", "s.*(path=./private.txt)")
+    approvals = Approvals(ToolsConfig(allow=("s.t",), deny=deny), project)
+    assert approvals.level("s", "t", {"path": path}) == "deny"
 
 
-def test_proposed_pattern_stays_near():
-    proposed = parse(pattern_for("s", "t", {"path": "notes/a.txt", "url": "https://example.com/x"}))
-    assert not proposed.matches("s", "t", {"path": "other/a.txt", "url": "https://example.com/x"})
-    assert not proposed.matches("s", "t", {"path": "notes/b.txt", "url": "https://elsewhere.org/x"})
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://evil.example/x",
+        "https://EVIL.example/x",
+        "HTTPS://evil.example:443/x",
+        "https://evil.example./x",
+        "https://a:b@evil.example/x",
+        "https://evil.example/y/../x",
+        "https://evil.example/%78",
+        "https:\\\\evil.example\\x",
+        " https://evil.example/x\n",
+        "https://ev\til.example/x",
+    ],
+)
+def test_deny_of_an_address_holds_in_every_spelling(project, url):
+    approvals = Approvals(ToolsConfig(deny=("s.*(url=https://evil.example/*)",)), project)
+    assert approvals.level("s", "t", {"url": url}) == "deny"
+    assert approvals.level("s", "t", {"url": "https://example.com/evil.example/x"}) == "ask"
+
+
+def test_deny_of_a_command_holds_behind_an_operator(project):
+    approvals = Approvals(ToolsConfig(deny=("sandbox.shell(command=rm *)",)), project)
+    for command in ("rm x", "ls; rm x", "ls && rm x", "ls\nrm x", "echo $(rm x)", "a | rm x"):
+        assert approvals.level("sandbox", "shell", {"command": command}) == "deny"
 
 
 def test_deny_goes_before_allow_and_ask_is_the_rule():
-    approvals = Approvals(ToolsConfig(allow=("s.*",), deny=("s.rm",)))
+    approvals = Approvals(ToolsConfig(allow=("s.*",), deny=("s.rm",)), Path())
     assert approvals.level("s", "ls", {}) == "allow"
     assert approvals.level("s", "rm", {}) == "deny"
     assert approvals.level("other", "ls", {}) == "ask"
@@ -61,16 +210,40 @@ def test_deny_goes_before_allow_and_ask_is_the_rule():
 
 
 def test_a_destructive_claim_raises_the_level_of_a_wildcard():
-    approvals = Approvals(ToolsConfig(allow=("s.*", "s.exact")))
+    approvals = Approvals(ToolsConfig(allow=("s.*", "s.exact")), Path())
     assert approvals.level("s", "t", {}, destructive=True) == "ask"
     assert approvals.level("s", "exact", {}, destructive=True) == "allow"
 
 
 def test_allowed_pattern_is_kept_in_the_configuration():
-    approvals = Approvals(ToolsConfig(allow=("a.b",)))
+    approvals = Approvals(ToolsConfig(allow=("a.b",)), Path())
+    save(("tools", "allow"), ["a.b"])
     approvals.allow_always("s.t(path=notes/*)")
     assert load_config().tools.allow == ("a.b", "s.t(path=notes/*)")
     assert approvals.level("s", "t", {"path": "notes/x"}) == "allow"
+
+
+def test_what_was_taken_back_meanwhile_stays_so():
+    approvals = Approvals(ToolsConfig(allow=("a.b", "c.d")), Path())
+    save(("tools", "allow"), ["c.d", "e.f"])  # by the user, or another chat
+    approvals.allow_always("s.t")
+    assert load_config().tools.allow == ("c.d", "e.f", "s.t")
+
+
+@pytest.mark.parametrize("character", [*HIDDEN, "é", '"', "'", "\\"])
+def test_every_pattern_comes_back_from_the_configuration(character):
+    approvals = Approvals(ToolsConfig(), Path())
+    call = ("s", "t", {"command": f"a{character}b"})
+    approvals.allow_always(pattern_for(*call))
+    assert Approvals(load_config().tools, Path()).level(*call) == "allow"
+
+
+def test_allowed_here_means_the_tool_of_this_name():
+    approvals = Approvals(ToolsConfig(), Path())
+    approvals.allow_here(1, "s", "*")
+    assert approvals.level("s", "*", {}, conversation=1) == "allow"
+    assert approvals.level("s", "rm", {}, conversation=1) == "ask"
+    assert approvals.level("s", "*", {}, conversation=2) == "ask"
 
 
 @pytest.mark.parametrize(

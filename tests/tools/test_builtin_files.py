@@ -1,7 +1,14 @@
 """The built-in tools: below the folder alone."""
 
+import collections
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 
+from edgeinfer.config.config_file import config_path
 from edgeinfer.tools import builtin_files
 from edgeinfer.tools.builtin_files import TOOLS, BuiltinFiles
 from edgeinfer.tools.mcp_client import StoppedError
@@ -21,7 +28,7 @@ def files(tmp_path):
 
 
 def call(files, name, **arguments):
-    found = files.call(name, arguments)
+    found = files.call(name, files.canonical(name, arguments))
     return found.text if not found.is_error else f"error: {found.text}"
 
 
@@ -61,7 +68,7 @@ def test_write_and_edit_show_a_diff_first(files, tmp_path):
     assert files.preview("edit", arguments).splitlines()[-4:] == [" one", "-two", "+2", " three"]
     assert call(files, "edit", **arguments).startswith("wrote")
     assert (tmp_path / "project" / "a.txt").read_text() == "one\n2\nthree\n"
-    assert files.preview("write", {"path": "new/n.txt", "content": "x"}).endswith("+x")
+    assert files.preview("write", {"path": "new/n.txt", "content": "x"}).endswith("+x\n\\ no newline")
     call(files, "write", path="new/n.txt", content="x")
     assert (tmp_path / "project" / "new" / "n.txt").read_text() == "x"
     assert files.preview("read", {"path": "a.txt"}) == ""
@@ -88,3 +95,92 @@ def test_search_is_stopped(files):
     stop.set()
     with pytest.raises(StoppedError):
         files.call("grep", {"pattern": "x"}, stop)
+
+
+@pytest.mark.parametrize("ending", ["\r", "\x0b", "\x85", "\u2028", " ", ""])
+def test_a_diff_shows_every_change(files, ending):
+    """A diff that divides elsewhere than at newlines would be empty, or hide where a line ends."""
+    diff = files.preview("write", {"path": "a.txt", "content": f"one{ending}\ntwo\nthree\n"})
+    assert (f"+one{ending}\n" in diff) is bool(ending)
+    assert files.preview("write", {"path": "a.txt", "content": "one\ntwo\nthree"}).endswith(
+        "-three\n+three\n\\ no newline"
+    )
+
+
+def test_a_change_without_a_diff_is_shown_by_its_arguments(files):
+    assert files.preview("write", {"path": "src/c.bin", "content": "x"}) == ""
+
+
+def test_a_call_follows_no_link(files, tmp_path):
+    """Links are followed before a call is judged; the call itself meets none, or is refused."""
+    (tmp_path / "project" / "inner").symlink_to("src")
+    assert files.canonical("read", {"path": "./inner/../a.txt"}) == {"path": "a.txt"}
+    assert files.canonical("read", {"path": "inner/b.py"}) == {"path": "src/b.py"}
+    for path in ("inner/b.py", "out"):
+        assert files.call("read", {"path": path}).is_error
+        assert files.call("write", {"path": path, "content": "x"}).is_error
+    assert (tmp_path / "secret").read_text() == "two"
+
+
+@pytest.mark.slow  # starts grep
+def test_nothing_escapes_by_a_race(files, tmp_path):
+    """A folder and a link out of it change places; RACE_S prolongs that."""
+    project, outside = tmp_path / "project", tmp_path / "outside"
+    for folder in (project / "a", outside):
+        folder.mkdir()
+        (folder / "key").write_text(folder.name)
+    (project / "b").symlink_to(outside)
+    swap = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+        "while True: libc.renameat2(-100, b'a', -100, b'b', 2)"  # RENAME_EXCHANGE
+    )
+    key = {"path": "a/key"}
+    calls = [("read", key), ("write", key | {"content": "a"}), ("edit", key | {"old": "a", "new": "a"})]
+    calls = [*calls, ("write", {"path": "a/planted", "content": "x"})] * 50
+    calls.append(("grep", {"pattern": "outside|^a$"}))
+    texts = []
+    end = time.monotonic() + float(os.environ.get("RACE_S", "1.5"))
+    with subprocess.Popen([sys.executable, "-c", swap], cwd=project) as swapping:
+        while time.monotonic() < end:
+            for name, arguments in calls:
+                for judged in (files.canonical(name, arguments), arguments):
+                    answer = files.call(name, judged)
+                    texts.append(answer.text if answer.is_error else name)
+                    assert answer.is_error or "outside" not in answer.text
+        swapping.kill()
+    print(collections.Counter(texts))
+    assert {path.name for path in outside.iterdir()} == {"key"}
+    assert (outside / "key").read_text() == "outside"
+    assert {"read", "write", "edit", "Not a directory"} <= set(texts)  # folder and link were met
+
+
+def test_grep_is_not_taken_from_the_path(files, tmp_path, monkeypatch):
+    planted = tmp_path / "project" / "bin" / "grep"
+    planted.parent.mkdir()
+    planted.write_text(f"#!/bin/sh\necho x > {tmp_path}/owned\n")
+    planted.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{planted.parent}:{os.environ['PATH']}")
+    assert "a.txt:2: two" in call(files, "grep", pattern="two")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_files_below_the_home_folder_are_not_offered(files, tmp_path, monkeypatch):
+    assert files.unavailable() == ""
+    monkeypatch.setenv("HOME", str(tmp_path / "project" / "home"))
+    assert "holds your home folder" in BuiltinFiles(tmp_path / "project", ("read",)).unavailable()
+
+
+def test_edgeinfers_own_folders_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path / "own"))
+    config_path().parent.mkdir(parents=True)
+    (config_path().parent / "keys").write_text("secret")
+    files = BuiltinFiles(tmp_path, tuple(TOOLS))
+    path = str((config_path().parent / "keys").relative_to(tmp_path))
+    assert "edgeinfer's own" in call(files, "read", path=path)
+    assert call(files, "grep", pattern="secret") == "nothing found"
+
+
+def test_special_files_are_refused_at_once(files, tmp_path):
+    os.mkfifo(tmp_path / "project" / "pipe")
+    assert "not a file" in call(files, "read", path="pipe")
+    assert "not a file" in call(files, "write", path="pipe", content="x")

@@ -207,7 +207,8 @@ def _with_tools(
             turns = call_messages(result.text, result.reasoning, uses)
             request = msgspec.structs.replace(request, messages=(*request.messages, *turns))
     if front.refused:
-        allow = ", ".join(f'"{pattern}"' for pattern in dict.fromkeys(front.refused))
+        patterns = dict.fromkeys(front.refused)
+        allow = ", ".join(msgspec.json.encode(pattern).decode() for pattern in patterns)
         front.say([f"refused; to allow such calls, add to `allow` under [tools]: {allow}"])
     return msgspec.structs.replace(result, calls=tuple(itertools.chain(*rounds)))
 

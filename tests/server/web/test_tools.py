@@ -73,12 +73,43 @@ def test_by_keyboard_a_no_has_a_reason_and_typing_decides_nothing(serve, tab):
     assert page.js("document.documentElement.scrollWidth") <= 320
     page.key("Enter")
     page.key(" ")
-    for _ in range(5):
+    for _ in range(6):
         page.key("Tab")
     page.type("not there")
     page.key("Enter")
     page.see("As you like.")
     assert told(engine) == ["The call was not allowed: the user said no: not there"]
+
+
+@pytest.mark.parametrize("content", ["x\n" * 300, "a " * 9000])
+def test_a_long_call_is_allowed_after_its_end_was_shown(serve, tab, folder, content):
+    configure(builtin=["write"])
+    engine = FakeEngine([calling(files__write={"path": "a", "content": content}), ["Written."]])
+    page = tab(with_page(serve(engine)))
+    ask_with_tools(page, "Write a.")
+    page.see("Scroll to the end of the call to allow it.")
+    is_off = f"{CARD}.querySelector('button.primary').disabled"
+    page.wait(f"{is_off} === true")
+    page.js(f"{CARD}.querySelector('button.primary').click()")
+    pre = f"{CARD}.querySelector('pre')"
+    page.js(f"{pre}.scrollTop = {pre}.scrollHeight / 2")
+    page.wait(f"{is_off} === true")
+    page.js(f"{pre}.scrollTop = {pre}.scrollHeight")
+    page.wait(f"{is_off} === false")
+    page.js(f"{pre}.scrollTop = 0")
+    page.click(".card button", "Allow once")
+    page.see("Written.")
+    assert (folder / "a").read_text() == content
+
+
+def test_hidden_characters_of_a_call_are_shown(serve, tab):
+    configure("plain")
+    call = calling(plain__weather={"city": "Rome #\x1b]\u202e\u200b\U000e0041\nrm -r notes"})
+    page = tab(with_page(serve(FakeEngine([call, ["Well."]]))))
+    ask_with_tools(page, "Weather?")
+    page.wait(CARD)
+    shown = page.js(f"{CARD}.querySelector('dd').textContent")
+    assert shown == "Rome #\\x1b]\\u202e\\u200b\\U000e0041\nrm -r notes"
 
 
 def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab, folder):

@@ -75,21 +75,30 @@ class Turn extends Component {
 }
 
 function Card({ card }) {
-  const box = useRef(), reason = useRef(), name = `${card.server} · ${card.tool} wants to run`;
+  const box = useRef(), reason = useRef(), [seen, setSeen] = useState(false), name = `${card.server} · ${card.tool} wants to run`;
+  const look = () => { // what scrolls must have been at its end before a yes
+    const parts = [...box.current.querySelectorAll("dl, pre")];
+    for (const part of parts) if (part.clientHeight && part.scrollTop + part.clientHeight >= part.scrollHeight - 2) part.dataset.ended = "1";
+    setSeen(parts.every((part) => part.dataset.ended));
+  };
   const decide = (choice) => actions.change({ action: "decide", card: card.number, choice, reason: reason.current.value });
   useEffect(() => { // not a button: what is being typed must not decide
     actions.say(`${name}: it waits for you.`);
     if (!document.activeElement?.value) box.current.focus();
-    return () => { if (box.current?.contains(document.activeElement)) actions.focus(); };
+    const sizes = new ResizeObserver(look);
+    for (const part of box.current.querySelectorAll("dl, pre")) sizes.observe(part);
+    look();
+    return () => { sizes.disconnect(); if (box.current?.contains(document.activeElement)) actions.focus(); };
   }, [card.number]);
   return html`<form class="turn card" ref=${box} tabindex="-1" aria-label=${name} onSubmit=${(event) => { event.preventDefault(); decide("no"); }}>
     <strong dir="auto">${name}</strong> <small dir="auto">in ${card.folder}</small>
-    <dl>${Object.entries(card.arguments).map(([label, value]) => html`<dt dir="auto">${label}</dt><dd dir="auto">${value}</dd>`)}</dl>
-    ${card.diff && html`<pre tabindex="0" aria-label="Change">${card.diff.split("\n").map((line) => html`<span class=${{ "+": "added", "-": "removed" }[line[0]]}>${line}${"\n"}</span>`)}</pre>`}
+    ${Object.keys(card.arguments).length > 0 && html`<dl tabindex="0" aria-label="Call" onScroll=${look}>${Object.entries(card.arguments).map(([label, value]) => html`<dt dir="ltr">${label}</dt><dd dir="ltr">${value}</dd>`)}</dl>`}
+    ${card.diff && html`<pre tabindex="0" aria-label="Change" dir="ltr" onScroll=${look}>${card.diff.split("\n").map((line) => html`<span class=${{ "+": "added", "-": "removed" }[line[0]]}>${line}${"\n"}</span>`)}</pre>`}
     ${card.warning && html`<p class="note">${card.warning}</p>`}
-    <div class="row"><button type="button" class="primary" onClick=${() => decide("once")}>Allow once</button>
-      <button type="button" onClick=${() => decide("conversation")}>Always in this conversation</button>
-      <button type="button" onClick=${() => decide("pattern")}>Always <code dir="auto">${card.pattern}</code></button></div>
+    ${!seen && html`<p class="note">Scroll to the end of the call to allow it.</p>`}
+    <div class="row"><button type="button" class="primary" disabled=${!seen} onClick=${() => decide("once")}>Allow once</button>
+      <button type="button" disabled=${!seen} onClick=${() => decide("conversation")}>Always in this conversation</button>
+      ${card.pattern && html`<button type="button" disabled=${!seen} onClick=${() => decide("pattern")}>Always <code dir="ltr">${card.pattern}</code></button>`}</div>
     <div class="row"><input ref=${reason} aria-label="Reason, for the model" placeholder="Reason, for the model" maxlength="4000" /><button>No</button></div>
   </form>`;
 }
