@@ -61,16 +61,18 @@ _MODE_FILTER = 2
 _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
 _ERRNO = 0x00050000
-#: Instructions of the kernel's filters (linux/bpf_common.h): load a word, jump if it is equal or if a
-#: bit is set, return.
+#: Instructions of the kernel's filters (linux/bpf_common.h): load a word, keep some of its bits, jump
+#: if it is equal or if a bit is set, return.
 _LOAD = 0x20
+_AND = 0x54
 _IF_EQUAL = 0x15
 _IF_BITS = 0x45
 _RETURN = 0x06
-#: Offsets in seccomp_data; of the first argument, its low half.
+#: Offsets in seccomp_data; of an argument, its low half.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
+_SECOND_ARGUMENT = 24
 _CLONE_THREAD = 0x00010000
 #: The bit of a call's number in the 32-bit interface of x86-64.
 _X32 = 0x40000000
@@ -97,9 +99,13 @@ _HIDDEN = {
     "x86_64": "319 447 29 248 249 250 323 321 298 425",
     "aarch64": "279 447 194 217 218 219 282 280 241 425",
 }
-_SOCKET = {"x86_64": 41, "aarch64": 198}
-#: unix inet inet6 netlink: those of a namespace; vsock, for one, reaches the host of a virtual machine.
-_FAMILIES = (1, 2, 10, 16)
+#: socket socketpair.
+_SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
+#: inet inet6 netlink: those of a namespace. A unix socket reaches a program that listens in the folder,
+#: and vsock the host of a virtual machine.
+_FAMILIES = (2, 10, 16)
+#: Pairs that can send to their other end only: stream and seqpacket, not datagram.
+_PAIRS, _TYPE_BITS = (1, 5), 0xF
 
 
 class _Program(ctypes.Structure):
@@ -121,13 +127,13 @@ def allow_computing_alone() -> None:
 def refuse_hidden_memory() -> None:
     """Refuse calls for memory that belongs to no process, for keys, and those that exploits begin with.
 
-    Sockets are those of a network namespace alone; other calls stay. It takes
+    Sockets are those of a network namespace alone, and pairs; other calls stay. It takes
     `linux.refuse_new_privileges`. Does nothing where `allow_computing_alone` does nothing. Raises
     OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:
-        _install(_refusing(_ARCHITECTURES[machine][0], _HIDDEN[machine], _SOCKET[machine]))
+        _install(_refusing(_ARCHITECTURES[machine][0], _HIDDEN[machine], *_SOCKETS[machine]))
 
 
 def _install(code: bytes) -> None:
@@ -161,12 +167,23 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
     return _assembled(steps)
 
 
-def _refusing(architecture: int, calls: str, socket: int) -> bytes:
+def _refusing(architecture: int, calls: str, socket: int, pair: int) -> bytes:
     steps = _of_architecture(architecture)
     steps += [(_IF_BITS, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     for call in map(int, calls.split()):
         steps += [(_IF_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    steps += [(_IF_EQUAL, 1, 0, socket), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
+    steps += [
+        (_IF_EQUAL, 0, 6, pair),
+        (_LOAD, 0, 0, _SECOND_ARGUMENT),
+        (_AND, 0, 0, _TYPE_BITS),
+        (_IF_EQUAL, 2, 0, _PAIRS[0]),
+        (_IF_EQUAL, 1, 0, _PAIRS[1]),
+        (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+        (_RETURN, 0, 0, _ALLOW),
+        (_IF_EQUAL, 1, 0, socket),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+    ]
     for family in _FAMILIES:
         steps += [(_IF_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
     return _assembled([*steps, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)])

@@ -14,7 +14,7 @@ import msgspec
 
 import edgeinfer
 from edgeinfer.platform.process import child_command
-from edgeinfer.tools.builtin import TEXT, Builtin, tool_info
+from edgeinfer.tools.builtin import FIXED_PATH, SELF_RUNNING, TEXT, Builtin, holds_home, tool_info
 from edgeinfer.tools.mcp_client import CallResult, StoppedError
 from edgeinfer.tools.uses import Stop
 
@@ -27,8 +27,9 @@ TOOLS = {
         "python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}
     ),
 }
-_PATH = "/usr/local/bin:/usr/bin:/bin"
-_VARIABLES = {"PATH": _PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
+#: The program that runs the code of the job: it is not an argument, which all users see.
+_PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
+_VARIABLES = {"PATH": FIXED_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
 #: Modules below HOME would run before the sandbox is there.
 _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
@@ -43,15 +44,17 @@ class Sandbox(Builtin):
         self._folder = folder.resolve()
         self._timeout_s = timeout_s
         frozen = getattr(sys, "frozen", False)
-        self._interpreter = shutil.which("python3", path=_PATH) if frozen else sys.executable
+        self._interpreter = shutil.which("python3", path=FIXED_PATH) if frozen else sys.executable
         needed = [] if frozen else [sys.prefix, sys.base_prefix]
         self._readable = sorted({*needed, *map(os.path.realpath, needed)})
+        if self._tools:
+            _leave_path(self._folder)
 
     def unavailable(self) -> str:
         if sys.platform != "linux":
             return "it needs Linux"
-        if Path.home().resolve().is_relative_to(self._folder):
-            return f"{self._folder} holds your home folder: start in a project's"
+        if why := holds_home(self._folder):
+            return why
         if own := self._own_program():
             return (
                 f"a command in {self._folder} could change edgeinfer itself ({own}): "
@@ -73,31 +76,36 @@ class Sandbox(Builtin):
 
     def refused(self) -> str:
         """Return why this machine has no sandbox, or ""."""
-        found = self._run(Stop(), ["/bin/sh", "-c", ":"])
+        found = self._run(Stop(), ["/bin/sh", "/command"], ":")
         return found.text.partition("\n")[0] if found.is_error else ""
 
     def _shell(self, stop: Stop, command: str) -> CallResult:
-        return self._run(stop, ["/bin/sh", "-c", command])
+        return self._run(stop, ["/bin/sh", "/command"], command)
 
     def _python(self, stop: Stop, code: str) -> CallResult:
-        return self._run(stop, [str(self._interpreter), "-c", code])
+        return self._run(stop, [str(self._interpreter), "-c", _PYTHON_CODE], code)
 
-    def _run(self, stop: Stop, command: list[str]) -> CallResult:
+    def _run(self, stop: Stop, command: list[str], code: str) -> CallResult:
         job = {
             "command": command,
+            "code": code,
+            "self_running": SELF_RUNNING,
             "folder": str(self._folder),
             "readable": self._readable,
             "timeout_s": self._timeout_s,
         }
-        helper = child_command("edgeinfer.tools.sandbox_process", msgspec.json.encode(job).decode())
-        with subprocess.Popen(
-            helper,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=_VARIABLES,
-        ) as child:
+        with open(os.memfd_create("job"), "w+b") as file:
+            file.write(msgspec.json.encode(job))
+            file.seek(0)
+            child = subprocess.Popen(
+                child_command("edgeinfer.tools.sandbox_process"),
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=_VARIABLES,
+            )
+        with child:
             stop.add(child.kill)
             assert child.stdout is not None
             out = child.stdout.read(MAX_OUTPUT)
@@ -112,3 +120,10 @@ class Sandbox(Builtin):
         if child.returncode:
             text += f"\n(exit status {child.returncode})"
         return CallResult(text, is_error=child.returncode != 0)
+
+
+def _leave_path(folder: Path) -> None:
+    """Start no program of `folder` from now on: a command may have put it there."""
+    entries = os.environ.get("PATH", "").split(os.pathsep)
+    outside = [e for e in entries if os.path.isabs(e) and not Path(e).resolve().is_relative_to(folder)]
+    os.environ["PATH"] = os.pathsep.join(outside)

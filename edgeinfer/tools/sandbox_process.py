@@ -1,4 +1,4 @@
-"""Run one command in a sandbox: `python -m` this, a `Job` in JSON.
+"""Run one command in a sandbox: `python -m` this, with a `Job` in JSON on stdin.
 
 Three processes: this one waits; the first of the new namespaces watches what rlimits cannot bound, and
 all others die with it; the command, under Landlock and seccomp, sees a root of its own.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
+import stat
 import sys
 import time
 from typing import NamedTuple
@@ -21,6 +23,8 @@ from edgeinfer.platform.process import die_with_parent
 
 #: Limits of one call: memory of all processes, and what the disk may lose meanwhile (bytes).
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
+#: New files, also in what the disk loses meanwhile: each takes an inode, even if it is empty.
+NEW_FILES = 100_000
 _PROCESSES, _FILES = 256, 256
 _FILE_BYTES = 512 << 20
 _ROOT_OPTIONS = "size=256m,nr_inodes=16k,mode=755"
@@ -35,18 +39,24 @@ _AT_LIMIT = 124
 
 
 class Job(NamedTuple):
-    """A command over `folder`, which it may change; `readable` are further folders that it needs."""
+    """A command over `folder`, which it may change; `readable` are further folders that it needs.
+
+    It finds `code` as /command. Names of `self_running` in the folder are read-only, and not made.
+    """
 
     command: list[str]
+    code: str
+    self_running: list[str]
     folder: str
     readable: list[str]
     timeout_s: float
 
 
-def main(argv: list[str]) -> int:
-    """Run the job of argv; return its status, 124 at a limit, 125 if there is no sandbox."""
+def main() -> int:
+    """Run the job of stdin; return its status, 124 at a limit, 125 if there is no sandbox."""
     die_with_parent()
-    job = Job(**json.loads(argv[0]))
+    job = Job(**json.load(sys.stdin))
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     user, group = os.getuid(), os.getgid()
     try:
         init = linux.clone(linux.SANDBOX_NAMESPACES)
@@ -104,6 +114,11 @@ def _change_root(job: Job) -> None:
             if not os.path.isdir(path):
                 os.close(os.open(target, os.O_CREAT))
             linux.bind(path, target, read_only=path != job.folder)
+    for path in map(os.path.realpath, _self_running(job)):  # a link's target
+        if path.startswith(f"{job.folder}/") and os.path.exists(path):
+            linux.bind(path, _NEW_ROOT + path, read_only=True)
+    with open(f"{_NEW_ROOT}/command", "w", encoding="utf-8") as file:
+        file.write(job.code)
     os.makedirs(f"{_NEW_ROOT}/tmp", exist_ok=True)  # noqa: S108
     os.symlink("/tmp", f"{_NEW_ROOT}/dev/shm")  # noqa: S108
     os.symlink("/proc/self/fd", f"{_NEW_ROOT}/dev/fd")
@@ -132,37 +147,91 @@ def _confine(job: Job) -> None:
 
 def _watched(job: Job, child: int) -> int:
     """Wait for the command; return its status, or 124 with the limit that it broke."""
-    end_s, free = time.monotonic() + job.timeout_s, _free(job.folder)
-    while True:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+    end_s = time.monotonic() + job.timeout_s
+    free, files = _free(job.folder), _self_running(job)
+    status, why = None, ""
+    while status is None and not why and _self_running(job) == files:
+        signal.sigtimedwait([signal.SIGCHLD], _WATCH_S)
+        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
-                return os.waitstatus_to_exitcode(ended[1]) & 255
-        why = ""
+                status = os.waitstatus_to_exitcode(ended[1]) & 255
+        why = _passed_limit(free, _free(job.folder))
         if time.monotonic() > end_s:
             why = f"it took more than {job.timeout_s:g} s"
-        elif _memory() > MEMORY_BYTES:
-            why = f"its processes took more than {MEMORY_BYTES >> 30} GiB of memory"
-        elif _free(job.folder) < free - DISK_BYTES:
-            why = f"the disk lost more than {DISK_BYTES >> 30} GiB meanwhile"
-        if why:
-            print(f"\nended: {why}", flush=True)  # noqa: T201
-            return _AT_LIMIT
-        signal.sigtimedwait([signal.SIGCHLD], _WATCH_S)
+    _end_all()
+    why = _rename_made(files, _self_running(job)) or why
+    if why:
+        print(f"\nended: {why}", flush=True)  # noqa: T201
+        return _AT_LIMIT
+    assert status is not None
+    return status
+
+
+def _passed_limit(before: _Free, now: _Free) -> str:
+    if _memory() > MEMORY_BYTES:
+        return f"its processes took more than {MEMORY_BYTES >> 30} GiB of memory"
+    if now.shared_bytes > before.shared_bytes + MEMORY_BYTES:
+        return f"shared memory grew by more than {MEMORY_BYTES >> 30} GiB meanwhile"
+    if now.bytes < before.bytes - DISK_BYTES:
+        return f"the disk lost more than {DISK_BYTES >> 30} GiB meanwhile"
+    if now.files < before.files - NEW_FILES:
+        return f"the disk got more than {NEW_FILES:,} files meanwhile"
+    return ""
+
+
+def _end_all() -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _self_running(job: Job) -> dict[str, str]:
+    """Return which file each self-running name of the folder is, "" for none."""
+    files: dict[str, str] = {}
+    for path in (f"{job.folder}/{name}" for name in job.self_running):
+        files[path] = ""
+        with contextlib.suppress(OSError):
+            info = os.lstat(path)  # a number is used again: a link is also known by its target
+            link = os.readlink(path) if stat.S_ISLNK(info.st_mode) else ""
+            files[path] = f"{info.st_ino} {stat.S_IFMT(info.st_mode)} {link}"
+    return files
+
+
+def _rename_made(before: dict[str, str], now: dict[str, str]) -> str:
+    """Rename what the command made under a self-running name; return what is to be said."""
+    changed = [path for path in before if before[path] != now[path]]
+    ending = f".from-sandbox-{os.urandom(4).hex()}"
+    for path in changed:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, path + ending)
+    names = ", ".join(map(os.path.basename, changed))
+    return f"other programs run {names} by themselves; renamed to *{ending}" if changed else ""
 
 
 def _memory() -> int:
-    """Return the memory of all processes but this one (bytes), without what files back."""
-    pages = 0
+    """Return the memory of all processes (bytes), without what files back."""
+    kib = 0
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-            pages += resident - shared
-    return pages * resource.getpagesize()
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+            kib += sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s*(\d+)", file.read())))
+    return kib << 10
 
 
-def _free(folder: str) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+class _Free(NamedTuple):
+    """What is left of the disk, and the machine's shared memory, which may be no process's."""
+
+    bytes: int
+    files: int
+    shared_bytes: int
+
+
+def _free(folder: str) -> _Free:
+    disk = os.statvfs(folder)
+    with open("/proc/meminfo") as file:
+        shared = re.search(r"Shmem:\s*(\d+)", file.read())
+    return _Free(disk.f_bavail * disk.f_frsize, disk.f_favail, int(shared[1]) << 10 if shared else 0)
 
 
 def _write(path: str, text: str) -> None:
@@ -171,4 +240,4 @@ def _write(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

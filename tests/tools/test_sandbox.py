@@ -1,5 +1,6 @@
 """Scripts that try to break out of the sandbox, use it up, or outlive it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -138,6 +139,132 @@ def test_reaches_no_socket(sandbox, folder):
     assert "connected" not in found.text
 
 
+@pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET"])
+def test_reaches_no_program_that_listens_in_the_folder(sandbox, folder, kind):
+    with socket.socket(socket.AF_UNIX, getattr(socket, kind)) as agent:
+        agent.bind(str(folder / "agent.sock"))
+        if kind != "SOCK_DGRAM":
+            agent.listen()
+        agent.setblocking(False)
+        tried = py(
+            sandbox,
+            "import socket as s\n"
+            f"def own(): return s.socket(s.AF_UNIX, s.{kind})\n"
+            f"def pair(kind): return lambda: s.socketpair(s.AF_UNIX, kind)[0]\n"
+            "makes = [own, *map(pair, (1, 2, 3, 5, 2 | s.SOCK_CLOEXEC))]\n"
+            "for make in makes:\n"
+            "  for name in 'agent.sock', './agent.sock':\n"
+            "    for use in (lambda x: x.connect(name), lambda x: x.sendto(b'x', name)):\n"
+            "      try: use(make()); print('reached')\n"
+            "      except OSError as e: print(e.strerror)\n"
+            "a, b = s.socketpair(); a.send(b'ok'); print(b.recv(2))",
+        )
+        assert "reached" not in tried.text
+        assert tried.text.endswith("b'ok'\n")
+        with pytest.raises(BlockingIOError):
+            agent.recv(1) if kind == "SOCK_DGRAM" else agent.accept()
+
+
+@pytest.fixture
+def trusted(folder):
+    """Return the folder, with files that other programs run by themselves."""
+    (folder / ".git" / "hooks").mkdir(parents=True)
+    (folder / ".git" / "config").write_text("[core]\n")
+    (folder / "settings").mkdir()
+    (folder / "settings" / "tasks.json").write_text("{}")
+    (folder / ".vscode").symlink_to("settings")
+    (folder / ".mcp.json").write_text("{}")
+    return folder
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else os.readlink(path)
+        for path in folder.rglob("*")
+        if path.is_file() or path.is_symlink()
+    }
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo x > .git/hooks/pre-commit; echo x >> .git/config; rm .git/config",
+        "mv .git old; mkdir .git; echo x > .git/config",
+        "rm -rf .git; cp -r .git new; mv new .git",
+        "ln .git/config here && echo x > here; ln -s .git/config there; echo x > there",
+        "chmod 777 .git/config; mkdir -p .git/hooks/x; umount .git; mount -o remount,rw .git",
+        "echo x > .mcp.json; mv .mcp.json old; echo x > new; mv new .mcp.json",
+        "echo x > .vscode/tasks.json; echo x > settings/tasks.json; mv settings old",
+        "python3 -c \"import os; os.open('.git', os.O_PATH); os.rename('.git', 'x')\"",
+    ],
+)
+def test_what_other_programs_run_by_themselves_is_read_only(sandbox, trusted, command):
+    before = tree(trusted)
+    sh(sandbox, command)
+    after = tree(trusted)
+    assert {name: after.get(name) for name in before} == before
+    assert not [name for name in after if name.startswith(".") and name not in before]
+
+
+@pytest.mark.parametrize(
+    ("command", "made"),
+    [
+        ("echo x > .envrc", ".envrc"),
+        ("mkdir -p .idea; echo x > .idea/x; sleep 9", ".idea"),
+        ("(sleep 0.2; mkdir .husky; echo x > .husky/pre-commit; sleep 9) & sleep 0.5; echo", ".husky"),
+        ("setsid -f sh -c 'while :; do echo x > .envrc; done' & sleep 9", ".envrc"),
+        ("rm .vscode; mkdir .vscode; echo x > .vscode/tasks.json", ".vscode"),
+        ("ln -s settings .claude; sleep 9", ".claude"),
+    ],
+)
+def test_what_other_programs_would_run_is_renamed(sandbox, trusted, command, made):
+    said = sh(sandbox, command)
+    assert f"run {made} by themselves; renamed to *.from-sandbox-" in said.text
+    assert said.is_error
+    assert not os.path.lexists(trusted / made)
+    assert len(list(trusted.glob(f"{made}.from-sandbox-*"))) == 1
+
+
+def test_a_program_of_the_folder_is_not_found_by_others(sandbox, folder, monkeypatch):
+    monkeypatch.setenv("PATH", f"{folder}/.venv/bin:.:/usr/bin:{folder}/../project:/bin")
+    Sandbox(folder, ("shell",), 2.0)
+    assert os.environ["PATH"] == "/usr/bin:/bin"
+
+
+def test_the_command_is_not_an_argument_of_a_process(sandbox, folder):
+    """Other users see the arguments of every process."""
+    seen = []
+
+    def look():
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                seen.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    for name, code in [
+        ("shell", "password=hun''ter2; sleep 1"),
+        ("python", "import time; time.sleep(1) #hun''ter2"),
+    ]:
+        arguments = {"command" if name == "shell" else "code": code}
+        thread = threading.Thread(target=sandbox.call, args=(name, arguments))
+        thread.start()
+        while thread.is_alive():
+            look()
+            thread.join(0.05)
+    assert any(b"/command" in line for line in seen)
+    assert not any(b"ter2" in line for line in seen)
+
+
+def test_a_command_may_be_long_and_its_input_is_empty(sandbox, folder):
+    assert (
+        py(sandbox, f"text = {'x' * 300_000!r}\nprint(len(text), input.__name__)").text
+        == "300000 input\n"
+    )
+    assert sh(sandbox, "cat; echo $0 $#").text == "/command 0\n"
+    (folder / "local.py").write_text("value = 7")
+    assert py(sandbox, "import local; print(local.value, __name__)").text == "7 __main__\n"
+    assert "line 2" in py(sandbox, "a = 1\nraise ValueError").text
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -204,6 +331,42 @@ def test_memory_is_limited_over_all_processes(sandbox, processes):
         "import time; time.sleep(30)",
     )
     assert "more than 2 GiB of memory" in found.text
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ("", "more than 2 GiB of memory"),
+        ("m.madvise(mmap.MADV_DONTNEED)", "shared memory grew by more than 2 GiB"),
+        (
+            "libc.munmap(ctypes.c_void_p(start + 4096), ctypes.c_size_t(len(m) - 4096))",
+            "shared memory grew",
+        ),
+    ],
+)
+def test_shared_memory_is_limited(sandbox, after, said):
+    """Also if no process has its pages any more."""
+    text = py(
+        sandbox,
+        "import ctypes, mmap, time\nlibc, kept = ctypes.CDLL(None), []\n"
+        "for _ in range(7):\n"
+        "    m = mmap.mmap(-1, 512 << 20)\n"
+        "    start = ctypes.addressof(ctypes.c_char.from_buffer(m))\n"
+        "    ctypes.memset(start, 1, len(m))\n"
+        f"    {after}\n"
+        "    kept.append(m)\n"
+        "time.sleep(9); print('held')",
+    ).text
+    assert said in text or (after and "more than 2 GiB of memory" in text)
+    assert "held" not in text
+
+
+def test_the_number_of_files_is_limited(sandbox, folder):
+    if not os.statvfs(folder).f_files:
+        pytest.skip("this filesystem has no limit of files")
+    code = "import os\nfor n in range(10**9):\n    os.close(os.open(f'{n}', os.O_CREAT))"
+    assert "the disk got more than 100,000 files" in py(sandbox, code).text
+    assert len(os.listdir(folder)) < 200_000
 
 
 def test_nothing_outlives_the_call(sandbox, folder):

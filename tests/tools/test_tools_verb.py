@@ -71,7 +71,7 @@ linux.drop_privileges()
     "Landlock: Function not implemented": """
 linux.refuse_new_privileges()
 machine = os.uname().machine
-refusing = confinement._refusing(confinement._ARCHITECTURES[machine][0], "444", confinement._SOCKET[machine])
+refusing = confinement._refusing(confinement._ARCHITECTURES[machine][0], "444", *confinement._SOCKETS[machine])
 confinement._install(refusing)
 """,
 }
