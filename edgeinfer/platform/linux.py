@@ -27,6 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CAPABILITY_VERSION_3 = 0x20080522
 #: checkpoint_restore, sys_ptrace, setpcap, sys_admin: what CRIU needs, at most in a user namespace.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
+_CAP_SETFCAP = 31
 MADV_DONTNEED = 4
 
 _loaded: list[ctypes.CDLL] = []
@@ -141,11 +142,18 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
         )
 
 
-def drop_privileges() -> None:
-    """Drop every capability, now and after an exec; disable setuid programs."""
+def drop_privileges(*, can_map_root: bool = False) -> None:
+    """Drop every capability, now and after an exec; disable setuid programs.
+
+    `can_map_root` leaves root the one without which it can make no user namespace of its own, and
+    so no sandbox; it may write these files anyway.
+    """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    permitted = (ctypes.c_uint32 * 6)()
+    _libc().capget(header, permitted)
+    left = permitted[1] & 1 << _CAP_SETFCAP if can_map_root and os.geteuid() == 0 else 0
     _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    _checked(_libc().capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _checked(_libc().capset(header, (ctypes.c_uint32 * 6)(left, left)), "capset")
     refuse_new_privileges()
 
 

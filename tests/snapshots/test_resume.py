@@ -12,6 +12,8 @@ import subprocess
 import pytest
 from other_processes import command_name, descendants, has_ended, private_bytes, wait_until
 
+from .conftest import NO_AUTO_WARM
+
 pytestmark = pytest.mark.criu
 
 MODEL = "small"
@@ -54,6 +56,20 @@ def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
         assert list(stages) == ["launcher", "restore", "running", "request", "load", "ready"]
         assert list(stages.values()) == sorted(stages.values())
         assert outcome.result["startup"]["ready_ms"] == stages["ready"]
+
+
+def test_a_resumed_process_has_the_sandbox(warm):
+    """Root too: without a capability it could make no user namespace."""
+    warm.settings(f'{NO_AUTO_WARM}[tools]\nbuiltin = ["shell"]\n')
+    project = warm.home / "project"
+    project.mkdir()
+    os.chown(project, warm.uid, warm.gid)
+    try:
+        outcome = warm.ask("--tools", "--resume=always", cwd=project)
+    finally:
+        warm.settings(NO_AUTO_WARM)
+    assert outcome.start["how"] == "resumed"
+    assert "not offered" not in outcome.err
 
 
 def test_cold_start_reports_reason_and_fix_in_one_line(warm):

@@ -151,7 +151,7 @@ class Builder:
 
     def _exec_parked(self, link: int) -> NoReturn:
         try:
-            linux.drop_privileges()
+            linux.drop_privileges(can_map_root=True)
             os.setsid()
             process.stay_back()
             os.chdir("/")
