@@ -7,6 +7,7 @@ from fake_engine import DEFAULT_INFO, FakeEngine
 from tools_here import calling
 
 from edgeinfer.chat import context
+from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import ChatSession, title_of
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import (
@@ -18,6 +19,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import ChatTools
 
 
@@ -216,6 +218,33 @@ def test_a_conversation_whose_calls_run_is_not_written_by_another(store, read_to
         other.ask("And now?")
     session.note_calls(turn, run())
     other.ask("And now?")
+
+
+class AllowingHere(AllowingFront):
+    """Allow the tool in the conversation, and count the cards."""
+
+    cards = 0
+
+    def decide(self, card):
+        self.cards += 1
+        return Decision("conversation")
+
+
+def test_what_a_conversation_allowed_ends_with_it(tmp_path):
+    """The next one may have its id: here they are the first of two stores."""
+    tools, front = ChatTools(ToolsConfig(builtin=("write",)), tmp_path), AllowingHere()
+    tools.prepare()
+    for created_ms in (1, 2):
+        store = ConversationStore.open(tmp_path / f"{created_ms}.db", lambda ms=created_ms: ms)
+        session, _ = session_with(store, calling(files__write={"path": "a", "content": "x"}))
+        session.tools = tools
+        ask(session, "Write.")
+        turn = session.calls
+        session.note_calls(turn, session.start_calls(turn, front)())
+        assert session.conversation.id == 1
+        assert front.cards == created_ms
+        store.close()
+    tools.close()
 
 
 def test_interrupted_call_is_told_as_that(store, read_tool):

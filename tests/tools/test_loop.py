@@ -10,7 +10,7 @@ import pytest
 from tools_here import tools_config
 
 from edgeinfer.config.config_file import ToolsConfig
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import ToolServerError, UsageError
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import Card, ChatTools
@@ -124,6 +124,16 @@ def test_server_that_misbehaves_costs_its_call_alone(opened, kind, status, resul
     assert result in uses[0].result
     assert "\x1b" not in uses[0].result
     assert outcomes(uses[1:]) == [("done", "It rains in Rome.")]
+
+
+def test_error_of_a_start_is_told_without_escapes(opened, monkeypatch):
+    tools = opened("plain")
+
+    def fail(name):
+        raise ToolServerError("no \x1b]0;PWNED\x07\x1b[2Jstart")
+
+    monkeypatch.setattr(tools.toolbox, "start", fail)
+    assert outcomes(run(tools, ("plain__add", {"a": 1, "b": 1}))) == [("failed", "no start")]
 
 
 def test_server_that_cannot_start_is_said_and_the_others_stay(opened, said):
