@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,7 @@ _ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTA
 _ATOM = re.compile(r"\\?.", re.DOTALL)
 #: Characters that a proposed pattern escapes in a value, and in an argument's name.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
-_URL = re.compile(r"(https?)://([^/?#\\\s@]+)([/?#][^\\\s]*)?", re.IGNORECASE)
+_URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
 #: Arguments that are run, and what ends or nests a command in one: `*` does not stand for it.
 _COMMANDS = {"command", "cmd", "code", "script"}
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
@@ -167,8 +168,9 @@ def _spellings(value: Any, folder: Path) -> Iterator[str]:
 
 
 def _spellings_of_address(text: str) -> Iterator[str]:
+    text = unicodedata.normalize("NFKC", re.sub(r"\s", "", text)).replace("\\", "/").replace("。", ".")
     try:
-        parts = urlsplit(re.sub(r"\s", "", text).replace("\\", "/"))
+        parts = urlsplit(text)
         port = f":{parts.port}" if parts.port else ""
     except ValueError:
         return
@@ -254,4 +256,10 @@ class Approvals:
     def allow_always(self, text: str) -> None:
         """Allow calls of a pattern from now on, in the configuration too. Raises ConfigError."""
         self.allow.append(parse(text))
-        change(("tools", "allow"), lambda listed: [*(listed or ()), text])
+
+        def add(listed: list[str] | None) -> list[str]:
+            listed = [] if listed is None else listed  # the file's own, with its comments
+            listed.append(text)
+            return listed
+
+        change(("tools", "allow"), add)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ class RefusedError(Exception):
 
 def holds_home(folder: Path) -> str:
     """Return why a folder that holds the home folder has no tools, or ""."""
-    if Path.home().resolve().is_relative_to(folder):
-        return f"{folder} holds your home folder: start in a project's"
+    with suppress(RuntimeError):  # this user has none
+        if Path.home().resolve().is_relative_to(folder):
+            return f"{folder} holds your home folder: start in a project's"
     return ""
 
 

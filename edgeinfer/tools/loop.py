@@ -106,7 +106,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _pages(text: str) -> list[str]:
-    """Divide a text into pages; joined they are the text."""
+    """Divide a text into pages, a very long line too."""
     pages, lines = [""], 0
     for row in re.findall(rf"[^\n]{{1,{_PAGE_CHARACTERS}}}\n?|\n", text):
         if lines == _PAGE_LINES or len(pages[-1]) + len(row) > _PAGE_CHARACTERS:

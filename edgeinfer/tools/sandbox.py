@@ -47,8 +47,6 @@ class Sandbox(Builtin):
         self._interpreter = shutil.which("python3", path=FIXED_PATH) if frozen else sys.executable
         needed = [] if frozen else [sys.prefix, sys.base_prefix]
         self._readable = sorted({*needed, *map(os.path.realpath, needed)})
-        if self._tools:
-            _leave_path(self._folder)
 
     def unavailable(self) -> str:
         if sys.platform != "linux":
@@ -62,7 +60,10 @@ class Sandbox(Builtin):
             )
         if self._interpreter is None and "python" in (tool.name for tool in self._tools):
             return "there is no python3 in /usr/bin"
-        return self.refused()
+        if why := self.refused():
+            return why
+        _leave_path(self._folder)
+        return ""
 
     def _own_program(self) -> Path | None:
         """Return what runs outside of the sandbox, but could be changed by a command inside."""

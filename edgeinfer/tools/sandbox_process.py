@@ -55,7 +55,7 @@ class Job(NamedTuple):
 def main() -> int:
     """Run the job of stdin; return its status, 124 at a limit, 125 if there is no sandbox."""
     die_with_parent()
-    job = Job(**json.load(sys.stdin))
+    job = Job(**json.load(sys.stdin.buffer))
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     user, group = os.getuid(), os.getgid()
     try:
@@ -86,6 +86,7 @@ def _run(job: Job, user: int, group: int) -> int:
     linux.own_proc()
     with contextlib.suppress(OSError):  # Linux 6.14; RLIMIT_NPROC does not hold for root
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
+    before = _free(job.folder), _self_running(job)  # the command can change them once it runs
     _change_root(job)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     child = os.fork()
@@ -97,7 +98,7 @@ def _run(job: Job, user: int, group: int) -> int:
             _refused(error.strerror or str(error))
         finally:
             os._exit(125)
-    return _watched(job, child)
+    return _watched(job, child, *before)
 
 
 def _change_root(job: Job) -> None:
@@ -145,10 +146,9 @@ def _confine(job: Job) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
 
-def _watched(job: Job, child: int) -> int:
+def _watched(job: Job, child: int, free: _Free, files: dict[str, str]) -> int:
     """Wait for the command; return its status, or 124 with the limit that it broke."""
     end_s = time.monotonic() + job.timeout_s
-    free, files = _free(job.folder), _self_running(job)
     status, why = None, ""
     while status is None and not why and _self_running(job) == files:
         signal.sigtimedwait([signal.SIGCHLD], _WATCH_S)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.config.config_file import ToolsConfig, load_config, save
+from edgeinfer.config.config_file import ToolsConfig, config_path, load_config, save
 from edgeinfer.errors import ConfigError
 from edgeinfer.tools.approval import Approvals, Decision, parse, parse_decision, pattern_for
 
@@ -40,6 +40,9 @@ HIDDEN = [
         ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example/.python.org/"}, False),
         ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example#.python.org/"}, False),
         ("s.t(url=https://python.org/*)", {"url": "https://python.org@evil.example/"}, False),
+        ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example%2f.python.org/"}, False),
+        ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example／.python.org/"}, False),
+        ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example\\\\.python.org/"}, False),
         ("s.t(url=https://python.org/*)", {"url": "http://python.org/"}, False),
         ("s.t(url=https://python.org/a/*)", {"url": "https://python.org/a/%2e%2e/b"}, False),
         ("s.t(command=git status*)", {"command": "git status --short"}, True),
@@ -187,6 +190,7 @@ def test_deny_holds_in_every_spelling(project, path, inside, monkeypatch):
         "https:\\\\evil.example\\x",
         " https://evil.example/x\n",
         "https://ev\til.example/x",
+        "https://ｅvil。example/x",
     ],
 )
 def test_deny_of_an_address_holds_in_every_spelling(project, url):
@@ -225,9 +229,12 @@ def test_allowed_pattern_is_kept_in_the_configuration():
 
 def test_what_was_taken_back_meanwhile_stays_so():
     approvals = Approvals(ToolsConfig(allow=("a.b", "c.d")), Path())
-    save(("tools", "allow"), ["c.d", "e.f"])  # by the user, or another chat
+    config_path().parent.mkdir(parents=True)
+    # by the user, or another chat
+    config_path().write_text('[tools]\nallow = [\n  "c.d", # why\n  "e.f",\n]\n')
     approvals.allow_always("s.t")
     assert load_config().tools.allow == ("c.d", "e.f", "s.t")
+    assert "# why" in config_path().read_text()
 
 
 @pytest.mark.parametrize("character", [*HIDDEN, "é", '"', "'", "\\"])

@@ -233,8 +233,10 @@ def test_what_other_programs_would_run_is_renamed(sandbox, trusted, command, mad
 
 def test_a_program_of_the_folder_is_not_found_by_others(sandbox, folder, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}/.venv/bin:.:/usr/bin:{folder}/../project:/bin")
-    Sandbox(folder, ("shell",), 2.0)
+    assert sandbox.unavailable() == ""
     assert os.environ["PATH"] == "/usr/bin:/bin"
+    assert Sandbox(Path("/"), ("shell",), 2.0).unavailable()
+    assert os.environ["PATH"] == "/usr/bin:/bin"  # no command runs there
 
 
 def test_the_command_is_not_an_argument_of_a_process(sandbox, folder):
