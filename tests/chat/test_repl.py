@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import os
 import re
 import signal
@@ -284,6 +285,16 @@ def test_card_is_answered_by_a_line_and_the_result_by_the_model(tmp_path):
     assert "Answer: Take an umbrella." in out
     assert "plain: add, weather, fail" in out
     assert [t.calls[0].status for t in repl.session.path if t.calls] == ["done"]
+
+
+def test_a_long_card_is_answered_on_its_last_page(tmp_path):
+    arguments = json.dumps({"city": "Rome\n" * 60})
+    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments=arguments)
+    for typed, status in ((("m", "y"), "done"), (("n", "m"), "refused"), (("m", "n"), "refused")):
+        host = with_tools([call, end(reason="tool_calls")], words("Well."))
+        out, repl = talk(tmp_path, "Rome?", *typed, "/quit", host=host, with_tools=True)
+        assert "page 1 of 2" in out
+        assert [t.calls[0].status for t in repl.session.path if t.calls] == [status]
 
 
 def test_script_is_asked_for_no_call(tmp_path):

@@ -694,6 +694,22 @@ async def test_call_waits_for_a_decision_and_its_result_is_answered(drive):
         assert "It rains in Rome." in d.shown()
 
 
+async def test_a_long_call_takes_a_yes_on_its_last_page(drive):
+    script = [calling(plain__weather={"city": "Rome\n" * 99 + "\x1b]END"}), words("Sun.")]
+    host = FixedHost(FakeEngine(script), config=Config(tools=tools_config("plain")))
+    async with drive(host=host, with_tools=True) as d:
+        await card_of(d)
+        for page in (1, 2):
+            await d.until(lambda page=page: f"page {page} of 3" in d.shown())
+            assert "y once" not in d.shown()
+            await d.type("y", "enter")
+        await d.until(lambda: "y once" in d.shown())
+        assert r"| \x1b]END" in d.shown()
+        assert len(host.fake.requests) == 1
+        await d.type("y", "enter")
+        await d.until(lambda: d.idle() and len(d.session.path) == 3)
+
+
 @pytest.mark.slow  # the SDK's server
 async def test_a_question_brings_the_resources_that_it_names(drive):
     tools = ToolsConfig(servers={"sdk": ToolServerConfig(command=command("stdio"))})
