@@ -80,7 +80,11 @@ def _refused(why: str) -> int:
 
 
 def _run(job: Job, user: int, group: int) -> int:
-    linux.map_this_user(user, group)
+    try:
+        linux.map_this_user(user, group)
+    except PermissionError as error:
+        needed = "root needs the capability setfcap for one" if user == 0 else error.strerror
+        raise OSError(f"user namespaces: {needed}") from error
     _write("/proc/sys/user/max_user_namespaces", "0")
     _write("/proc/self/oom_score_adj", "1000")
     linux.own_proc()
