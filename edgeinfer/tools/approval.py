@@ -34,7 +34,7 @@ _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
 #: Arguments that are run, and what ends or nests a command in one: `*` does not stand for it.
 _COMMANDS = {"command", "cmd", "code", "script"}
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Arguments whose folder is proposed.
+#: Arguments whose folder is proposed, and in which `*` stands for no hidden name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
 _LONGEST_PATH = 4096
@@ -134,6 +134,9 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
             and _glob(url[3] or "/", call[2])
         )
     if name.lower() in _COMMANDS and _OPERATORS.search(text):
+        return False
+    hidden = {part for part in text.split("/") if part.startswith(".")}
+    if name.lower() in _PATHS and hidden - set(_unescape(pattern).split("/")):
         return False
     return _glob(pattern.removeprefix("./"), text) and ".." not in text.split("/")
 

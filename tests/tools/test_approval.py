@@ -1,6 +1,7 @@
 """Patterns, levels, and what a person types at a card."""
 
 import json
+import os
 import random
 import string
 from pathlib import Path
@@ -30,6 +31,11 @@ HIDDEN = [
         ("s.t(path=notes/*)", {"path": "other/notes/a"}, False),
         ("s.t(path=notes/*)", {}, False),
         ("s.t(path=../a)", {"path": "../a"}, True),  # exactly
+        ("s.t(path=/home/u/*)", {"path": "/home/u/a/b"}, True),
+        ("s.t(path=/home/u/*)", {"path": "/home/u/.ssh/id"}, False),
+        ("s.t(path=/home/u/.ssh/*)", {"path": "/home/u/.ssh/id"}, True),
+        ("s.t(path=*)", {"path": ".env"}, False),
+        ("s.t(path=.*)", {"path": ".env"}, False),
         ("s.t(n=3, path=a[1])", {"n": 3, "path": "a[1]"}, True),
         ("s.t(n=3, path=a[1])", {"n": 4, "path": "a[1]"}, False),
         (r"s.t(words=a\, b)", {"words": "a, b"}, True),
@@ -106,7 +112,14 @@ def test_proposed_patterns_match_their_call_and_no_other():
                 f"ftp{value}",
                 "https://evil.example/",
             ],
-            "path": [f"x{value}", f"../{value}", f"x/{value}", f"{value}/../../y", f"/{value}"],
+            "path": [
+                f"x{value}",
+                f"../{value}",
+                f"{os.path.dirname(value)}/.ssh/id",
+                f"x/{value}",
+                f"{value}/../../y",
+                f"/{value}",
+            ],
             "command": [f"{value}{end}" for end in ("; x", "\nx", "&&x", "|x", " $(x)", " x")],
             "text": [f"{value}x", f"x{value}", value.swapcase() + "z"],
         }[kind]
