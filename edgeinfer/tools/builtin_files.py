@@ -79,6 +79,7 @@ class BuiltinFiles(Builtin):
 
     A path is opened name by name below the folder, and no link is followed: a command in the sandbox
     may exchange a folder and a link meanwhile. `canonical` follows the links before the call is judged.
+    (openat2 promises the same, but does not tell where a link led, for rules to compare.)
     """
 
     server = "files"
