@@ -125,7 +125,7 @@ def test_server_that_misbehaves_costs_its_call_alone(opened, kind, status, resul
 def test_error_of_a_start_is_told_without_escapes(opened, monkeypatch):
     tools = opened("plain")
 
-    def fail(name):
+    def fail(name, *_):
         raise ToolServerError("no \x1b]0;PWNED\x07\x1b[2Jstart")
 
     monkeypatch.setattr(tools.toolbox, "start", fail)

@@ -1,6 +1,7 @@
 """The chat screen with a scripted engine: asking, stopping, branches, commands, files, trouble."""
 
 import contextlib
+import json
 import threading
 from pathlib import Path
 
@@ -695,8 +696,10 @@ async def test_call_waits_for_a_decision_and_its_result_is_answered(drive):
 
 
 async def test_a_long_call_takes_a_yes_on_its_last_page(drive):
-    script = [calling(plain__weather={"city": "Rome\n" * 99 + "\x1b]END"}), words("Sun.")]
-    host = FixedHost(FakeEngine(script), config=Config(tools=tools_config("plain")))
+    arguments = json.dumps({"city": "Rome\n" * 99 + "\x1b]END"})
+    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments=arguments)
+    engine = FakeEngine([[call, end(reason="tool_calls")], words("Sun.")])
+    host = FixedHost(engine, config=Config(tools=tools_config("plain")))
     async with drive(host=host, with_tools=True) as d:
         await card_of(d)
         for page in (1, 2):
