@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import http.client
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -168,7 +169,8 @@ def head() -> str:
     """Say when, from which commit, on which machine and by which command a table was made."""
     script = Path(sys.argv[0]).resolve()
     command = " ".join(["python", str(script.relative_to(ROOT)), *sys.argv[1:]])
-    return f"{time.strftime('%Y-%m-%d')}, commit {_commit()}, {describe_machine()}; `{command}`; {_llama()}."
+    programs = f"{_llama()}{_peer()}"
+    return f"{time.strftime('%Y-%m-%d')}, commit {_commit()}, {describe_machine()}; `{command}`; {programs}."
 
 
 def _commit() -> str:
@@ -194,6 +196,16 @@ def _llama() -> str:
     info = libllama.build_info()
     variant = f"CPU variant {info.cpu_variant}, kernels {info.kernels or 'its own'}"
     return f"llama.cpp {info.llama_version} ({info.ggml_commit}), {variant}"
+
+
+def _peer() -> str:
+    """Name the llama-server that is compared with; "" if there is none."""
+    program = peer_program("llama-server")
+    if program is None:
+        return ""
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"version: (.+)", done.stdout + done.stderr)
+    return f"; llama-server {version[1] if version else 'of an unknown version'}"
 
 
 def load_only(variant: str) -> None:
