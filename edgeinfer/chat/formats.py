@@ -6,17 +6,14 @@ import datetime
 import os
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from edgeinfer.chat.history.values import Conversation, Turn
+from edgeinfer.chat.markdown import parser
 from edgeinfer.errors import StoreError
-
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
 
 
 class Code(msgspec.Struct, frozen=True):
@@ -24,14 +21,6 @@ class Code(msgspec.Struct, frozen=True):
 
     language: str
     text: str
-
-
-@cache
-def parser() -> MarkdownIt:
-    """Return a stateless parser of GitHub's Markdown without HTML, safe to share."""
-    from markdown_it import MarkdownIt  # 30 ms, and `run` needs none of it
-
-    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 
 
 def code_blocks(markdown: str) -> list[Code]:

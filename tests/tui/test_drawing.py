@@ -3,6 +3,9 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_markdown import MARKDOWN, split
 from rich.cells import cell_len
 
 from edgeinfer.chat.history.values import Attachment, Turn
@@ -44,7 +47,7 @@ def f(x: int) -> str:
 ---
 
 ### H3
-End <b>html</b> and ![img](x.png).
+End <b>html</b> and ![img](https://e.example/x.png).
 
     indented code
 """
@@ -92,9 +95,34 @@ def test_blocks_are_drawn_as_expected():
         "  indented code",
     ):
         assert line in drawn, line
+    assert "Soft break" in drawn
     assert "hard break, struck" in drawn
     assert any(line.startswith("  python") and line.endswith("copy 1 ") for line in drawn)
-    assert any(line.startswith("a    │ b column") for line in drawn)
+    assert any(line.startswith("a    │ ") and line.endswith(" b column") for line in drawn)
+
+
+def test_columns_are_aligned_and_formulas_and_tasks_kept():
+    table = "| n | cost | mid |\n|---|---:|:-:|\n| a | 1,200.00 | x |\n| b | 7.50 | xyz |"
+    assert texts(table)[2:] == ["a │ 1,200.00 │  x", "b │     7.50 │ xyz"]
+    formulas = "Thus \\( x_1 * y_1 \\)\n\\[\n- b\n= c\n\\]\nso $$a_b$$ and $c_d_$."
+    assert texts(formulas) == [
+        *("Thus \\( x_1 * y_1 \\)", "", "\\[", "- b", "= c", "\\]", ""),
+        "so $$a_b$$ and $c_d_$.",
+    ]
+    assert texts("- [ ] buy\n- [x] pay\n- [x](https://a.b)") == ["• ☐ buy", "• ☑ pay", "• x"]
+    assert "link:https://a.b/c" in styles("see https://a.b/c.")
+
+
+@settings(max_examples=300, deadline=None)
+@given(MARKDOWN, st.randoms(use_true_random=False), st.sampled_from([10, 24, 60]))
+def test_any_text_is_drawn_and_any_split_as_the_whole(text, dice, width):
+    body = Body("", width)
+    for piece in split(text, dice):
+        body.append(piece)
+    assert body.lines == Body(text, width).lines
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for line in body.lines for c in line.text)
+    links = [s.style for line in body.lines for s in line.spans if s.style.startswith("link:")]
+    assert all(style[5:].lower().startswith(("http://", "https://", "mailto:")) for style in links)
 
 
 def test_styles_are_named():

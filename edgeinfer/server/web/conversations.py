@@ -139,6 +139,10 @@ class Conversations:
         self._answers: dict[int, RunningAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def report(self, error: Exception) -> None:
+        """Log an error that spoils one turn."""
+        self._endpoint.log.error("internal", error)
+
     def latest_answer(self, conversation_id: int) -> RunningAnswer:
         """Return the latest answer that this endpoint began in a conversation, running or ended."""
         return self._answers.get(conversation_id, _NOTHING_RUNS)
@@ -412,10 +416,10 @@ class Follower:
             page = session.alternatives(turn.id)
             key = (turn.status, len(turn.content), turn.error, turn.calls, page)
             if turn.status == "streaming":
-                self._growing = Growing(turn.content)
+                self._growing = Growing(turn.content, self._conversations.report)
             if self._sent.get(turn.id) != key:
                 self._sent[turn.id] = key
-                changed.append(shown(turn, page))
+                changed.append(shown(turn, page, self._conversations.report))
         described = msgspec.structs.asdict(session.conversation)
         return {
             "conversation": {**described, "draft": ""},
@@ -428,8 +432,9 @@ class Follower:
 
     def _pieces(self, turn_id: int, new: Collected) -> Iterator[tuple[str, object]]:
         if new.text or new.reasoning:
-            first = self._growing.add(new.text)
-            blocks = self._growing.blocks[first:]
+            growing = self._growing
+            first = growing.add(new.text) if new.text else len(growing.blocks)
+            blocks = growing.blocks[first:]
             yield (
                 "piece",
                 {"turn": turn_id, "from": first, "blocks": blocks, "reasoning": new.reasoning},

@@ -6,47 +6,48 @@ https and mailto, and a picture is its description with its address.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.chat.history.values import Attachment, Stats, Turn
+from edgeinfer.chat.markdown import GrowingMarkdown, parser
 from edgeinfer.safe_text import without_controls
 from edgeinfer.server.wire_types import Reply
 
 if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
+    from markdown_it.renderer import RendererHTML
     from markdown_it.token import Token
 
-_LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
-#: A longer block or line (characters) is shown as it is: the parser takes up to 40 µs a character,
-#: and parses the last block again with each piece. A code block costs 0.1 µs.
-_LONGEST, _LONGEST_LINE = 16 << 10, 4 << 10
-_LONGEST_CODE = 256 << 10
-_PIECE = 8 << 10
 #: A tool call's arguments and its result are cut to this (characters).
 _CALL = 8000
 
+#: What is told of an error in rendering.
+Report = Callable[[Exception], object]
+
 
 @cache
-def _parser() -> MarkdownIt:
-    from markdown_it import MarkdownIt  # 30 ms, on the first page
+def _renderer() -> RendererHTML:
+    from markdown_it.renderer import RendererHTML  # 30 ms, on the first page
 
-    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-    parser.validateLink = lambda url: bool(_LINK.match(url))  # type: ignore[method-assign]
-    for name, rule in (
-        ("fence", _code),
-        ("code_block", _code),
-        ("image", _picture),
-        ("link_open", _link),
-    ):
-        parser.add_render_rule(name, rule)
-    return parser
+    renderer = RendererHTML()
+    rules: dict[str, Any] = {
+        "fence": _code,
+        "code_block": _code,
+        "formula": _formula,
+        "formula_block": _plain_block,
+        "plain": _plain_block,
+        "image": _picture,
+        "link_open": _link,
+        "th_open": _cell,
+        "td_open": _cell,
+    }
+    renderer.rules.update(rules)
+    return renderer
 
 
-def _code(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
+def _code(tokens: Sequence[Token], index: int, *_: Any) -> str:
     token = tokens[index]
     language = escape(token.info.strip().split(" ")[0][:40])
     return (
@@ -56,58 +57,80 @@ def _code(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
     )
 
 
-def _picture(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
+def _formula(tokens: Sequence[Token], index: int, *_: Any) -> str:
+    return f'<span class="plain">{escape(tokens[index].content)}</span>'
+
+
+def _plain_block(tokens: Sequence[Token], index: int, *_: Any) -> str:
+    return _plain(tokens[index].content)
+
+
+def _plain(text: str) -> str:
+    return f'<p class="plain">{escape(text)}</p>'
+
+
+def _picture(tokens: Sequence[Token], index: int, *_: Any) -> str:
     token = tokens[index]
     address = escape(str(token.attrs.get("src", "")))
     return f'<span class="picture">{escape(token.content)} ({address})</span>'
 
 
-def _link(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
+def _link(tokens: Sequence[Token], index: int, *_: Any) -> str:
     address = escape(str(tokens[index].attrs.get("href", "")))
     return f'<a href="{address}" target="_blank" rel="noopener noreferrer nofollow">'
 
 
-class Growing:
-    """A Markdown text that grows; all but its last block are rendered once."""
+def _cell(tokens: Sequence[Token], index: int, *_: Any) -> str:
+    """Render a cell's alignment as a class: the page allows no style of an element."""
+    token = tokens[index]
+    style = str(token.attrs.get("style", ""))
+    return f'<{token.tag} class="{style.removeprefix("text-align:")}">' if style else f"<{token.tag}>"
 
-    def __init__(self, text: str = "") -> None:
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+class Growing:
+    """The HTML of a Markdown text that grows; all but its last blocks are rendered once.
+
+    A text that cannot be rendered, by a defect here, is shown as it is, and the error reported.
+    """
+
+    def __init__(self, text: str = "", report: Report = _fail) -> None:
         self.blocks: list[str] = []
-        self._open = ""
+        self._source = ""
+        self._document: GrowingMarkdown | None = GrowingMarkdown()
         self._settled = 0
-        for at in range(0, len(text), _PIECE):
-            self.add(text[at : at + _PIECE])
+        self._report = report
+        self.add(text)
 
     def add(self, text: str) -> int:
         """Append text; return the index of the first block that changed."""
-        first = self._settled
-        self._open += without_controls(text)
-        del self.blocks[first:]
-        if self._is_too_long():
-            self.blocks.append(f'<p class="plain">{escape(self._open)}</p>')
-            self._open, self._settled = "", len(self.blocks)
-            return first
-        parser = _parser()
-        tokens = parser.parse(self._open)
-        starts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            self.blocks.append(parser.renderer.render(tokens[start:end], parser.options, {}))
-        lines = tokens[starts[-1]].map if starts else None
-        if len(starts) > 1 and lines:
-            self._open = "\n".join(self._open.split("\n")[lines[0] :])
-            self._settled = len(self.blocks) - 1
-        return first
+        self._source += text
+        if self._document is not None:
+            try:
+                return self._render(self._document, text)
+            except Exception as error:  # noqa: BLE001  one turn is shown plainly, the others go on
+                self._document = None
+                self._report(error)
+        self.blocks = [_plain(without_controls(self._source))]
+        return 0
 
-    def _is_too_long(self) -> bool:
-        if self._open.lstrip().startswith(("```", "~~~")):
-            return len(self._open) > _LONGEST_CODE
-        longest = max(map(len, self._open.split("\n")))
-        return len(self._open) > _LONGEST or longest > _LONGEST_LINE
+    def _render(self, document: GrowingMarkdown, text: str) -> int:
+        first = self._settled
+        settled, last = document.add(text)
+        options = parser().options
+        fresh = [_renderer().render(block, options, {}) for block in (*settled, *last)]
+        self.blocks[first:] = fresh
+        self._settled += len(settled)
+        return first
 
 
 @lru_cache(256)
-def blocks(text: str) -> tuple[str, ...]:
+def blocks(text: str, report: Report = _fail) -> tuple[str, ...]:
     """Render a whole text as a block each of HTML."""
-    return tuple(Growing(text).blocks)
+    return tuple(Growing(text, report).blocks)
 
 
 class ShownFile(Reply, frozen=True, kw_only=True):
@@ -148,8 +171,8 @@ class ShownTurn(Reply, frozen=True, kw_only=True):
     cost: str
 
 
-def shown(turn: Turn, page: tuple[int, int]) -> ShownTurn:
-    """Return a turn as the page shows it."""
+def shown(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTurn:
+    """Return a turn as the page shows it; an error in rendering its text is reported."""
     is_question = turn.role == "user"
     return ShownTurn(
         id=turn.id,
@@ -157,7 +180,7 @@ def shown(turn: Turn, page: tuple[int, int]) -> ShownTurn:
         status=turn.status,
         text=turn.content if is_question else "",
         reasoning=without_controls(turn.reasoning),
-        blocks=blocks(turn.content),
+        blocks=() if is_question else blocks(turn.content, report),
         files=[_file(attachment) for attachment in turn.attachments],
         calls=[
             ShownCall(

@@ -253,7 +253,7 @@ async def evaluation(context: RequestContext) -> wire.Report:
     if path is None:
         raise Problem(404, "There is no such report.", code="not_found")
     text = await context.endpoint.in_thread(lambda: path.read_text("utf-8"))
-    return wire.Report(name=path.stem, blocks=blocks(text))
+    return wire.Report(name=path.stem, blocks=blocks(text, _of(context).report))
 
 
 def _reports() -> list[tuple[float, Path]]:

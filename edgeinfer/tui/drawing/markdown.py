@@ -11,7 +11,7 @@ from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
-from edgeinfer.chat.formats import parser
+from edgeinfer.chat.markdown import GrowingMarkdown
 from edgeinfer.tui.drawing.lines import (
     BLANK,
     Line,
@@ -150,12 +150,12 @@ class Drawer:
                 inside = self._blocks(node.children, width - 2, depth)
                 return [prefixed(under(line, "quote"), "▎ ", "quote-bar") for line in inside]
             case "table":
-                rows = [row for part in node.children for row in part.children]
-                return draw_table([[_inline(cell)[0] for cell in row.children] for row in rows], width)
+                return draw_table(node, width)
             case "hr":
                 return [styled("─" * width, "rule")]
             case _:
-                return wrap(Line(clean(node.content or "").strip()), width)
+                rows = clean(node.content or "").split("\n")
+                return [piece for row in rows for piece in wrap(Line(row), width)]
 
     def _list(self, node: SyntaxTreeNode, width: int, depth: int) -> list[Line]:
         start = int(node.attrs.get("start", 1)) if node.type == "ordered_list" else 0
@@ -202,10 +202,13 @@ def _walk(
     for node in nodes:
         start = sum(map(len, text))
         match node.type:
-            case "softbreak":
-                text.append(" ")
-            case "hardbreak":
+            case "softbreak" | "hardbreak":
                 breaks.append(start)
+            case "formula":
+                for line in clean(node.content).split("\n"):
+                    text += [line]
+                    breaks.append(sum(map(len, text)))
+                breaks.pop()
             case "code_inline":
                 text.append(clean(node.content))
                 spans.append(Span(start, start + len(text[-1]), "code-inline"))
@@ -227,17 +230,20 @@ def _walk(
 
 
 _GAP = " │ "
+#: The share of a cell's blanks that goes before its text.
+_SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 
-def draw_table(rows: Sequence[Sequence[Line]], width: int) -> list[Line]:
+def draw_table(node: SyntaxTreeNode, width: int) -> list[Line]:
     """Draw header, rule and rows. Every row has as many cells as the header, each at least 4 wide."""
-    if not rows or not rows[0]:
-        return []
-    widths = _column_widths(rows, width)
-    lines = _row(rows[0], widths, "table-header")
+    rows = [row.children for part in node.children for row in part.children]
+    shifts = [_SHIFTS.get(str(cell.attrs.get("style", "")), 0.0) for cell in rows[0]]
+    texts = [[_inline(cell)[0] for cell in row] for row in rows]
+    widths = _column_widths(texts, width)
+    lines = _row(texts[0], widths, shifts, "table-header")
     lines.append(styled("─┼─".join("─" * w for w in widths), "table-line"))
-    for row in rows[1:]:
-        lines += _row(row, widths, "")
+    for row in texts[1:]:
+        lines += _row(row, widths, shifts, "")
     return lines
 
 
@@ -256,7 +262,9 @@ def _column_widths(rows: Sequence[Sequence[Line]], width: int) -> list[int]:
     return wanted
 
 
-def _row(cells: Sequence[Line], widths: Sequence[int], style: str) -> list[Line]:
+def _row(
+    cells: Sequence[Line], widths: Sequence[int], shifts: Sequence[float], style: str
+) -> list[Line]:
     wrapped = [wrap(cells[i], w) if i < len(cells) else [Line()] for i, w in enumerate(widths)]
     height = max(map(len, wrapped))
     lines = []
@@ -267,6 +275,7 @@ def _row(cells: Sequence[Line], widths: Sequence[int], style: str) -> list[Line]
                 spans.append(Span(len(text), len(text) + len(_GAP), "table-line"))
                 text += _GAP
             cell = column[y] if y < len(column) else Line()
+            cell = prefixed(cell, " " * int(shifts[index] * (w - cell_len(cell.text))))
             start = len(text)
             if style:
                 spans.append(Span(start, start + len(cell.text), style))
@@ -281,37 +290,31 @@ class Body:
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source
-        self.lines: list[Line] = []
         self.redraw(width)
 
     def append(self, text: str) -> None:
         self.source += text
-        self._draw()
+        self._draw(text)
 
     def redraw(self, width: int) -> None:
         """Draw everything, at this width."""
         self.width = width
-        self._settled_lines = 0  # of `lines`
-        self._settled_chars = 0  # of `source`
+        self.lines: list[Line] = []
+        self._document = GrowingMarkdown()
+        self._settled_lines = 0
         self._settled_codes = 0
-        self._draw()
+        self._draw(self.source)
 
-    def _draw(self) -> None:
-        tail = self.source[self._settled_chars :]
-        tokens = parser().parse(tail)
+    def _draw(self, text: str) -> None:
+        settled, last = self._document.add(text)
         del self.lines[self._settled_lines :]
-        begins = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
-        if not begins:
-            return
-        last = begins[-1]
-        begin = tokens[last].map
         drawer = Drawer(self.width, self._settled_codes + 1)
-        if last and begin:
-            self._add(drawer.draw(tokens[:last]))
-            self._settled_lines = len(self.lines)
-            self._settled_codes = drawer.next_code - 1
-            self._settled_chars += sum(map(len, tail.splitlines(keepends=True)[: begin[0]]))
-        self._add(drawer.draw(tokens[last:]))
+        for block in settled:
+            self._add(drawer.draw(block))
+        self._settled_lines = len(self.lines)
+        self._settled_codes = drawer.next_code - 1
+        for block in last:
+            self._add(drawer.draw(block))
 
     def _add(self, lines: list[Line]) -> None:
         if self.lines and lines:

@@ -6,13 +6,14 @@ import re
 
 import pytest
 from chats_here import consume
-from fake_engine import FakeEngine
+from fake_engine import Delay, FakeEngine
 from fake_hub import Fault
 from other_processes import wait_until
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.models.store import list_pulled
 from edgeinfer.runtime.events import ReasoningDelta
+from edgeinfer.server.web import conversations, render
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -20,7 +21,7 @@ PNG = base64.b64decode(
 
 
 def words(turn):
-    return re.sub("<[^>]*>", "", "".join(turn["blocks"])).strip()
+    return turn["text"] or re.sub("<[^>]*>", "", "".join(turn["blocks"])).strip()
 
 
 def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
@@ -163,6 +164,51 @@ def test_reasoning_and_a_long_history(paged):
     with page.client.stream("GET", f"/conversations/{number}/events?latest=2") as stream:
         data = next(json.loads(line[6:]) for line in stream.iter_lines() if '"path"' in line)
     assert (len(data["path"]), data["earlier"]) == (2, 6)
+
+
+def test_reasoning_that_comes_slowly_is_shown_as_it_comes(paged):
+    pause = Delay(3 * conversations._LOOK_S)
+    script = [ReasoningDelta(" let"), pause, ReasoningDelta(" me"), pause, "\n", pause, "Hello", pause]
+    page = paged(FakeEngine([script]))
+    number = page.ask()
+    pieces = []
+    for name, data in page.events(number):
+        if name == "piece":
+            pieces.append((data["reasoning"], data["blocks"]))
+        if name == "branch" and not data["answering"]:
+            break
+    assert pieces, "all came at once"
+    *_, answer = page.ended(number)
+    assert (answer["reasoning"], words(answer)) == (" let me", "Hello")
+    assert '"level":"error"' not in page.here.log.getvalue()
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n", "[1]: https://example.com/x", "\\"])
+def test_a_conversation_with_any_text_can_be_opened(paged, terminal, text):
+    page, chat = paged(), terminal(FakeEngine([[text]]))
+    chat.ask("[1]: https://example.com/x")
+    consume(chat.begin_answer())
+    question, answer = page.ended(chat.conversation.id)
+    assert (question["text"], words(answer)) == ("[1]: https://example.com/x", text.strip())
+
+
+def test_a_defect_in_one_turn_shows_it_plainly_and_the_others_as_ever(paged, monkeypatch):
+    drawn = render.Growing._render
+
+    def breaking(growing, document, text):
+        if "bad" in growing._source:
+            raise ZeroDivisionError
+        return drawn(growing, document, text)
+
+    monkeypatch.setattr(render.Growing, "_render", breaking)
+    page = paged(FakeEngine([["*good*"], ["*ba", "d*"]]))
+    number = page.ask()
+    page.ended(number)
+    page.ask("more", number)
+    *_, good, _question, bad = page.ended(number)
+    assert good["blocks"] == ["<p><em>good</em></p>\n"]
+    assert bad["blocks"] == ['<p class="plain">*bad*</p>']
+    assert "ZeroDivisionError" in page.here.log.getvalue()
 
 
 def test_a_drained_endpoint_ends_the_streams(paged):

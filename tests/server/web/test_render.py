@@ -2,9 +2,16 @@
 
 import random
 import re
+from html.parser import HTMLParser
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_markdown import MARKDOWN, split
 
+from edgeinfer.chat import markdown
+from edgeinfer.chat.markdown import parser as parse_markdown
+from edgeinfer.server.web import render
 from edgeinfer.server.web.render import Growing, blocks
 
 SAMPLE = """# Title
@@ -37,18 +44,106 @@ End\u2028of it.
 """
 
 
+def shown_in_pieces(pieces):
+    """Return what a page has after each piece."""
+    growing, markup = Growing(), []
+    for piece in pieces:
+        first = growing.add(piece)
+        markup[first:] = growing.blocks[first:]
+        yield markup
+
+
+TAGS = """p br h1 h2 h3 h4 h5 h6 em strong s code pre div span button a ul ol li blockquote hr
+table thead tbody tr th td""".split()
+
+
+class Auditor(HTMLParser):
+    """Collects what the page must never be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.forbidden = []
+
+    def handle_starttag(self, tag, attrs):
+        allowed = {"class", "type", "tabindex", "target", "rel", "href", "start"}
+        self.forbidden += [tag] if tag not in TAGS else []
+        self.forbidden += [pair for pair in attrs if pair[0] not in allowed]
+        links = [value for name, value in attrs if name == "href"]
+        self.forbidden += [url for url in links if not re.match(r"(https?://|mailto:)\S", url, re.I)]
+
+
+@settings(max_examples=500, deadline=None)
+@given(MARKDOWN, st.randoms(use_true_random=False))
+def test_any_text_in_any_pieces_is_the_whole_and_harmless(text, dice):
+    whole = list(blocks(text))
+    markup = []
+    for markup in shown_in_pieces(split(text, dice)):
+        auditor = Auditor()
+        auditor.feed("".join(markup))
+        assert auditor.forbidden == []
+    assert markup == whole
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n", "\n\n  \n", "\t", "\r\n", "\x1b"])
+def test_blank_text_has_no_blocks_and_text_after_it_has(text):
+    growing = Growing(text)
+    assert growing.blocks == []
+    assert growing.add("\na") == 0
+    assert growing.blocks == ["<p>a</p>\n"]
+
+
+def test_every_other_text_shows_something():
+    assert "http://a.b" in "".join(blocks("[r]: http://a.b"))
+
+
+def test_a_defect_shows_the_text_as_it_is_and_is_reported(monkeypatch):
+    reported = []
+    growing = Growing("# a\n\nb", reported.append)
+    monkeypatch.setattr(render, "_renderer", lambda: 1 / 0)
+    assert growing.add(" <i>") == 0
+    monkeypatch.undo()
+    assert growing.add("c\n\nd") == 0
+    assert growing.blocks == ['<p class="plain"># a\n\nb &lt;i&gt;c\n\nd</p>']
+    assert [type(error) for error in reported] == [ZeroDivisionError]
+
+
+def test_lines_formulas_addresses_tasks_and_columns():
+    letter = "".join(blocks("Dear Ann,\nthe heater is broken.\nBob"))
+    assert letter.count("<br") == 2
+    formulas = r"So \(x_1 * y_1\), $$a_b_c$$, $p_q_r$:" + "\n\\[\n- b\n\\begin{x}\n= c\n\\]\ntext"
+    markup = "".join(blocks(formulas))
+    for kept in (r"\(x_1 * y_1\)", "$$a_b_c$$", "$p_q_r$", "\\[\n- b\n\\begin{x}\n= c\n\\]"):
+        assert f'class="plain">{kept}</' in markup
+    assert "$5 and $6" in "".join(blocks("It costs $5 and $6."))
+    assert 'href="https://a.b/c"' in "".join(blocks("See https://a.b/c."))
+    assert "☐ buy" in (tasks := "".join(blocks("- [ ] buy\n- [x] pay")))
+    assert "☑ pay" in tasks
+    table = "".join(blocks("| a | b |\n|---|---:|\n| x | 1200.00 |"))
+    assert '<td class="right">1200.00</td>' in table
+    assert "style=" not in table
+
+
+def test_a_code_block_in_small_pieces_is_not_parsed_again(monkeypatch):
+    growing, calls = Growing("```py\n"), []
+
+    def counted():
+        calls.append(1)
+        return parse_markdown()
+
+    monkeypatch.setattr(markdown, "parser", counted)
+    code = "".join(f"value_{n} = {n}\n" for n in range(3000))
+    for at in range(0, len(code), 5):
+        growing.add(code[at : at + 5])
+    growing.add("```\n\nAfter it.")
+    assert growing.blocks == list(blocks(f"```py\n{code}```\n\nAfter it."))
+    assert len(calls) <= 10
+
+
 def test_pieces_give_what_the_whole_gives():
     whole = "".join(blocks(SAMPLE))
     dice = random.Random(7)
     for _ in range(50):
-        growing, rest = Growing(), SAMPLE
-        shown = []
-        while rest:
-            size = dice.randint(1, 40)
-            first = growing.add(rest[:size])
-            shown[first:] = growing.blocks[first:]
-            rest = rest[size:]
-        assert shown == growing.blocks
+        *_, shown = shown_in_pieces(split(SAMPLE, dice))
         assert "".join(shown) == whole
 
 
@@ -79,7 +174,7 @@ def test_pieces_give_what_the_whole_gives():
 def test_hostile_markdown_becomes_text(hostile):
     markup = "".join(blocks(hostile))
     tags = set(re.findall(r"<\s*/?\s*([a-zA-Z]+)", markup))
-    assert tags <= {"p", "a", "code", "pre", "div", "span", "button"}
+    assert tags <= {"p", "br", "a", "code", "pre", "div", "span", "button"}
     for attribute in re.findall(r"<a ([^>]*)>", markup):
         assert attribute.startswith('href="https://')
         assert attribute.endswith('target="_blank" rel="noopener noreferrer nofollow"')
