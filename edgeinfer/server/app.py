@@ -32,6 +32,7 @@ from edgeinfer.server.request_body import decode, decode_query, read_body
 from edgeinfer.server.responses.routes import RESPONSES
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.web.access import PATH as PAGE
+from edgeinfer.server.web.access import user_of
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
@@ -123,7 +124,9 @@ class App:
         gate, operation = self._gate, context.operation
         page = operation.web if operation is not None else ""
         if page == "cookie":
-            context.key = self._endpoint.web.access.check(context.headers.get("cookie", ""))
+            context.key = self._endpoint.web.access.check(
+                context.headers.get("cookie", ""), user_of(connection)
+            )
         elif not page:
             context.key = gate.check_key(context.headers, context.route)
         if context.route not in OPEN_ROUTES:

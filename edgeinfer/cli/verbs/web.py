@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.cli.options import add_model
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
@@ -37,14 +38,19 @@ def run(options: argparse.Namespace, host: Host) -> WebResult:
             f"{remote.url} serves no page",
             hint="start it without --no-web, and without `web = false` in [serve]",
         )
-    url = f"{remote.url}/#code={make_code()}"
-    return WebResult(url=url, opened=not options.no_open and _open(url))
+    opened = not options.no_open and _open(remote)
+    return WebResult(url=f"{remote.url}/#code={make_code()}", opened=opened)
 
 
-def _open(url: str) -> bool:
-    """Open a browser that has a window of its own; one in the terminal would hide the address."""
+def _open(remote: RemoteEndpoint) -> bool:
+    """Open a browser that has a window of its own; one in the terminal would hide the address.
+
+    Every user can read a program's arguments, so the browser's hold no code. The endpoint is told to
+    let this user's next browser in.
+    """
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return False
     import webbrowser  # 20 ms
 
-    return webbrowser.open(url)
+    remote.request("POST", f"{PATH}/session", {"code": make_code(), "announce": True})
+    return webbrowser.open(remote.url)

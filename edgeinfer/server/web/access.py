@@ -3,6 +3,10 @@
 Codes and cookies are signed with a secret in the data folder (0600), so `edgeinfer web` makes a code
 without asking the endpoint, and a restarted endpoint knows its cookies. A code is good for two minutes,
 once, and only at an endpoint that was running when it was made.
+
+On this machine the kernel says whose program connects: a code is for this user only, a cookie for the
+user who got it, and this user's browser needs neither code nor key if the endpoint has no key, or if
+`edgeinfer web` has just announced it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
 
 if TYPE_CHECKING:
+    from edgeinfer.server.connection import Connection
     from edgeinfer.server.endpoint import Endpoint
     from edgeinfer.server.model_pool import ModelAdministrator
     from edgeinfer.server.web.conversations import Conversations
@@ -73,13 +78,20 @@ def make_code() -> str:
     return f"{made}-{nonce}-{_sign(read_secret(), 'code', made, nonce)}"
 
 
+def user_of(connection: Connection | None) -> str:
+    """Return the uid at the other end; "" on another machine, or if the kernel does not tell."""
+    uid = None if connection is None else connection.uid
+    return "" if uid is None else str(uid)
+
+
 class Access:
     """Codes and cookies of one endpoint at `port`; the first API key's holder gets one."""
 
     def __init__(self, port: int, keys: Keys) -> None:
         self._keys = keys
-        self._name = f"edgeinfer-{port}"
-        self._began = time.time()
+        self._port = port
+        self._began = time.monotonic()
+        self._announced_until = 0.0
         self._used: set[str] = set()
 
     @cached_property
@@ -91,8 +103,8 @@ class Access:
         name = self._keys.name(key)
         return name is not None and self._keys.is_first(name)
 
-    def redeem(self, code: str) -> bool:
-        """Use up a code; False if it is not one, too old, or used."""
+    def redeem(self, code: str, user: str) -> bool:
+        """Use up a code; False if it is not one, too old, used, or sent by another user."""
         made, _, rest = code.partition("-")
         nonce, _, signature = rest.partition("-")
         if not hmac.compare_digest(
@@ -100,26 +112,43 @@ class Access:
         ):
             return False
         age_s = time.time() - float(made)
-        if code in self._used or not -1 < age_s < _CODE_S or float(made) < self._began:
+        # the endpoint's own age, because the wall clock may have been set since it began
+        is_fresh = -1 < age_s < min(_CODE_S, time.monotonic() - self._began)
+        if code in self._used or not is_fresh or user not in ("", "0", str(os.getuid())):
             return False
         self._used.add(code)
         return True
 
-    def cookie(self, *, secure: bool) -> str:
+    def announce(self) -> None:
+        """Let this user's next browser in, for as long as a code is good."""
+        self._announced_until = time.monotonic() + _CODE_S
+
+    def lets_in(self, user: str) -> bool:
+        """Return whether a browser of `user` needs no code and no key, this time."""
+        is_announced = time.monotonic() < self._announced_until
+        if user != str(os.getuid()) or (self._keys and not is_announced):
+            return False
+        self._announced_until = 0.0
+        return True
+
+    def _signature(self, until: str, user: str) -> str:
+        return _sign(self._secret, "cookie", until, self._keys.first, str(self._port), user)
+
+    def cookie(self, user: str, *, secure: bool) -> str:
         """Return a Set-Cookie header; another first API key ends it."""
         until = str(int(time.time()) + _COOKIE_S)
-        value = f"{until}-{_sign(self._secret, 'cookie', until, self._keys.first)}"
+        value = f"edgeinfer-{self._port}={until}-{self._signature(until, user)}"
         end = "; Secure" if secure else ""
-        return f"{self._name}={value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{end}"
+        return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{end}"
 
-    def check(self, cookies: str) -> str:
+    def check(self, cookies: str, user: str) -> str:
         """Return the first API key's name, "" without keys. Raises Problem 401."""
         value = ""
         with contextlib.suppress(CookieError):
-            found = SimpleCookie(cookies).get(self._name)
+            found = SimpleCookie(cookies).get(f"edgeinfer-{self._port}")
             value = found.value if found else ""
         until, _, signature = value.partition("-")
-        expected = _sign(self._secret, "cookie", until, self._keys.first)
+        expected = self._signature(until, user)
         valid = hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode())
         if not valid or int(until) < time.time():
             raise Problem(401, "Sign in first: `edgeinfer web` opens the page.", code="not_signed_in")

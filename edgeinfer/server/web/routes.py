@@ -30,7 +30,7 @@ from edgeinfer.server.openai.routes import chat_completions
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
-from edgeinfer.server.web.access import PATH, Web
+from edgeinfer.server.web.access import PATH, Access, Web, user_of
 from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
 from edgeinfer.server.web.models import Pulls, offered
 from edgeinfer.server.web.render import blocks
@@ -97,6 +97,7 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
 
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
+_FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-real-ip"}
 #: Model output never becomes a script, a style, a picture from elsewhere, or a frame.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -131,31 +132,33 @@ class _File(NamedTuple):
 
 
 @cache
-def _file(name: str) -> _File | None:
-    path = _STATIC / name
-    if path.parent != _STATIC or not path.is_file():
-        return None
+def _files() -> dict[str, _File]:
+    return {path.name: _read(path) for path in _STATIC.iterdir() if path.is_file()}
+
+
+def _read(path: Path) -> _File:
     raw = path.read_bytes()
-    kind = "text/javascript" if path.suffix == ".js" else mimetypes.guess_type(name)[0] or "text/plain"
+    kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+    kind = "text/javascript" if path.suffix == ".js" else kind
     return _File(raw, gzip.compress(raw, 9, mtime=0), hashlib.sha256(raw).hexdigest()[:16], kind)
 
 
 def _page_file(context: RequestContext, name: str) -> Response:
-    found = _file(name)
-    if found is None:
+    file = _files().get(name)
+    if file is None:
         raise Problem(404, "The page has no such file.", code="not_found")
     headers = {
         **_HEADERS,
-        "etag": f'"{found.tag}"',
+        "etag": f'"{file.tag}"',
         "cache-control": "no-cache",
         "vary": "Accept-Encoding",
     }
     if context.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)
-    body = found.raw
+    body = file.raw
     if "gzip" in context.headers.get("accept-encoding", ""):
-        body, headers["content-encoding"] = found.packed, "gzip"
-    return Response(body, headers=headers, media_type=found.kind)
+        body, headers["content-encoding"] = file.packed, "gzip"
+    return Response(body, headers=headers, media_type=file.kind)
 
 
 @ROUTES.get(PATH, reply_type="text/html", web="open")
@@ -172,15 +175,25 @@ async def static(context: RequestContext) -> Response:
 
 @ROUTES.post(f"{PATH}/session", uses_model=False, web="open")
 async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
-    """Exchange a one-time code or the first API key for the page's cookie."""
-    web: Web = context.endpoint.web
-    if body.key and not web.access.accepts_key(body.key):
-        raise Problem(401, "This is not the endpoint's first API key.", code="not_signed_in")
-    if not body.key and not web.access.redeem(body.code):
+    """Exchange a one-time code, the first API key or the local user's name for the page's cookie."""
+    access: Access = context.endpoint.web.access
+    user = user_of(context.request.scope.get("connection"))
+    if body.key:
+        is_valid = access.accepts_key(body.key)
+        message = "This is not the endpoint's first API key."
+    elif body.code:
+        is_valid = access.redeem(body.code, user)
         message = "This code is used up or too old: `edgeinfer web` makes a new one."
+    else:  # a proxy is a program of this user, its clients need not be
+        is_valid = not _FORWARDED.intersection(context.headers) and access.lets_in(user)
+        message = "Sign in first: `edgeinfer web` opens the page."
+    if not is_valid:
         raise Problem(401, message, code="not_signed_in")
-    secure = context.request.url.scheme == "https"
-    return Response(status_code=204, headers={"set-cookie": web.access.cookie(secure=secure)})
+    if body.announce:
+        access.announce()
+        return json_reply({})
+    cookie = access.cookie(user, secure=context.request.url.scheme == "https")
+    return Response(status_code=204, headers={"set-cookie": cookie})
 
 
 # what the page shows

@@ -16,9 +16,13 @@ Action = Literal[
 
 
 class SignIn(Wire, frozen=True, kw_only=True):
-    """A one-time code, or the endpoint's first API key."""
+    """A one-time code, or the endpoint's first API key; nothing asks as this machine's user.
+
+    `announce`: the code is `edgeinfer web`'s own, which opens a browser next.
+    """
 
     code: Annotated[str, Meta(max_length=512)] = ""
+    announce: bool = False
     key: Annotated[str, Meta(max_length=4096)] = ""
 
 

@@ -3,15 +3,23 @@
 import hashlib
 import os
 import time
+import webbrowser
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx2
 import pytest
 from fake_engine import FakeEngine
 
+from edgeinfer.agents.endpoint import RemoteEndpoint
+from edgeinfer.cli.verbs import web
 from edgeinfer.errors import ServeError
+from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.paths import private_dir
 from edgeinfer.server.app import OPERATIONS, match_route
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.web import access, routes
 from edgeinfer.server.web.access import make_code
 from edgeinfer.server.web.routes import WEB
@@ -65,7 +73,7 @@ def test_foreign_hosts_and_origins_are_refused(paged, operation):
 
 def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkeypatch):
     early = make_code()
-    here = with_page(serve())
+    here = with_page(serve(keys=KEYS), KEYS)
     code = make_code()
 
     def sign_in(code):
@@ -76,6 +84,10 @@ def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkey
     assert sign_in(early) == 401  # from before the endpoint
     assert sign_in(code[:-1] + "0") == sign_in("") == sign_in("a-b-c") == sign_in("é") == 401
     late = make_code()
+    with monkeypatch.context() as patch:  # set right after the endpoint began ten minutes ahead
+        now = time.time()
+        patch.setattr(time, "time", lambda: now - 600)
+        assert sign_in(make_code()) == 204
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 121)
     assert sign_in(late) == 401
@@ -88,11 +100,67 @@ def test_the_cookie_is_for_the_page_alone_and_for_no_script(serve):
     assert cookie.partition("; ")[2] == "Path=/web; Max-Age=2592000; HttpOnly; SameSite=Strict"
 
 
-def test_a_restarted_endpoint_knows_its_cookies(paged, serve):
+def test_a_restarted_endpoint_knows_its_cookies_and_no_other_port_does(paged, serve):
     page = paged()
     again = with_page(serve())
-    again.endpoint.web.access._name = f"edgeinfer-{page.here.port}"
+    value = next(iter(page.client.cookies.values()))
+    stolen = {"cookie": f"edgeinfer-{again.port}={value}"}
+    assert again.client.get("/web/setup", headers=stolen).status_code == 401
+    again.endpoint.web.access._port = page.here.port
     assert page.client.get(f"{again.url}/web/setup").status_code == 200
+
+
+def test_a_code_and_a_cookie_are_of_no_use_to_another_user(serve, stranger):
+    here = with_page(serve(keys=KEYS), KEYS)
+    code = make_code()
+    cookie = here.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
+    cookie = {"cookie": cookie.partition(";")[0]}
+    with stranger(), httpx2.Client(base_url=here.url) as other:
+        assert other.post("/web/session", json={"code": code}).status_code == 401
+        assert other.get("/web/setup", headers=cookie).status_code == 401
+        key = {"key": KEYS[0]}
+        assert other.post("/web/session", json=key).status_code == 204  # has it from its owner
+        assert other.get("/web/setup").status_code == 200
+    assert here.client.get("/web/setup", headers=cookie).status_code == 200
+    assert here.client.post("/web/session", json={"code": code}).status_code == 204
+
+
+def test_this_users_browser_needs_no_code_where_no_key_is_needed(serve, stranger):
+    here = with_page(serve(gate=Gate(keys=Keys([]), any_user=True, owner=os.getuid())))
+    for forwarded in ({"x-forwarded-for": "10.0.0.1"}, {"forwarded": "for=10.0.0.1"}):
+        assert here.client.post("/web/session", json={}, headers=forwarded).status_code == 401
+    with stranger(), httpx2.Client(base_url=here.url) as other:
+        assert other.post("/web/session", json={}).status_code == 401
+    assert here.client.post("/web/session", json={}).status_code == 204
+    assert here.client.get("/web/setup").status_code == 200
+
+
+def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, stranger, monkeypatch):
+    here = with_page(serve(keys=KEYS), KEYS)
+    assert here.client.post("/web/session", json={}).status_code == 401
+    opened = []
+
+    def open_browser(url):
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", open_browser)
+    monkeypatch.setenv("DISPLAY", ":7")
+    monkeypatch.setattr(web, "own_endpoint", lambda *_: RemoteEndpoint(url=here.url, model="fake"))
+    result = web.run(SimpleNamespace(no_open=False), Host())
+    assert (opened, result.opened) == ([here.url], True)
+    with stranger(), httpx2.Client(base_url=here.url) as other:
+        assert other.post("/web/session", json={}).status_code == 401
+    assert here.client.post("/web/session", json={}).status_code == 204
+    assert here.client.post("/web/session", json={}).status_code == 401  # announced once
+
+
+def test_files_that_are_not_there_leave_nothing_behind(serve):
+    here = with_page(serve())
+    for name in ("x" * 300, "y" * 60_000, "a/" * 1000):
+        assert here.client.get(f"/web/static/{name}").status_code == 404
+    assert '"level":"error"' not in here.log.getvalue()
+    assert routes._files.cache_info().currsize == 1
 
 
 def test_with_keys_the_first_one_signs_in_and_no_other(serve, paged):
@@ -106,7 +174,7 @@ def test_with_keys_the_first_one_signs_in_and_no_other(serve, paged):
     bearer = {"authorization": f"Bearer {KEYS[0]}"}
     assert client.get("/web/setup", headers=bearer).status_code == 401
     other = with_page(serve(keys=KEYS[1:]), KEYS[1:])
-    other.endpoint.web.access._name = f"edgeinfer-{page.here.port}"
+    other.endpoint.web.access._port = page.here.port
     assert page.client.get(f"{other.url}/web/setup").status_code == 401  # another first key
 
 

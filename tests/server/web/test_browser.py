@@ -24,6 +24,7 @@ from tests.server.conftest import with_page
 
 pytestmark = pytest.mark.slow
 
+KEYS = ["first-key-of-this-endpoint"]
 MESSAGE = "document.querySelector('#message')"
 IDLE = "!document.querySelector('.streaming') && !document.querySelector('.stop')"
 
@@ -419,11 +420,13 @@ def test_playground_compares_two_answers_token_by_token(serve, tab):
     assert ConversationStore.open().listing() == []
 
 
-def test_without_a_code_the_page_asks_for_one(serve, chromium):
-    here = with_page(serve())
+def test_the_address_typed_by_hand_opens_the_page_or_asks_for_a_code(serve, chromium):
+    here, with_key = with_page(serve()), with_page(serve(keys=KEYS), KEYS)
     chromium.call("Storage.clearCookies")
     page = chromium.page()
     page.open(here.url)
+    page.see("What can I help with?")
+    page.open(with_key.url)
     page.see("edgeinfer web")
     page.js("document.querySelector('#secret').focus()")
     page.type("wrong")

@@ -363,7 +363,11 @@ async function start() {
   }
   const begin = async () => {
     try {
-      const setup = await api("/setup");
+      const setup = await api("/setup").catch(async (failure) => {
+        if (failure.status !== 401) throw failure;
+        await api("/session", {}); // this machine's user needs no code
+        return api("/setup");
+      });
       root.replaceChildren();
       render(html`<${App} setup=${setup} />`, root);
     } catch (failure) {
