@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import threading
 import time
 from collections import Counter
@@ -74,6 +75,37 @@ DEFAULT_INFO = EngineInfo(
     can_rerank=True,
     tool_format="fake",
 )
+
+
+def split_script(script: Script, dice: random.Random, *, pause_s: float = 0.0) -> Script:
+    """Deliver a script's text, reasoning and arguments in other pieces, with pauses between them.
+
+    The pieces: each character alone, of random sizes, or the blanks at a beginning first. A pause
+    longer than a front end's look at the answer makes it see each piece alone.
+    """
+    sizes = dice.choice([(1, 1), (1, 3), (1, 20), (5, 60)])
+    items: list[Item] = []
+    for item in script:
+        event = TextDelta(item) if isinstance(item, str) else item
+        name = "arguments" if isinstance(event, ToolCallDelta) else "text"
+        text = getattr(event, name, "")
+        if not isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta) or not text:
+            items.append(event)
+            continue
+        cut = len(text) - len(text.lstrip()) if dice.random() < 0.5 else 0
+        pieces = [text[:cut]] if cut else []
+        while cut < len(text):
+            size = dice.randint(*sizes)
+            pieces.append(text[cut : cut + size])
+            cut += size
+        for number, piece in enumerate(pieces):
+            changes = {name: piece}
+            if number and name == "arguments":
+                changes |= {"id": "", "name": ""}
+            items.append(msgspec.structs.replace(event, **changes))
+            if pause_s and dice.random() < 0.3:
+                items.append(Delay(dice.uniform(0, 2 * pause_s)))
+    return items
 
 
 class FakeEngine:

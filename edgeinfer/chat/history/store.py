@@ -94,7 +94,7 @@ MARK, UNMARK = "\x02", "\x03"
 #: Turns that a search looks at, newest first.
 HITS = 4000
 
-_COUNT = "(SELECT count(*) FROM turn WHERE turn.conversation_id = c.id)"
+_COUNT = "(SELECT count(*) FROM turn t WHERE t.conversation_id = c.id AND t.role = 'user')"
 _WORD = re.compile(r"\w+", re.UNICODE)
 _SEARCH = f"""
     WITH hit AS (

@@ -146,7 +146,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A conversation as a list shows it. `snippet` is where a search found its words."""
+    """A conversation in a list. `turns` are its questions; `snippet` is where a search found words."""
 
     id: int
     title: str

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from functools import cache
 
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.models import fits
+from edgeinfer.models.catalog import Model, load_catalog
 from edgeinfer.models.progress import progress_text
+from edgeinfer.models.store import list_pulled
+from edgeinfer.platform.machine import MemoryRate, read_memory, read_memory_rate
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.model_pool import ModelAdministrator
 from edgeinfer.server.problems import from_error
 from edgeinfer.server.pulling import reports_of, source_of
 from edgeinfer.server.web import wire
-
-if TYPE_CHECKING:
-    from edgeinfer.chat.model_choices import ModelChoice
+from edgeinfer.units import format_bytes
 
 
 class Pulls:
@@ -77,8 +79,33 @@ class Pulls:
             self.now[name] = wire.Pull(name=name, text=failure, failed=True)
 
 
-def offered() -> list[ModelChoice]:
-    """List the catalogue's models that are not here."""
-    from edgeinfer.chat.model_choices import list_choices  # 30 ms, once a page shows its list of models
+@cache
+def _memory_rate() -> MemoryRate:
+    return read_memory_rate()  # 0.2 s
 
-    return [one for one in list_choices() if not (one.pulled or one.store)]
+
+def offered() -> list[wire.Offer]:
+    """List the catalogue's chat models that are not here, as this machine would run them."""
+    here = {model.name for model in list_pulled()}
+    available = read_memory().available_bytes
+    models = [model for model in load_catalog().models.values() if model.name not in here]
+    return [
+        wire.Offer(name=model.name, title=model.title, about=_about(model, available))
+        for model in models
+        if model.purpose not in ("embedding", "reranker")
+    ]
+
+
+def _about(model: Model, available: int) -> str:
+    share = fits.active_share(model, model.name, model.parameters)
+    fit = fits.fit(model.stored_bytes, model.purpose, share, _memory_rate(), available)
+    is_chat = model.purpose == "chat"
+    speed = f"{'slow: ' * (fit.group == 'slow')}about {fit.tokens_per_s:.1f} tokens/s"
+    facts = [
+        "" if is_chat else f"{model.purpose} model",
+        model.parameters,
+        model.licence,
+        format_bytes(model.stored_bytes),
+        fit.why if fit.group == "too big" else speed,
+    ]
+    return " · ".join(filter(None, facts))

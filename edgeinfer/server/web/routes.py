@@ -223,15 +223,16 @@ async def setup(context: RequestContext) -> wire.Setup:
             if not one.alias_of
         ],
         presets={**presets.PRESETS, **named},
-        options={name: option.allowed() for name, option in presets.OPTIONS.items()},
+        options={name: (option.low, option.high) for name, option in presets.OPTIONS.items()},
         has_tools=endpoint.host.config.tools.has_tools,
     )
 
 
 @ROUTES.get(f"{PATH}/models", web="cookie")
-async def to_pull(context: RequestContext) -> Response:
+async def to_pull(context: RequestContext) -> list[wire.Offer]:
     """List the catalogue's models that are not here."""
-    return json_reply(await context.endpoint.in_thread(offered))
+    offers: list[wire.Offer] = await context.endpoint.in_thread(offered)
+    return offers
 
 
 @ROUTES.get(f"{PATH}/pulls", web="cookie")

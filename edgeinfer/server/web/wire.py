@@ -129,12 +129,20 @@ class Pull(Reply, frozen=True, kw_only=True):
     failed: bool = False
 
 
+class Offer(Reply, frozen=True, kw_only=True):
+    """A model to pull. `about`: size, licence and estimated speed on this machine."""
+
+    name: str
+    title: str
+    about: str
+
+
 class Setup(Reply, frozen=True, kw_only=True):
-    """What the page needs to begin."""
+    """What the page needs to begin. `options` are the least and greatest value of each."""
 
     version: str
     default_model: str
     models: list[ListedModel]
     presets: dict[str, dict[str, float | int | None]]
-    options: dict[str, str] = msgspec.field(default_factory=dict)
+    options: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
     has_tools: bool = False

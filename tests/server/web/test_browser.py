@@ -16,9 +16,10 @@ from other_processes import wait_until
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.cli.serving import pulled_models
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform import paths
 from edgeinfer.platform.paths import private_dir
-from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
+from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs
 from tests.conftest import BUILD_CACHE
 from tests.server.conftest import with_page
 
@@ -93,6 +94,134 @@ def test_stop_continue_reload_and_a_second_tab_in_mid_answer(serve, tab):
     for one in (page, other):
         one.see("One two three four")
         one.wait(IDLE)
+
+
+def test_reasoning_streams_folds_and_survives_a_reload(serve, tab):
+    first, second = StepGate(), StepGate()
+    third, pause = StepGate(), Delay(0.12)
+    thoughts = [item for word in ("Let ", "me ", "see.") for item in (ReasoningDelta(word), pause)]
+    script = [*thoughts, first, "\n", pause, "\n", second, "The **answer**", third, " is here."]
+    page = tab(with_page(serve(FakeEngine([script]))))
+    say(page, "why?")
+    thought = "document.querySelector('.answer details')"
+    page.wait(f"{thought}?.open && {thought}.querySelector('p').textContent === 'Let me see.'")
+    page.js("location.reload()")
+    page.wait(f"{thought}?.open && {thought}.querySelector('p').textContent === 'Let me see.'")
+    first.opened.set()
+    second.opened.set()
+    page.wait("document.querySelector('.answer strong')?.textContent === 'answer'")
+    page.wait(f"!{thought}.open")
+    page.js("location.reload()")
+    page.wait(f"{thought} && !{thought}.open && document.querySelector('.answer strong')")
+    third.opened.set()
+    page.see("The answer is here.")
+    page.wait(IDLE)
+    page.click(".answer summary", "Reasoning")
+    page.wait(f"{thought}.open && {thought}.querySelector('p').offsetHeight > 0")
+    assert "does not answer" not in page.text()
+
+
+def test_a_growing_block_of_code_is_appended_to(serve, tab):
+    gate = StepGate()
+    code = [item for n in range(30) for item in (f"if a < {n} and b > {n}:\n", Delay(0.01))]
+    page = tab(with_page(serve(FakeEngine([["```py\n", "x = 1\n", gate, *code, "```\nDone."]]))))
+    say(page, "code")
+    page.wait("document.querySelector('.code code')?.textContent === 'x = 1\\n'")
+    page.js("window.block = document.querySelector('.code code')")
+    gate.opened.set()
+    page.wait(IDLE)
+    page.see("Done.")
+    whole = "x = 1\n" + "".join(item for item in code if isinstance(item, str))
+    assert page.js("document.querySelector('.code code').textContent") == whole
+    assert page.js("window.block === document.querySelector('.code code')")
+
+
+def test_nothing_is_silent_what_is_typed_too_early_copied_or_refused(serve, tab):
+    gate, broken = StepGate(), InvalidRequestError("too long: see `edgeinfer show`")
+    script = ["```sh\nls\n```\n\nOne ", gate, "two."]
+    page = tab(with_page(serve(FakeEngine([script, [broken]]))), width=375)
+    say(page, "go")
+    page.see("One")
+    say(page, "too early")
+    page.see("still being written")
+    assert page.js(f"{MESSAGE}.value") == "too early"
+    gate.opened.set()
+    page.wait(IDLE)
+    page.js("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    for words, text in (("Copy", "ls\n"), ("Link", None)):
+        page.click(".code .copy" if words == "Copy" else ".answer .foot button", words)
+        page.wait("document.querySelector('button.copied')")
+        assert text in (None, page.js("window.copied"))
+        page.wait("!document.querySelector('button.copied')")
+    page.js("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+    page.click(".answer .foot button", "Copy")
+    page.see("did not allow copying")
+    page.click("button.send")
+    page.see("too long")
+    page.wait(IDLE)
+    said = page.js(
+        "[...document.querySelectorAll('.note, .error')].map((one) => one.textContent.trim())"
+    )
+    assert said == ["too long: see edgeinfer show"]
+    feet = page.js("[...document.querySelectorAll('.foot')].map((foot) => foot.textContent)")
+    assert not any("0" in foot.replace("tokens/s", "") for foot in feet[2:])
+
+
+def test_settings_keep_what_was_typed_until_it_is_taken(serve, tab):
+    page = tab(with_page(serve(FakeEngine([["Yes."]]))))
+    say(page, "hi")
+    page.see("Yes.")
+    page.wait(IDLE)
+    page.click("button", "Settings")
+    page.see("0 to 10")
+    page.js("document.querySelector('#o-temperature').focus()")
+    page.type("99")
+    page.click("dialog button", "Save")
+    assert page.js("document.querySelector('#o-temperature').validity.rangeOverflow")
+    page.js("document.querySelector('#o-temperature').value = '0.5'")
+    page.js("document.querySelector('#title').value = 'x'.repeat(500)")
+    page.click("dialog button", "Save")
+    page.wait("document.querySelector('dialog[open] [role=alert]')")
+    page.browser.events.clear()  # the console holds the refusal
+    assert page.js("document.querySelector('#o-temperature').value") == "0.5"
+    page.js("document.querySelector('#title').value = 'Greeting'")
+    page.click("dialog button", "Save")
+    page.wait("!document.querySelector('dialog[open]')")
+    page.wait("document.querySelector('h1').textContent === 'Greeting'")
+
+
+TABLE = "| item | cost |\n|---|---:|\n| Schraubendreher | 1,200.00 |\n| nail | 0.05 |"
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_names_and_numbers_are_whole_and_buttons_large_enough(serve, tab, tmp_path, width):
+    name = "qwen3-30b-a3b-instruct-2507" if width > 400 else "smollm2-135m-instruct"
+    answer = f"Dear Ann,\nthe heater is broken.\n\n{TABLE}\n\n- [x] call\n- [ ] write\n\n\\[ x_1 = \\frac{{-b}}{{2a}} \\]"
+    here = with_page(serve(FakeEngine([[answer]]), names=[name]))
+    page = tab(here, width=width, height=760)
+    say(page, "A letter and a table, please")
+    page.see("0.05")
+    page.wait(IDLE)
+    cells = "[...document.querySelectorAll('td')]"
+    assert page.js(f"{cells}.map((cell) => getComputedStyle(cell).textAlign)") == ["start", "right"] * 2
+    heights = page.js(f"{cells}.map((cell) => cell.getClientRects()[0].height)")
+    assert max(heights) < 45  # one line each
+    assert page.js("document.querySelectorAll('.block br').length") == 1
+    room = page.js(
+        "(() => { const box = document.querySelector('[aria-label=Model]'), text = document.createElement('canvas').getContext('2d');"
+        " text.font = getComputedStyle(box).font;"
+        " return box.clientWidth - text.measureText(box.selectedOptions[0].textContent).width; })()"
+    )
+    assert room > 30  # for the arrow
+    small = page.js(
+        "[...document.querySelectorAll('button, summary, select')].map((one) => [one.textContent, one.getClientRects()[0]])"
+        ".filter(([, box]) => box && (box.width < 24 || box.height < 24)).map(([text]) => text)"
+    )
+    assert small == []
+    assert page.js("document.documentElement.scrollWidth") <= width
+    assert page.js("document.querySelector('h1').getClientRects()[0].width") > 60
+    page.js("document.querySelector('.stats').open = true")
+    page.shot(tmp_path / "page.png")
 
 
 def test_twenty_kills_lose_nothing_that_was_shown(tab, tmp_path):
@@ -337,7 +466,7 @@ def test_settings_export_link_files_and_delete(serve, tab):
     page.click(".side button[aria-label^=Delete]")
     page.see("Deleted")
     page.click("button", "Undo")
-    page.see("turns")
+    page.see("1 question")
     page.js(f"location.hash = {json.dumps(link)}")
     page.wait("document.querySelector('.answer.target')")
 

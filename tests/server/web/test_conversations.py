@@ -2,11 +2,12 @@
 
 import base64
 import json
+import random
 import re
 
 import pytest
 from chats_here import consume
-from fake_engine import Delay, FakeEngine
+from fake_engine import Delay, FakeEngine, StepGate, split_script
 from fake_hub import Fault
 from other_processes import wait_until
 
@@ -17,6 +18,9 @@ from edgeinfer.server.web import conversations, render
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+SAMPLE = (
+    "# A\n\n1. one\n2. two\n\n```py\nx = 1\n```\n\n| a | b |\n|--|-:|\n| 1 | 2 |\n\n> q\nlazy\n\nend"
 )
 
 
@@ -180,6 +184,31 @@ def test_reasoning_that_comes_slowly_is_shown_as_it_comes(paged):
     assert pieces, "all came at once"
     *_, answer = page.ended(number)
     assert (answer["reasoning"], words(answer)) == (" let me", "Hello")
+    assert '"level":"error"' not in page.here.log.getvalue()
+
+
+def test_answers_split_anyhow_are_shown_as_the_whole(paged):
+    answers, scripts = [], []
+    for seed in range(40):
+        dice, gate = random.Random(seed), StepGate()
+        text = dice.choice(["", " ", "\n", "\n\n"]) + dice.choice([SAMPLE, "a\n---\nb", "> q\n- x"])
+        reasoning = "hm \n\n hm" if seed % 3 else ""
+        pause_s = 2 * conversations._LOOK_S if seed % 8 == 0 else 0.0
+        script = split_script([ReasoningDelta(reasoning), text], dice, pause_s=pause_s)
+        scripts.append([*script, gate])
+        answers.append((text, reasoning, gate))
+    page = paged(FakeEngine(scripts))
+    for text, reasoning, gate in answers:
+        whole = (list(render.blocks(text)), reasoning)
+
+        def is_whole(_branch, turns, whole=whole):
+            return whole in [(turn["blocks"], turn["reasoning"]) for turn in turns.values()]
+
+        number = page.ask()
+        page.follow(number, is_whole)  # while it is being written
+        gate.opened.set()
+        *_, answer = page.ended(number)
+        assert (answer["blocks"], answer["reasoning"]) == whole
     assert '"level":"error"' not in page.here.log.getvalue()
 
 

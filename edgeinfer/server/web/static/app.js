@@ -7,9 +7,18 @@ import { api, follow, copy, base64, trusted, plain } from "./lib.js";
 
 const actions = {}; // set by App; the same object at every drawing, so unchanged turns are not drawn again
 const tokens = (n) => n.toLocaleString("en");
+/** Words of the endpoint: what stands between backticks is code. */
+const marked = (text) => text.split("`").map((part, n) => (n % 2 ? html`<code>${part}</code>` : part));
+const CODE_END = "</code></pre></div>\n";
 
 class Block extends Component {
-  shouldComponentUpdate(next) { return next.markup !== this.props.markup; }
+  shouldComponentUpdate({ markup }) {
+    const shown = this.props.markup, grown = shown.slice(0, -CODE_END.length);
+    if (!shown.endsWith(CODE_END) || !markup.endsWith(CODE_END) || !markup.startsWith(grown)) return markup !== shown;
+    // a block of code that grows is not laid out anew
+    this.base.querySelector("code").insertAdjacentHTML("beforeend", trusted(markup.slice(grown.length, -CODE_END.length)));
+    return false;
+  }
   render({ markup }) {
     return html`<div class="block" dir="auto" dangerouslySetInnerHTML=${{ __html: trusted(markup) }} />`;
   }
@@ -33,8 +42,8 @@ function Edit({ turn }) {
 function Stats({ turn }) {
   const s = turn.stats;
   if (!s.completion_tokens) return null;
-  return html`<span class="stats" title="${tokens(s.prompt_tokens)} prompt tokens; first token after ${Math.round(s.ttft_ms)} ms">
-    ${s.tokens_per_s.toFixed(1)} tokens/s · ${tokens(s.cached_tokens)} of ${tokens(s.prompt_tokens)} cached${turn.cost && ` · ${turn.cost}`}</span>`;
+  return html`<details class="stats"><summary aria-label="Speed and cache" title="Speed and cache">i</summary>
+    ${s.tokens_per_s.toFixed(1)} tokens/s · first token after ${Math.round(s.ttft_ms)} ms · ${tokens(s.cached_tokens)} of ${tokens(s.prompt_tokens)} tokens of the prompt cached${turn.cost && ` · ${turn.cost}`}</details>`;
 }
 
 class Turn extends Component {
@@ -43,7 +52,7 @@ class Turn extends Component {
   }
   render({ turn, editing, last, target, id, words }) {
     const user = turn.role === "user", streaming = turn.status === "streaming";
-    const cut = last && ["stopped", "length", "failed", "interrupted"].includes(turn.status) && turn.blocks.length;
+    const cut = last && ["stopped", "length", "failed", "interrupted"].includes(turn.status) && turn.blocks.length > 0;
     return html`<article id="turn-${turn.id}" class="turn ${user ? "user" : "answer"} ${streaming ? "streaming" : ""} ${target ? "target" : ""}"
         aria-label=${user ? "You" : turn.model || "Answer"} aria-busy=${streaming}>
       ${turn.files.length > 0 && html`<ul class="files" aria-label="Attached files">${turn.files.map((file, n) => html`<li>
@@ -61,14 +70,14 @@ class Turn extends Component {
           ${turn.page[0]}/${turn.page[1]}
           <button aria-label="Later alternative" disabled=${turn.page[0] === turn.page[1]} onClick=${() => actions.change({ action: "show", turn: turn.id, step: 1 })}>›</button></span>`}
         ${!streaming && user && html`<button onClick=${() => actions.edit(turn.id)}>Edit</button>`}
-        ${!streaming && !user && html`<button onClick=${() => actions.copyTurn(turn.id)}>Copy</button>`}
+        ${!streaming && !user && html`<button onClick=${(event) => actions.copyTurn(event.target, turn.id)}>Copy</button>`}
         ${!streaming && !user && last && html`<button onClick=${() => actions.change({ action: "regenerate" })}>Regenerate</button>`}
         ${cut && html`<button onClick=${() => actions.change({ action: "continue" })}>Continue</button>`}
         ${!streaming && html`<button onClick=${() => actions.fork(turn.id)}>Fork</button>
-          <button onClick=${() => actions.link(turn.id)}>Link</button>`}
+          <button onClick=${(event) => actions.link(event.target, turn.id)}>Link</button>`}
         ${!streaming && !user && html`<button onClick=${() => actions.show("export", turn.id)}>Code</button>`}
         <${Stats} turn=${turn} />
-        ${turn.note && html`<span class="note">${turn.note}</span>`}
+        ${turn.note && html`<span class="note">${marked(turn.note)}</span>`}
       </div>
     </article>`;
   }
@@ -114,7 +123,7 @@ function Sidebar({ list, id, query, shown, search }) {
     <ul>${list.map((one) => html`<li key=${one.id} class=${one.id === id ? "open" : ""}>
       <a href="#/${one.id}" aria-current=${one.id === id ? "page" : null}>
         <span class="title" dir="auto">${one.title || "Untitled"}</span>
-        <small dir="auto">${one.snippet ? one.snippet.split(/[\u0002\u0003]/).map((part, n) => (n % 2 ? html`<mark>${part}</mark>` : part)) : `${one.turns} turns`}</small>
+        <small dir="auto">${one.snippet ? one.snippet.split(/[\u0002\u0003]/).map((part, n) => (n % 2 ? html`<mark>${part}</mark>` : part)) : `${tokens(one.turns)} question${one.turns === 1 ? "" : "s"}`}</small>
       </a>
       <button aria-label="Delete ${one.title}" onClick=${() => actions.remove(one)}>×</button></li>`)}
       ${!list.length && html`<li><a>${query ? "Nothing found" : "No conversations yet"}</a></li>`}
@@ -133,7 +142,8 @@ function Composer({ id, answering, field }) {
   };
   const send = async (event) => {
     event.preventDefault();
-    if (answering || (!text.trim() && !files.length)) return;
+    if (!text.trim() && !files.length) return;
+    if (answering) return actions.note("The answer is still being written. Send this when it has ended, or stop it with Esc.");
     type(""); setFiles([]);
     if (!await actions.ask(text, files, 0)) { type(text); setFiles(files); }
   };
@@ -167,24 +177,29 @@ function Dialog({ title, close, children }) {
 }
 
 function Settings({ setup, settings, title, stored, close }) {
+  const [error, setError] = useState("");
   const form = useRef(), preset = Object.entries(setup.presets).find(([, values]) => JSON.stringify(values) === JSON.stringify(settings.sampling));
   const choose = (event) => {
     for (const name of Object.keys(setup.options)) form.current.elements[name].value = setup.presets[event.target.value]?.[name] ?? "";
   };
-  const save = (event) => {
+  const save = async (event) => {
     event.preventDefault();
     const fields = form.current.elements, sampling = {};
     for (const name of Object.keys(setup.options)) if (fields[name].value !== "") sampling[name] = Number(fields[name].value);
-    actions.set({ system_prompt: fields.system.value, sampling }, stored && fields.title.value !== title ? fields.title.value : null);
-    close();
+    try {
+      await actions.store({ system_prompt: fields.system.value, sampling }, stored && fields.title.value !== title ? fields.title.value : null);
+      close();
+    } catch (failure) { setError(failure.message); }
   };
   return html`<${Dialog} title="Settings of this conversation" close=${close}><form ref=${form} onSubmit=${save}>
     ${stored && html`<label for="title">Title</label><input id="title" name="title" dir="auto" defaultValue=${title} />`}
     <label for="system">System prompt</label><textarea id="system" name="system" rows="4" dir="auto" defaultValue=${settings.system_prompt} />
     <label for="preset">Preset</label><select id="preset" onChange=${choose}>
       <option value="">custom</option>${Object.keys(setup.presets).map((name) => html`<option value=${name} selected=${name === preset?.[0]}>${name}</option>`)}</select>
-    <div class="grid">${Object.entries(setup.options).map(([name, allowed]) => html`<div><label for=${`o-${name}`}>${name.replace(/_/g, " ")}</label>
-      <input id=${`o-${name}`} name=${name} type="number" step="any" title=${allowed} placeholder="model's own" defaultValue=${settings.sampling[name] ?? ""} /></div>`)}</div>
+    <div class="grid">${Object.entries(setup.options).map(([name, [low, high]]) => html`<div><label for=${`o-${name}`}>${name.replace(/_/g, " ")}
+        <small>${tokens(low)} to ${tokens(high)}</small></label>
+      <input id=${`o-${name}`} name=${name} type="number" step="any" min=${low} max=${high} placeholder="model's own" defaultValue=${settings.sampling[name] ?? ""} /></div>`)}</div>
+    ${error && html`<p role="alert" class="note">${marked(error)}</p>`}
     <div class="row"><button type="button" onClick=${close}>Cancel</button><button class="primary">Save</button></div>
   </form></${Dialog}>`;
 }
@@ -197,7 +212,7 @@ function Export({ id, turn, close }) {
     <p><a href="/web${path("markdown")}" download>Markdown</a> · <a href="/web${path("json")}" download>JSON with all branches</a></p>
     <p>The request as ${["curl", "python", "javascript"].map((form) => html`<button type="button" onClick=${() => show(form)}>${form}</button>`)}</p>
     ${code && html`<pre tabindex="0">${code}</pre>`}
-    <div class="row">${code && html`<button onClick=${() => copy(code)}>Copy</button>`}<button class="primary" onClick=${close}>Close</button></div>
+    <div class="row">${code && html`<button onClick=${(event) => actions.copy(event.target, code)}>Copy</button>`}<button class="primary" onClick=${close}>Close</button></div>
   </${Dialog}>`;
 }
 
@@ -210,7 +225,7 @@ function SignIn({ done }) {
     try { await api("/session", code ? { code } : { key: typed }); done(); } catch (failure) { setError(failure.message); }
   };
   return html`<main class="sign-in"><h1>edgeinfer</h1>
-    <p>Type <code>edgeinfer web</code> in a terminal: it opens this page signed in. Or paste its address, or the endpoint's first API key:</p>
+    <p>Type <code>edgeinfer web</code> in a terminal on the endpoint's machine: it opens this page signed in. Or paste its address, or the endpoint's first API key:</p>
     <form onSubmit=${send}><label for="secret">Address, code or API key</label><input id="secret" name="secret" type="password" autocomplete="off" />
     <button class="primary">Sign in</button></form><p role="alert" class="note">${error}</p></main>`;
 }
@@ -230,15 +245,16 @@ function App({ setup: first }) {
   const { id } = place, stored = branch.conversation?.id === id ? branch.conversation : null;
   now.current = { shown, answering: branch.answering, dialog };
   const settings = id ? stored ?? fresh : fresh;
-  const say = (text) => { live.current.textContent = text; };
+  const say = (text) => { live.current.textContent = text.replaceAll("`", ""); };
   const reload = () => {
     const query = words.current; // an answer to an earlier query may come later
     return api(`/conversations?q=${encodeURIComponent(query)}`).then((found) => query === words.current && setList(found), () => {});
   };
-  const attempt = async (work) => { try { setMessage(null); return (await work()) ?? true; } catch (failure) { setMessage({ text: failure.message }); return null; } };
+  const note = (text, undo) => setMessage({ text, undo });
+  const attempt = async (work) => { try { setMessage(null); return (await work()) ?? true; } catch (failure) { note(failure.message); return null; } };
 
   Object.assign(actions, {
-    say, focus: () => field.current?.focus(),
+    say, note, focus: () => field.current?.focus(),
     open: (to) => { location.hash = to ? `#/${to}` : "#/"; setShown(false); field.current?.focus(); },
     search: (text) => { setQuery(text); words.current = text; clearTimeout(actions.timer); actions.timer = setTimeout(reload, 120); },
     edit: setEditing,
@@ -251,16 +267,22 @@ function App({ setup: first }) {
     }),
     change: (body) => attempt(() => { awaited.current = body.action === "regenerate" || body.action === "continue"; return api(`/conversations/${id}`, body); }),
     fork: (turn) => attempt(async () => actions.open((await api(`/conversations/${id}`, { action: "fork", turn })).id)),
-    link: async (turn) => { const url = `${location.origin}/#/${id}/${turn}`; history.replaceState(null, "", url); setPlace({ id, turn }); await copy(url); say("Link copied"); },
-    copyTurn: async (turn) => { await copy(await api(`/conversations/${id}/export?form=text&turn=${turn}`)); say("Copied"); },
+    copy: async (button, text) => { try { await copy(text); } catch { return note("The browser did not allow copying: select the text and copy it by Ctrl+C."); } button.classList.add("copied"); setTimeout(() => button.classList.remove("copied"), 2000); say("Copied"); },
+    link: (button, turn) => { const url = `${location.origin}/#/${id}/${turn}`; history.replaceState(null, "", url); setPlace({ id, turn }); actions.copy(button, url); },
+    copyTurn: (button, turn) => attempt(async () => actions.copy(button, await api(`/conversations/${id}/export?form=text&turn=${turn}`))),
     show: (name, turn) => setDialog({ name, turn }),
-    tools: () => setup.has_tools ? actions.set({ tools: !settings.tools }, null) : setMessage({ text: "No tools are configured: [tools] in config.toml has them." }),
-    set: (fields, title) => id ? attempt(async () => { const { note } = await api(`/conversations/${id}`, { action: "set", ...fields }); if (note) setMessage({ text: note }); if (title != null) await api(`/conversations/${id}`, { action: "rename", title }); })
-      : setFresh({ ...fresh, ...fields }),
+    tools: () => setup.has_tools ? actions.set({ tools: !settings.tools }) : note("There are no tools yet: `[tools]` in config.toml adds them, for example `builtin = [\"read\"]`."),
+    store: async (fields, title) => {
+      if (!id) return setFresh({ ...fresh, ...fields });
+      const { note: told } = await api(`/conversations/${id}`, { action: "set", ...fields });
+      if (told) note(told);
+      if (title != null) await api(`/conversations/${id}`, { action: "rename", title });
+    },
+    set: (fields) => attempt(() => actions.store(fields)),
     remove: (one) => attempt(async () => {
       await api(`/conversations/${one.id}`, { action: "delete" });
       if (one.id === id) actions.open(0);
-      setMessage({ text: `Deleted “${one.title}”.`, undo: () => attempt(() => api(`/conversations/${one.id}`, { action: "undelete" })) });
+      note(`Deleted “${one.title}”.`, () => attempt(() => api(`/conversations/${one.id}`, { action: "undelete" })));
     }),
   });
 
@@ -314,11 +336,12 @@ function App({ setup: first }) {
       else if ((event.ctrlKey || event.metaKey) && event.key === "k") { event.preventDefault(); setShown(true); search.current.focus(); }
       else if (event.altKey && event.key === "n") { event.preventDefault(); actions.open(0); }
     };
-    const click = (event) => { if (event.target.matches?.(".copy")) copy(event.target.closest(".code").querySelector("code").textContent).then(() => say("Copied")); };
+    const click = (event) => { if (event.target.matches?.(".copy")) actions.copy(event.target, event.target.closest(".code").querySelector("code").textContent); };
     addEventListener("keydown", key); addEventListener("click", click);
     return () => { removeEventListener("keydown", key); removeEventListener("click", click); };
   }, []);
 
+  const failed = !branch.answering && branch.turns.get(branch.path.at(-1))?.status === "failed"; // and says why
   const models = setup.models.some((model) => model.name === settings.model) || !settings.model ? setup.models : [{ name: settings.model, state: "missing" }, ...setup.models];
   const menu = html`<button class="menu" aria-label="Conversations" aria-expanded=${shown} aria-controls="side" onClick=${(event) => { event.stopPropagation(); setShown(!shown); }}>☰</button>`;
   return html`<a class="hidden skip" href="#message" onClick=${(event) => { event.preventDefault(); document.querySelector("#message").focus(); }}>To the message field</a>
@@ -327,7 +350,7 @@ function App({ setup: first }) {
       ${place.screen ? (place.screen === "#playground" ? html`<${Playground} setup=${setup} model=${settings.model} menu=${menu} />` : html`<${Evaluations} menu=${menu} />`) : html`<header class="bar">
         ${menu}
         <h1 dir="auto">${stored?.title || "New conversation"}</h1>
-        <select aria-label="Model" value=${settings.model} onChange=${(event) => { if (event.target.value) actions.set({ model: event.target.value }, null); else { event.target.value = settings.model; actions.show("models"); } }}>
+        <select aria-label="Model" value=${settings.model} onChange=${(event) => { if (event.target.value) actions.set({ model: event.target.value }); else { event.target.value = settings.model; actions.show("models"); } }}>
           ${models.map((model) => html`<option value=${model.name}>${model.name}${model.state === "cold" ? "" : ` · ${model.state}`}</option>`)}<option value="">More models…</option></select>
         <button aria-pressed=${!!settings.tools} onClick=${actions.tools}>Tools</button>
         <button onClick=${() => actions.show("settings")}>Settings</button>
@@ -340,18 +363,18 @@ function App({ setup: first }) {
         ${branch.path.map((turn, n) => html`<${Turn} key=${turn} id=${id} turn=${branch.turns.get(turn)} editing=${editing === turn} last=${n === branch.path.length - 1} words=${n === branch.path.length - 1 && branch.answering ? calls.words : null} target=${place.turn === turn} />`)}
         ${calls.said.map((words) => html`<p class="turn note">${words}</p>`)}
         ${calls.card && html`<${Card} key=${calls.card.number} card=${calls.card} />`}
-        ${branch.notice && html`<p class="turn note notice" role="status">${branch.notice}
+        ${branch.notice && !failed && html`<p class="turn note notice" role="status">${marked(branch.notice)}
           ${!branch.answering && !branch.notice.startsWith("Loading") && html`<button onClick=${() => actions.change({ action: "regenerate" })}>Try again</button>`}</p>`}
       </div>
       <div class="composer-place">
-        ${(message || !online) && html`<p class="error" role="alert"><span>${online ? message.text : "The endpoint does not answer. Trying again…"}</span>
+        ${(message || !online) && html`<p class="error" role="alert"><span>${online ? marked(message.text) : "The endpoint does not answer. Trying again…"}</span>
           ${online && html`<span>${message.undo && html`<button onClick=${message.undo}>Undo</button>`}<button aria-label="Dismiss" onClick=${() => setMessage(null)}>×</button></span>`}</p>`}
         <${Composer} id=${id} answering=${branch.answering} field=${field} />
       </div>`}
       <div class="hidden" role="status" aria-live="polite" ref=${live} id="live" />
     </main>
     ${dialog?.name === "settings" && html`<${Settings} setup=${setup} settings=${settings} title=${stored?.title} stored=${!!stored} close=${() => setDialog(null)} />`}
-    ${dialog?.name === "models" && html`<${Dialog} title="Models" close=${() => setDialog(null)}><${Models} use=${(model) => actions.set({ model }, null)} close=${() => setDialog(null)} /></${Dialog}>`}
+    ${dialog?.name === "models" && html`<${Dialog} title="Models" close=${() => setDialog(null)}><${Models} use=${(model) => actions.set({ model })} close=${() => setDialog(null)} /></${Dialog}>`}
     ${dialog?.name === "export" && html`<${Export} id=${id} turn=${dialog.turn} close=${() => setDialog(null)} />`}`;
 }
 

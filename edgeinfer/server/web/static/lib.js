@@ -54,11 +54,15 @@ export function follow(url, online, handlers) {
   return () => { document.removeEventListener("visibilitychange", open); close(); };
 }
 
-/** Copy text; a page on plain HTTP beyond loopback has no clipboard. */
+/** Copy text; a page on plain HTTP beyond loopback has no clipboard. Throws an Error if the browser refuses. */
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = Object.assign(document.createElement("textarea"), { value: text });
-  document.body.append(field); field.select(); document.execCommand("copy"); field.remove();
+  (document.querySelector("dialog[open]") ?? document.body).append(field);
+  field.select();
+  const copied = document.execCommand("copy");
+  field.remove();
+  if (!copied) throw new Error("refused");
 }
 
 /** A file's bytes, base64. */

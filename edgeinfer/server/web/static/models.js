@@ -18,7 +18,7 @@ export function Models({ use, close }) {
   const send = (event) => { event.preventDefault(); if (other.current.value.trim()) pull(other.current.value.trim()); };
   const pulled = (name) => pulls.some((one) => one.name === name);
   return html`
-    <form onSubmit=${send}><label for="other">Another model of Hugging Face</label><div class="pair">
+    <form onSubmit=${send}><label for="other">Another model from Hugging Face</label><div class="pair">
       <input id="other" ref=${other} placeholder="hf.co/OWNER/REPOSITORY:QUANTIZATION" autocomplete="off" spellcheck=${false} /><button>Pull</button></div></form>
     ${error && html`<p role="alert" class="note">${error}</p>`}
     <ul class="models" aria-label="Being pulled">${pulls.map((one) => html`<li key=${one.name}><span><strong>${one.name}</strong>
@@ -30,7 +30,7 @@ export function Models({ use, close }) {
         <small>${[one.state === "cold" ? "" : one.state, size(one.size_bytes), one.can_see && "reads pictures"].filter(Boolean).join(" · ")}</small></span>
         <button onClick=${() => { use(one.name); close(); }}>Use</button></li>`)}</ul>
       <h3>To pull</h3><ul class="models">${found.offered.filter((one) => !pulled(one.name)).map((one) => html`<li key=${one.name}><span><strong>${one.title}</strong>
-        <small>${[one.parameters, one.licence, size(one.size_bytes), one.available_bytes > 0 && one.needs_bytes > one.available_bytes && "needs more memory than is free"].filter(Boolean).join(" · ")}</small></span>
+        <small>${one.about}</small></span>
         <button aria-label="Pull ${one.name}" onClick=${() => pull(one.name)}>Pull</button></li>`)}</ul>`
       : html`<p class="loading">Looking for models…</p>`}
     <div class="row"><button class="primary" onClick=${close}>Close</button></div>`;

@@ -60,8 +60,8 @@ function Side({ name, setup, model, job }) {
   }, [job]);
   return html`<section aria-label=${name}><form ref=${form} onSubmit=${(event) => event.preventDefault()}>
       <select name="model" aria-label="Model, ${name}">${setup.models.map((one) => html`<option value=${one.name} selected=${one.name === model}>${one.name}${one.state === "cold" ? "" : ` · ${one.state}`}</option>`)}</select>
-      <details><summary>Options</summary><div class="grid">${Object.entries(setup.options).map(([option, allowed]) => html`<div><label for="${name}-${option}">${option.replace(/_/g, " ")}</label>
-        <input id="${name}-${option}" name=${option} type="number" step="any" title=${allowed} placeholder="model's own" /></div>`)}</div></details></form>
+      <details><summary>Options</summary><div class="grid">${Object.entries(setup.options).map(([option, [low, high]]) => html`<div><label for="${name}-${option}">${option.replace(/_/g, " ")}</label>
+        <input id="${name}-${option}" name=${option} type="number" step="any" min=${low} max=${high} title="${low} to ${high}" placeholder="model's own" /></div>`)}</div></details></form>
     <div class="tokens" ref=${box} tabindex="0" role="group" dir="auto" aria-label="Answer, ${name}; the arrow keys go from token to token"
       onKeyDown=${(event) => tokens.current?.key(event)} onMouseOver=${(event) => { if (event.target.parentNode === box.current) setSaid(event.target.title); }} />
     <p class="said" role="status">${said || "Point at a token, or go to it by the arrow keys."}</p>

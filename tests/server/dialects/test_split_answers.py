@@ -1,0 +1,179 @@
+"""However an answer arrives, its stream adds up to the whole: 1,000 splits through each dialect's shape."""
+
+import json
+import random
+
+import msgspec
+import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine, split_script
+
+from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
+
+pytestmark = pytest.mark.slow  # a minute: thousands of requests
+
+HI = [{"role": "user", "content": "hi"}]
+INFO = msgspec.structs.replace(DEFAULT_INFO, can_think=True)
+WORDS = [
+    "Hello",
+    " ",
+    "\n",
+    "\n\n",
+    "  ",
+    "é",
+    "你好",
+    "👩\u200d🚀",
+    "**b**",
+    "```",
+    "<think>",
+    "data: x",
+    '{"a":1}',
+    "\t",
+    "e\u0301",
+]
+SPLITS = 250  # of each of the four dialects
+
+
+class Answer:
+    """An answer that plays as a whole, or in the pieces of the latest split."""
+
+    def __init__(self):
+        self.whole, self.pieces = [], []
+
+    def make(self, dice, pause_s):
+        def text():
+            return "".join(dice.choices(WORDS, k=dice.randint(1, 12)))
+
+        self.whole = [ReasoningDelta(text())] if dice.random() < 0.6 else []
+        self.whole += [TextDelta(text())] if dice.random() < 0.9 or not self.whole else []
+        for index in range(dice.choice([0, 0, 1, 2])):
+            arguments = json.dumps({"x": text()})
+            self.whole.append(ToolCallDelta(index, arguments, f"call_{index}", "f"))
+        self.pieces = list(split_script(self.whole, dice, pause_s=pause_s))
+
+    def play(self, request):
+        return self.pieces or self.whole
+
+    def expected(self):
+        """Return reasoning, text and calls."""
+        by_kind = {
+            kind: "".join(e.text for e in self.whole if isinstance(e, kind))
+            for kind in (ReasoningDelta, TextDelta)
+        }
+        calls = [json.loads(e.arguments) for e in self.whole if isinstance(e, ToolCallDelta)]
+        return by_kind[ReasoningDelta], by_kind[TextDelta], calls
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return Answer()
+
+
+@pytest.fixture(scope="module")
+def engine(answer):
+    return FakeEngine(answer.play, info=INFO)
+
+
+def post(here, path, **body):
+    return here.client.post(path, json={"model": "fake", **body})
+
+
+def read_chat(here):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    message = post(here, "/v1/chat/completions", messages=HI, tools=tools).json()["choices"][0][
+        "message"
+    ]
+    chunks = here.events("/v1/chat/completions", {"messages": HI, "tools": tools})
+    deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks if chunk["choices"]]
+    calls = {}
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            at = call["index"]
+            calls[at] = calls.get(at, "") + call["function"]["arguments"]
+    yield (
+        message.get("reasoning_content") or "",
+        message["content"] or "",
+        [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls") or ()],
+    )
+    yield (
+        "".join(delta.get("reasoning_content") or "" for delta in deltas),
+        "".join(delta.get("content") or "" for delta in deltas),
+        [json.loads(arguments) for arguments in calls.values()],
+    )
+
+
+def of_items(items):
+    texts = {"reasoning": "", "message": ""}
+    for item in items:
+        for part in item.get("content") or ():
+            texts[item["type"]] += part["text"]
+    calls = [json.loads(item["arguments"]) for item in items if item["type"] == "function_call"]
+    return texts["reasoning"], texts["message"], calls
+
+
+def read_responses(here):
+    body = {"input": "hi", "tools": [{"type": "function", "name": "f"}]}
+    yield of_items(post(here, "/v1/responses", **body).json()["output"])
+    events = here.events("/v1/responses", body)
+    yield of_items(events[-1][1]["response"]["output"])
+    deltas = {"reasoning_text": "", "output_text": ""}
+    calls = {}
+    for name, data in events:
+        kind = name.removeprefix("response.").removesuffix(".delta")
+        if name.endswith("function_call_arguments.delta"):
+            calls[data["item_id"]] = calls.get(data["item_id"], "") + data["delta"]
+        elif name.endswith(".delta"):
+            deltas[kind] += data["delta"]
+    yield deltas["reasoning_text"], deltas["output_text"], [json.loads(call) for call in calls.values()]
+
+
+def of_blocks(blocks):
+    texts = {"thinking": "", "text": ""}
+    for block in blocks:
+        if block["type"] in texts:
+            texts[block["type"]] += block[block["type"]]
+    calls = [block["input"] for block in blocks if block["type"] == "tool_use"]
+    return texts["thinking"], texts["text"], calls
+
+
+def read_anthropic(here):
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    body = {"messages": HI, "max_tokens": 100_000, "tools": tools}
+    body["thinking"] = {"type": "enabled", "budget_tokens": 50_000}
+    yield of_blocks(post(here, "/v1/messages", **body).json()["content"])
+    blocks = {}
+    for name, data in here.events("/v1/messages", {"model": "fake", **body}):
+        if name == "content_block_start":
+            blocks[data["index"]] = {**data["content_block"], "json": ""}
+        if name == "content_block_delta":
+            block = blocks[data["index"]]
+            for field, of in (("thinking", "thinking"), ("text", "text"), ("partial_json", "json")):
+                block[of] = block.get(of, "") + data["delta"].get(field, "")
+    for block in blocks.values():
+        block["input"] = json.loads(block["json"] or "{}")
+    yield of_blocks(blocks.values())
+
+
+def of_messages(messages):
+    calls = [call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or ()]
+    return (
+        "".join(m.get("thinking") or "" for m in messages),
+        "".join(m["content"] for m in messages),
+        calls,
+    )
+
+
+def read_ollama(here):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": HI, "tools": tools, "think": True}
+    yield of_messages([post(here, "/api/chat", stream=False, **body).json()["message"]])
+    lines = post(here, "/api/chat", **body).text.splitlines()
+    yield of_messages([json.loads(line)["message"] for line in lines])
+
+
+@pytest.mark.parametrize("read", [read_chat, read_responses, read_anthropic, read_ollama])
+def test_a_split_answer_is_the_whole_one(here, answer, read):
+    for seed in range(SPLITS):
+        answer.make(random.Random(f"{read.__name__} {seed}"), 0.02 if seed % 25 == 0 else 0.0)
+        for got in read(here):
+            assert got == answer.expected(), seed
+    assert '"level":"error"' not in here.log.getvalue()
