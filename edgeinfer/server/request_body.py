@@ -27,6 +27,8 @@ from edgeinfer.server.wire_types import Wire
 
 #: Bodies that are walked on the event loop at most: 64 KiB take about a millisecond.
 _INLINE_BYTES = 64 << 10
+#: The longest body of a route that needs no key.
+_OPEN_BODY_BYTES = 8 << 10
 #: They switch on what is not here, or what is here anyway.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
@@ -35,7 +37,9 @@ T = TypeVar("T")
 
 async def read_body(request: Request) -> bytes:
     """Read the body. Raises Problem 413 once too long, 400 when the client leaves."""
-    limit = context_of(request).endpoint.limits.max_body_bytes
+    context = context_of(request)
+    is_open = context.operation is not None and context.operation.web == "open"
+    limit = _OPEN_BODY_BYTES if is_open else context.endpoint.limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     too_long = Problem(
         413,

@@ -155,6 +155,16 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, stran
     assert here.client.post("/web/session", json={}).status_code == 401  # announced once
 
 
+def test_a_sign_in_is_short_because_anyone_may_send_it(serve, raw_exchange):
+    here = with_page(serve(keys=KEYS), KEYS)
+    assert here.client.post("/web/session", json={"code": "x" * 9000}).status_code == 413
+    head = f"POST /web/session HTTP/1.1\r\nhost: 127.0.0.1:{here.port}\r\ncontent-type: application/json\r\n"
+    for length in ("content-length: 30000000", "transfer-encoding: chunked"):
+        begun = f"{head}{length}\r\n\r\n".encode() + b"2400\r\n" * (length[0] == "t") + b" " * 9216
+        reply = raw_exchange(here.port, begun + b"\r\n2400\r\n")  # the rest is never sent
+        assert reply.startswith(b"HTTP/1.1 413 "), length
+
+
 def test_files_that_are_not_there_leave_nothing_behind(serve):
     here = with_page(serve())
     for name in ("x" * 300, "y" * 60_000, "a/" * 1000):
