@@ -147,6 +147,7 @@ def test_nothing_is_silent_what_is_typed_too_early_copied_or_refused(serve, tab)
     assert page.js(f"{MESSAGE}.value") == "too early"
     gate.opened.set()
     page.wait(IDLE)
+    page.wait("!document.querySelector('.error')")
     page.js("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     for words, text in (("Copy", "ls\n"), ("Link", None)):
         page.click(".code .copy" if words == "Copy" else ".answer .foot button", words)

@@ -143,7 +143,7 @@ function Composer({ id, answering, field }) {
   const send = async (event) => {
     event.preventDefault();
     if (!text.trim() && !files.length) return;
-    if (answering) return actions.note("The answer is still being written. Send this when it has ended, or stop it with Esc.");
+    if (answering) return actions.note("The answer is still being written. Send this when it has ended, or stop it with Esc.", { waits: true });
     type(""); setFiles([]);
     if (!await actions.ask(text, files, 0)) { type(text); setFiles(files); }
   };
@@ -250,7 +250,7 @@ function App({ setup: first }) {
     const query = words.current; // an answer to an earlier query may come later
     return api(`/conversations?q=${encodeURIComponent(query)}`).then((found) => query === words.current && setList(found), () => {});
   };
-  const note = (text, undo) => setMessage({ text, undo });
+  const note = (text, more) => setMessage({ text, ...more });
   const attempt = async (work) => { try { setMessage(null); return (await work()) ?? true; } catch (failure) { note(failure.message); return null; } };
 
   Object.assign(actions, {
@@ -282,7 +282,7 @@ function App({ setup: first }) {
     remove: (one) => attempt(async () => {
       await api(`/conversations/${one.id}`, { action: "delete" });
       if (one.id === id) actions.open(0);
-      note(`Deleted “${one.title}”.`, () => attempt(() => api(`/conversations/${one.id}`, { action: "undelete" })));
+      note(`Deleted “${one.title}”.`, { undo: () => attempt(() => api(`/conversations/${one.id}`, { action: "undelete" })) });
     }),
   });
 
@@ -367,7 +367,7 @@ function App({ setup: first }) {
           ${!branch.answering && !branch.notice.startsWith("Loading") && html`<button onClick=${() => actions.change({ action: "regenerate" })}>Try again</button>`}</p>`}
       </div>
       <div class="composer-place">
-        ${(message || !online) && html`<p class="error" role="alert"><span>${online ? marked(message.text) : "The endpoint does not answer. Trying again…"}</span>
+        ${((message && (branch.answering || !message.waits)) || !online) && html`<p class="error" role="alert"><span>${online ? marked(message.text) : "The endpoint does not answer. Trying again…"}</span>
           ${online && html`<span>${message.undo && html`<button onClick=${message.undo}>Undo</button>`}<button aria-label="Dismiss" onClick=${() => setMessage(null)}>×</button></span>`}</p>`}
         <${Composer} id=${id} answering=${branch.answering} field=${field} />
       </div>`}
