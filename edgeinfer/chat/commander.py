@@ -387,7 +387,7 @@ def sessions_text(session: ChatSession, words: str) -> str:
         return "No conversation holds these words." if words else "No conversations yet."
     clean = str.maketrans("", "", MARK + UNMARK)
     lines = [
-        f"{s.id:>5}  {s.turns:>3} turns  {s.title}"
+        f"{s.id:>5}  {s.length:>13}  {s.title}"
         + (f"\n       {s.snippet.translate(clean)}" if s.snippet else "")
         for s in found
     ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     Block = list[Token]
 
+#: Other links are shown as text: a terminal or a browser would hand them to programs.
 _LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
 #: `\(…\)`, `\[…\]`, `$$…$$`, and `$…$` without a blank inside the dollars or a digit after them.
 _FORMULA = re.compile(

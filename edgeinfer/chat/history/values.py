@@ -155,6 +155,11 @@ class Summary(msgspec.Struct, frozen=True):
     updated_ms: int
     snippet: str = ""
 
+    @property
+    def length(self) -> str:
+        """Return `1 question` or `12 questions`."""
+        return f"{self.turns:,} question{'s' * (self.turns != 1)}"
+
 
 Turns = Mapping[int, Turn]
 

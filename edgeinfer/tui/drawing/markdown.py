@@ -107,9 +107,6 @@ def _style(kind: Any) -> str:
 _INLINE = {"em": "em", "strong": "strong", "s": "strike"}
 _BULLETS = ("•", "◦", "▪")
 
-#: Links of other kinds are shown as text: a terminal would hand them to programs.
-_LINKS = ("http://", "https://", "mailto:")
-
 
 class Drawer:
     """Draws blocks and numbers its code blocks, from `first_code` on."""
@@ -219,8 +216,7 @@ def _walk(
                 at = len(spans)
                 _walk(node.children, text, spans, breaks)
                 href = clean(str(node.attrs.get("href", "")))
-                style = f"link:{href}" if href.startswith(_LINKS) else "em"
-                spans.insert(at, Span(start, sum(map(len, text)), style))
+                spans.insert(at, Span(start, sum(map(len, text)), f"link:{href}"))
             case "em" | "strong" | "s":
                 at = len(spans)
                 _walk(node.children, text, spans, breaks)

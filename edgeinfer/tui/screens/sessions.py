@@ -103,7 +103,7 @@ def _row(summary: Summary, now_ms: int, room: int) -> Content:
     title = clean(summary.title)
     title = title if len(title) <= room else title[: room - 1] + "…"
     head = Content.assemble(
-        (title, "bold"), (f"   {ago(now_ms - summary.updated_ms)} · {summary.turns} turns", "dim")
+        (title, "bold"), (f"   {ago(now_ms - summary.updated_ms)} · {summary.length}", "dim")
     )
     if not summary.snippet:
         return head
