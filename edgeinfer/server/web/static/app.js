@@ -271,7 +271,7 @@ function App({ setup: first }) {
     link: (button, turn) => { const url = `${location.origin}/#/${id}/${turn}`; history.replaceState(null, "", url); setPlace({ id, turn }); actions.copy(button, url); },
     copyTurn: (button, turn) => attempt(async () => actions.copy(button, await api(`/conversations/${id}/export?form=text&turn=${turn}`))),
     show: (name, turn) => setDialog({ name, turn }),
-    tools: () => setup.has_tools ? actions.set({ tools: !settings.tools }) : note("There are no tools yet: `[tools]` in config.toml adds them, for example `builtin = [\"read\"]`."),
+    tools: () => setup.has_tools ? actions.set({ tools: !settings.tools }) : note("No tools yet. Add `[tools] builtin = [\"read\"]` to config.toml; `edgeinfer config` shows its path."),
     store: async (fields, title) => {
       if (!id) return setFresh({ ...fresh, ...fields });
       const { note: told } = await api(`/conversations/${id}`, { action: "set", ...fields });
