@@ -81,7 +81,8 @@ class ChatApp(App[None]):
     COMMAND_PALETTE_BINDING = "ctrl+p"
     VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]  # noqa: RUF012  Textual declares no ClassVar
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave")
+        Binding("ctrl+q", "leave", "Quit", show=False, priority=True, id="leave"),
+        Binding("ctrl+l", "repaint", "Repaint", show=False, priority=True, id="repaint"),
     ]
 
     def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
@@ -117,6 +118,7 @@ class ChatApp(App[None]):
             cast("TerminalDriver", self._driver).ready()
 
     def on_mount(self) -> None:
+        self.app_resume_signal.subscribe(self, lambda _: self.action_repaint())
         if self.is_headless:
             return
         loop = asyncio.get_running_loop()
@@ -139,6 +141,10 @@ class ChatApp(App[None]):
         """End the app; the conversation is stored already."""
         self.chat.leave()
         self.exit()
+
+    def action_repaint(self) -> None:
+        """Draw every cell again: after `fg` the terminal is empty, and Textual draws only changes."""
+        self.refresh()
 
     def action_leave(self) -> None:
         self.leave()

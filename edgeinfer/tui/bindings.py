@@ -30,7 +30,7 @@ _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
     ),
     "chat": (
         ("editor", "ctrl+o", "slash('editor')", "Write in your $VISUAL or $EDITOR"),
-        ("stop", "escape", "stop", "Take back what is queued, stop the answer, close a list"),
+        ("stop", "escape", "stop", "Edit the queued message, stop the answer, close a list"),
         ("copy-or-quit", "ctrl+c", "interrupt", "Copy a selection, or stop; twice: quit"),
         ("regenerate", "ctrl+r", "slash('regen')", "Answer again; earlier answers are kept"),
         ("continue", "ctrl+g", "slash('continue')", "Continue an answer that was cut"),
@@ -48,7 +48,8 @@ _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
         ("new", "ctrl+n", "slash('new')", "Begin a new conversation"),
         ("help", "f1", "slash('help')", "Commands and keys"),
         ("models", "f2", "slash('model')", "Pick, pull or warm a model"),
-        ("sessions", "f3,ctrl+l", "slash('sessions')", "List and search conversations"),
+        ("sessions", "f3", "slash('sessions')", "List and search conversations"),
+        ("repaint", "ctrl+l", "app.repaint", "Draw the whole screen again"),
         ("suspend", "ctrl+z", "suspend", "Back to the shell; `fg` returns"),
         ("quit", "ctrl+q", "slash('quit')", "Leave; everything is stored"),
     ),

@@ -83,6 +83,11 @@ class Terminal:
         stty = run("stty", "-a", "-F", tty).stdout
         return flags.strip(), stty.split("\n", 1)[1]  # the first line holds the size
 
+    def scribble(self, text):
+        """Write to the terminal as another program would."""
+        tty = self._tmux("display-message", "-p", "#{pane_tty}").strip()
+        Path(tty).write_text(text)
+
     def shell_pid(self):
         return int(self._tmux("display-message", "-p", "#{pane_pid}"))
 

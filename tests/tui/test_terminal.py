@@ -86,6 +86,12 @@ def until_wide(terminal, columns):
     )
 
 
+def until_drawn(terminal, typed):
+    """Wait for the whole screen: welcome, composer with what is typed, status line."""
+    for text in ("Enter   asks", typed, "context"):
+        terminal.until_shown(text)
+
+
 def stored(terminal):
     store = ConversationStore.open(terminal.home / "edgeinfer/data/conversations.db")
     turns = [t.content for t in store.turns(1).values()]
@@ -169,12 +175,23 @@ def test_ctrl_z_and_fg(terminal, how):
     until_restored(terminal)
     terminal.run("echo still $((40+2))")
     terminal.until_shown("still 42")
-    terminal.resize(100, 30)
+    terminal.run("clear")
     terminal.run("fg")
-    terminal.until_shown("half a thought")
-    until_wide(terminal, 100)
+    until_drawn(terminal, "half a thought")
     terminal.type(", whole")
     terminal.until_shown("half a thought, whole")
+    leave(terminal)
+
+
+def test_ctrl_l_draws_the_whole_screen_again(terminal, how):
+    begin(terminal, how)
+    terminal.type("half a thought")
+    terminal.until_shown("half a thought")
+    terminal.scribble("\x1b[2J\x1b[5;5Ha message of another program")
+    terminal.until_shown("another program")
+    terminal.press("C-l")
+    until_drawn(terminal, "half a thought")
+    assert "another program" not in terminal.screen()
     leave(terminal)
 
 
