@@ -1,6 +1,6 @@
 # edgeinfer: two commands to start with, `make run` and `make test`; the rest serves them.
 # Everything is set up by tools/setup.sh on first use: nothing outside this folder and the build cache is touched.
-PROMPT ?= Name three colours.
+PROMPT ?= What is photosynthesis?
 MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest

@@ -1,9 +1,15 @@
-"""`make bench-loops`: how often small models repeat themselves, and what their sampling defaults cost in quality.
+"""`make bench-loops`: how often answers of small models do not end, and what their sampling defaults cost in quality.
 
-200 prompts of our own, through the chat template as the chat sends them. A hundred have an answer that can be
-checked, copies and repeats among them, which a penalty could spoil; a hundred are open. `loops`: answers that
-`RepetitionWatch` ends. `right`: checked answers that hold what they should. `surprise`: nats a token of the open
-answers that do not loop, under the model itself; too heavy a penalty raises it.
+All prompts go through the chat template as the chat sends them, and nothing stops an answer but the model or a
+token limit.
+
+200 everyday prompts (`everyday_prompts.txt`), up to 800 tokens each. `endless`: answers that do not end. `monotonous`:
+answers of at least 100 tokens in whose last 400 tokens less than half of the 4-grams are new. `caught`: endless
+answers that `RepetitionWatch` would have stopped.
+
+200 prompts with short answers, up to 128 tokens. A hundred have an answer that can be checked, copies and repeats
+among them, which a penalty could spoil; a hundred are open. `right`: checked answers that hold what they should.
+`surprise`: nats a token of the open answers that do not loop, under the model itself; too heavy a penalty raises it.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ import argparse
 import itertools
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from common import add_out, model_path, write_figure
@@ -22,21 +29,34 @@ from common import add_out, model_path, write_figure
 from edgeinfer.bench import markdown
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import TextDelta
-from edgeinfer.runtime.generation import RepetitionWatch
+from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
 MODELS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}
-#: Sampling on top of the defaults without DRY, by the row's name.
-CANDIDATES: dict[str, dict[str, float]] = {
+DRY: dict[str, Any] = {"dry_multiplier": 0.8, "dry_allowed_length": 3, "dry_penalty_last_n": 512}
+#: Sampling on top of the defaults without penalties, by the row's name.
+CANDIDATES: dict[str, dict[str, Any]] = {
     "without": {},
-    "repeat 1.1": {"repeat_penalty": 1.1, "repeat_last_n": 256},
-    "DRY 0.4": {"dry_multiplier": 0.4, "dry_allowed_length": 3, "dry_penalty_last_n": 512},
-    "DRY 0.8": {"dry_multiplier": 0.8, "dry_allowed_length": 3, "dry_penalty_last_n": 512},
-    "DRY 0.8, 4 tokens": {"dry_multiplier": 0.8, "dry_allowed_length": 4, "dry_penalty_last_n": 512},
+    "DRY 0.8": DRY,
+    "DRY 0.8, repeat 1.1, without breakers": {
+        **DRY,
+        "dry_sequence_breakers": (),
+        "repeat_penalty": 1.1,
+    },
+    "the same, on the answer only": {
+        **DRY,
+        "dry_sequence_breakers": (),
+        "repeat_penalty": 1.1,
+        "penalize_prompt": False,
+    },
 }
-STREAMS = 8
+STREAMS = 16
+#: An everyday answer ends within this many tokens; its variety is measured over the last ones.
+LIMIT, LAST = 800, 400
+#: An answer of at least this many tokens is monotonous below this share of new 4-grams.
+LEAST, NEW_SHARE = 100, 0.5
+EVERYDAY = Path(__file__).with_name("everyday_prompts.txt")
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Japan": "Tokyo", "Russia": "Moscow",
@@ -152,83 +172,133 @@ def prompts() -> list[Prompt]:
 
 
 class Answer(NamedTuple):
-    """What one prompt got."""
+    """What one prompt got: `loops` by `RepetitionWatch`, `new_share` of 4-grams in the last tokens."""
 
     prompt: Prompt
     text: str
+    n_tokens: int
+    ended: bool
     loops: bool
+    new_share: float
     surprise: float
 
+    @property
+    def is_monotonous(self) -> bool:
+        return self.n_tokens >= LEAST and self.new_share < NEW_SHARE
 
-def ask(engine: LlamaEngine, prompt: Prompt, sampling: Sampling, seed: int) -> Answer:
-    """Answer one prompt, to its end, 128 tokens (32 if it is checked), or a loop."""
+
+def new_share(tokens: Sequence[int]) -> float:
+    """Return the share of 4-grams in the last tokens that the answer did not have before."""
+    grams = list(zip(*(tokens[i:] for i in range(4)), strict=False))
+    first = max(0, len(grams) - LAST)
+    seen, new = set(grams[:first]), 0
+    for gram in grams[first:]:
+        new += gram not in seen
+        seen.add(gram)
+    return new / max(1, len(grams) - first)
+
+
+def ask(engine: LlamaEngine, prompt: Prompt, limit: int, sampling: Sampling, seed: int) -> Answer:
+    """Answer one prompt to its end or `limit` tokens; nothing else stops it."""
     request = GenerateRequest(
         messages=(Message(role="user", content=prompt.text),),
         sampling=msgspec.structs.replace(sampling, seed=seed),
-        max_tokens=32 if prompt.holds else 128,
+        max_tokens=limit,
         logprobs=0,
     )
-    watch, loops = RepetitionWatch(), False
-    pieces, nats = [], []
-    generation = engine.submit(request)
-    for event in generation:
-        if isinstance(event, TextDelta) and not loops:
-            pieces.append(event.text)
-            nats += [-one.chosen.logprob for one in event.logprobs]
-            loops = watch.add(event.text) is not None
-            if loops:
-                generation.cancel()
-    return Answer(prompt, "".join(pieces), loops, statistics.fmean(nats or [0.0]))
+    answer = Collected()
+    for event in engine.submit(request):
+        answer.add(event)
+    nats = [-token.chosen.logprob for token in answer.logprobs]
+    return Answer(
+        prompt=prompt,
+        text=answer.text,
+        n_tokens=answer.finished.usage.completion_tokens,
+        ended=answer.finished.reason == "stop",
+        loops=RepetitionWatch().add(answer.text) is not None,
+        new_share=new_share(engine.tokenize(answer.text)),
+        surprise=statistics.fmean(nats or [0.0]),
+    )
 
 
-def row(
-    engine: LlamaEngine, name: str, asked: list[Prompt], sampling: Sampling, show: bool
-) -> list[str]:
-    """Measure one candidate."""
+def ask_all(
+    engine: LlamaEngine, asked: Sequence[Prompt], sampling: Sampling, *, limit: int = 0, seed: int = 0
+) -> list[Answer]:
+    """Answer all prompts, many at once; the limit is 128 tokens, or 32 for a checked one, unless given."""
     with ThreadPoolExecutor(STREAMS) as pool:
-        answer: Callable[[int], Answer] = lambda i: ask(engine, asked[i], sampling, i)  # noqa: E731
-        answers = list(pool.map(answer, range(len(asked))))
-    if show:
-        for one in answers:
-            print(f"--- {'LOOP ' * one.loops}{one.prompt.text}\n{one.text}")
-    checked = [one for one in answers if one.prompt.holds]
-    right = sum(one.prompt.is_right(one.text) for one in checked)
-    loops = sum(one.loops for one in answers)
-    open_ones = [one.surprise for one in answers if not one.prompt.holds and not one.loops]
-    surprise = f"{statistics.fmean(open_ones):.2f}" if open_ones else "–"
-    return [name, f"{loops} of {len(answers)}", f"{right} of {len(checked)}", surprise]
+        answer: Callable[[int], Answer] = lambda i: ask(  # noqa: E731
+            engine, asked[i], limit or (32 if asked[i].holds else 128), sampling, seed + i
+        )
+        return list(pool.map(answer, range(len(asked))))
+
+
+def show_answers(answers: Sequence[Answer]) -> None:
+    """Print every answer under its prompt and what was found."""
+    for answer in answers:
+        marks = f"{'' if answer.ended else 'ENDLESS '}{'LOOP ' * answer.loops}{answer.new_share:.2f}"
+        print(f"--- {marks} {answer.n_tokens} {answer.prompt.text}\n{answer.text}")
+
+
+def everyday_cells(answers: Sequence[Answer]) -> list[str]:
+    """Return the cells of a row that everyday prompts fill."""
+    endless = [answer for answer in answers if not answer.ended]
+    monotonous = sum(answer.is_monotonous for answer in answers)
+    caught = sum(answer.loops for answer in endless)
+    tokens = statistics.fmean(answer.n_tokens for answer in answers)
+    return [f"{len(endless)} of {len(answers)}", str(monotonous), str(caught), f"{tokens:.0f}"]
+
+
+def checked_cells(answers: Sequence[Answer]) -> list[str]:
+    """Return the cells of a row that checked and open prompts fill."""
+    checked = [answer for answer in answers if answer.prompt.holds]
+    right = sum(answer.prompt.is_right(answer.text) for answer in checked)
+    nats = [answer.surprise for answer in answers if not answer.prompt.holds and not answer.loops]
+    return [f"{right} of {len(checked)}", f"{statistics.fmean(nats):.2f}" if nats else "–"]
 
 
 def main() -> None:
     """Write OUT/loops.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="ask only every Nth prompt")
-    parser.add_argument("--all", action="store_true", help="every candidate, not just what is shipped")
-    parser.add_argument("--model", choices=MODELS, help="this model alone")
+    parser.add_argument("--all", action="store_true", help="every candidate, not only what is shipped")
+    parser.add_argument("--row", action="append", choices=CANDIDATES, help="only this candidate")
+    parser.add_argument("--model", choices=MODELS, help="only this model")
+    parser.add_argument(
+        "--prompts", type=Path, default=EVERYDAY, help="other everyday prompts, one a line"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt")
     parser.add_argument("--show", action="store_true", help="print the answers")
     add_out(parser)
     options = parser.parse_args()
-    asked = prompts()[:: options.every]
+    everyday = [Prompt(line) for line in options.prompts.read_text().splitlines()][:: options.every]
+    short_ones = prompts()[:: options.every]
     catalog = load_catalog()
     rows = []
     for short in [options.model] if options.model else MODELS:
         entry = catalog.get(MODELS[short])
         assert entry is not None
-        chosen = entry.sampling.over(Sampling())
-        plain = msgspec.structs.replace(chosen, dry_multiplier=0.0)
+        shipped = entry.default_sampling
+        plain = entry.sampling.over(Sampling())
         files = ModelFiles(name=entry.name, paths=(str(model_path(short)),))
-        engine = load_engine(files, LoadOptions(n_ctx=512 * STREAMS, n_parallel=STREAMS))
+        engine = load_engine(files, LoadOptions(n_ctx=1024 * STREAMS, n_parallel=STREAMS))
         try:
             for name, given in CANDIDATES.items():
-                found = msgspec.structs.replace(plain, **given)
-                if options.all or found in (plain, chosen):
-                    shipped = "**shipped**: " if found == chosen else ""
-                    rows.append([entry.name, *row(engine, shipped + name, asked, found, options.show)])
-                    print(rows[-1], flush=True)
+                sampling = msgspec.structs.replace(plain, **given)
+                is_wanted = name in options.row if options.row else sampling in (plain, shipped)
+                if not (options.all or is_wanted):
+                    continue
+                answers = ask_all(engine, everyday, sampling, limit=LIMIT, seed=options.seed)
+                others = ask_all(engine, short_ones, sampling)
+                if options.show:
+                    show_answers([*answers, *others])
+                mark = "**shipped**: " if sampling == shipped else ""
+                cells = [*everyday_cells(answers), *checked_cells(others)]
+                rows.append([entry.name, mark + name, *cells])
+                print(rows[-1], flush=True)
         finally:
             engine.close()
-    table = markdown(("model", "penalty", "loops", "right", "surprise"), rows)
-    print(write_figure(options.out, "loops", table))
+    head = ("model", "penalty", "endless", "monotonous", "caught", "tokens", "right", "surprise")
+    print(write_figure(options.out, "loops", markdown(head, rows)))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def page() -> str:
         "as a snapshot, and the",
         "next launch resumes it instead of loading the model again. Without a verb,",
         r".B edgeinfer chat",
-        "is meant. Data goes to stdout and talk to stderr.",
+        "is meant. Results go to stdout, progress and messages to stderr.",
         ".SH VERBS",
     ]
     for action in parser._actions:

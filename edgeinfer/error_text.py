@@ -80,6 +80,10 @@ def exit_code(error: e.EdgeInferError) -> int:
 
 
 def describe_error(error: e.EdgeInferError) -> str:
-    """Format an error for stderr: `error: …`, a blank line, `hint: …`; terminal escapes are removed."""
+    """Format an error for stderr: `error: …`, a blank line, `hint: …`; terminal escapes are removed.
+
+    What the user stopped, or answered no to, is not an error.
+    """
     step = hint(error)
-    return without_controls(f"error: {error.message}" + (f"\n\nhint: {step}" if step else ""))
+    prefix = "" if isinstance(error, e.InterruptedByUser) else "error: "
+    return without_controls(f"{prefix}{error.message}" + (f"\n\nhint: {step}" if step else ""))

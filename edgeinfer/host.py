@@ -188,9 +188,15 @@ class Host:
         self._replicas.write(replicas)
 
     def _reached(self, stage: str) -> None:
-        """Record the time at which the first engine reached this stage."""
-        if stage not in self.start.stages_ms:
-            now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
+        """Record the time at which the first engine reached this stage.
+
+        If a load failed, the time until the next one is the user's: of the model picker and its pull.
+        """
+        stages = self.start.stages_ms
+        now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
+        if stage == "load" and stage in stages and "ready" not in stages:
+            self._exec_ns += int((now_ms - stages[stage]) * 1e6)
+        elif stage not in stages:
             self.start = msgspec.structs.replace(
                 self.start, stages_ms={**self.start.stages_ms, stage: now_ms}
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,10 @@ _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 
 
+#: A mention that can only mean a file: it has a slash or a file name's ending.
+_PATH = re.compile(r"/|\.\w*[a-zA-Z]\w*$")
+
+
 def names_in(text: str) -> list[str]:
     """List what `text` mentions, once each: paths, `SERVER:URI` of resources, or other words."""
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
@@ -43,6 +48,18 @@ def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
         if path.is_file() or (named.endswith("/") and path.is_dir()):
             found[path] = None
     return list(found)
+
+
+def missing_files(text: str) -> list[str]:
+    """List mentions that look like a path (`@docs/a`, `@a.txt`) where there is nothing: text, then."""
+    named = [name for name in names_in(text) if _PATH.search(name) and ":" not in name]
+    return [name for name in named if not Path(name).expanduser().exists()]
+
+
+def missing_note(text: str) -> str:
+    """Say which files a question names that are not there; "" if all are."""
+    missing = missing_files(text)
+    return f"No such file: {', '.join(missing)}. The question was sent without." if missing else ""
 
 
 def dropped_picture(text: str) -> str:
@@ -122,14 +139,14 @@ def from_bytes(name: str, data: bytes) -> Attachment:
             raise UsageError(error.message, hint=error.hint) from error
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name} is larger than {MAX_BYTES >> 20} MiB", hint="attach a part of it")
+    if b"\0" in data and data[:2] not in (BOM_UTF16_LE, BOM_UTF16_BE):
+        raise UsageError(f"{name} is a binary file", hint="attach text, PDF, DOCX, HTML or a picture")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`"
         ) from error
-    if "\0" in text:
-        raise UsageError(f"{name} is a binary file", hint="attach text, PDF, DOCX, HTML or a picture")
     return Attachment(name=name, text=text)
 
 

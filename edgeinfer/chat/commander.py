@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import msgspec
+
 from edgeinfer.chat import attachments, commands, context, formats, presets
 from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.store import MARK, UNMARK
@@ -143,10 +145,12 @@ class Commander:
     def _set(self, argument: str) -> None:
         name, _, text = argument.replace("=", " ").partition(" ")
         if not name:
-            options = [
-                "",
-                *(f"{option.label:<18} {option.help}" for option in presets.OPTIONS.values()),
-            ]
+            own = msgspec.structs.asdict(self.session.sampling()) | self.session.conversation.sampling
+            options = [""]
+            for option in presets.OPTIONS.values():
+                value = own.get(option.field)
+                shown = "-" if value is None else f"{value:g}"
+                options.append(f"{option.label:<18} {shown:<6} {option.help}")
         else:
             options = []
             key = presets.option(name)

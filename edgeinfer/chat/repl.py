@@ -176,6 +176,8 @@ class Repl:
         self._attachments = []
         for attachment in found:
             self.show_text(f"With {attachments.described(attachment)}.")
+        if note := attachments.missing_note(text):
+            self.show_text(note)
         self._answer()
 
     def _answer(self) -> None:

@@ -37,7 +37,7 @@ from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
 from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.pictures import join_parts
-from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, with_answer_limit
 from edgeinfer.tools.uses import Stop, ToolUse, call_messages, uses_of
 
 if TYPE_CHECKING:
@@ -483,7 +483,7 @@ class ChatSession:
 
     def _request(self, turns: Sequence[Turn], *, continue_final: bool = False) -> GenerateRequest:
         limit = self.conversation.sampling.get("max_tokens")
-        return GenerateRequest(
+        request = GenerateRequest(
             messages=self.messages(turns),
             **(self.tools.fields(rounds_of(turns)) if self.tools is not None else {}),
             sampling=self.sampling(),
@@ -491,6 +491,8 @@ class ChatSession:
             max_tokens=int(limit) if limit else None,
             conversation=self.conversation.owner,
         )
+        can_think = self.engine is not None and self.engine.info.can_think
+        return with_answer_limit(request, can_think=can_think)
 
 
 def rounds_of(turns: Sequence[Turn]) -> list[tuple[ToolUse, ...]]:

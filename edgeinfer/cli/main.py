@@ -25,6 +25,19 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
 
+#: Verbs of other programs, and ours.
+_OTHER_NAMES = {
+    "models": "list",
+    "ls": "list",
+    "info": "show MODEL",
+    "convert": "pull FOLDER --name NAME",
+    "create": "pull FILE --name NAME",
+    "import": "pull FILE --name NAME",
+    "download": "pull MODEL",
+    "delete": "rm MODEL",
+    "remove": "rm MODEL",
+    "generate": 'run "PROMPT"',
+}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -62,6 +75,13 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
             _print_error(full, as_json=as_json)
             _drop_output()
             return error_text.exit_code(full)
+        if isinstance(error, PermissionError) and error.filename:
+            denied = UsageError(
+                f"{error.filename}: {error.strerror}",
+                hint="check who may use this path, and its folders",
+            )
+            _print_error(denied, as_json=as_json)
+            return error_text.exit_code(denied)
         _print_unexpected(error, as_json=as_json)
         return 70
 
@@ -73,10 +93,14 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
         return
     if " " in word:
         meant = shlex.join(["edgeinfer", "run", word])
+    elif word in _OTHER_NAMES:
+        meant = f"edgeinfer {_OTHER_NAMES[word]}"
     elif near := nearest(word, list(VERBS)):
         meant = f"edgeinfer {near}"
     elif host.is_model(word):
         meant = f"edgeinfer chat {word}"
+    elif len(words := [each for each in typed if not each.startswith("-")]) > 1:
+        meant = shlex.join(["edgeinfer", "run", " ".join(words)])
     else:
         raise UsageError(f"{word!r} is not a verb", hint="`edgeinfer --help` lists the verbs")
     raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{meant}`?")

@@ -58,19 +58,19 @@ VERBS = {
         "chat in the browser, in the same conversations as in the terminal", ("web", "web --no-open")
     ),
     "mcp": Verb(
-        "be an MCP server on standard streams: other programs ask a model of this machine",
+        "run an MCP server on stdin/stdout, so that other programs can ask a local model",
         ("mcp", "mcp qwen3-4b"),
         has_json=False,
     ),
     "launch": Verb(
-        "run a coding agent (claude, codex, …) on a model of this machine",
+        "run a coding agent (claude, codex, …) on a local model",
         ("launch codex", "launch --model qwen3-4b claude --resume"),
     ),
     "batch": Verb(
         "answer a file of requests in OpenAI's batch format", ("batch requests.jsonl answers.jsonl",)
     ),
     "eval": Verb(
-        "score models, prompts or adapters on a set of items, beside each other",
+        "score models, prompts or adapters on a set of items, and compare them",
         ("eval basics qwen3-4b qwen3-1.7b", "eval mine.jsonl qwen3-4b --system A --system B"),
     ),
     "pull": Verb(
@@ -98,7 +98,7 @@ VERBS = {
         ("quantize qwen3-4b:F16 Q4_K_M", "quantize qwen3-4b:F16 --compare Q4_K_M,Q8_0"),
     ),
     "bench": Verb(
-        "measure models in llama-bench's terms, beside other servers in the same run",
+        "benchmark models (pp, tg), optionally against other servers",
         ("bench qwen3-4b", "bench qwen3-4b --against http://127.0.0.1:11434#qwen3:4b --markdown"),
         linux_only=True,
     ),
@@ -124,7 +124,7 @@ VERBS = {
         "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
     ),
     "drift": Verb(
-        "compare what models were asked and answered with the week before, and name what moved",
+        "compare the questions and answers of two weeks, and name what changed",
         ("drift", "drift qwen3-4b --until 2026-11-22 --against 2026-11-01"),
     ),
     "doctor": Verb("check this machine and print commands that mend it", ("doctor",)),
@@ -174,14 +174,15 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         known = list(map(str, action.choices))
-        argument = "/".join(action.option_strings) or action.metavar or action.dest
         meant = nearest(str(value), known)
         listed = f": one of {', '.join(known)}" if len(known) <= _MOST_LISTED else ""
+        if isinstance(action, argparse._SubParsersAction):
+            message = f"{self.prog.removeprefix('edgeinfer ')} has no command {value!r}"
+        else:
+            argument = "/".join(action.option_strings) or action.metavar or action.dest
+            message = f"{value!r} is not a value of {argument}{listed}"
         lists = f"`{self.prog} --help` lists them"
-        raise UsageError(
-            f"{value!r} is not a value of {argument}{listed}",
-            hint=f"did you mean {meant}? {lists}" if meant else lists,
-        )
+        raise UsageError(message, hint=f"did you mean {meant}? {lists}" if meant else lists)
 
     def print_help(self, file: Any = None) -> None:
         """Print the help without the groups that `--help-all` adds."""
@@ -215,7 +216,7 @@ def build_parser(verb: str | None = None) -> Parser:
         description="Local language models that feel already loaded.",
         epilog=f"""{EXAMPLES}:
   edgeinfer                       chat with the default model
-  edgeinfer run "Name a colour."  answer one prompt
+  edgeinfer run "What is a virus?"  answer one prompt
   edgeinfer help run              what a verb does, and its options""",
     )
     parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
@@ -251,7 +252,7 @@ def refuse_unknown(
 
 def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
     if not word.startswith("-"):
-        quoted = 'put the prompt in quotes: `edgeinfer run "Name three colours."`'
+        quoted = 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
         return quoted if verb == "run" else ""
     flags = verbs_of(parser)[verb]._option_string_actions if verb in verbs_of(parser) else {}
     near = nearest(word.partition("=")[0], list(flags))

@@ -9,16 +9,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from edgeinfer.errors import InterruptedByUser
+from edgeinfer.errors import InterruptedByUser, UsageError
 from edgeinfer.safe_text import without_controls
 
 _REDRAWN_EVERY_S = 0.5
 
 
-def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal; a script is not asked. Raises InterruptedByUser on a no."""
-    if yes or sys.stdin is None or not sys.stdin.isatty():
+def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
+    """Ask on a terminal. Without one, refuse what `needs_yes`, and do anything else unasked.
+
+    Raises InterruptedByUser on a no, UsageError when it refuses.
+    """
+    if yes:
         return
+    if sys.stdin is None or not sys.stdin.isatty():
+        if not needs_yes:
+            return
+        raise UsageError(
+            f"“{question}” cannot be asked: stdin is not a terminal", hint="add --yes to go ahead"
+        )
     sys.stderr.write(f"{without_controls(question)} [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

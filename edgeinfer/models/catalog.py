@@ -22,7 +22,7 @@ from edgeinfer.models import names
 from edgeinfer.models import sources as places
 from edgeinfer.models.gguf import FILE_TYPES, file_type
 from edgeinfer.platform import paths
-from edgeinfer.runtime.requests import Sampling
+from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
@@ -131,6 +131,11 @@ class Model(_Table, frozen=True, kw_only=True):
     sampling: SamplingDefaults = SamplingDefaults()
 
     @property
+    def default_sampling(self) -> Sampling:
+        """The defaults of a model of this size, with its own on top."""
+        return self.sampling.over(default_sampling(parameter_count(self.parameters)))
+
+    @property
     def projector_source(self) -> places.Source | None:
         """The source of the projector; None without one, or if it is a path. Raises UsageError."""
         named = places.looks_like_source(self.projector) and not names.is_path(self.projector)
@@ -172,10 +177,11 @@ class Catalog(msgspec.Struct, frozen=True):
 
 def nearest(name: str, known: Any) -> str | None:
     """Return a hint with the names of `known` nearest to `name`, or None."""
-    near = (
-        difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-        or [k for k in known if len(name) > 2 and name in k][:3]
-    )
+    names = list(dict.fromkeys(known))
+    near = [known_name for known_name in names if len(name) > 2 and known_name.startswith(name)]
+    near += difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    near += [known_name for known_name in names if len(name) > 2 and name in known_name]
+    near = list(dict.fromkeys(near))[:3]
     return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
 
 

@@ -102,7 +102,7 @@ def first_run_choices() -> list[FirstRunChoice]:
     *larger, tiny = fitting
     quick = [offer for offer in larger[1:] if offer[1] >= _QUICK_TOKENS_PER_S]
     return [
-        *(_choice("comfortable", "answers faster than you read", *offer) for offer in quick[:1]),
+        *(_choice("comfortable", "answers faster than you can read", *offer) for offer in quick[:1]),
         *(_choice("better", "better answers, takes longer to fetch", *offer) for offer in larger[:1]),
         _choice("tiny", "small and quick to fetch, simple answers", *tiny),
     ]

@@ -243,7 +243,10 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 return parse(view, str(place), vocabulary=vocabulary)
     except OSError as error:
-        raise InvalidGgufError(f"{place} cannot be read: {error.strerror or error}") from error
+        raise InvalidGgufError(
+            f"{place} cannot be read: {error.strerror or error}",
+            hint="check the path, and who may read it",
+        ) from error
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = False) -> GgufHeader:

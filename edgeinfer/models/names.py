@@ -64,7 +64,7 @@ def digest(text: str) -> str:
     """Parse a SHA-256 in hexadecimal, `sha256:` before it or not. Raises UsageError."""
     plain = text.lower().removeprefix("sha256:")
     if not _DIGEST.fullmatch(plain):
-        raise UsageError(f"{text!r} is no SHA-256: 64 hexadecimal digits are")
+        raise UsageError(f"{text!r} is not a SHA-256 (64 hexadecimal digits)")
     return plain
 
 

@@ -29,7 +29,7 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`quantize` and `sha256` replace the catalogue's type to store and digest.
 
     `in_place` points at a local file instead of copying it; `again` fetches a model that is here.
-    `without_projector` stores a model that reads no pictures.
+    `without_projector` stores a model that cannot read pictures.
     """
 
     name: str | None = None

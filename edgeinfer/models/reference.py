@@ -26,7 +26,6 @@ from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.names import Reference
 from edgeinfer.models.store import PulledFile, PulledModel, list_pulled, read_record
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.requests import Sampling
 
 _E = TypeVar("_E", CatalogError, UsageError)
 
@@ -80,6 +79,9 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.text} is not on this machine yet",
                 hint=f"pull it first: `edgeinfer pull {self.text}`{_offer()}",
             )
+        if Path(self.text).exists():
+            here = f"a file here is called so: type ./{self.text}"
+            return UnknownModelError(f"no model is called {self.text!r}", hint=here)
         known = [*load_catalog().models, *(model.name for model in list_pulled())]
         hint = nearest(self.text.partition(":")[0].lower(), known)
         return _with_suggestions(
@@ -169,7 +171,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
         files,
         chat_template=entry.chat_template or None,
         stop=entry.stop,
-        sampling=entry.sampling.over(Sampling()),
+        sampling=entry.default_sampling,
         system_prompt=entry.system_prompt,
         lora=str(LORA.parse(",".join(one.option for one in entry.lora))),
     )

@@ -49,7 +49,7 @@ def text_of(data: bytes, name: str, param: str = "messages") -> str:
     if not text:
         raise InvalidRequestError(
             f"{name} holds no text",
-            hint="its pages are pictures: `edgeinfer run --image` shows them to a model that sees",
+            hint="if it is a scan, use `edgeinfer run --image` with a vision model",
             param=param,
         )
     return text

@@ -25,7 +25,13 @@ from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOp
 from edgeinfer.runtime.pictures import position_behind
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, run_check
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
-from edgeinfer.runtime.requests import GenerateRequest, check_length, preparing
+from edgeinfer.runtime.requests import (
+    GenerateRequest,
+    Sampling,
+    check_length,
+    default_sampling,
+    preparing,
+)
 from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
@@ -351,7 +357,7 @@ def make_info(
         can_shift=loaded.can_shift,
         tool_format=conversations.tool_format,
         system_prompt=files.system_prompt,
-        sampling=files.sampling,
+        sampling=default_sampling(loaded.n_params) if files.sampling == Sampling() else files.sampling,
         lora=lora.loaded,
         choices={**loaded.choices, **conversations.choices, "pooling": embedder.pooling},
         load_ms=loaded.load_ms,

@@ -7,6 +7,7 @@ import contextlib
 import queue
 import re
 import threading
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from edgeinfer.errors import EngineError, UsageError
@@ -209,13 +210,22 @@ _LONGEST_PART = 400
 _KEY = 32
 #: Counters of list items may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
+#: A text is monotonous if most sequences of four of its last words occurred three times before. None of
+#: 76 documents were, and 4 of 1,011 pieces of Python, which is why code blocks are left out.
+_SEQUENCE, _LAST_WORDS = 4, 200
+_OCCURRENCES, _STALE_SHARE = 3, 0.5
 
 
 class RepetitionWatch:
-    """Watch one answer as it is generated."""
+    """Watch one answer as it is generated, for a loop of equal text and for text of little variety."""
 
     def __init__(self) -> None:
         self._tail = ""
+        self._word = ""
+        self._words: deque[str] = deque(maxlen=_SEQUENCE)
+        self._occurrences: Counter[int] = Counter()
+        self._stale: deque[bool] = deque(maxlen=_LAST_WORDS)
+        self._is_in_code = False
 
     def add(self, text: str) -> int | None:
         """Add what was generated; return how much of it (characters) makes the answer a loop, or None.
@@ -224,7 +234,7 @@ class RepetitionWatch:
         """
         for i, character in enumerate(text, 1):
             self._tail = (self._tail + character)[-_TIMES * _LONGEST_PART :]
-            if self._is_loop():
+            if self._is_loop() or self._is_monotonous_with(character):
                 return i
         return None
 
@@ -234,3 +244,19 @@ class RepetitionWatch:
         length = len(text) - _KEY - before
         span = max(_SPAN, _TIMES * length)
         return before >= 0 and span <= len(text) and text[-span:-length] == text[length - span :]
+
+    def _is_monotonous_with(self, character: str) -> bool:
+        if character.isalnum():
+            self._word += character
+            return False
+        if self._tail.endswith("```"):
+            self._is_in_code = not self._is_in_code
+        word, self._word = self._word, ""
+        return bool(word) and not self._is_in_code and self._is_monotonous_after(word)
+
+    def _is_monotonous_after(self, word: str) -> bool:
+        self._words.append(word)
+        sequence = hash(tuple(self._words))
+        self._stale.append(self._occurrences[sequence] >= _OCCURRENCES)
+        self._occurrences[sequence] += 1
+        return sum(self._stale) > _STALE_SHARE * _LAST_WORDS

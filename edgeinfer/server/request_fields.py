@@ -10,7 +10,7 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.pictures import join_parts
-from edgeinfer.runtime.requests import GenerateRequest, Sampling, Tool, ToolChoice
+from edgeinfer.runtime.requests import NO_PENALTIES, GenerateRequest, Sampling, Tool, ToolChoice
 from edgeinfer.server.wire_types import GenerationFields
 from edgeinfer.units import parse_duration
 
@@ -52,8 +52,8 @@ def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise InvalidRequestError for pictures that the model cannot read."""
     if request.n_pictures and not info.can_see:
         raise InvalidRequestError(
-            f"{info.model} reads no pictures",
-            hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",
+            f"{info.model} cannot read pictures",
+            hint="models that can: `edgeinfer list pictures`",
             param="messages",
         )
 
@@ -122,11 +122,11 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
 def overridden(base: Sampling, **given: Any) -> Sampling:
     """Return the model's defaults with what the request gives; None means not given.
 
-    A request that chooses its sampling gets no DRY penalty unless it asks for one.
+    A request that chooses its sampling gets no penalty on repeats unless it asks for one.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    dry = {"dry_multiplier": 0.0} if given.keys() - {"seed"} else {}
-    return msgspec.structs.replace(base, **dry | given)
+    neutral = NO_PENALTIES if given.keys() - {"seed"} else {}
+    return msgspec.structs.replace(base, **neutral | given)
 
 
 def seed_of(seed: int | None) -> int | None:

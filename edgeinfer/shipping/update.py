@@ -55,8 +55,8 @@ SEEN = "seen"
 _TRIAL_S = 900
 
 
-def own_program() -> Path:
-    """Return the shipped file of this process. Raises ShippingError if it may not replace it."""
+def own_program(*, replaces: bool = True) -> Path:
+    """Return the shipped file of this process. Raises ShippingError if it `replaces` it and may not."""
     if not shipped.is_shipped():
         raise ShippingError(
             "this edgeinfer is a Python package: it updates as it was installed",
@@ -69,7 +69,7 @@ def own_program() -> Path:
         raise ShippingError(
             f"{program} belongs to a package", hint="update it with your package manager (apt, dnf)"
         )
-    if not os.access(program.parent, os.W_OK):
+    if replaces and not os.access(program.parent, os.W_OK):
         raise ShippingError(
             f"{program.parent} cannot be written", hint="run it as the owner of that folder"
         )
@@ -108,7 +108,7 @@ def newest(channel: Channel, folder: Path) -> Release:
     """
     if not channel.url or not channel.keys:
         raise ShippingError(
-            "this build carries no release key, so there is nothing whose word it would take",
+            "this build has no release key, so it cannot verify updates",
             hint="install a published release, or build the new version",
         )
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)

@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
 from edgeinfer.chat import context
-from edgeinfer.chat.attachments import names_in
+from edgeinfer.chat.attachments import missing_note, names_in
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
@@ -275,6 +275,8 @@ class ChatScreen(Screen[None]):
         self.attachments.clear()
         self.view.show_session()
         self.answering.answer_question()
+        if note := missing_note(text):
+            self.notify(note, severity="warning")
         return True
 
     @on(Answering.RoomWanted)

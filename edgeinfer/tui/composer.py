@@ -17,7 +17,7 @@ from textual.reactive import reactive
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat.attachments import PASTED, counted, dropped_picture, mentioned, read
+from edgeinfer.chat.attachments import PASTED, counted, dropped_picture, mentioned, missing_files, read
 from edgeinfer.chat.commands import CommandCompletion
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
@@ -274,6 +274,7 @@ class AttachmentList:
         self._line = line
         self.kept = list(attachments)
         self._named: dict[Path, Attachment] = {}
+        self._missing: list[str] = []
 
     def add(self, attachment: Attachment) -> None:
         """Keep a file for the next question."""
@@ -294,8 +295,9 @@ class AttachmentList:
 
     def typed(self, text: str) -> None:
         """Read and count the files that the composer's text names."""
-        paths = mentioned(text) if "@" in text else []
-        if list(self._named) != paths:
+        paths, missing = (mentioned(text), missing_files(text)) if "@" in text else ([], [])
+        if (list(self._named), self._missing) != (paths, missing):
+            self._missing = missing
             known, self._named = self._named, {}
             for path in paths:
                 with contextlib.suppress(EdgeInferError):  # reported when it is sent
@@ -315,6 +317,7 @@ class AttachmentList:
     def clear(self) -> None:
         """Remove all: they were sent."""
         self.kept, self._named = [], {}
+        self._missing = []
         self.show()
 
     def show(self) -> None:
@@ -322,8 +325,9 @@ class AttachmentList:
         self.kept = [self._counted(a) for a in self.kept]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0
-        self._line.update("  ".join(_label(a, n_ctx) for a in self.found))
-        self._line.display = bool(self.found)
+        labels = [_label(a, n_ctx) for a in self.found] + [f"no file {name}" for name in self._missing]
+        self._line.update("  ".join(labels))
+        self._line.display = bool(labels)
 
     def _counted(self, attachment: Attachment) -> Attachment:
         return counted(attachment, self._session.engine)

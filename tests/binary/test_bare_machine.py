@@ -80,7 +80,7 @@ def test_pull_over_https(used, https):
     assert "SSL_CERT_FILE" in refused.stderr
     found = used.json("pull", url, "--name", "fetched", SSL_CERT_FILE="/tmp/cert.pem")
     assert found["size_bytes"] > 90_000_000
-    used.run("rm", "fetched")
+    used.run("rm", "fetched", "--yes")
 
 
 def test_resumed_answer_is_the_cold_one(warm):

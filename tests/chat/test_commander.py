@@ -1,6 +1,7 @@
 """Every command against a session, with a front that only remembers what it was asked."""
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -81,7 +82,9 @@ def test_sampling(commander, front):
     commander.run("/preset")
     assert "● mine" in front.said
     commander.run("/set")
-    assert "min-p" in front.said
+    assert re.search(r"^min-p +0\.05 ", front.said, re.M), "the value in use, also the model's own"
+    assert re.search(r"^top-k +1 ", front.said, re.M)
+    assert re.search(r"^max-tokens +- ", front.said, re.M)
     for wrong, hint in (
         ("/temp hot", "default"),
         ("/set tempreature 1", "temperature"),

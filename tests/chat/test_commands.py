@@ -83,6 +83,14 @@ class TestComplete:
 
 
 class TestAttachments:
+    def test_a_mention_that_looks_like_a_path_of_nothing_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "here.txt").write_text("x")
+        text = "@here.txt @nosuch.txt, @docs/gone and @ann, 5 @ 3.5, server:@x, @notes:file:///a.txt"
+        assert attachments.missing_files(text) == ["nosuch.txt", "docs/gone"]
+        assert "nosuch.txt, docs/gone" in attachments.missing_note(text)
+        assert attachments.missing_note("@here.txt") == ""
+
     def test_mentions_are_the_files_that_are_there(self, tmp_path):
         (tmp_path / "a.txt").write_text("x")
         (tmp_path / "b c.txt").write_text("x")

@@ -256,7 +256,8 @@ def test_script_continues_after_an_error_and_ends_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("n_ctx", "said"), [(2048, "(cut: max-tokens reached"), (408, "(cut: no room left in the context")]
+    ("n_ctx", "said"),
+    [(2048, "(stopped at 96 tokens · /continue"), (408, "(cut: no room left in the context")],
 )
 def test_reason_of_a_cut_answer_is_shown(tmp_path, n_ctx, said):
     info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=n_ctx)
@@ -266,7 +267,7 @@ def test_reason_of_a_cut_answer_is_shown(tmp_path, n_ctx, said):
 
 def test_answer_that_repeats_itself_is_stopped(tmp_path):
     engine = FakeEngine([["Avaid, "] * 20_000])
-    out, repl = talk(tmp_path, "q", engine=engine)
+    out, repl = talk(tmp_path, "/set max-tokens 100000", "q", engine=engine)
     assert "(the answer repeated itself; stopped" in out
     assert repl.session.path[-1].content.count("Avaid") < 10_000
 

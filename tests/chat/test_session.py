@@ -55,6 +55,20 @@ def test_answer_is_stored_with_its_figures(store):
     assert engine.requests[0].conversation == f"chat-{session.conversation.id}"
 
 
+def test_answer_has_a_limit_unless_set_or_tools_are_on(store, tmp_path):
+    session, engine = session_with(store, ["Because"])
+    ask(session, "Why?")
+    session.set(sampling={"max_tokens": 9000})
+    ask(session, "Why?")
+    session.set(sampling={})
+    session.tools = ChatTools(ToolsConfig(builtin=("read",)), tmp_path)
+    session.tools.prepare()
+    ask(session, "Why?")
+    thinking, thinker = session_with(store, ["Because"], can_think=True)
+    ask(thinking, "Why?")
+    assert [r.max_tokens for r in (*engine.requests, *thinker.requests)] == [1500, 9000, None, 8000]
+
+
 def test_flush_returns_only_stored_text(store):
     session, _ = session_with(store, ["a", ReasoningDelta("hm"), "b"])
     session.ask("x")

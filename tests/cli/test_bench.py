@@ -199,7 +199,7 @@ def test_own_model_beside_a_server_in_one_run(smollm2, other, as_json):
     assert not list((paths.blocks_dir() / "owners").iterdir()), "its prompts do not stay on disk"
     shown = msgspec.convert(result | {"layout": "markdown"}, BenchResult).human()
     assert f"| {ours} | pp32 |" in shown
-    assert "- noise: a fixed work took" in shown
+    assert "- noise: reference job" in shown
     assert "- energy: " in shown
     lines = list(
         csv.DictReader(msgspec.convert(result | {"layout": "csv"}, BenchResult).human().splitlines())

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -180,6 +181,11 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, meant):
         ("lst", "did you mean `edgeinfer list`?"),
         ("smollm2-135m-instruct", "did you mean `edgeinfer chat smollm2-135m-instruct`?"),
         ("'hello there'", "did you mean `edgeinfer run 'hello there'`?"),
+        ("hello there", "did you mean `edgeinfer run 'hello there'`?"),
+        ("models", "did you mean `edgeinfer list`?"),
+        ("convert", "did you mean `edgeinfer pull FOLDER --name NAME`?"),
+        ("completion csh", "run `edgeinfer completion --help`"),
+        ("snapshots lst", "did you mean list? `edgeinfer snapshots --help` lists them"),
         ("xyzzy", "`edgeinfer --help` lists the verbs"),
         ("help lst", "did you mean `edgeinfer list`?"),
         ("launch codx", "did you mean codex? `edgeinfer launch --help` lists them"),
@@ -187,13 +193,43 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, meant):
         ("quantize m q4ks", "did you mean Q4_K_S? `edgeinfer quantize --help` lists them"),
         ("run --max-token 4 x", "did you mean --max-tokens?"),
         ("warm m --colour red", "run `edgeinfer warm --help`"),
-        ("run what is two", 'put the prompt in quotes: `edgeinfer run "Name three colours."`'),
+        ("run what is two", 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`'),
     ],
 )
 def test_hint_names_what_was_probably_meant(typed, hint, as_json):
     error = as_json(*shlex.split(typed), code=2)
     assert (error["code"], error["hint"]) == ("usage", hint)
     assert len(error["message"]) < 200, "a long list of choices is not quoted"
+
+
+def test_names_that_begin_as_typed_come_first_and_once(as_json):
+    hint = as_json("show", "smollm2", code=3)["hint"]
+    assert hint.startswith("did you mean smollm2-135m-instruct or smollm2-")
+    assert hint.count("smollm2-135m-instruct") == 1
+
+
+@pytest.mark.parametrize("typed", [["completion"], ["completion", "csh"], ["snapshots", "lst"]])
+def test_errors_show_no_plumbing(as_json, typed):
+    message = as_json(*typed, code=2)["message"]
+    assert not {"typed", "words", "|"} & set(re.findall(r"\w+|\|", message))
+
+
+def test_completion_offers_verbs_after_help_and_only_local_models_to_remove(capsys):
+    for typed, first in ((["help", "sn"], "snapshots"), (["run", "smollm2-1"], "smollm2-1")):
+        assert main(["completion", "words", *typed]) == 0
+        assert capsys.readouterr().out.startswith(first)
+    for verb in ("rm", "forget"):
+        assert main(["completion", "words", verb, ""]) == 1, "nothing is here"
+        assert "qwen3" not in capsys.readouterr().out
+
+
+def test_denied_path_is_an_ordinary_error(monkeypatch, capsys):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied", "/closed/m.gguf")
+
+    monkeypatch.setattr("edgeinfer.cli.verbs.show.run", denied)
+    assert main(["show", "m"]) == 2
+    assert capsys.readouterr().err.startswith("error: /closed/m.gguf: Permission denied\n\nhint: ")
 
 
 def test_letter_is_near_no_model(as_json):

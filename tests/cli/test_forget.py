@@ -58,7 +58,7 @@ def test_conversations_blocks_go(capsys) -> None:
 def test_all_goes_and_nothing_named_is_refused(capsys) -> None:
     keep("one")
     assert main(["forget"]) == 2
-    assert main(["forget", "all"]) == 0
+    assert main(["forget", "all", "--yes"]) == 0
     assert list_blocks(paths.blocks_dir()) == []
-    assert main(["forget", "all"]) == 0
+    assert main(["forget", "all", "--yes"]) == 0
     capsys.readouterr()

@@ -27,7 +27,7 @@ COMMANDS = {
     "pull": (("qwen3-4b",), 4),
     "list": ((), 0),
     "show": ((MODEL,), 0),
-    "rm": (("other", "--forget"), 0),
+    "rm": (("other", "--forget", "--yes"), 0),
     "quantize": ((MODEL, "q8_0", "--name", "eight", "--no-perplexity"), None),
     "warm": ((MODEL,), None),  # as far as CRIU, which cannot dump what a seccomp filter watches
     "snapshots": (("list",), 0),

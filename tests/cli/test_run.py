@@ -17,7 +17,7 @@ from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError
 from edgeinfer.host import Host, Start
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
-from edgeinfer.runtime.options import EngineInfo, ModelFiles
+from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
 
@@ -135,6 +135,55 @@ def test_options_reach_the_request(engine):
     assert host.opened[0][1].n_ctx == 512
 
 
+def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch):
+    """The chat's model picker and its pull: 30 s on a clock of the test's own, 0.5 s before, 1 s of loading."""
+    clock = [500_000_000]
+    monkeypatch.setattr("edgeinfer.host.time.monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr(Host, "attach_devices", lambda *_: None)
+    host = Host(Start(reason="no snapshot yet"), Config(), exec_ns=1)
+    with pytest.raises(UnknownModelError):
+        host.engine("nosuch", LoadOptions())
+    clock[0] += 30_000_000_000
+    monkeypatch.setattr(Host, "files", lambda *_: None)
+    monkeypatch.setattr(
+        Host, "_load", lambda self, *_: (clock.__setitem__(0, clock[0] + 10**9), self._reached("ready"))
+    )
+    host.engine("tiny", LoadOptions())
+    assert started(host.start) == "cold start in 1.5 s: no snapshot yet"
+
+
+LENGTH = msgspec.structs.replace(
+    END, reason="length", usage=Usage(prompt_tokens=5, completion_tokens=1500)
+)
+
+
+@pytest.mark.parametrize(
+    ("typed", "info", "limit"),
+    [
+        ((), {}, 1500),
+        (("--raw",), {}, 1500),
+        (("--max-tokens", "9000"), {}, 9000),
+        ((), {"can_think": True}, 8000),
+        (("--schema", "{}"), {}, None),
+    ],
+)
+def test_answer_has_a_limit_unless_told_otherwise(typed, info, limit):
+    engine = scripted("x", **info)
+    assert run(engine, "x", *typed) == 0
+    assert engine.requests[0].max_tokens == limit
+
+
+def test_answer_cut_by_no_typed_option_says_where_and_how_to_get_more(capsys):
+    assert run(scripted("x", LENGTH), "x") == 0
+    said = capsys.readouterr()
+    assert said.out == "x\n"
+    assert said.err == "edgeinfer: stopped at 1,500 tokens; more with --max-tokens N\n"
+    assert run(scripted("x", LENGTH), "x", "--schema", "{}") == 0
+    assert "1,505 tokens fill the context; more with --ctx TOKENS" in capsys.readouterr().err
+    assert run(scripted("x", LENGTH), "x", "--max-tokens", "1500") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_timings_go_to_stderr(engine, capsys):
     assert run(engine, "x", "--timings") == 0
     line = capsys.readouterr().err
@@ -201,12 +250,14 @@ def test_answer_that_repeats_itself_is_ended_and_said(capsys):
 
 
 @pytest.mark.parametrize(
-    ("typed", "dry"), [([], 0.4), (["--temperature", "0"], 0), (["--top-p", "1"], 0.4)]
+    ("typed", "penalties"),
+    [([], (0.4, 1.1)), (["--temperature", "0"], (0, 1)), (["--top-p", "1"], (0.4, 1.1))],
 )
-def test_greedy_output_is_without_the_penalty_of_the_defaults(typed, dry):
-    engine = scripted("x", sampling=Sampling(dry_multiplier=0.4))
+def test_greedy_output_is_without_the_penalties_of_the_defaults(typed, penalties):
+    engine = scripted("x", sampling=Sampling(dry_multiplier=0.4, repeat_penalty=1.1))
     assert run(engine, "x", *typed) == 0
-    assert engine.requests[0].sampling.dry_multiplier == dry
+    sampling = engine.requests[0].sampling
+    assert (sampling.dry_multiplier, sampling.repeat_penalty) == penalties
 
 
 # --- what the endpoint can, too
@@ -234,16 +285,17 @@ def test_file_stands_before_the_prompt(engine, tmp_path):
     assert content.index("be there at nine") < content.index("When?")
 
 
-def test_pictures_stand_before_the_prompt(engine, tmp_path):
+@pytest.mark.parametrize("option", ["--image", "--file"])
+def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
     files = b"\xff\xd8\xffred", b"GIF8blue"
     for name, data in zip(("red.jpg", "blue.gif"), files, strict=True):
         (tmp_path / name).write_bytes(data)
-    images = [f"--image={tmp_path / name}" for name in ("red.jpg", "blue.gif")]
+    images = [f"{option}={tmp_path / name}" for name in ("red.jpg", "blue.gif")]
     assert run(engine, "Which is red?", *images) == 0
     turn = engine.requests[0].messages[-1]
     assert turn.content == f"{PICTURE_MARK * 2}Which is red?"
     assert turn.pictures == files
-    assert run(engine, "Which is red?", "--raw", "--image", str(tmp_path / "red.jpg")) == 0
+    assert run(engine, "Which is red?", "--raw", option, str(tmp_path / "red.jpg")) == 0
     assert engine.requests[1].prompt == f"{PICTURE_MARK}Which is red?"
     assert engine.requests[1].pictures == files[:1]
 

@@ -45,13 +45,32 @@ def test_escapes_of_a_file_or_an_error_are_not_shown(tmp_path: Path, typed, stat
 @pytest.mark.parametrize(
     ("typed", "question"),
     [
-        ("forget all", "forget the cached prefixes of all? [y/N]"),
-        ("rm m", "remove m and its snapshots? [y/N]"),
+        ("forget all", "Delete the cached prefixes of every model? [y/N]"),
+        ("forget m", "Delete the cached prefixes of m? [y/N]"),
+        ("rm m", "Remove m and its snapshots? [y/N]"),
     ],
 )
 def test_verb_that_deletes_asks_on_a_terminal(answer_no, capsys, typed, question):
     assert main(typed.split()) == 130
     assert question in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["forget all", "rm m"])
+@pytest.mark.parametrize("stdin", [io.StringIO("y\n"), None])
+def test_verb_that_deletes_refuses_without_a_terminal(monkeypatch, capsys, typed, stdin):
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(typed.split()) == 2
+    said = capsys.readouterr().err
+    assert "stdin is not a terminal" in said
+    assert "--yes" in said
+
+
+def test_line_breaks_in_a_files_name_add_no_rows(tmp_path, capsys):
+    path = tmp_path / "hostile.gguf"
+    name = entry("general.name", 8, text("a\nlicence  MIT"))
+    path.write_bytes(gguf_bytes([*(e for e in model_entries() if b"general.name" not in e), name]))
+    assert main(["show", str(path)]) == 0
+    assert not any(line.startswith("licence  MIT") for line in capsys.readouterr().out.splitlines())
 
 
 def test_stage_shows_its_elapsed_time_and_what_it_waits_for():

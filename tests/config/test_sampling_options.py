@@ -26,7 +26,11 @@ def beyond(option: SamplingOption) -> list[float]:
 
 
 def test_table_is_the_engines_sampling() -> None:
-    numbers = set(Sampling.__struct_fields__) - {"dry_sequence_breakers", "logit_bias"}
+    numbers = set(Sampling.__struct_fields__) - {
+        "dry_sequence_breakers",
+        "penalize_prompt",
+        "logit_bias",
+    }
     assert {option.field for option in SAMPLING_OPTIONS} == numbers
     check_sampling(Sampling(), n_vocab=10)
 

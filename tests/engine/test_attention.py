@@ -165,7 +165,7 @@ def test_llama_cpp_kernels_serve_without_the_library(content: bytes | None, tmp_
         "libedgeinfer.folder = lambda: Path(sys.argv[1])\n"
         "sys.exit(main(['doctor']))"
     )
-    assert ", its own kernels: " in started("-c", program, tmp_path).stdout
+    assert ", llama.cpp's kernels: " in started("-c", program, tmp_path).stdout
 
 
 def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:

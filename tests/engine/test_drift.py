@@ -106,7 +106,7 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recorded, as_json, 
     assert {"model_file", "program", "turns", "kind", "temperature"}.isdisjoint(found)
     assert main(["drift", "--until", (LAST + timedelta(14)).isoformat()]) == 1
     shown = capsys.readouterr().out
-    assert "small, the week to 2026-12-06 beside that to 2026-11-29:" in shown
+    assert "small, week to 2026-12-06 compared with week to 2026-11-29:" in shown
     assert "prompt script" in shown
 
 
@@ -173,7 +173,7 @@ def test_verb_says_what_is_missing_or_damaged(capsys):
     assert main(["drift", "qwen3-4b"]) == 2
     assert "no answers of qwen3-4b are counted in these weeks" in capsys.readouterr().err
     assert main(["drift", "--until", "tomorrow"]) == 2
-    assert "'tomorrow' is no day" in capsys.readouterr().err
+    assert "'tomorrow' is not a date; use YYYY-MM-DD" in capsys.readouterr().err
     assert main(["drift", "--until", "2026-11-22", "--against", "2026-11-16"]) == 2
     assert "overlap" in capsys.readouterr().err
     drift_path().mkdir(parents=True)

@@ -82,7 +82,7 @@ def test_model_of_another_program_is_listed_shown_and_used_in_place(
     assert [model.name for model in pulled_models()()] == [made.name]
     assert main(["pull", made.name]) == 0
     assert "was already here" in capsys.readouterr().out
-    assert main(["rm", made.name]) != 0
+    assert main(["rm", made.name, "--yes"]) != 0
     assert f"belongs to {made.program}" in capsys.readouterr().err
     assert resolve(made.name.upper().replace("HF:", "hf:")).files().name == made.name
     assert picture(made.root) == before

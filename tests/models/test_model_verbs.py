@@ -45,7 +45,7 @@ def test_pull_list_show_rm(local: Path, capsys, as_json) -> None:
     assert shown["header"]["architecture"] == "llama"
     assert shown["files"][0]["sha256"] == pulled["sha256"]
     assert shown["memory"]["fits"] is True
-    removed = as_json("rm", "mine")["removed"]
+    removed = as_json("rm", "mine", "--yes")["removed"]
     assert removed[0]["name"] == "mine"
     assert as_json("list", "--pulled")["models"] == []
 
@@ -58,7 +58,7 @@ def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_j
     main(["pull", str(local), "--name", "mine", "--quiet"])
     capsys.readouterr()
     assert as_json("list", "--pulled")["models"][0]["snapshots"] == 2
-    assert sorted(as_json("rm", "mine")["snapshots"]) == ["mine", "mine,ctx512"]
+    assert sorted(as_json("rm", "mine", "--yes")["snapshots"]) == ["mine", "mine,ctx512"]
     assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
 
 
@@ -67,7 +67,7 @@ def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
     blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
     kept = BlockStore(paths.blocks_dir()).model("another", {})
     folders = [one.path(b"x").parent for one in (blocks, kept)]
-    as_json("rm", "mine")
+    as_json("rm", "mine", "--yes")
     assert [folder.exists() for folder in folders] == [False, True]
 
 
@@ -84,7 +84,7 @@ def test_model_verbs_print_text(local: Path, capsys) -> None:
     assert all(word in out for word in words)
     _, out, _ = run(capsys, "show", "qwen3-8b")
     assert "not here yet: edgeinfer pull qwen3-8b" in out
-    _, out, _ = run(capsys, "rm", "mine")
+    _, out, _ = run(capsys, "rm", "mine", "--yes")
     assert out.startswith("mine is removed:")
     _, out, _ = run(capsys, "list", "no-such-thing")
     assert out == "no model matches\n"
@@ -133,7 +133,7 @@ def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
     for name, entries in (("b", model_entries()), ("c", with_template), ("e", encoder)):
         (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(entries))
         _, out, _ = run(capsys, "pull", str(tmp_path / f"{name}.gguf"), "--name", name, "--quiet")
-        tries = {"b": 'run b "The sea is"', "c": 'run c "Name three colours."', "e": "serve e"}
+        tries = {"b": 'run b "The sea is"', "c": 'run c "What is photosynthesis?"', "e": "serve e"}
         assert out.splitlines()[-1] == f"try it: edgeinfer {tries[name]}"
     listed = as_json("list", "--pulled")["models"]
     assert [one["purpose"] for one in listed] == ["base", "chat", "embedding"]
@@ -161,7 +161,7 @@ def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
     assert listed in run(capsys, "list", "--pulled")[1]
     with model_lock(parse_reference("mine")):
         assert "unfinished" not in run(capsys, "list")[1]
-    assert run(capsys, "rm", "mine")[0] == 0
+    assert run(capsys, "rm", "mine", "--yes")[0] == 0
     assert "unfinished" not in run(capsys, "list")[1]
 
 
@@ -181,8 +181,8 @@ def test_show_reports_a_changed_file(local: Path, capsys, as_json) -> None:
         (("pull", "/no/such.gguf"), 4, "source-not-found"),
         (("show", "nope"), 3, "unknown-model"),
         (("show", "/no/such.gguf"), 5, "invalid-gguf"),
-        (("rm", "nope"), 3, "unknown-model"),
-        (("rm", "qwen3-4b"), 3, "model-not-pulled"),
+        (("rm", "nope", "--yes"), 3, "unknown-model"),
+        (("rm", "qwen3-4b", "--yes"), 3, "model-not-pulled"),
         (("quantize", "qwen3-4b", "Q8_0"), 3, "model-not-pulled"),
         (("quantize", "qwen3-4b", "Q99"), 2, "usage"),
     ],

@@ -36,16 +36,20 @@ def test_shipped_catalogue_is_whole() -> None:
     assert purposes == {"chat", "base", "code", "embedding", "reranker", "reasoning"}
 
 
-def test_small_models_have_a_penalty_against_loops() -> None:
-    small = [
-        model
-        for model in load_catalog().models.values()
-        if model.parameters.endswith("M")
-        and float(model.parameters[:-1]) < 500
-        and model.purpose in ("chat", "base")
-    ]
-    assert {"smollm2-135m-instruct", "gemma-3-270m"} <= {model.name for model in small}
-    assert all(model.sampling.given().get("dry_multiplier") for model in small)
+def test_models_of_up_to_500m_parameters_have_penalties_on_repeats() -> None:
+    for model in load_catalog().models.values():
+        small = model.parameters.endswith("M") and float(model.parameters[:-1]) <= 500
+        sampling = model.default_sampling
+        assert (sampling.dry_multiplier > 0) is small
+        assert (sampling.repeat_penalty == 1.1) is small
+        assert (sampling.dry_sequence_breakers == ()) is small, "they would exempt the lines of lists"
+        assert sampling.penalize_prompt is not small, "an answer repeats words of its question"
+
+
+def test_users_own_sampling_wins_over_that_of_the_size() -> None:
+    user_file(f'{MINIMAL}parameters = "135M"\n{SAMPLING.removeprefix(MINIMAL)}repeat-penalty = 1.0\n')
+    sampling = load_catalog().models["mine"].default_sampling
+    assert (sampling.repeat_penalty, sampling.dry_multiplier) == (1.0, 0.8)
 
 
 def test_shipped_file_is_the_top_level_one() -> None:

@@ -321,6 +321,6 @@ def abroad(place, smollm2, tmp_path_factory) -> Person:
     elsewhere = person.home / "program"
     shutil.copytree(place.sources, elsewhere)
     person.environment["PYTHONPATH"] = str(elsewhere)
-    person.run("rm", MODEL).check()
+    person.run("rm", MODEL, "--yes").check()
     person.settings(NO_AUTO_WARM)
     return person

@@ -133,7 +133,7 @@ def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
         os.kill(apps[1], signal.SIGKILL)
         assert endpoint.ask("second")["choices"][0]["text"] == first
     warm.run("snapshots", "rm", "second").check()
-    warm.run("rm", "second").check()
+    warm.run("rm", "second", "--yes").check()
 
 
 def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):

@@ -75,7 +75,7 @@ def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad,
     travelled = abroad.run("run", "sees", *words).check()
     assert travelled.start["how"] == "resumed"
     assert travelled.result["text"] == cold.result["text"]
-    abroad.run("rm", "sees").check()
+    abroad.run("rm", "sees", "--yes").check()
     abroad.run("pull", str(model), "--name", "seeing", "--quiet").check()
     abroad.run("snapshots", *trusting).check()  # of the model that is here by another name
     assert abroad.run("run", "sees", *words).result["text"] == cold.result["text"]

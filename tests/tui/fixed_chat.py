@@ -72,7 +72,7 @@ def offered(role, name, why, size, rate):
 
 #: What a first run offers.
 OFFERED = [
-    offered("comfortable", "qwen3-0.6b", "answers faster than you read", 484_000_000, 31.0),
+    offered("comfortable", "qwen3-0.6b", "answers faster than you can read", 484_000_000, 31.0),
     offered("tiny", MODEL, "small and quick to fetch, simple answers", 98_362_432, 140.0),
 ]
 EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in SHELF]

@@ -305,7 +305,7 @@ async def test_first_run_offers_models_and_saves_the_choice(drive, first_run, re
     async with drive(host=host, ready=False) as d:
         screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
         await d.until(lambda: [row.name for row in screen.rows] == ["qwen3-0.6b", MODEL])
-        await d.until(lambda: "faster than you read" in str(screen.query_one(".detail").render()))
+        await d.until(lambda: "faster than you can read" in str(screen.query_one(".detail").render()))
         await d.press("enter")
         await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == model)
         assert load_config().default_model == model

@@ -112,10 +112,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         """Say why this answer was cut and what to type next; "" if it was not cut, or failed."""
         if self.status == "stopped" and self.error:
             return f"{self.error}; stopped · /regen tries again"
+        at_limit = f"stopped at {self.stats.completion_tokens:,} tokens"
         reason = {
-            "length": "cut: no room left in the context"
-            if self.context_full
-            else "cut: max-tokens reached",
+            "length": "cut: no room left in the context" if self.context_full else at_limit,
             "stopped": "stopped",
             "interrupted": "interrupted",
         }.get(self.status)

@@ -61,10 +61,10 @@ class BenchResult(Result, frozen=True, kw_only=True):
             return out.getvalue().rstrip()
         cells = [_cells(row) for row in self.rows]
         low, middle, high = statistics.quantiles(self.noise_ms * 2, n=4)
-        noise = (
-            f"noise: a fixed work took {low:.1f} to {high:.1f} ms half of the time, load "
-            f"{self.load:.1f} at the start; differences below {(high - low) / middle:.0%} say little"
-        )
+        spread = (high - low) / middle
+        enough = f"ignore differences below {spread:.0%}" if spread else "too few rounds for a spread"
+        job = f"reference job {middle:.1f} ms ± {spread / 2:.0%}"
+        noise = f"noise: {job}, load {self.load:.1f} at the start; {enough}"
         right = frozenset({2, 3, 4, 5})
         return "\n".join(
             [
@@ -90,7 +90,12 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("models", nargs="*", metavar="MODEL", help="all loaded at once (default: the configured one)")
+    add(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="models, all in memory at the same time (default: the configured one)",
+    )
     add(
         "--against",
         action="append",

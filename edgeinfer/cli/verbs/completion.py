@@ -46,6 +46,10 @@ complete -c edgeinfer -f -a '(__edgeinfer_words)'""",
 }
 
 
+#: The word with which the scripts ask for completions.
+_WORDS = "words"
+
+
 class CompletionResult(Result, frozen=True, kw_only=True):
     """A script for the shell, or a line for each word that may follow: the word, a tab, its summary."""
 
@@ -61,13 +65,15 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "shell",
-        choices=(*SCRIPTS, "words"),  # the last is for the scripts
-        metavar="bash|zsh|fish",
-        help="the shell",
-    )
-    parser.add_argument("typed", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("shell", type=_shell, metavar="SHELL", help="bash, zsh or fish")
+    typed = parser.add_argument("typed", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    typed.required = False  # otherwise an error names it
+
+
+def _shell(text: str) -> str:
+    if text not in (*SCRIPTS, _WORDS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(SCRIPTS)}")
+    return text
 
 
 def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
@@ -84,7 +90,7 @@ def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
 
 def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
     """Yield what may stand after the words `before`, each with its summary."""
-    if not before:
+    if before in ([], ["help"]):
         yield from ((name, row.summary) for name, row in VERBS.items())
         return
     verb, *typed = before
@@ -106,7 +112,7 @@ def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
     else:
         switches = frozenset(flag for flag, action in flags.items() if action.nargs == 0)
         _, words = options_and_words(typed, switches)
-        yield from _values(_positional(parser, len(words)))
+        yield from _values(_positional(parser, len(words)), only_here=verb in ("rm", "forget"))
 
 
 def _positional(parser: argparse.ArgumentParser, index: int) -> argparse.Action | None:
@@ -118,14 +124,16 @@ def _positional(parser: argparse.ArgumentParser, index: int) -> argparse.Action 
     return None
 
 
-def _values(action: argparse.Action | None) -> Iterator[tuple[str, str]]:
+def _values(action: argparse.Action | None, *, only_here: bool = False) -> Iterator[tuple[str, str]]:
     if action is None or isinstance(action, argparse._SubParsersAction):
         return
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if action.choices:
         yield from ((str(choice), "") for choice in action.choices)
+    elif metavar == "SHELL":
+        yield from ((name, "") for name in SCRIPTS)
     elif metavar.startswith("MODEL"):
-        yield from ((name, "") for name in _models())
+        yield from ((name, "") for name in _models(only_here=only_here))
     elif metavar.startswith("SNAPSHOT"):
         from edgeinfer.snapshots.format import generations
 
@@ -135,10 +143,11 @@ def _values(action: argparse.Action | None) -> Iterator[tuple[str, str]]:
         yield from ((path.stem, "") for path in found)
 
 
-def _models() -> list[str]:
+def _models(*, only_here: bool) -> list[str]:
     from edgeinfer.models.catalog import load_catalog
     from edgeinfer.models.external_stores import stores
     from edgeinfer.models.store import list_pulled
 
     pulled = {model.name for model in list_pulled()}
-    return sorted({*load_catalog().models, *pulled, *(model.name for model in stores.usable())})
+    catalogued = () if only_here else load_catalog().models
+    return sorted({*catalogued, *pulled, *(model.name for model in stores.usable())})

@@ -142,7 +142,7 @@ def _llama() -> Finding:
 
     build = build_info()
     variant = f"{build.cpu_variant} variant, " if build.cpu_variant else ""
-    kernels = f"kernels of our own ({build.kernels})" if build.kernels else "its own kernels"
+    kernels = f"edgeinfer's kernels ({build.kernels})" if build.kernels else "llama.cpp's kernels"
     version = f"{build.llama_version} ({build.ggml_commit})"
     return Finding("ok", f"{version}; {variant}{kernels}: {' '.join(build.flags)}")
 
@@ -156,9 +156,9 @@ def _gpu() -> list[Finding]:
     is_used = any(d.kind != "software" for a in answers for d in getattr(a, "devices", ()))
     checks = [_backend(answer, cards, is_used=is_used) for answer in answers]
     if not answers and cards:
-        text = f"{' and '.join(cards)} on the bus, but no library for it"
+        text = f"{' and '.join(cards)} found, but no library for it"
         return [Finding("warn", text, backends.adding())]
-    return checks or [Finding("ok", "none on the bus, and no library for one")]
+    return checks or [Finding("ok", "no GPU found, and no GPU library installed")]
 
 
 def _backend(

@@ -31,13 +31,13 @@ class DriftResult(Result, frozen=True, kw_only=True):
         return "\n\n".join(parts) or "no answers are counted in these weeks"
 
     def _part(self, model: str, changes: tuple[Change, ...]) -> str:
-        head = f"{model}, the week to {self.until} beside that to {self.against}: "
+        head = f"{model}, week to {self.until} compared with week to {self.against}: "
         moved = [change for change in changes if change.moved]
         if moved:
             return f"{head}\n{table([_HEAD, *map(_row, moved)])}"
         if changes:
-            return f"{head}nothing moved, of {len(changes)} values"
-        return f"{head}too few answers, it takes some 30 separate ones, on 3 days"
+            return f"{head}none of {len(changes)} values changed"
+        return f"{head}not enough answers (about 30 on at least 3 days are needed)"
 
 
 _HEAD = ("MOVED", "BEFORE", "NOW", "PSI", "P")
@@ -62,7 +62,7 @@ def _day(text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no day, such as 2026-11-22") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date; use YYYY-MM-DD") from None
 
 
 def run(options: argparse.Namespace, host: Host) -> DriftResult:

@@ -49,8 +49,9 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
         raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")
     root = paths.blocks_dir()
     freed = 0
-    named = ", ".join((*options.models, *options.conversation))
-    confirm(f"forget the cached prefixes of {named}?", yes=options.yes)
+    is_all = ALL in options.models
+    named = "every model" if is_all else ", ".join((*options.models, *options.conversation))
+    confirm(f"Delete the cached prefixes of {named}?", yes=options.yes, needs_yes=is_all)
     for name in options.models:
         if name == ALL:
             freed += forget_all(root)

@@ -26,7 +26,7 @@ from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
-from edgeinfer.snapshots.running import processes
+from edgeinfer.snapshots.running import Running, processes
 
 #: An endpoint started for an agent exits after this long without a request (s); its prefix cache is on
 #: disk, and the next one finds it.
@@ -169,13 +169,21 @@ def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
 
 
 def urls(config: Config) -> Iterator[str]:
-    """Yield where this user's endpoints may listen."""
-    host = config.serve.host
-    yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, str(config.serve.port))
-    for launched in processes():
-        flags = dict(zip(launched.arguments, launched.arguments[1:], strict=False))
-        if launched.verb == "serve" and "--port" in flags:
-            yield _url("127.0.0.1", flags["--port"])
+    """Yield where endpoints with our folders may listen; another home's has other keys and chats."""
+    host, configured = config.serve.host, str(config.serve.port)
+    ports = {
+        run.pid: _port(run, configured) for run in processes(everywhere=True) if run.verb == "serve"
+    }
+    own = [ports[run.pid] for run in processes() if run.pid in ports]
+    if configured in own or configured not in ports.values():
+        yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, configured)
+    for port in own:
+        yield _url("127.0.0.1", port)
+
+
+def _port(launched: Running, configured: str) -> str:
+    flags = dict(zip(launched.arguments, launched.arguments[1:], strict=False))
+    return flags.get("--port", configured)
 
 
 def _url(host: str, port: str) -> str:

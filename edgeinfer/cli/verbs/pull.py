@@ -25,7 +25,7 @@ from edgeinfer.units import format_bytes
 
 #: What to type next, by what a model is for.
 _TRIES = {
-    "chat": 'edgeinfer run {} "Name three colours."',
+    "chat": 'edgeinfer run {} "What is photosynthesis?"',
     "base": 'edgeinfer run {} "The sea is"',
     "code": 'edgeinfer run {} "Write a Python function that reverses a string."',
     "embedding": "edgeinfer serve {}",
@@ -68,7 +68,7 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
         return (
             f"{adapter.name} is here: an adapter of {adapter.n_tensors} tensors for {adapter.base}, "
             f"{format_bytes(adapter.size_bytes)}\n"
-            f'try it: edgeinfer run {adapter.base} "Name three colours." --lora {adapter.name}'
+            f'try it: edgeinfer run {adapter.base} "What is photosynthesis?" --lora {adapter.name}'
         )
 
 
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         default="",
         metavar="TYPE",
-        help="store it in this type; a checkpoint's own is BF16 or F16",
+        help="quantize to TYPE while storing (default: unchanged)",
     )
     parser.add_argument(
         "--sha256", default="", metavar="HEX", help="refuse a file that has another SHA-256"
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--in-place", action="store_true", help="point at a local file instead of copying it"
     )
     parser.add_argument(
-        "--without-projector", action="store_true", help="leave out what lets it read pictures"
+        "--without-projector", action="store_true", help="do not fetch the vision projector"
     )
     parser.add_argument("--again", action="store_true", help="fetch it even if it is already here")
     add_quiet(parser)

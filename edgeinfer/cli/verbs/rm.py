@@ -65,7 +65,8 @@ def run(options: argparse.Namespace, host: Host) -> RmResult:
 
     If one of several fails, the models before it are removed already.
     """
-    confirm(f"remove {', '.join(options.models)} and its snapshots?", yes=options.yes)
+    names = ", ".join(options.models)
+    confirm(f"Remove {names} and its snapshots?", yes=options.yes, needs_yes=True)
     removed, snapshots = [], []
     for text in options.models:
         one, gone = remove_model(text, host, forget=options.forget)

@@ -31,7 +31,7 @@ from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.pictures import join_parts
-from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit
 from edgeinfer.safe_text import without_controls
 from edgeinfer.server.tracing import Span, generation_spans, start_spans, write
 from edgeinfer.tools.uses import ToolUse, call_messages, uses_of
@@ -85,13 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt_form.add_argument(
         "--raw", action="store_true", help="send the prompt unchanged, without a chat template"
     )
-    parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens")
+    parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens (1500)")
     parser.add_argument(
         "--file",
         action="append",
         default=[],
         metavar="FILE",
-        help="text, PDF, DOCX, HTML or a folder, before the prompt",
+        help="text, document, picture or folder, before the prompt",
     )
     parser.add_argument(
         "--image",
@@ -126,11 +126,12 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     prompt = _with_stdin(prompt)
     if not prompt.strip() and not options.file:
         raise UsageError(
-            "no prompt", hint='give one: `edgeinfer run "Name three colours."`, or pipe it in'
+            "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
         )
-    files = [one for path in options.image for one in document_files.pictures_in(Path(path))]
-    prompt = with_attachments(prompt, [read(Path(path)) for path in options.file])
-    prompt, pictures = join_parts([*files, prompt])
+    attached = [read(Path(path)) for path in options.file]
+    images = [image for path in options.image for image in document_files.pictures_in(Path(path))]
+    images += [file.data for file in attached if file.is_picture]
+    prompt, pictures = join_parts([*images, with_attachments(prompt, attached)])
     if options.tools and options.raw:
         raise UsageError("a raw prompt has no place for tools", hint="leave out --raw or --tools")
     answer_fields = requesting.answer_fields(options)
@@ -138,7 +139,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     try:
         engine = host.engine(model, requesting.load_options(options, host.config.load))
     except UnknownModelError as error:
-        quoted = 'put a prompt in quotes: `edgeinfer run "Name three colours."`'
+        quoted = 'put a prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
         raise UnknownModelError(
             error.message, hint=error.hint or (quoted if options.prompt else None)
         ) from error
@@ -154,12 +155,16 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         max_tokens=options.max_tokens,
         **answer_fields,
     )
+    if not options.tools:
+        request = with_answer_limit(request, can_think=engine.info.can_think)
     stream_to = None if options.json else sys.stdout
     if options.tools:
         result = _with_tools(engine, request, model, host, stream_to)
     else:
         with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
             result = _consume(generation, model, host.start, stream_to)
+    if result.finish_reason == "length" and options.max_tokens is None:
+        sys.stderr.write(f"edgeinfer: {_cut(result.usage, request.max_tokens)}\n")
     if options.traces:
         _trace(options.traces, started, result)
     from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
@@ -168,6 +173,14 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result
+
+
+def _cut(usage: Usage, limit: int | None) -> str:
+    """Say where an answer was cut that no typed option cut, and how to get more."""
+    if limit is not None and usage.completion_tokens >= limit:
+        return f"stopped at {limit:,} tokens; more with --max-tokens N"
+    n_tokens = usage.prompt_tokens + usage.completion_tokens
+    return f"stopped: {n_tokens:,} tokens fill the context; more with --ctx TOKENS"
 
 
 def _trace(path: str, start: list[Span], result: RunResult) -> None:

@@ -44,7 +44,7 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         "--ollama",
         action="store_true",
         default=None,
-        help="also listen at Ollama's place, 127.0.0.1:11434, and let its clients change the models",
+        help="also listen on Ollama's port (127.0.0.1:11434), and let clients pull and delete models",
     )
     where.add_argument(
         "--no-web",

@@ -12,10 +12,11 @@ from edgeinfer.cli.options import add_load_option, add_model
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.config.load_options import GPU_LAYERS, KV_TYPE
+from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 from edgeinfer.models import gguf
-from edgeinfer.models.catalog import Model, SamplingDefaults
+from edgeinfer.models.catalog import Model, SamplingDefaults, parameter_count
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel
 from edgeinfer.models.fits import header_plan, header_shape
@@ -25,6 +26,7 @@ from edgeinfer.platform.machine import Memory, read_machine, read_rate
 from edgeinfer.runtime.llama.backends import LoadedBackend, OffloadRequest, survey
 from edgeinfer.runtime.memory_plan import Offload, Plan, disk_warning, make_offload
 from edgeinfer.runtime.model_shape import Buffers, Shape
+from edgeinfer.runtime.requests import Sampling, default_sampling
 from edgeinfer.units import format_bytes, format_parameters
 
 
@@ -101,7 +103,8 @@ class ShowResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         rows = _about(self) + _header_rows(self.header) + _file_rows(self) + _memory_rows(self.memory)
         width = max(len(label) for label, _ in rows)
-        lines = [f"{label:<{width}}  {value}".rstrip() for label, value in rows]
+        # a name in a file may have line breaks, which would look like rows
+        lines = [f"{label:<{width}}  {' '.join(value.split())}".rstrip() for label, value in rows]
         lines += [f"note: {note}" for note in self.notes]
         if not self.pulled:
             lines.append(f"\nnot here yet: edgeinfer pull {self.name}")
@@ -276,12 +279,20 @@ def _describe(
         chat_template=entry.chat_template or (first.chat_template if first else ""),
         system_prompt=entry.system_prompt,
         stop=entry.stop,
-        sampling=entry.sampling.given(),
+        sampling=_sampling(entry, sum(part.n_params for part in headers)),
         files=_files(pulled, parts),
         header=header,
         memory=memory,
         notes=notes,
     )
+
+
+def _sampling(entry: Model, n_params: int) -> dict[str, float]:
+    """Return the numbers that differ from the program's defaults: the model's own, and by its size."""
+    defaults = msgspec.structs.asdict(Sampling())
+    own = entry.sampling.over(default_sampling(n_params or parameter_count(entry.parameters)))
+    values = msgspec.structs.asdict(own)
+    return {name: values[name] for name in BY_FIELD if values[name] != defaults[name]}
 
 
 def _notes(ref: ModelRef) -> tuple[str, ...]:

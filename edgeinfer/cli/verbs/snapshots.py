@@ -290,7 +290,7 @@ def _faults(folder: Path) -> list[str]:
 
 def _rm(options: argparse.Namespace, _host: Host) -> SnapshotsRemovedResult:
     matches = [registry.find(name) for name in options.name]
-    confirm(f"remove {', '.join(format.name_of(f.name) for f in matches)}?", yes=options.yes)
+    confirm(f"Remove {', '.join(format.name_of(f.name) for f in matches)}?", yes=options.yes)
     return _remove(matches)
 
 
@@ -307,7 +307,7 @@ def _prune(options: argparse.Namespace, host: Host) -> SnapshotsRemovedResult:
     if not root.is_dir():
         raise SnapshotMissingError("there are no snapshots", hint="")
     if options.all:
-        confirm("remove every snapshot?", yes=options.yes)
+        confirm("Remove every snapshot?", yes=options.yes)
         return _remove(registry.by_last_use(root))
     sizes = {folder: registry.disk_bytes(folder) for folder in registry.by_last_use(root)}
     removed = [*registry.remove_stale(root), *registry.make_room(root, host.config.snapshots)]

@@ -46,9 +46,10 @@ def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
     from edgeinfer.shipping import update
     from edgeinfer.shipping.update import channel, number
 
-    program = update.own_program()
+    program = update.own_program(replaces=not options.check)
     with update.locked() as folder:
-        update.refuse_unless_ours(program, Path(sys.executable).parent.name)
+        if not options.check:
+            update.refuse_unless_ours(program, Path(sys.executable).parent.name)
         if options.back:
             return UpdateResult(before=__version__, version=update.back(program, folder), changed=True)
         known = channel()

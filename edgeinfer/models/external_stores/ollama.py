@@ -111,7 +111,7 @@ def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
 def _blob(root: Path, layer: _Layer) -> ExternalFile:
     digest = _DIGEST.fullmatch(layer.digest)
     if digest is None:
-        raise UnusableError(f"its manifest names {layer.digest[:80]!r}, which is no SHA-256")
+        raise UnusableError(f"its manifest names {layer.digest[:80]!r}, which is not a SHA-256")
     path, info = file_in(root / "blobs" / f"sha256-{digest[1]}", root)
     if layer.size and info.st_size != layer.size:
         raise UnusableError(f"{path} has {info.st_size} bytes, and its manifest says {layer.size}")

@@ -41,7 +41,8 @@ class Sampler:
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
         is_greedy = is_plain_greedy(sampling)
         self._chain = None if is_greedy else _chain(vocab, sampling, seed, n_ctx)
-        self.history = 0 if is_greedy else _history(sampling, n_ctx)
+        is_read = sampling.penalize_prompt and not is_greedy
+        self.history = _history(sampling, n_ctx) if is_read else 0
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
         """Sample from row `row`, which `logits` views, and accept the token into the history.

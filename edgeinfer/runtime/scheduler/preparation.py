@@ -37,7 +37,7 @@ class Preparer:
     """Turn requests into sequences of one loaded model, without their adapters. Any thread.
 
     `entropy`: that of the last resume, mixed into every seed. `no_vision` says why a model with a
-    projector reads no pictures.
+    projector cannot read pictures.
     """
 
     files: ModelFiles
@@ -123,8 +123,11 @@ class Preparer:
     def _checked_vision(self, request: GenerateRequest, param: str) -> Vision:
         if self.vision is None:
             raise InvalidRequestError(
-                f"{self.files.name} reads no pictures{self.no_vision}",
-                hint="`edgeinfer list` shows those that do; if this is one, `edgeinfer warm` it again",
+                f"{self.files.name} cannot read pictures{self.no_vision}",
+                hint=f"`edgeinfer warm {self.files.name}` with the projector, or another model: "
+                "`edgeinfer list pictures`"
+                if self.files.projector
+                else "models that can: `edgeinfer list pictures`",
                 param=param,
             )
         if request.n_pictures > MAX_PICTURES:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.chat_format import reasoning
 from edgeinfer.runtime.events import (
@@ -314,6 +315,6 @@ def _parameters(files: ModelFiles | None) -> str:
         return ""
     base = msgspec.structs.asdict(Sampling())
     own = msgspec.structs.asdict(files.sampling)
-    lines = [f"{name} {value}" for name, value in own.items() if value != base[name]]
+    lines = [f"{name} {own[name]}" for name in BY_FIELD if own[name] != base[name]]
     lines += [f"stop {msgspec.json.encode(text).decode()}" for text in files.stop]
     return "\n".join(lines)

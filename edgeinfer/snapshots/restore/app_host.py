@@ -64,8 +64,10 @@ class AppHost(Host):
         self._is_worker = request.role == "worker"
         #: Verbs that live for one answer ask for a snapshot once options are used again.
         self._long_lived = self._is_worker or request.argv[0] in ("chat", "serve")
-        #: A chat shows the reason of a cold start in its status line.
-        self._hint = "" if request.argv[:1] == ("chat",) else request.hint
+        # A chat shows the reason of a cold start in its status line. A worker passes its reason on:
+        # its stderr is the terminal on which a chat may draw.
+        is_silent = self._is_worker or request.argv[:1] == ("chat",)
+        self._hint = "" if is_silent else request.hint
         self._named = request.is_named
         self._loaded = loaded
         self._listeners = listeners
@@ -140,13 +142,13 @@ class AppHost(Host):
             except EdgeInferError as error:
                 reason = error.message
             self.start = msgspec.structs.replace(self.start, reason=reason)
-        self._say_cold_start()
         engine = self._load(files, options, progress)
+        self._say_cold_start()
         self._describe(engine, describe(engine, inputs))
         return engine
 
     def _say_cold_start(self) -> None:
-        """Print the reason of a cold start to stderr; a chat shows it in its status line."""
+        """Print the reason of a cold start to stderr, once the model is loaded."""
         if self._hint and self.start.how == "cold":
             sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
 

@@ -135,7 +135,7 @@ class ModelScreen(ListScreen[str | None]):
     def _detail(self) -> None:
         if self.chosen is not None:
             choice = self.offered.get(self.chosen.name)
-            about = f"\nOn this machine {choice.why}." if choice else ""
+            about = f"\n{choice.why[0].upper()}{choice.why[1:]}." if choice else ""
             self.query_one(".detail", Static).update(detail(self.chosen) + about)
 
     @on(Input.Submitted)

@@ -107,6 +107,16 @@ def test_long_batched_prompts_equal_unbatched(smollm2: Path) -> None:
         assert [a.text for a in answers(engine, requests)] == alone
 
 
+def test_penalties_on_repeats_may_leave_the_prompt_out(plain: LlamaEngine) -> None:
+    def next_word(**sampling: object) -> str:
+        strong = Sampling(temperature=0, repeat_penalty=3.0, **sampling)  # type: ignore[arg-type]
+        request = ask("The sea. The sea. The sea. The sea. The", sampling=strong, max_tokens=1)
+        return answer(plain, request).text
+
+    assert next_word(penalize_prompt=False) == " sea"
+    assert next_word() != " sea"
+
+
 @pytest.mark.parametrize("mirostat", [1, 2])
 def test_mirostat_and_typical_sampling_repeat_with_a_seed(engine: LlamaEngine, mirostat: int) -> None:
     for sampling in (Sampling(mirostat=mirostat, seed=3), Sampling(typical_p=0.9, seed=3)):  # type: ignore[arg-type]

@@ -73,11 +73,8 @@ def test_resumed_engine_knows_what_its_first_prompt_saves(engine):
 @pytest.mark.parametrize(
     ("cost", "words"),
     [
-        (
-            (3.2, 141.4, 12_300, 250.0),
-            "3.2 s, 141 J; 12,300 tokens not prefilled again: about 4 min 10 s",
-        ),
-        ((0.25, None, 12, 0.4), "250 ms; 12 tokens not prefilled again: about 400 ms"),
+        ((3.2, 141.4, 12_300, 250.0), "3.2 s, 141 J; 12,300 cached tokens saved about 4 min 10 s"),
+        ((0.25, None, 12, 0.4), "250 ms; 12 cached tokens saved about 400 ms"),
         ((0.25, 0.5, 12, 0.0), "250 ms, 0.5 J"),
         ((0.25, 0.0, 0, 1.0), "250 ms, 0 J"),
     ],

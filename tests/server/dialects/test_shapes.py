@@ -324,14 +324,20 @@ def test_a_failure_of_a_whole_answer_is_a_500(serve):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "dry"),
-    [({}, 0.4), ({"seed": 3}, 0.4), ({"temperature": 0}, 0), ({"top_p": 0.5, "dry_multiplier": 1}, 1)],
+    ("chosen", "penalties"),
+    [
+        ({}, (0.4, 1.1)),
+        ({"seed": 3}, (0.4, 1.1)),
+        ({"temperature": 0}, (0, 1)),
+        ({"top_p": 0.5, "dry_multiplier": 1}, (1, 1)),
+    ],
 )
-def test_a_client_that_chooses_its_sampling_gets_no_penalty_unasked(serve, chosen, dry):
-    info = msgspec.structs.replace(DEFAULT_INFO, sampling=Sampling(dry_multiplier=0.4))
-    engine = FakeEngine(info=info)
+def test_a_client_that_chooses_its_sampling_gets_no_penalty_unasked(serve, chosen, penalties):
+    defaults = Sampling(dry_multiplier=0.4, repeat_penalty=1.1)
+    engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, sampling=defaults))
     serve(engine).chat(**chosen)
-    assert engine.requests[0].sampling.dry_multiplier == dry
+    sampling = engine.requests[0].sampling
+    assert (sampling.dry_multiplier, sampling.repeat_penalty) == penalties
 
 
 def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
