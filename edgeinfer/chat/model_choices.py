@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,7 @@ from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.fits import FirstRunChoice, first_run_choices, header_plan
 from edgeinfer.models.listing import ModelSummary, every_model
 from edgeinfer.models.progress import PullProgress
-from edgeinfer.platform.machine import Machine, read_machine
+from edgeinfer.platform.machine import Machine, read_machine, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.options import LoadOptions
 
@@ -28,11 +29,22 @@ _N_CTX = 4096
 
 
 class ModelChoice(ModelSummary, frozen=True, kw_only=True):
-    """A model in the picker, and the memory that it needs and that is free (bytes), 0 if unknown."""
+    """A model in the picker, and the memory that it needs and that is free (bytes), 0 if unknown.
+
+    `tokens_per_s` is estimated, 0 if unknown.
+    """
 
     needs_bytes: int = 0
     available_bytes: int = 0
     warm: bool = False
+    tokens_per_s: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """ "fits", "slow" if one reads faster than it answers, "too big", or "" if unknown."""
+        if self.fits and 0 < self.tokens_per_s < fits.READABLE_TOKENS_PER_S:
+            return "slow"
+        return {True: "fits", False: "too big", None: ""}[self.fits]
 
     @property
     def state(self) -> Literal["warm", "here", ""]:
@@ -48,6 +60,10 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
         return self.needs_bytes <= self.available_bytes if known else None
 
 
+#: Measured once a process: 0.2 s.
+_memory_rate = cache(read_memory_rate)
+
+
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
     """List every model that can chat: pulled ones, other programs', then the catalogue in its order.
 
@@ -55,14 +71,20 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
     """
     machine = read_machine()
     available = machine.memory.available_bytes if machine.memory.total_bytes else 0
+    catalog, rate = load_catalog(), _memory_rate()
     return [
         ModelChoice(
             **msgspec.structs.asdict(model),
             needs_bytes=_needs(model, paths, machine),
             available_bytes=available,
             warm=model.pulled and model.name in warm,
+            tokens_per_s=fits.speed_of(
+                model.size_bytes,
+                fits.active_share(catalog.get(model.name), model.name, model.parameters),
+                rate,
+            ),
         )
-        for model, paths in every_model(load_catalog())
+        for model, paths in every_model(catalog)
         if isinstance(model, ModelSummary) and model.purpose not in ("embedding", "reranker")
     ]
 

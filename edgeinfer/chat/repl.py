@@ -370,8 +370,9 @@ class Repl:
             state = f", {row.state}" if row.state else ""
             state += f" from {row.store}" if row.store else ""
             size = f", {size_words(row.size_bytes)}" if row.size_bytes else ""
-            fits = ", too big for the free memory" if row.fits is False else ""
-            self.show_text(f"{row.name}: {row.parameters}{size}, {row.licence}{fits}{state}")
+            base = ", base" if row.purpose == "base" else ""
+            verdict = f", {row.verdict}" if row.verdict else ""
+            self.show_text(f"{row.name}: {row.parameters}{size}, {row.licence}{base}{verdict}{state}")
         self.show_text("Take one: /model NAME")
 
     def pick_session(self, words: str) -> None:

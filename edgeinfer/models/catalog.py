@@ -74,7 +74,8 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
 
 def parameter_count(text: str) -> float:
     """Parse a count of parameters: `"1.7B"` → 1.7e9; 0.0 for ""."""
-    return float(text[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[text[-1]] if text else 0.0
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 0.0)
+    return float(text[:-1]) * unit if unit else float(text or 0)
 
 
 class LoraTable(_Table, frozen=True, kw_only=True):

@@ -55,6 +55,14 @@ class FirstRunChoice(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
 
 
+_OPEN_LICENCES = ("Apache-2.0", "MIT", "BSD-3-Clause", "OpenMDW-1.0")
+
+
+def is_restricted(licence: str) -> bool:
+    """Return whether a known licence is not an open-source one: some uses need leave."""
+    return bool(licence) and licence not in _OPEN_LICENCES
+
+
 def needed_bytes(size_bytes: int) -> int:
     """Estimate the memory (bytes) of a model of `size_bytes` with a short context."""
     return int(size_bytes * 1.2) + (100 << 20)
@@ -75,6 +83,11 @@ def fit(
         group = "embedding" if group == "embedding" else "too big"
         why = f"needs {format_bytes(needed)}, {format_bytes(available_bytes)} free"
     return Fit(group=group, tokens_per_s=speed, why=why)
+
+
+def speed_of(size_bytes: int, share: float, rate: MemoryRate) -> float:
+    """Estimate a model's tokens a second, each of which reads `share`; 0 if its size is unknown."""
+    return fit(size_bytes, "chat", share, rate, 0).tokens_per_s if size_bytes else 0.0
 
 
 def active_share(model: Model | None, name: str, parameters: str) -> float:

@@ -31,7 +31,11 @@ def test_cold_start_line_names_the_model_that_was_found(user):
     assert (missing.code, "cold start" in missing.err) == (3, False)
     user.settings('default-model = "other"\n')
     said = user.run("run", MODEL, "hi", "--max-tokens", "2").err
+    assert said.count("cold start") == 1
     assert f"cold start: {MODEL} has no snapshot yet (`edgeinfer warm` builds it now)" in said
+    for wrong in (["--ctx", "5"], ["--lora", "nosuch"]):
+        refused = user.run("run", MODEL, "hi", *wrong)
+        assert (refused.code == 0, "cold start" in refused.err) == (False, False)
 
 
 def test_unconfigured_options_are_built_after_their_second_use(user):
@@ -121,6 +125,7 @@ def test_background_build_respects_the_disk_margin(user):
 def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
     warm.run("pull", str(warm.model), "--name", "second", "--in-place", "--quiet").check()
     guessed = warm.run("run", "second", MODEL, "--max-tokens", "2", "--json")
+    assert guessed.err.count("cold start") == 1, "of this process, not of its worker too"
     assert guessed.start["how"] == "cold"  # though the launcher resumed the model that the prompt names
     warm.run("warm", "second", "--quiet").check()
     with Endpoint(warm, MODEL) as endpoint:

@@ -27,7 +27,9 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
+from edgeinfer.host import Host, Start
 from edgeinfer.launcher import selection, supervise
+from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import locked
 from edgeinfer.platform.page_cache import is_cold
@@ -37,6 +39,7 @@ from edgeinfer.snapshots import criu, fingerprint, format, registry
 from edgeinfer.snapshots.build import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs, describe
 from edgeinfer.snapshots.restore import app_process, loaded_model
+from edgeinfer.snapshots.restore.app_host import AppHost
 
 from ..conftest import ROOT
 
@@ -318,6 +321,27 @@ def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
     if line:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
     assert criu.minimum(str(tmp_path / "cpuinfo")) == version
+
+
+@pytest.mark.parametrize(
+    ("role", "argv", "n_lines"), [("verb", "run", 1), ("verb", "chat", 0), ("worker", "run", 0)]
+)
+def test_cold_start_is_said_once_and_never_where_a_chat_draws(capsys, role, argv, n_lines):
+    ours, theirs = socket.socketpair()
+    request = LaunchRequest(role=role, argv=(argv,), hint="warm it")
+    host = AppHost(Start(how="cold", reason="no snapshot"), ours, None, request=request)
+    host._say_cold_start()
+    assert len(capsys.readouterr().err.splitlines()) == n_lines
+    ours.close()
+    theirs.close()
+
+
+def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
+    Host().listens_at("http://127.0.0.1:8080")
+    assert capsys.readouterr().err == "", "a log gets no such line"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    Host().listens_at("http://127.0.0.1:8080")
+    assert "API: http://127.0.0.1:8080/v1 · Ctrl+C ends" in capsys.readouterr().err
 
 
 @pytest.mark.criu

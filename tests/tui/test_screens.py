@@ -2,6 +2,7 @@
 
 import threading
 
+import msgspec
 import pytest
 from fake_engine import FakeEngine
 from fixed_chat import MODEL, SHELF, FixedHost
@@ -231,6 +232,25 @@ async def test_palette_offers_the_commands(drive):
         titles = [c.title for c in d.app.get_system_commands(d.chat)]
         assert "Regen" in titles
         assert "File" not in titles
+
+
+@pytest.mark.parametrize(
+    ("needs", "speed", "verdict"),
+    [
+        (1 << 30, 0.0, "fits"),
+        (1 << 30, 9.0, "fits"),
+        (1 << 30, 0.4, "slow"),
+        (3 << 30, 9.0, "too big"),
+        (0, 9.0, ""),
+    ],
+)
+def test_model_is_judged_by_memory_and_speed(needs, speed, verdict):
+    row = msgspec.structs.replace(
+        SHELF[1], needs_bytes=needs, available_bytes=2 << 30, tokens_per_s=speed, licence="LFM-1.0"
+    )
+    assert row.verdict == verdict
+    assert "LFM-1.0: not an open-source licence" in model_picker.detail(row)
+    assert "Apache-2.0:" not in model_picker.detail(msgspec.structs.replace(row, licence="Apache-2.0"))
 
 
 def test_models_that_cannot_chat_are_not_offered():

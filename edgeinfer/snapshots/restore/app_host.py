@@ -162,6 +162,7 @@ class AppHost(Host):
             self._publish(self._description.with_adapters(adapters))
 
     def listens_at(self, url: str) -> None:
+        super().listens_at(url)
         self._url = url
         self._publish(self._description)
 

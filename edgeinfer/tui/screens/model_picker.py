@@ -15,8 +15,10 @@ from textual.widgets.option_list import Option
 from edgeinfer.chat import model_choices
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.model_choices import ModelChoice, list_choices, size_words
+from edgeinfer.config.config_file import offline
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
+from edgeinfer.models.fits import is_restricted
 from edgeinfer.models.progress import progress_text
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.screens.dialogs import ListScreen, sheet
@@ -82,7 +84,12 @@ class ModelScreen(ListScreen[str | None]):
         self._all = rows
         self.offered = {choice.name: choice for choice in choices}
         chosen = self.chosen.name if self.chosen else self.wanted
-        if choices:
+        if self.first and offline(self.launch.host.config):
+            self.query_one(".first", Static).update(
+                "The network is off (EDGEINFER_OFFLINE), so nothing can be fetched. A file that is "
+                "here: `edgeinfer pull FILE.gguf`."
+            )
+        elif choices:
             self.query_one(".first", Static).update(
                 "These suit this machine; Enter fetches one and starts the chat. Type to see others."
             )
@@ -240,20 +247,20 @@ def _row(row: ModelChoice, current: bool, room: int, note: str = "") -> Content:
     """Return one line of `room` cells for a model; `note` stands for whether it fits and is here."""
     about = "~" if row.size_is_estimate else ""
     size = f"{about}{size_words(row.size_bytes)}" if row.size_bytes else ""
-    fits = {True: "fits", False: "too big", None: ""}[row.fits]
+    name = f"{row.name} (base)" if row.purpose == "base" else row.name
     too_big = "$error" if row.fits is False else ""
     if room < _ROOM_FOR_ALL:
         width = room - len(size) - 3
-        name = f"{_cut(row.name, width):<{width}} "
-        return Content.assemble(("● " if current else "  ", "$accent"), name, (size, too_big))
+        text = f"{_cut(name, width):<{width}} "
+        return Content.assemble(("● " if current else "  ", "$accent"), text, (size, too_big))
     licence = 18 if room >= 80 else 0
     width = max(12, min(36, room - 34 - licence))
     return Content.assemble(
         ("● " if current else "  ", "$accent"),
-        f"{_cut(row.name, width):<{width}}",
+        f"{_cut(name, width):<{width}}",
         f"{row.parameters:>6} {size:>8}  ",
         (f"{_cut(row.licence, licence - 1):<{licence}}" if licence else "", "dim"),
-        (f"{fits:<8}" if not note else "", too_big or "dim"),
+        (f"{row.verdict:<8}" if not note else "", too_big or "dim"),
         (note or row.state, "$success"),
     )
 
@@ -268,14 +275,15 @@ def detail(row: ModelChoice) -> str:
         f"from {row.store}, used where it is" if row.store else row.title,
         row.purpose,
         f"{row.context_length:,} tokens of context" if row.context_length else "",
-        row.licence,
+        f"{row.licence}: not an open-source licence" if is_restricted(row.licence) else row.licence,
     ]
     lines = [" · ".join(f for f in facts if f)]
     if row.needs_bytes:
         verb = {True: "Fits", False: "Does not fit", None: "Needs"}[row.fits]
         about = "about " if not row.pulled else ""
         free = size_words(row.available_bytes)
-        lines.append(f"{verb}: {about}{size_words(row.needs_bytes)} needed, {free} free")
+        speed = f", about {row.tokens_per_s:.1f} tokens/s" if row.fits and row.tokens_per_s else ""
+        lines.append(f"{verb}: {about}{size_words(row.needs_bytes)} needed, {free} free{speed}")
     if not row.pulled:
         lines.append(f"Enter fetches {size_words(row.size_bytes) if row.size_bytes else 'it'}.")
     return "\n".join(line for line in lines if line)
