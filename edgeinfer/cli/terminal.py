@@ -59,7 +59,7 @@ def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset())
 class StageProgress:
     """Progress on stderr: one line per stage, with the elapsed seconds on a terminal.
 
-    `note` follows each stage. Inside `with`, the line is redrawn.
+    `note` follows each stage. Inside `with`, the line is redrawn. `seconds` are of ended stages.
     """
 
     def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
@@ -69,6 +69,7 @@ class StageProgress:
         self._stage = ""
         self._fraction: float | None = None
         self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -86,10 +87,12 @@ class StageProgress:
         """Start a stage, or report its progress (0..1)."""
         with self._lock:
             self._fraction = fraction
-            if stage == self._stage or self._quiet:
+            if stage == self._stage:
                 return
             self._finish()
             self._stage, self._began = stage, time.monotonic()
+            if self._quiet:
+                return
             if self._drawn:
                 self._draw()
             else:
@@ -109,6 +112,7 @@ class StageProgress:
         self._out.flush()
 
     def _finish(self) -> None:
+        self.seconds[self._stage] = time.monotonic() - self._began
         if self._stage and self._drawn:
-            self._out.write(f"\r\x1b[K{self._stage} {time.monotonic() - self._began:.1f} s\n")
+            self._out.write(f"\r\x1b[K{self._stage} {self.seconds[self._stage]:.1f} s\n")
             self._out.flush()

@@ -16,9 +16,12 @@ import pytest
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import EXAMPLES, VERBS, build_parser, module_of, verbs_of, wants_json
 from edgeinfer.cli.result import Result, TimedResult
+from edgeinfer.cli.verbs import launch
+from edgeinfer.config.config_file import Config
 from edgeinfer.errors import kebab
 from edgeinfer.host import Host
 from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
+from edgeinfer.snapshots.running import Running
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
@@ -221,6 +224,28 @@ def test_completion_offers_verbs_after_help_and_only_local_models_to_remove(caps
     for verb in ("rm", "forget"):
         assert main(["completion", "words", verb, ""]) == 1, "nothing is here"
         assert "qwen3" not in capsys.readouterr().out
+
+
+def test_web_refuses_an_unknown_model_though_an_endpoint_runs(as_json, monkeypatch):
+    monkeypatch.setattr("edgeinfer.cli.verbs.web.own_endpoint", lambda *_: pytest.fail("was asked"))
+    assert as_json("web", "--no-open", "nosuch", code=3)["code"] == "unknown-model"
+
+
+def test_endpoint_of_another_home_is_not_ours(monkeypatch):
+    def serving(pid, *arguments):
+        return Running(
+            pid=pid, verb="serve", arguments=arguments, age_s=1, apps=1, private_bytes=0, shared_bytes=0
+        )
+
+    ours, theirs = serving(1, "--port", "9000"), serving(2, "m")
+    here = [ours]
+    monkeypatch.setattr(
+        "edgeinfer.cli.verbs.launch.processes",
+        lambda everywhere=False: [*here, theirs] if everywhere else here,
+    )
+    assert list(launch.urls(Config())) == ["http://127.0.0.1:9000"]
+    here.append(serving(3))
+    assert next(iter(launch.urls(Config()))) == "http://127.0.0.1:8080"
 
 
 def test_denied_path_is_an_ordinary_error(monkeypatch, capsys):

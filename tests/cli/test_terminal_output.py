@@ -73,6 +73,15 @@ def test_line_breaks_in_a_files_name_add_no_rows(tmp_path, capsys):
     assert not any(line.startswith("licence  MIT") for line in capsys.readouterr().out.splitlines())
 
 
+def test_stages_are_timed_also_where_none_is_shown():
+    out = io.StringIO()
+    with StageProgress(out, quiet=True) as progress:
+        for stage in ("wait", "load", "load"):
+            progress.report(stage, None)
+    assert out.getvalue() == ""
+    assert {"wait", "load"} <= progress.seconds.keys()
+
+
 def test_stage_shows_its_elapsed_time_and_what_it_waits_for():
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -30,15 +30,17 @@ from edgeinfer.units import format_bytes
 
 
 class WarmResult(TimedResult, frozen=True, kw_only=True):
-    """A published snapshot."""
+    """A published snapshot. `waited_s` passed until another build of it had ended."""
 
     snapshot: Details
+    waited_s: float = 0.0
     tool_tokens: int = 0
 
     def human(self) -> str:
         d = self.snapshot
         stages = ", ".join(f"{name} {ms / 1000:.1f} s" for name, ms in d.stages_ms.items() if ms >= 50)
-        prefilled = f"; {d.system_tokens} tokens of system prompt computed" if d.system_tokens else ""
+        prefilled = f"; system prompt ({d.system_tokens} tokens) prefilled" if d.system_tokens else ""
+        waited = f"; waited {self.waited_s:.1f} s for another build of it" if self.waited_s else ""
         if self.tool_tokens:
             prefilled += f"; {self.tool_tokens} tokens with tools prefilled on disk"
         is_named = format.is_given(d.name, d.model, d.requested)
@@ -46,7 +48,7 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
         return (
             f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "
             f"{format_bytes(d.memory_bytes)} of memory{prefilled}\n"
-            f"{stages}; {self.wall_s:.1f} s in all\n"
+            f"{stages}{waited}; {self.wall_s:.1f} s in all\n"
             f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
             f"{d.tier} tier{start}"
         )
@@ -94,9 +96,10 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with stoppable("stopped; nothing of the snapshot is kept"), progress:
         details = jobs.build(inputs, config, progress.report)
+    waited_s = round(progress.seconds.get(jobs.WAITING, 0.0), 3)
     model = options.model or host.config.default_model
     tool_tokens = _prefill_tools(model, inputs, host) if options.tools else 0
-    return WarmResult(snapshot=details, tool_tokens=tool_tokens)
+    return WarmResult(snapshot=details, tool_tokens=tool_tokens, waited_s=waited_s)
 
 
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:

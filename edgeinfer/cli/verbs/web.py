@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> WebResult:
     """Open the page of this user's endpoint. Raises ServeError, and what naming a model raises."""
+    if options.model and not host.is_model(options.model):  # an endpoint that runs would not say so
+        raise host.resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
         raise ServeError(

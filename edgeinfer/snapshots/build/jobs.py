@@ -37,6 +37,8 @@ from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamp
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
+#: The stage of a build that begins when another one of the same snapshot has ended.
+WAITING = "waiting for another build of this snapshot"
 #: (stage, fraction 0..1 or None when unknown)
 Progress = Callable[[str, float | None], None]
 _GIB = 1 << 30
@@ -56,7 +58,7 @@ def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -
     found, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
     format.refuse_unsafe_ancestors(str(root))
-    with locked(build_lock(root, name), lambda: progress("wait for another warm of this model", None)):
+    with locked(build_lock(root, name), lambda: progress(WAITING, None)):
         sweep(root)
         registry.make_room(root, config, name, _NEED_BYTES)
         refuse_full(root, name, _NEED_BYTES, config)
