@@ -91,6 +91,8 @@ class Repl:
     def _begin(self) -> None:
         if self.launch.continue_last and self.session.open_last():
             self.show_changed()
+        if self.session.store and self.session.unstored:
+            self.show_text(self.session.unstored)
         for attachment in self._attachments:
             self.show_text(f"Attached: {attachment.name}")
         try:

@@ -10,6 +10,7 @@ The front end drives an answer: `for event in answer.generation: answer.add(even
 from __future__ import annotations
 
 import itertools
+import sqlite3
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import msgspec
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import merged, with_attachments
 from edgeinfer.chat.history.lease import Lease
-from edgeinfer.chat.history.store import ConversationStore, written_elsewhere
+from edgeinfer.chat.history.store import ConversationStore, migrate, written_elsewhere
 from edgeinfer.chat.history.values import (
     CUT,
     Attachment,
@@ -47,7 +48,10 @@ _TITLE_CELLS = 60
 
 
 class ChatSession:
-    """One open conversation. `engine` may be set after the first turn; `answer` is the latest one."""
+    """One open conversation. `engine` may be set after the first turn; `answer` is the latest one.
+
+    `unstored` says why `store` is only in memory.
+    """
 
     def __init__(
         self, open_store: Callable[[], ConversationStore], model: str = "", engine: Engine | None = None
@@ -56,6 +60,7 @@ class ChatSession:
         self.engine = engine
         self.answer: Answer | None = None
         self.tools: ChatTools | None = None
+        self.unstored = ""
         self.conversation = Conversation(model=model)
         self._turns: dict[int, Turn] = {}
         self._seen: object = None
@@ -64,8 +69,12 @@ class ChatSession:
 
     @cached_property
     def store(self) -> ConversationStore:
-        """Open the store on first use, which delays no first paint. Raises StoreError."""
-        return self._open_store()
+        """Open the store on first use, which delays no first paint; one in memory if that fails."""
+        try:
+            return self._open_store()
+        except StoreError as error:
+            self.unstored = f"{error.message}. This chat is not stored."
+            return memory_store()
 
     # what is open
 
@@ -493,6 +502,13 @@ class ChatSession:
         )
         can_think = self.engine is not None and self.engine.info.can_think
         return with_answer_limit(request, can_think=can_think)
+
+
+def memory_store() -> ConversationStore:
+    """Return a store that ends with the process."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(db, "memory")
+    return ConversationStore(db, "")
 
 
 def rounds_of(turns: Sequence[Turn]) -> list[tuple[ToolUse, ...]]:

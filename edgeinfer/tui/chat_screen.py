@@ -98,6 +98,8 @@ class ChatScreen(Screen[None]):
         self.composer.set_past(self.session.store.typed())
         if self.session.path:
             self.view.show_session()
+        if self.session.unstored:
+            self.front.show_text(self.session.unstored)
         self.composer.fill(self.session.conversation.draft or self.composer.text)
 
     def _clean_up(self) -> None:

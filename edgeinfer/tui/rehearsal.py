@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sqlite3
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -16,8 +15,8 @@ from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
-from edgeinfer.chat.history.store import ConversationStore, migrate
 from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.session import memory_store
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.events import CacheReport, Finished, TextDelta, Timings, Usage
@@ -101,14 +100,8 @@ def _launch(theme: str) -> Launch:
         model="rehearsal",
         options=LoadOptions(),
         config=ChatConfig(theme=theme),
-        open_store=_store,
+        open_store=memory_store,
     )
-
-
-def _store() -> ConversationStore:
-    db = sqlite3.connect(":memory:", isolation_level=None)
-    migrate(db, "rehearsal")
-    return ConversationStore(db, "")
 
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:

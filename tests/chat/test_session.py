@@ -69,6 +69,16 @@ def test_answer_has_a_limit_unless_set_or_tools_are_on(store, tmp_path):
     assert [r.max_tokens for r in (*engine.requests, *thinker.requests)] == [1500, 9000, None, 8000]
 
 
+def test_chat_goes_on_without_a_store_that_cannot_be_opened():
+    def closed():
+        raise StoreError("conversations.db: Read-only file system")
+
+    session = ChatSession(closed, "fake", FakeEngine([["Because"]]))
+    assert ask(session, "Why?").content == "Because"
+    assert session.unstored == "conversations.db: Read-only file system. This chat is not stored."
+    assert [turn.role for turn in session.path] == ["user", "assistant"]
+
+
 def test_flush_returns_only_stored_text(store):
     session, _ = session_with(store, ["a", ReasoningDelta("hm"), "b"])
     session.ask("x")
