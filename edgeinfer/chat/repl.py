@@ -336,7 +336,7 @@ class Repl:
         self.session.engine = engine
         if self.session.conversation.model != name:
             self.session.set(model=name)
-        self.show_text(f"Model: {name}, context {engine.info.n_ctx} tokens.")
+        self.show_text(f"Model: {name}, context {engine.info.n_ctx:,} tokens.")
 
     def _fetch(self, name: str, error: ModelNotPulledError) -> str:
         """Pull the chosen model and return its name. Raises `error` if the user declines."""

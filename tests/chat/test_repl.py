@@ -266,8 +266,8 @@ def test_reason_of_a_cut_answer_is_shown(tmp_path, n_ctx, said):
 
 
 def test_answer_that_repeats_itself_is_stopped(tmp_path):
-    engine = FakeEngine([["Avaid, "] * 20_000])
-    out, repl = talk(tmp_path, "/set max-tokens 100000", "q", engine=engine)
+    engine = FakeEngine([["Avaid, "] * 200_000])
+    out, repl = talk(tmp_path, "/set max-tokens 1000000", "q", engine=engine)
     assert "(the answer repeated itself; stopped" in out
     assert repl.session.path[-1].content.count("Avaid") < 10_000
 

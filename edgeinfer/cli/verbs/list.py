@@ -86,7 +86,7 @@ def _row(model: ModelRow) -> tuple[str, ...]:
         _size(model),
         model.parameters or "?",
         model.quantization or "?",
-        str(model.context_length) if model.context_length else "?",
+        f"{model.context_length:,}" if model.context_length else "?",
         str(model.snapshots) if model.snapshots else "-",
         model.licence or "?",
         f"{model.purpose}, pictures" if model.can_see else model.purpose,

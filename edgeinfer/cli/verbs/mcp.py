@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: Host) -> McpResult:
     """Carry messages until stdin ends. Raises ServeError, and what naming a model raises."""
     bridge = _Bridge(options, host)
+    if sys.stdin.isatty():
+        sys.stderr.write("ready for an MCP client, which starts this command itself; Ctrl+D ends it\n")
     while line := sys.stdin.buffer.readline(MAX_MESSAGE):
         try:
             message = msgspec.json.decode(line, type=dict[str, Any])

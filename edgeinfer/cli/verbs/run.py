@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt_form.add_argument(
         "--raw", action="store_true", help="send the prompt unchanged, without a chat template"
     )
-    parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens (1500)")
+    parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens (1,500)")
     parser.add_argument(
         "--file",
         action="append",

@@ -116,14 +116,17 @@ Rows = list[tuple[str, str]]
 
 def _about(shown: ShowResult) -> Rows:
     origin = _short(shown.pulled_from)
-    context = f"{shown.context_length} tokens" if shown.context_length else ""
+    context = f"{shown.context_length:,} tokens" if shown.context_length else ""
     rows = [
         ("name", shown.name),
         ("title", shown.title),
         ("for", shown.purpose),
         ("licence", shown.licence or "unknown"),
         *(("source", _short(source)) for source in shown.sources),
-        ("pulled", f"{shown.pulled_at} from {origin}" if shown.pulled_at else ""),
+        (
+            "pulled",
+            f"{shown.pulled_at[:16].replace('T', ' ')} UTC from {origin}" if shown.pulled_at else "",
+        ),
         ("here", f"from {origin}" if origin and not shown.pulled_at else ""),
         ("made from", shown.requantized_from),
         ("system prompt", shown.system_prompt),
@@ -153,7 +156,7 @@ def _header_rows(header: HeaderShown | None) -> Rows:
         ("parameters", f"{format_parameters(header.n_params)} ({header.n_params:,})"),
         ("quantization", f"{header.quantization} ({types})"),
         ("vocabulary", f"{header.n_vocab:,} tokens"),
-        ("trained context", f"{header.n_ctx_train} tokens"),
+        ("trained context", f"{header.n_ctx_train:,} tokens"),
         ("chat template", "yes" if header.has_chat_template else "none: a base model, or an encoder"),
     ]
 
