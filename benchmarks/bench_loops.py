@@ -35,16 +35,12 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
 MODELS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}
 DRY: dict[str, Any] = {"dry_multiplier": 0.8, "dry_allowed_length": 3, "dry_penalty_last_n": 512}
-#: Sampling on top of the defaults without penalties, by the row's name.
+#: Sampling on top of the defaults without penalties, by the row's name. With a repeat penalty, DRY has no breakers.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "without": {},
     "DRY 0.8": DRY,
-    "DRY 0.8, repeat 1.1, without breakers": {
-        **DRY,
-        "dry_sequence_breakers": (),
-        "repeat_penalty": 1.1,
-    },
-    "the same, on the answer only": {
+    "DRY 0.8, repeat 1.1": {**DRY, "dry_sequence_breakers": (), "repeat_penalty": 1.1},
+    "DRY 0.8, repeat 1.1, answer only": {
         **DRY,
         "dry_sequence_breakers": (),
         "repeat_penalty": 1.1,
