@@ -13,13 +13,14 @@ import itertools
 import sqlite3
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import merged, with_attachments
-from edgeinfer.chat.history.lease import Lease
+from edgeinfer.chat.history.lease import Lease, acquire
 from edgeinfer.chat.history.store import ConversationStore, migrate, written_elsewhere
 from edgeinfer.chat.history.values import (
     CUT,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFront, ChatTools
 
 _TITLE_CELLS = 60
+#: Where the locks of drafts begin in the file of leases.
+_DRAFTS = 1 << 40
 
 
 class ChatSession:
@@ -61,6 +64,7 @@ class ChatSession:
         self.answer: Answer | None = None
         self.tools: ChatTools | None = None
         self.unstored = ""
+        self._draft_lease, self._draft_of = Lease(), 0
         self.conversation = Conversation(model=model)
         self._turns: dict[int, Turn] = {}
         self._seen: object = None
@@ -190,6 +194,26 @@ class ChatSession:
                 turn, content=turn.content + new.text, reasoning=turn.reasoning + new.reasoning
             )
         return new
+
+    def owns_draft(self) -> bool:
+        """Return whether this window of the conversation, not another one, has its draft."""
+        owner, name = self.conversation.id, self.store.name
+        if owner == self._draft_of:
+            return True
+        self.release_draft()
+        file = Path(name).with_suffix(".leases") if name and owner else None
+        try:
+            taken = acquire(file, _DRAFTS + owner)
+        except OSError:  # drafts cannot be kept there either
+            return True
+        if taken is not None:
+            self._draft_lease, self._draft_of = taken, owner
+        return taken is not None
+
+    def release_draft(self) -> None:
+        """Leave the draft to other windows. Idempotent."""
+        self._draft_lease.release()
+        self._draft_of = 0
 
     def open_last(self) -> bool:
         """Open the conversation used last; return False if there is none."""

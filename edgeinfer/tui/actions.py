@@ -127,7 +127,7 @@ class AppFront:
                 self.view.show_error(error)
                 return
             self.view.composer.editing = None
-            if self.session.conversation.draft:
+            if self.session.conversation.draft and self.session.owns_draft():
                 self.view.composer.fill(self.session.conversation.draft)
         self.view.show_session()
 

@@ -100,7 +100,8 @@ class ChatScreen(Screen[None]):
             self.view.show_session()
         if self.session.unstored:
             self.front.show_text(self.session.unstored)
-        self.composer.fill(self.session.conversation.draft or self.composer.text)
+        draft = self.session.conversation.draft if self.session.owns_draft() else ""
+        self.composer.fill(draft or self.composer.text)
 
     def _clean_up(self) -> None:
         with contextlib.suppress(StoreError):
@@ -122,7 +123,8 @@ class ChatScreen(Screen[None]):
         draft = "" if self.composer.editing else self.composer.text
         if self.session.conversation.id and draft != self.session.conversation.draft:
             with contextlib.suppress(StoreError):
-                self.session.set(draft=draft)
+                if self.session.owns_draft():
+                    self.session.set(draft=draft)
 
     @property
     def streaming(self) -> Streaming | None:
@@ -430,3 +432,4 @@ class ChatScreen(Screen[None]):
             self.session.tools.close()
         self.queue.take_back_all()
         self._save_draft()
+        self.session.release_draft()

@@ -69,6 +69,19 @@ def test_answer_has_a_limit_unless_set_or_tools_are_on(store, tmp_path):
     assert [r.max_tokens for r in (*engine.requests, *thinker.requests)] == [1500, 9000, None, 8000]
 
 
+def test_draft_belongs_to_one_window_of_a_conversation(store):
+    first, _ = session_with(store, ["Because"])
+    assert first.owns_draft(), "a new conversation has no other window"
+    ask(first, "Why?")
+    assert first.owns_draft()
+    second = ChatSession(lambda: store)
+    second.open(first.conversation.id)
+    assert not second.owns_draft()
+    first.new()
+    assert first.owns_draft()
+    assert second.owns_draft(), "the first window has left"
+
+
 def test_chat_goes_on_without_a_store_that_cannot_be_opened():
     def closed():
         raise StoreError("conversations.db: Read-only file system")
