@@ -89,6 +89,11 @@ def is_path(text: str) -> bool:
     )
 
 
+def path_hint(text: str) -> str | None:
+    """Return how to name a file of this folder that `is_path` does not take for one, or None."""
+    return f"the file in this folder is ./{text}" if Path(text).exists() else None
+
+
 def quantization_of(path: str) -> str:
     """Return the quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
     name = path.rsplit("/", 1)[-1]

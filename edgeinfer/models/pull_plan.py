@@ -80,7 +80,8 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     ref = names.parse_reference(text)
     entry = catalog.get(ref.name)
     if entry is None:
-        raise UnknownModelError(f"no model is called {text!r}", hint=nearest(ref.name, catalog.models))
+        hint = names.path_hint(text) or nearest(ref.name, catalog.models)
+        raise UnknownModelError(f"no model is called {text!r}", hint=hint)
     return _of_entry(entry, ref, wanted)
 
 

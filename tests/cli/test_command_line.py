@@ -205,6 +205,15 @@ def test_hint_names_what_was_probably_meant(typed, hint, as_json):
     assert len(error["message"]) < 200, "a long list of choices is not quoted"
 
 
+@pytest.mark.parametrize("verb", ["pull", "show"])
+def test_file_that_looks_like_a_name_is_named_with_its_folder(as_json, tmp_path, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.gguf.partaa").write_bytes(b"GGUF")
+    assert (
+        as_json(verb, "x.gguf.partaa", code=3)["hint"] == "the file in this folder is ./x.gguf.partaa"
+    )
+
+
 def test_names_that_begin_as_typed_come_first_and_once(as_json):
     hint = as_json("show", "smollm2", code=3)["hint"]
     assert hint.startswith("did you mean smollm2-135m-instruct or smollm2-")
