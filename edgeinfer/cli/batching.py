@@ -35,6 +35,7 @@ from edgeinfer.errors import (
 from edgeinfer.host import Host
 from edgeinfer.platform.disk import try_lock
 from edgeinfer.server import batches
+from edgeinfer.server.askers import OWN
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.server.endpoint import Endpoint
 
@@ -194,7 +195,7 @@ async def _work(
 ) -> None:
     async def worker() -> None:
         for line in todo:
-            reply = await batches.ask_again(app, {}, line)
+            reply = await batches.ask_again(app, OWN, line)
             if batches.may_pass(reply):
                 tally.left_in_a_row += 1
                 tally.left_reason = _reason(reply)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -19,9 +20,16 @@ _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
-#: Texts of the last documents by the SHA-256 of their file: a conversation sends them again each turn.
+#: Texts of the last documents by the SHA-256 of salt and file: conversations send them again each turn.
 _KEPT = 8
 _kept: OrderedDict[bytes, str] = OrderedDict()
+_keeping = threading.Lock()
+_salt = threading.local()
+
+
+def use_salt(cache_salt: str) -> None:
+    """Keep what this thread reads from now on apart from what is read with other salts."""
+    _salt.text = cache_salt
 
 
 def is_document(data: bytes) -> bool:
@@ -97,17 +105,22 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
 
 def _text(data: bytes, name: str, param: str) -> str:
-    key = hashlib.sha256(data).digest()
-    if key in _kept:
-        return _kept[key]
+    salt = hashlib.sha256(getattr(_salt, "text", "").encode()).digest()
+    key = hashlib.sha256(salt + data).digest()
+    with _keeping:
+        if key in _kept:
+            _kept.move_to_end(key)
+            return _kept[key]
     kind = "html" if _is_html(data) else "text"
     pages = _read(data, name, kind, param).decode("utf-8", "replace").replace("\0", "").split("\f")
     has_text = any(page.strip() for page in pages)
     if is_pdf(data):
         pages = [f"[page {number}]\n{page.strip()}" for number, page in enumerate(pages, 1)]
-    text = _kept[key] = "\n\n".join(pages) if has_text else ""
-    while len(_kept) > _KEPT:
-        _kept.popitem(last=False)
+    text = "\n\n".join(pages) if has_text else ""
+    with _keeping:
+        _kept[key] = text
+        while len(_kept) > _KEPT:
+            _kept.popitem(last=False)
     return text
 
 

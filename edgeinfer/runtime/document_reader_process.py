@@ -33,23 +33,21 @@ PAGE_PIXELS = 1536
 _MOST_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
-_ANY = re.IGNORECASE | re.DOTALL
-_HIDDEN = re.compile(r"<(script|style|template|noscript|svg)\b.*?</\1\s*>|<!--.*?-->", _ANY)
-_PRE = re.compile(r"(<pre\b.*?</pre\s*>)", _ANY)
-_LINES = (
-    "address|article|aside|blockquote|br|dd|div|dl|dt|figcaption|figure|footer|form|h[1-6]|header|hr|li|"
-    "main|nav|ol|p|pre|section|table|title|tr|ul"
+#: Ends of the elements whose content is no text.
+_ENDS = {
+    name: re.compile(rf"</{name}\s*>", re.IGNORECASE)
+    for name in ("script", "style", "template", "noscript", "svg")
+}
+_SPACES = re.compile(r"\s+")
+_TAG_START = re.compile(r"<(?:(!--)|(/?)([a-z][a-z0-9]*)|[!?/])", re.IGNORECASE)
+_TAG_DELIMITER = re.compile("""[>"']""")
+_LINES = frozenset(
+    "address article aside blockquote br dd div dl dt figcaption figure footer form h1 h2 h3 h4 h5 h6 "
+    "header hr li main nav ol p pre section table title tr ul".split()
 )
-_TAGS = [
-    (re.compile(tags, _ANY), instead)
-    for tags, instead in (
-        (r" ?<li\b[^>]*> ?", "\n- "),
-        (r" ?<t[dh]\b[^>]*> ?", "\t"),
-        (rf" ?</?({_LINES})\b[^>]*> ?", "\n"),
-        (r"""</?[a-z!?]([^>"']|"[^"]*"|'[^']*')*>""", ""),
-    )
-]
-_BREAKS = {f"{_WORD}tab": "\t", f"{_WORD}br": "\n", f"{_WORD}cr": "\n"}
+_BREAKS = {f"{_WORD}{tag}": "\t" if tag == "tab" else "\n" for tag in ("tab", "br", "cr", "p")}
+#: Deepest nesting of a DOCX file's elements; word processors write some dozens.
+_MOST_DEPTH = 512
 
 
 def main() -> int:
@@ -103,20 +101,30 @@ def _picture(page: pypdfium2.PdfPage) -> bytes:
 def _docx(data: bytes) -> Iterator[bytes]:
     """Yield the text of a Word document as one page: it has none of its own."""
     with zipfile.ZipFile(BytesIO(data)) as archive:
-        part = archive.getinfo("word/document.xml")
-        if part.file_size > _MOST_XML:
+        member = archive.getinfo("word/document.xml")
+        if member.file_size > _MOST_XML:
             raise ValueError(f"its text takes more than {_MOST_XML >> 20} MB")
-        with archive.open(part) as file:
-            root = ElementTree.fromstring(file.read(_MOST_XML))
-    lines = (_paragraph(one) for one in root.iter(f"{_WORD}p"))
-    yield "\n".join(lines).encode("utf-8", "replace")
+        with archive.open(member) as file:
+            yield (
+                "".join(_docx_texts(BytesIO(file.read(_MOST_XML))))
+                .rstrip("\n")
+                .encode("utf-8", "replace")
+            )
 
 
-def _paragraph(paragraph: ElementTree.Element) -> str:
-    runs = paragraph.iter()
-    return "".join(
-        (one.text or "") if one.tag == f"{_WORD}t" else _BREAKS.get(one.tag, "") for one in runs
-    )
+def _docx_texts(xml: BytesIO) -> Iterator[str]:
+    """Yield each text and break once, in one pass: paragraphs may lie in paragraphs (text boxes)."""
+    depth = 0
+    for event, element in ElementTree.iterparse(xml, ("start", "end")):
+        depth += 1 if event == "start" else -1
+        if depth > _MOST_DEPTH:
+            raise ValueError(f"its elements lie in each other more than {_MOST_DEPTH} deep")
+        if event == "start":
+            continue
+        if element.tag == f"{_WORD}t":
+            yield element.text or ""
+        yield _BREAKS.get(element.tag, "")
+        element.clear()
 
 
 def _html(data: bytes, codec: str) -> bytes:
@@ -125,11 +133,69 @@ def _html(data: bytes, codec: str) -> bytes:
         page = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         page = data.decode(codec, "replace")
-    parts = _PRE.split(_HIDDEN.sub("", page))
-    text = "".join(part if i % 2 else re.sub(r"\s+", " ", part) for i, part in enumerate(parts))
-    for tags, instead in _TAGS:
-        text = tags.sub(instead, text)
-    return re.sub(r"\n{3,}", "\n\n", html.unescape(text)).strip().encode("utf-8", "replace")
+    text = html.unescape("".join(_html_texts(page)))
+    return re.sub(r"\n{3,}", "\n\n", text).strip().encode("utf-8", "replace")
+
+
+def _html_texts(page: str) -> Iterator[str]:
+    """Yield the text between tags, and a break for a tag of a block, in time linear in the page."""
+    at = start = 0
+    is_pre, is_behind_break = False, True
+    absent: set[str] = set()
+    while ">" not in absent and (tag := _TAG_START.search(page, at)) is not None:
+        at = _end_of(page, tag, absent)
+        if ">" in absent:
+            break
+        name = (tag[3] or "").lower()
+        instead = _break_of(name, is_end=bool(tag[2]))
+        text = page[start : tag.start()]
+        if not is_pre:
+            text = _SPACES.sub(" ", text)
+            text = text.lstrip() if is_behind_break else text
+            text = text.rstrip() if instead else text
+        yield text
+        yield instead
+        start, is_behind_break = at, bool(instead) or (is_behind_break and not text)
+        if name == "pre":
+            is_pre = not tag[2]
+    yield _SPACES.sub(" ", page[start:])
+
+
+def _break_of(name: str, *, is_end: bool) -> str:
+    if name == "li" and not is_end:
+        return "\n- "
+    if name in ("td", "th"):
+        return "" if is_end else "\t"
+    return "\n" if name in _LINES else ""
+
+
+def _end_of(page: str, tag: re.Match[str], absent: set[str]) -> int:
+    """Return the end of a tag, of a comment or of an element whose content is no text.
+
+    As in a browser, a quote in a tag hides `>` to the next one. `absent` are the ends that were looked
+    for in vain: they are not looked for again.
+    """
+    if tag[1] and "-->" not in absent:
+        end = page.find("-->", tag.start() + 2)
+        if end >= 0:
+            return end + 3
+        absent.add("-->")
+    at = tag.end()
+    while (found := _TAG_DELIMITER.search(page, at)) is not None and found[0] != ">":
+        close = -1 if found[0] in absent else page.find(found[0], found.end())
+        if close < 0:
+            absent.add(found[0])
+        at = max(close + 1, found.end())
+    if found is None:
+        absent.add(">")
+        return len(page)
+    name = tag[3].lower() if tag[3] and not tag[2] else ""
+    if name in _ENDS and name not in absent:
+        end_tag = _ENDS[name].search(page, found.end())
+        if end_tag is not None:
+            return end_tag.end()
+        absent.add(name)
+    return found.end()
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Most pictures of one request.
 MAX_PICTURES = 64
-#: Decoders at once: each may take 512 MB.
-_decoders = BoundedSemaphore(2)
+#: Decoders at once: each may take 512 MB. An endpoint's API key has two of them at most.
+_decoders = BoundedSemaphore(3)
 
 
 def format_of(data: bytes) -> str:

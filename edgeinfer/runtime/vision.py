@@ -37,13 +37,15 @@ Rows = npt.NDArray[np.float32]
 #: Rows that are kept for the same picture behind another prompt (bytes). They stay in f32: in f16 they
 #: move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
+#: Pixels of pictures that wait to be encoded (bytes); the files of others are decoded again then.
+_PIXEL_BYTES = 48 << 20
 #: Files whose size, and so whose tokens, are kept.
 _KNOWN_FILES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A picture of a request: its file of `size` (width, height), and its `pixels` if just decoded.
+    """A picture of a request: its file of `size` (width, height).
 
     `digest` is of the file, the projector and the cache salt. Its rows are read from `disk`, and stored
     there if `is_stored`.
@@ -52,7 +54,6 @@ class Source:
     digest: bytes
     file: bytes
     size: tuple[int, int]
-    pixels: Picture | None = None
     disk: ModelBlocks | None = None
     is_stored: bool = False
 
@@ -104,6 +105,7 @@ class Vision:
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[bytes, Encoding] = OrderedDict()
+        self._pixels: OrderedDict[bytes, Picture] = OrderedDict()
         self._known: OrderedDict[bytes, tuple[tuple[int, int], list[Chunk]]] = OrderedDict()
 
     def append(
@@ -133,12 +135,12 @@ class Vision:
         disk = self.disk() if request.cache_prompt else None
         with self._lock:
             known = self._known.get(digest)
-        pixels = None
         if known is None:
             stored = self._read(disk, digest)
             if stored is None:
                 pixels = decode(file)
                 size = pixels.width, pixels.height
+                self._keep_pixels(digest, pixels)
             else:
                 size = stored[0]
             known = size, self._chunks(*size)
@@ -157,7 +159,13 @@ class Vision:
             disk.touch([name])
             if request.conversation:
                 disk.own(request.conversation, [name])
-        return Source(digest, file, known[0], pixels, disk, is_stored), known[1]
+        return Source(digest, file, known[0], disk, is_stored), known[1]
+
+    def _keep_pixels(self, digest: bytes, pixels: Picture) -> None:
+        with self._lock:
+            self._pixels[digest] = pixels
+            while sum(len(kept.rgb) for kept in self._pixels.values()) > _PIXEL_BYTES:
+                self._pixels.popitem(last=False)
 
     def _chunks(self, width: int, height: int) -> list[Chunk]:
         chunks = self._projector.chunks(width, height)
@@ -221,7 +229,9 @@ class Vision:
         stored = self._read(source.disk, source.digest)
         if stored is not None:
             return stored[1]
-        rows = self._projector.encode(source.pixels or decode(source.file))
+        with self._lock:
+            pixels = self._pixels.pop(source.digest, None)
+        rows = self._projector.encode(pixels or decode(source.file))
         self._store(source, rows)
         return rows
 
@@ -248,6 +258,7 @@ class Vision:
         with self._lock:
             thread, self._thread = self._thread, None
             self._kept.clear()
+            self._pixels.clear()
             self._known.clear()
         if thread is not None:
             thread.shutdown(cancel_futures=True)

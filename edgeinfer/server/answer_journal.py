@@ -185,6 +185,7 @@ class AnswerJournal:
         def ended(done: JournaledAnswer) -> None:
             if not done.is_complete and self._answers.get((key, name)) is done:
                 del self._answers[key, name]
+            self._evict()
 
         answer.done_callbacks.append(ended)
 

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.anthropic.routes import ANTHROPIC
-from edgeinfer.server.connection import Connection
+from edgeinfer.server.askers import Asker
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
@@ -108,7 +108,7 @@ class App:
             if is_preflight:
                 await Response(status_code=204)(scope, receive, send)
                 return
-        self._admit(context, scope.get("connection"))
+        self._admit(context, scope)
         with self._counted(context):
             operation = context.operation
             if operation is None or not operation.may_store or self._endpoint.journal is None:
@@ -120,41 +120,49 @@ class App:
             context.journaled.start(_handle, scope, body)
             await context.journaled.read(receive, send)
 
-    def _admit(self, context: RequestContext, connection: Connection | None) -> None:
-        gate, operation = self._gate, context.operation
+    def _admit(self, context: RequestContext, scope: Scope) -> None:
+        operation = context.operation
         page = operation.web if operation is not None else ""
-        if page == "cookie":
-            context.key = self._endpoint.web.access.check(
-                context.headers.get("cookie", ""), user_of(connection)
-            )
-        elif not page:
-            context.key = gate.check_key(context.headers, context.route)
-        if context.route not in OPEN_ROUTES:
-            gate.check_user(connection)
-            context.is_admin = gate.is_admin(context.key, connection)
+        asker: Asker | None = scope.get("asker")
+        if asker is None:
+            key = ""
+            if page == "cookie":
+                cookies, user = context.headers.get("cookie", ""), user_of(scope.get("connection"))
+                key = self._endpoint.web.access.check(cookies, user)
+            elif not page:
+                key = self._gate.check_key(context.headers, context.route)
+            is_open = context.route in OPEN_ROUTES
+            asker = Asker(key, False) if is_open else self._gate.asker(key, scope.get("connection"))
+        context.asker = asker
         if operation is not None and (operation.is_admin or page == "cookie") and not context.is_admin:
             message = (
                 "This needs the endpoint's first API key or, without keys, the user who started it."
             )
             raise Problem(403, message, code="admin_only")
-        if context.key:
-            context.cache_salt = gate.keys.cache_salt(context.key)
+        if asker.name:
+            context.cache_salt = self._gate.cache_salt(asker)
 
     @contextlib.contextmanager
     def _counted(self, context: RequestContext) -> Iterator[None]:
         """Count a request that uses a model while it runs, and refuse it beyond the limits."""
-        if context.operation is None or not context.operation.uses_model:
-            yield
-            return
-        self._endpoint.enter(context.key)
+        uses_model = context.operation is not None and context.operation.uses_model
+        if uses_model:
+            self._endpoint.enter(context.key)
+
+        def ended(answer: JournaledAnswer | None) -> None:
+            context.body = None  # a stored answer keeps its context
+            self._endpoint.bodies.give_back(context.key, context.held_bytes)
+            if uses_model:
+                self._endpoint.leave(context.key)
+
         try:
             yield
         finally:
             journaled = context.journaled
             if journaled is None or journaled.is_done:
-                self._endpoint.leave(context.key)
+                ended(None)
             else:  # the journal reads on after the client has left
-                journaled.done_callbacks.append(lambda done: self._endpoint.leave(context.key))
+                journaled.done_callbacks.append(ended)
 
     def _record(self, context: RequestContext, method: str) -> None:
         """Count a request and write its line to the log."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
+import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp
 
+from edgeinfer.platform.disk import new_file
 from edgeinfer.platform.paths import private_dir
+from edgeinfer.server.askers import Asker
 from edgeinfer.server.problems import Problem, too_many
 from edgeinfer.server.wire_types import Reply
 
@@ -24,8 +29,6 @@ _BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
 _DEFECT_PAUSES_S = (0.4, 1.6)
 #: Statuses of an endpoint that is busy or loading; a 500 is a defect, which rarely passes.
 _BUSY = (429, 503)
-#: Headers by which a client is known and admitted.
-_IDENTITY = ("host", "authorization", "x-api-key")
 
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 
@@ -74,25 +77,26 @@ class BatchReply(msgspec.Struct, frozen=True):
     body: bytes
 
 
-async def post(app: ASGIApp, path: str, body: bytes, asker: Mapping[str, str]) -> BatchReply:
-    """POST `body` as JSON. Raises nothing of its own: failures are answers."""
+async def post(app: ASGIApp, path: str, body: bytes, asker: Asker) -> BatchReply:
+    """POST `body` as JSON for `asker`. Raises nothing of its own: failures are answers."""
     import httpx2  # 75–120 ms, for batches alone
 
-    identity = {name: asker[name] for name in _IDENTITY if name in asker}
-    sent = {"host": "localhost", "content-type": "application/json"} | identity
-    headers = httpx2.Headers(sent, encoding="latin-1")
-    transport = httpx2.ASGITransport(app)
+    async def app_for_asker(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"asker": asker}, receive, send)
+
+    headers = {"host": "localhost", "content-type": "application/json"}
+    transport = httpx2.ASGITransport(app_for_asker)
     async with httpx2.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
         reply = await client.post(f"http://localhost{path}", content=body, headers=headers)
     return BatchReply(reply.status_code, reply.headers["x-request-id"], reply.content)
 
 
-async def ask_again(app: ASGIApp, headers: Mapping[str, str], line: BatchLine) -> BatchReply:
+async def ask_again(app: ASGIApp, asker: Asker, line: BatchLine) -> BatchReply:
     """POST `line` until it succeeds or no retry is left; return the last answer."""
     body = msgspec.json.encode(line.body)
     tries = 0
     while True:
-        reply = await post(app, line.url, body, headers)
+        reply = await post(app, line.url, body, asker)
         pauses_s = _BUSY_PAUSES_S if reply.status in _BUSY else _DEFECT_PAUSES_S
         if not may_pass(reply) or tries >= len(pauses_s):
             return reply
@@ -120,15 +124,18 @@ def answer_line(line: BatchLine, reply: BatchReply) -> bytes:
     return msgspec.json.encode(answer) + b"\n"
 
 
-#: Of one key: the sizes of all files together (bytes), and how long each is kept (seconds).
+#: Of one asker: the sizes of all files together (bytes), their number, and how long each is kept (s).
 MOST_BYTES = 1 << 30
+MOST_FILES = 1000
 KEPT_S = 30 * 86_400
 #: Requests of a batch at once: others find room beside them.
 _AT_ONCE = 4
+#: Batches at once, of all and of one API key.
 _MOST_RUNNING = 16
+_MOST_OF_KEY = 4
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound="FileObject | BatchObject")
 Ask = Callable[[BatchLine], Awaitable[BatchReply]]
 
 
@@ -172,84 +179,7 @@ class BatchObject(Reply, frozen=True, kw_only=True):
     object: Literal["batch"] = "batch"
 
 
-class Batches:
-    """The files under `root`, and the batches that run."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._running: dict[str, tuple[asyncio.Task[None], BatchObject]] = {}
-
-    def folder(self, owner: str) -> Path:
-        """Return the folder of a key, without files that have expired."""
-        name = hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()
-        folder = private_dir(private_dir(self._root) / name)
-        for path in folder.iterdir():
-            if path.stat().st_mtime < time.time() - KEPT_S:
-                path.unlink(missing_ok=True)
-        return folder
-
-    def begin(self, ask: Ask, folder: Path, batch: BatchObject, lines: list[BatchLine]) -> None:
-        """Answer the lines in the background. Raises Problem 429 beyond `_MOST_RUNNING` batches."""
-        if len(self._running) >= _MOST_RUNNING:
-            raise too_many(f"{_MOST_RUNNING} batches run already.", 60)
-        write_record(folder, batch)
-        task = asyncio.create_task(self._run(ask, folder, batch.id, lines))
-        self._running[batch.id] = (task, batch)
-
-    async def _run(self, ask: Ask, folder: Path, name: str, lines: list[BatchLine]) -> None:
-        todo, status = iter(lines), "failed"
-        output = self._running[name][1].output_file_id
-        try:
-            with (folder / f"{output}.jsonl").open("wb", buffering=0) as file:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(_AT_ONCE):
-                        group.create_task(self._answer(ask, name, todo, file))
-            status = "completed"
-        except asyncio.CancelledError:
-            status = "cancelled"
-        except ExceptionGroup as several:  # a full disk, or too many answers
-            if several.split(OSError)[1] is not None:
-                raise
-        finally:
-            now = int(time.time())
-            _, batch = self._running.pop(name)
-            ended: Any = {"status": status, f"{status}_at": now}
-            write_record(folder, msgspec.structs.replace(batch, **ended))
-            size = (folder / f"{output}.jsonl").stat().st_size
-            write_record(folder, new_file(output, size, f"{name}_output.jsonl", "batch_output"))
-
-    async def _answer(self, ask: Ask, name: str, todo: Iterator[BatchLine], file: Any) -> None:
-        for line in todo:
-            reply = await ask(line)
-            file.write(answer_line(line, reply))
-            if file.tell() > MOST_BYTES:
-                raise OSError(errno.EFBIG, "the answers are too many")
-            task, batch = self._running[name]
-            counts = batch.request_counts
-            is_failed = reply.status >= 400
-            counts = msgspec.structs.replace(
-                counts, completed=counts.completed + (not is_failed), failed=counts.failed + is_failed
-            )
-            self._running[name] = (task, msgspec.structs.replace(batch, request_counts=counts))
-
-    def batch(self, folder: Path, name: str) -> BatchObject:
-        """Raises Problem 404. One that was running when its process ended has failed."""
-        batch = read_record(folder, name, BatchObject)
-        if name in self._running:
-            return self._running[name][1]
-        if batch.status == "in_progress":
-            batch = msgspec.structs.replace(batch, status="failed", failed_at=batch.in_progress_at)
-        return batch
-
-    async def cancel(self, name: str) -> None:
-        """Cancel a batch if it is running."""
-        if name in self._running:
-            task, _ = self._running[name]
-            task.cancel()
-            await asyncio.wait([task])
-
-
-def new_file(name: str, size: int, filename: str, purpose: Purpose) -> FileObject:
+def new_record(name: str, size: int, filename: str, purpose: Purpose) -> FileObject:
     """Make the record of a new file."""
     now = int(time.time())
     return FileObject(
@@ -257,18 +187,199 @@ def new_file(name: str, size: int, filename: str, purpose: Purpose) -> FileObjec
     )
 
 
-def write_record(folder: Path, record: FileObject | BatchObject) -> None:
-    """Write a record under its id."""
-    made = folder / f"{record.id}.{secrets.token_hex(4)}"
-    made.write_bytes(msgspec.json.encode(record))
-    made.replace(folder / f"{record.id}.json")
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
-def read_record(folder: Path, name: str, kind: type[R]) -> R:
-    """Raises Problem 404."""
-    try:
-        if _ID.fullmatch(name):
-            return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError):
-        pass
-    raise Problem(404, f"There is no '{name[:64]}' here.", param="id", code="not_found")
+class Folder:
+    """Files and batches of one asker. Its methods wait for the disk: call them in threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        #: Bytes of all contents, counted anew with each upload.
+        self._used_bytes = 0
+
+    def _content(self, name: str) -> Path:
+        return self._path / f"{name}.jsonl"
+
+    def add(self, content: bytes, filename: str) -> FileObject:
+        """Keep an uploaded file. Raises Problem 413 beyond an asker's number and size of files."""
+        record = new_record(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
+        with self._lock:  # of two uploads at once the second counts the first
+            self.check_room(len(content))
+            with new_file(self._content(record.id), 0o600) as file:
+                file.write(content)
+            self.write(record)
+        return record
+
+    def check_room(self, size: int = 0) -> None:
+        """Delete expired files, and raise Problem 413 if no room is left for `size` bytes more."""
+        sizes = {path: path.stat() for path in self._path.iterdir()}
+        for path in [path for path, found in sizes.items() if _is_expired(found)]:
+            path.unlink(missing_ok=True)
+            del sizes[path]
+        contents = [found.st_size for path, found in sizes.items() if path.suffix == ".jsonl"]
+        self._used_bytes = sum(contents) + size
+        if self._used_bytes > MOST_BYTES or len(contents) >= MOST_FILES:
+            message = f"All files together may be {MOST_FILES} and have {MOST_BYTES} bytes: "
+            message += "DELETE some under /v1/files."
+            raise Problem(413, message, param="file", code="request_too_large")
+
+    def open_output(self, name: str) -> BinaryIO:
+        """Open the file of a batch's answers."""
+        return open(self._content(name), "wb", buffering=0, opener=_private)
+
+    def append(self, file: BinaryIO, line: bytes) -> None:
+        """Write a line of answers. Raises OSError beyond the size of an asker's files."""
+        with self._lock:
+            self._used_bytes += len(line)
+            if self._used_bytes > MOST_BYTES:
+                raise OSError(errno.EFBIG, "the answers are too many")
+            file.write(line)
+
+    def content(self, name: str) -> bytes:
+        """Return a file's content. Raises Problem 404."""
+        record = self.read(name, FileObject)
+        return self._content(record.id).read_bytes()
+
+    def delete(self, name: str) -> None:
+        """Delete a file. Raises Problem 404."""
+        record = self.read(name, FileObject)
+        (self._path / f"{record.id}.json").unlink(missing_ok=True)
+        self._content(record.id).unlink(missing_ok=True)
+
+    def write(self, record: FileObject | BatchObject) -> None:
+        """Write a record under its id."""
+        with new_file(self._path / f"{record.id}.json", 0o600) as file:
+            file.write(msgspec.json.encode(record))
+
+    def read(self, name: str, kind: type[R]) -> R:
+        """Return a record that has not expired. Raises Problem 404."""
+        try:
+            if _ID.fullmatch(name):
+                path = self._path / f"{name}.json"
+                if not _is_expired(path.stat()):
+                    return msgspec.json.decode(path.read_bytes(), type=kind)
+        except (OSError, msgspec.DecodeError):
+            pass
+        raise Problem(404, f"There is no '{name[:64]}' here.", param="id", code="not_found")
+
+    def records(self, kind: type[R]) -> list[R]:
+        """Return all records of a kind, the newest first."""
+        prefix = "file-" if kind is FileObject else "batch_"
+        found = []
+        for path in self._path.glob(f"{prefix}*.json"):
+            with contextlib.suppress(Problem):
+                found.append(self.read(path.stem, kind))
+        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+
+
+def _is_expired(found: os.stat_result) -> bool:
+    return found.st_mtime < time.time() - KEPT_S
+
+
+class _Running:
+    def __init__(self, asker: Asker, folder: Folder, batch: BatchObject) -> None:
+        self.asker, self.folder = asker, folder
+        self.batch = batch
+        self.size = 0
+        self.task: asyncio.Task[None] | None = None
+
+    def count(self, reply: BatchReply) -> None:
+        counts = self.batch.request_counts
+        name = "failed" if reply.status >= 400 else "completed"
+        counts = msgspec.structs.replace(counts, **{name: getattr(counts, name) + 1})
+        self.batch = msgspec.structs.replace(self.batch, request_counts=counts)
+
+
+class Batches:
+    """The files under `root`, and the batches that run."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: dict[str, Folder] = {}
+        self._running: dict[str, _Running] = {}
+
+    def folder(self, owner: str) -> Folder:
+        """Return the folder of an asker."""
+        if owner not in self._folders:
+            name = hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()
+            self._folders[owner] = Folder(private_dir(private_dir(self._root) / name))
+        return self._folders[owner]
+
+    def check_room(self, asker: Asker) -> None:
+        """Raises Problem 429 if `asker` may begin no further batch now."""
+        own = sum(running.asker == asker for running in self._running.values())
+        if len(self._running) >= _MOST_RUNNING:
+            raise too_many(f"{_MOST_RUNNING} batches run already.", 60)
+        if asker.name and own >= _MOST_OF_KEY:
+            raise too_many(f"{own} batches of this key run already.", 60)
+
+    async def begin(
+        self, ask: Ask, asker: Asker, batch: BatchObject, lines: Sequence[BatchLine]
+    ) -> BatchObject:
+        """Answer the lines in the background. Raises Problem 429 beyond the batches at once."""
+        self.check_room(asker)
+        running = self._running[batch.id] = _Running(asker, self.folder(asker.name), batch)
+        try:
+            await asyncio.to_thread(running.folder.write, batch)
+        except BaseException:
+            del self._running[batch.id]
+            raise
+        running.task = asyncio.create_task(self._run(ask, running, lines))
+        return batch
+
+    async def _run(self, ask: Ask, running: _Running, lines: Sequence[BatchLine]) -> None:
+        todo, status = iter(lines), "failed"
+        folder, output = running.folder, running.batch.output_file_id
+        try:
+            with await asyncio.to_thread(folder.open_output, output) as file:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(_AT_ONCE):
+                        group.create_task(self._answer(ask, running, todo, file))
+            status = "completed"
+        except asyncio.CancelledError:
+            status = "cancelled"
+        except ExceptionGroup as several:  # a full disk, or too many answers
+            if several.split(OSError)[1] is not None:
+                raise
+        finally:
+            del self._running[running.batch.id]
+            ended: Any = {"status": status, f"{status}_at": int(time.time())}
+            folder.write(msgspec.structs.replace(running.batch, **ended))
+            name = f"{running.batch.id}_output.jsonl"
+            folder.write(new_record(output, running.size, name, "batch_output"))
+
+    async def _answer(
+        self, ask: Ask, running: _Running, todo: Iterator[BatchLine], file: BinaryIO
+    ) -> None:
+        for line in todo:
+            reply = await ask(line)
+            encoded = answer_line(line, reply)
+            await asyncio.to_thread(running.folder.append, file, encoded)
+            running.size += len(encoded)
+            running.count(reply)
+
+    def batch(self, owner: str, name: str) -> BatchObject:
+        """Raises Problem 404. One that was running when its process ended has failed."""
+        return self._now(self.folder(owner).read(name, BatchObject))
+
+    def batches(self, owner: str) -> list[BatchObject]:
+        """Return an asker's batches, the newest first."""
+        return [self._now(batch) for batch in self.folder(owner).records(BatchObject)]
+
+    def _now(self, batch: BatchObject) -> BatchObject:
+        running = self._running.get(batch.id)
+        if running is not None:
+            return running.batch
+        if batch.status == "in_progress":
+            batch = msgspec.structs.replace(batch, status="failed", failed_at=batch.in_progress_at)
+        return batch
+
+    async def cancel(self, name: str) -> None:
+        """Cancel a batch if it is running."""
+        running = self._running.get(name)
+        if running is not None and running.task is not None:
+            running.task.cancel()
+            await asyncio.wait([running.task])

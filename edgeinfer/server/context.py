@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
 from edgeinfer.server.answer_journal import JournaledAnswer
+from edgeinfer.server.askers import NOBODY, Asker
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
@@ -42,9 +44,7 @@ class RequestContext:
     reply_headers: dict[str, str]
     #: Set once the request is admitted.
     request: Request = field(init=False)
-    key: str = ""
-    #: Whether it may change other clients' answers.
-    is_admin: bool = False
+    asker: Asker = NOBODY
     #: Only requests with the same salt share cached prefixes; "" shares with all.
     cache_salt: str = ""
     started: float = field(default_factory=time.perf_counter)
@@ -60,6 +60,8 @@ class RequestContext:
     outcome: str = ""
     #: The request as received.
     body: bytes | None = None
+    #: Bytes that it holds of `Endpoint.bodies`.
+    held_bytes: int = 0
     #: The answer in the journal, if it may be read again.
     journaled: JournaledAnswer | None = None
     #: The prompt normalization rules that changed the prompt.
@@ -67,14 +69,31 @@ class RequestContext:
     #: What it did; `tokenizing_s` is when its model was there.
     spans: list[Span] = field(default_factory=list)
     tokenizing_s: float = 0.0
+    #: Whether its answers wait for places in the model's engine.
+    is_queued: bool = False
     #: Fields and hints of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
+
+    def hold(self, n_bytes: int) -> None:
+        """Count bytes that this request holds until it ends. Raises Problem 429 and 503."""
+        self.endpoint.bodies.take(self.key, n_bytes)
+        self.held_bytes += n_bytes
 
     def ignore(self, names: Iterable[str]) -> None:
         """Name parts of the request that are ignored to the client and in the log."""
         self.ignored += names
         if self.ignored:
             self.reply_headers["x-edgeinfer-ignored"] = ", ".join(self.ignored)
+
+    @property
+    def key(self) -> str:
+        """Return the asker's name; what one asker has is kept apart by it."""
+        return self.asker.name
+
+    @property
+    def is_admin(self) -> bool:
+        """Return whether it may change other clients' answers."""
+        return self.asker.is_admin
 
     @property
     def plain_id(self) -> str:
@@ -186,8 +205,8 @@ async def with_engine(context: RequestContext, body: ModelFields, work: Callable
     lease = await context.endpoint.models.acquire(context.model, stay_s)
     try:
         context.version = version_of(lease.engine.info.sha256)
-        reply: R = await context.endpoint.in_thread(work, lease.engine)
-        return reply
+        calls, engine = context.endpoint.engine_calls, lease.engine
+        return await asyncio.wrap_future(calls.begin(context.key, lambda: work(engine)))
     except EngineClosedError:
         lease.failed()
         raise

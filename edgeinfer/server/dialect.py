@@ -41,14 +41,18 @@ Handler = Callable[..., Awaitable[Any]]
 Envelope = Callable[[Problem, str], bytes]
 
 
+#: The longest body of a route that needs no key.
+_OPEN_BODY_BYTES = 8 << 10
+
+
 class Operation(msgspec.Struct, frozen=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
     `is_admin`: it changes what others get, or tells of it. `web`: of the page, for which a cookie
     stands for the API key, or which is open. `may_store`: its answers may be kept, to be
     read again by id. `body` and `reply` are types of JSON; `also` are further answers by status, for
-    the OpenAPI document; None has no body. Of body and query, the handler is given those that `takes`
-    names.
+    the OpenAPI document; None has no body. `max_body_bytes` 0: as long as the endpoint allows.
+    Of body and query, the handler is given those that `takes` names.
     """
 
     path: str
@@ -64,6 +68,7 @@ class Operation(msgspec.Struct, frozen=True):
     is_admin: bool = False
     web: Literal["", "open", "cookie"] = ""
     may_store: bool = False
+    max_body_bytes: int = 0
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct] | None] = {}
 
@@ -84,6 +89,8 @@ class RouteTable(list[Operation]):
             takes: dict[str, Any] = {name: types[name] for name in ("body", "query") if name in types}
             reply = {} if types["return"] is Response else {"reply": types["return"]}
             fields: dict[str, Any] = {**takes, **reply, **declared, "takes": tuple(takes)}
+            if declared.get("web") == "open":
+                fields.setdefault("max_body_bytes", _OPEN_BODY_BYTES)
             self.append(Operation(path, handler, summary, method, **fields))
             return handler
 

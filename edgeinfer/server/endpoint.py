@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.errors import EdgeInferError, QueueFullError
@@ -19,6 +21,7 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server import tracing
 from edgeinfer.server.answer_journal import AnswerJournal
+from edgeinfer.server.askers import BodyBudget, FairPool, Places
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
@@ -34,6 +37,8 @@ from edgeinfer.server.problems import (
 )
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import Slot
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import ChatTools
@@ -70,7 +75,10 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.models.engines)
+        self.bodies = BodyBudget(self.limits)
         self.threads = ThreadPoolExecutor(8, "calls")
+        #: Calls of engines for clients; `threads` stay free for what an operator asks.
+        self.engine_calls = FairPool("engine-calls", 8)
         #: A file system that hangs holds this thread alone.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
@@ -83,6 +91,8 @@ class Endpoint:
         self.last_activity = time.monotonic()
         #: Generations in each model, waiting or running.
         self.inside: Counter[str] = Counter()
+        #: Places in the engine of each model in use.
+        self.places: defaultdict[str, Places] = defaultdict(Places)
         self._by_key: Counter[str] = Counter()
         #: The latest generations that have ended, with the names of their keys.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
@@ -148,11 +158,14 @@ class Endpoint:
                 f"The queue of {model} is full: {self.inside[model]} answers are running or waiting"
             )
         self.inside[model] += n
+        self.places[model].n_parallel = n_parallel
 
-    def unqueue(self, model: str, n: int) -> None:
+    def unqueue(self, model: str, n: int, asker: str = "") -> None:
+        """End what `queue` began; an asker with a key gives back its places in the engine too."""
+        self.places[model].give_back(asker, n)
         self.inside[model] -= n
         if not self.inside[model]:
-            del self.inside[model]
+            del self.inside[model], self.places[model]
 
     def problem_of(self, error: Exception, request_id: str) -> Problem:
         """Return what to answer after `error`; of a defect, the log gets the traceback."""
@@ -195,28 +208,51 @@ class Endpoint:
 
 
 class Preparation:
-    """Lives on one event loop."""
+    """Makes requests ready in threads. Lives on one event loop."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._plain = _Pool("prepare", 4)
-        self._constrained = _Pool("compile", 2)
-        #: Decoding new pictures may take a minute, and delays no text.
-        self._pictures = _Pool("decode", 4)
+        self._plain = FairPool("prepare", 4)
+        self._constrained = FairPool("compile", 2)
+        #: Decoding new files may take a minute, and delays no text.
+        self._files = FairPool("decode", 4)
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
-    async def submit(self, engine: Engine, request: GenerateRequest) -> Generation:
+    def turn(self, asker: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
+        """Wait for the asker's turn at making requests like this one ready.
+
+        Those behind it hold no place in the engine meanwhile. "" need not wait.
+        """
+        if not asker:
+            return nullcontext()
+        pool = self._pool(request)
+        waiting = self._turns.get((pool.name, asker)) or asyncio.Semaphore(pool.most_of_key)
+        self._turns[pool.name, asker] = waiting
+        return waiting
+
+    def _pool(self, request: GenerateRequest) -> FairPool:
+        if request.n_pictures:
+            return self._files
+        return self._constrained if request.constraint or request.tools else self._plain
+
+    async def submit(self, engine: Engine, request: GenerateRequest, asker: str = "") -> Generation:
         """Submit in a thread; if the client has left meanwhile, the generation is cancelled.
 
         Raises what `Engine.submit` does, and Problem 503 after `timeout_s`.
         """
-        pool = self._constrained if request.constraint or request.tools else self._plain
-        pool = self._pictures if request.n_pictures else pool
-        submitting = pool.begin(lambda: engine.submit(request))
+        submitting = self._pool(request).begin(asker, lambda: engine.submit(request))
+        return await self._result(submitting, _cancel_late)
+
+    async def read_files(self, asker: str, work: Callable[[], T]) -> T:
+        """Run what decodes a request's files in a thread. Raises what it does, and Problem 503."""
+        return await self._result(self._files.begin(asker, work), lambda late: None)
+
+    async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await asyncio.wrap_future(submitting)
+                return await asyncio.wrap_future(future)
         except TimeoutError:
-            submitting.add_done_callback(_cancel_late)
+            future.add_done_callback(ended_late)
             raise unavailable(
                 f"Preparing this request took longer than {self._timeout_s:g} s: the endpoint is "
                 "overloaded, or the schema, tools or prompt are too expensive.",
@@ -224,7 +260,7 @@ class Preparation:
                 10,
             ) from None
         except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_late)
+            future.add_done_callback(ended_late)
             raise
 
     def failure(self) -> str:
@@ -236,37 +272,10 @@ class Preparation:
 
     def close(self) -> None:
         """Submit nothing more; running calls finish."""
-        self._plain.close()
-        self._constrained.close()
-        self._pictures.close()
+        for pool in (self._plain, self._constrained, self._files):
+            pool.close()
 
 
 def _cancel_late(submitting: Future[Generation]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()
-
-
-class _Pool:
-    def __init__(self, name: str, n_threads: int) -> None:
-        self.name = name
-        self._n_threads = n_threads
-        self._threads = ThreadPoolExecutor(n_threads, name)
-        self._begun: dict[object, float] = {}
-
-    def begin(self, work: Callable[[], Generation]) -> Future[Generation]:
-        return self._threads.submit(self._run, work)
-
-    def _run(self, work: Callable[[], Generation]) -> Generation:
-        mark = object()
-        self._begun[mark] = time.monotonic()
-        try:
-            return work()
-        finally:
-            del self._begun[mark]
-
-    def is_stuck(self, after_s: float) -> bool:
-        begun = tuple(self._begun.values())
-        return len(begun) == self._n_threads and time.monotonic() - max(begun) > after_s
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
+from edgeinfer.runtime import document_files
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
@@ -82,7 +83,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
         info = lease.engine.info
         context.version = version_of(info.sha256)
         if _may_have_files(context.body or b""):  # 32 MB of base64 take 30 ms
-            requests = await context.endpoint.in_thread(spec.requests, info)
+            requests = await _read_files(context, functools.partial(spec.requests, info))
         else:
             requests = spec.requests(info)
         for request in requests:
@@ -98,6 +99,22 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             lease.failed()
         lease.release()
         raise
+
+
+async def _read_files(
+    context: RequestContext, work: Callable[[], Sequence[GenerateRequest]]
+) -> Sequence[GenerateRequest]:
+    """Decode a request with files; what its files hold counts among the bodies, once for all copies."""
+
+    def read() -> Sequence[GenerateRequest]:
+        document_files.use_salt(context.cache_salt)
+        return work()
+
+    requests = await context.endpoint.preparation.read_files(context.key, read)
+    first = requests[0]
+    files = [*first.pictures, *(file for turn in first.messages for file in turn.pictures)]
+    context.hold(first.length + sum(map(len, files)))
+    return requests
 
 
 def _may_have_files(body: bytes) -> bool:
@@ -136,16 +153,21 @@ async def submit_all(
     endpoint, engine = context.endpoint, lease.engine
     endpoint.queue(context.model, engine.info.n_parallel, len(requests))
     generations: list[Generation] = []
+    asker, has_places = context.key, False
+    context.is_queued = True
     try:
-        for request in requests:
-            if lease.in_worker or _is_slow_to_prepare(request):
-                generations.append(await endpoint.preparation.submit(engine, request))
-            else:
-                generations.append(engine.submit(request))
+        async with endpoint.preparation.turn(asker, requests[0]):
+            await endpoint.places[context.model].take(asker, len(requests))
+            has_places, context.is_queued = True, False
+            for request in requests:
+                if lease.in_worker or _is_slow_to_prepare(request):
+                    generations.append(await endpoint.preparation.submit(engine, request, asker))
+                else:
+                    generations.append(engine.submit(request))
     except BaseException:
         for generation in generations:
             generation.cancel()
-        endpoint.unqueue(context.model, len(requests))
+        endpoint.unqueue(context.model, len(requests), asker if has_places else "")
         raise
     return generations
 
@@ -223,7 +245,9 @@ async def answer(
     if not stream:
         return _WholeResponse(context, spec, starting)
     try:
-        await asyncio.wait({starting}, timeout=None if is_loaded else endpoint.limits.patience_s)
+        await asyncio.wait({starting}, timeout=endpoint.limits.patience_s)
+        while is_loaded and not starting.done() and not context.is_queued:
+            await asyncio.wait({starting}, timeout=endpoint.limits.patience_s)
     except asyncio.CancelledError:
         starting.cancel()
         raise
@@ -284,7 +308,8 @@ class _GenerationResponse(Response):
             self.task = starting.result()
         if self.task is not None:
             self.endpoint.running.difference_update(self.task.generations)
-            self.endpoint.unqueue(self.context.model, len(self.task.generations))
+            context = self.context
+            self.endpoint.unqueue(context.model, len(self.task.generations), context.key)
             self._cancel()
             self.task.lease.release()
 
@@ -425,6 +450,7 @@ class _StreamResponse(_GenerationResponse):
     def _wait_text(self) -> bytes:
         if self.task is None:
             stage, fraction = self.endpoint.models.stage(self.context.model)
+            stage = "queued" if self.context.is_queued else stage
             text = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
             return self.context.dialect.comment(text)
         seen = self._progress

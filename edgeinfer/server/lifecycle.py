@@ -180,6 +180,7 @@ class EndpointServer(uvicorn.Server):
                 await endpoint.models.close()
                 await endpoint.end_traces()
                 endpoint.threads.shutdown(wait=False, cancel_futures=True)
+                endpoint.engine_calls.close()
                 endpoint.preparation.close()
         return ServeOutcome(self._reason, self._cut_short)
 

@@ -16,11 +16,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     while its model loads, before the stream is begun. `prepare_s` is how long it may take to make a
     request ready for the engine: template, schema, grammar, tokens.
 
+    `max_bodies_bytes` bounds the bodies of all requests that run, and the text of their documents; one
+    asker has half of it.
+
     `kept_answers` of one key, `kept_bytes` of all and `kept_s` bound the answers that may be read
     again; one without a reader is abandoned after `unread_s`.
     """
 
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = 256 << 20
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
     max_url_bytes: int = 96 << 10

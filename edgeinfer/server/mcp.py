@@ -333,7 +333,7 @@ async def _prefilled(context: RequestContext, task: GenerationTask) -> None:
         raise
     finally:
         endpoint.running.difference_update(task.generations)
-        endpoint.unqueue(context.model, 1)
+        endpoint.unqueue(context.model, 1, context.key)
         task.lease.release()
         endpoint.leave(context.key)
 

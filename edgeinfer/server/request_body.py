@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -27,8 +28,6 @@ from edgeinfer.server.wire_types import Wire
 
 #: Bodies that are walked on the event loop at most: 64 KiB take about a millisecond.
 _INLINE_BYTES = 64 << 10
-#: The longest body of a route that needs no key.
-_OPEN_BODY_BYTES = 8 << 10
 #: They switch on what is not here, or what is here anyway.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
@@ -36,10 +35,14 @@ T = TypeVar("T")
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the body. Raises Problem 413 once too long, 400 when the client leaves."""
+    """Read the body. Raises Problem 413 once too long, 400 when the client leaves.
+
+    Raises Problem 429 and 503 beyond the bytes of all bodies.
+    """
     context = context_of(request)
-    is_open = context.operation is not None and context.operation.web == "open"
-    limit = _OPEN_BODY_BYTES if is_open else context.endpoint.limits.max_body_bytes
+    limit = context.endpoint.limits.max_body_bytes
+    if context.operation is not None and context.operation.max_body_bytes:
+        limit = min(limit, context.operation.max_body_bytes)
     declared = request.headers.get("content-length", "0")
     too_long = Problem(
         413,
@@ -56,10 +59,39 @@ async def read_body(request: Request) -> bytes:
             size += len(part)
             if size > limit:
                 raise too_long
+            context.hold(len(part))
             parts.append(part)
     except ClientDisconnect:
         raise Problem(400, "The client left.", code="client_disconnected") from None
     return b"".join(parts)
+
+
+#: Parts of a form at most.
+_MOST_PARTS = 16
+_BOUNDARY = re.compile(r'multipart/form-data;.*boundary="?([^";]{1,70})', re.IGNORECASE)
+_FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
+
+
+def read_form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
+    """Parse a multipart form into fields with file names; 31 MiB take a while. Raises Problem 400."""
+    found = _BOUNDARY.match(content_type)
+    fields: dict[str, tuple[bytes, str]] = {}
+    if found is None:
+        return fields
+    delimiter = re.compile(
+        rb"(?:^|\r\n)--" + re.escape(found[1].encode()) + rb"(?:--)?[ \t]*(?=\r\n|$)"
+    )
+    delimiters = list(itertools.islice(delimiter.finditer(raw), _MOST_PARTS + 2))
+    if len(delimiters) > _MOST_PARTS + 1:
+        raise Problem(400, f"A form has {_MOST_PARTS} parts at most.", code="invalid_value")
+    for start, end in itertools.pairwise(delimiters):
+        head_end = raw.find(b"\r\n\r\n", start.end(), end.start() + 4)
+        named = _FIELD.search(raw, start.end(), head_end) if head_end >= 0 else None
+        if named is not None:
+            filename = (named[2] or b"").decode("utf-8", "replace")
+            content = raw[head_end + 4 : end.start()]
+            fields[named[1].decode("utf-8", "replace")] = (content, filename)
+    return fields
 
 
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}

@@ -13,6 +13,7 @@ import itertools
 import queue
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -339,13 +340,20 @@ class _Server:
     def __init__(self, wire: FrameSocket, engine: Engine) -> None:
         self._wire, self._engine = wire, engine
         self._running: dict[int, Any] = {}
+        self._preparing: set[threading.Thread] = set()
         self._calls = ThreadPoolExecutor(4, "calls")
 
     def run(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToWorker)
         while (frame := self._wire.receive(decoder)) is not None:
             if isinstance(frame, Submit):
-                self._submit(frame)
+                # making a request ready may take a minute: a schema, a picture
+                work = functools.partial(self._generate, frame)
+                thread = threading.Thread(
+                    target=self._guarded, args=(frame.id, work), name="generation", daemon=True
+                )
+                self._preparing.add(thread)
+                thread.start()
             elif isinstance(frame, Cancel):
                 generation = self._running.get(frame.id)
                 if generation is not None:
@@ -353,24 +361,20 @@ class _Server:
             else:
                 self._calls.submit(self._guarded, frame.id, functools.partial(self._call, frame))
         self._calls.shutdown(wait=True, cancel_futures=True)
+        for thread in tuple(self._preparing):  # they use the engine, which is closed next
+            thread.join()
 
-    def _submit(self, frame: Submit) -> None:
+    def _generate(self, frame: Submit) -> None:
         try:
-            generation = self._engine.submit(frame.request)
-        except EdgeInferError as error:
-            self._wire.send(CallFailed(frame.id, to_fields(error)))
-            return
-        self._running[frame.id] = generation
-        self._wire.send(Accepted(frame.id))
-        pump = functools.partial(self._pump, frame.id, generation)
-        threading.Thread(target=self._guarded, args=(frame.id, pump), daemon=True).start()
-
-    def _pump(self, number: int, generation: Any) -> None:
-        try:
-            for event in generation:
-                self._wire.send(StreamEvent(number, event))
+            generation = self._running[frame.id] = self._engine.submit(frame.request)
         finally:
-            self._running.pop(number, None)
+            self._preparing.discard(threading.current_thread())
+        try:
+            self._wire.send(Accepted(frame.id))
+            for event in generation:
+                self._wire.send(StreamEvent(frame.id, event))
+        finally:
+            self._running.pop(frame.id, None)
 
     def _call(self, frame: Call) -> None:
         if frame.method not in CALLS:
@@ -391,6 +395,11 @@ class _Server:
                 self._wire.send(CallFailed(number, to_fields(error)))
         except OSError:  # the client is gone; `run` ends too
             pass
+        except Exception as error:  # noqa: BLE001  otherwise the client waits for ever
+            defect = EngineError(f"a defect in the model's process: {error!r}")
+            with contextlib.suppress(OSError):
+                self._wire.send(CallFailed(number, to_fields(defect)))
+            traceback.print_exc()
         finally:
             if self._engine.health():  # the process ends, and the client starts another
                 self._wire.hang_up()

@@ -5,15 +5,16 @@ side goes away.
 import contextlib
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_engine import FakeEngine, StepGate
 
-from edgeinfer.errors import EngineClosedError
+from edgeinfer.errors import EngineClosedError, EngineError
 from edgeinfer.host import Start
-from edgeinfer.runtime.events import ReasoningDelta, TextDelta
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.options import Adapter
-from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.runtime.requests import Choice, GenerateRequest, Message
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
 
@@ -110,3 +111,41 @@ def test_adapters_are_the_workers_and_known_here():
         red = Adapter("red", "/red.gguf", 0.5)
         assert engine.use_adapters([red]) == engine.info.lora == (red,)
         assert engine.use_adapters([]) == engine.info.lora == ()
+
+
+class _Slow(FakeEngine):
+    """Makes a request with a schema ready when `opened` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.opened = threading.Event(), threading.Event()
+
+    def submit(self, request):
+        if request.constraint is not None:
+            self.inside.set()
+            assert self.opened.wait(30)
+        return super().submit(request)
+
+
+def test_request_that_is_made_ready_stops_no_other():
+    fake = _Slow()
+    with remote(fake) as (engine, _), ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(engine.submit, ask(constraint=Choice(("a", "b"))))
+        assert fake.inside.wait(10)
+        assert "".join(event.text for event in engine.submit(ask()) if isinstance(event, TextDelta))
+        fake.opened.set()
+        assert isinstance(list(slow.result(10))[-1], Finished)
+
+
+def test_defect_of_a_worker_reaches_the_caller():
+    class Broken(FakeEngine):
+        def submit(self, request):
+            raise ZeroDivisionError
+
+        def detokenize(self, tokens):
+            raise ZeroDivisionError
+
+    with remote(Broken()) as (engine, _):
+        for ask_it in (lambda: engine.submit(ask()), lambda: engine.detokenize([1])):
+            with pytest.raises(EngineError, match="ZeroDivisionError"):
+                ask_it()

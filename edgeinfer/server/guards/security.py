@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from edgeinfer.server.askers import OWN, Asker
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
@@ -101,10 +102,14 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return name
 
-    def check_user(self, connection: Connection | None) -> None:
-        """Raises Problem 403 for a program of another user, if there are no keys."""
-        if self.keys or self.any_user or self._is_owners(connection):
-            return
+    def asker(self, key: str, connection: Connection | None) -> Asker:
+        """Return whom a request is from. Raises Problem 403 for another user, if there are no keys."""
+        if self.keys:
+            return Asker(key, self.keys.is_first(key))
+        if self._is_owners(connection):
+            return OWN
+        if self.any_user:
+            return Asker(f"uid-{connection.uid if connection else None}", is_admin=False)
         raise Problem(
             403,
             f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
@@ -112,14 +117,14 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             code="user_not_allowed",
         )
 
-    def is_admin(self, key: str, connection: Connection | None) -> bool:
-        """Return whether a request is an administrator's: by the first key, or by user without keys."""
-        return self.keys.is_first(key) if self.keys else self._is_owners(connection)
+    def cache_salt(self, asker: Asker) -> str:
+        """Return a salt that separates an asker's cached prefixes from those of others; "" for none."""
+        return self.keys.cache_salt(asker.name) if self.keys else asker.name
 
     def _is_owners(self, connection: Connection | None) -> bool:
-        if self.owner is None or connection is None or connection.is_unix:
-            return True
-        return connection.uid in (self.owner, 0)
+        if connection is None:
+            return False
+        return self.owner is None or connection.is_unix or connection.uid in (self.owner, 0)
 
 
 def host_name(host: str) -> str:

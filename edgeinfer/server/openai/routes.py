@@ -5,32 +5,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-import re
 import secrets
 import struct
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.batches import (
-    MOST_BYTES,
     BatchCounts,
     Batches,
+    BatchLine,
     BatchObject,
     BatchUrl,
     FileObject,
+    Folder,
     ask_again,
-    new_file,
     read_lines,
-    read_record,
-    write_record,
 )
 from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
@@ -39,7 +36,7 @@ from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai import translate, wire
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events
 from edgeinfer.server.problems import Problem, shutting_down
-from edgeinfer.server.request_body import read_body
+from edgeinfer.server.request_body import read_body, read_form
 from edgeinfer.server.wire_types import PromptUsage, Reply, Wire
 
 ROUTES = RouteTable()
@@ -163,13 +160,35 @@ def _stamp(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-_FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
-
-
 class FileDeleted(Reply, frozen=True, kw_only=True):
     id: str
     object: Literal["file"] = "file"
     deleted: bool = True
+
+
+class ListQuery(Wire, frozen=True, kw_only=True):
+    """A page of a list: at most `limit` items behind the one with the id `after`."""
+
+    after: str = ""
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str = ""
+
+
+class FileList(Reply, frozen=True, kw_only=True):
+    data: list[FileObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+class BatchList(Reply, frozen=True, kw_only=True):
+    data: list[BatchObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
 
 
 class BatchRequest(Wire, frozen=True, kw_only=True):
@@ -183,112 +202,127 @@ class BatchRequest(Wire, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-def _place(context: RequestContext) -> tuple[Batches, Path]:
-    batches = context.endpoint.batches
-    if batches is None:
+def _batches(context: RequestContext) -> Batches:
+    if context.endpoint.batches is None:
         raise Problem(400, "No files are kept here.", code="files_not_kept")
-    return batches, batches.folder(context.key)
+    return context.endpoint.batches
+
+
+def _folder(context: RequestContext) -> Folder:
+    return _batches(context).folder(context.key)
+
+
+def _page(records: list[Any], query: ListQuery) -> dict[str, Any]:
+    if query.order == "asc":
+        records.reverse()
+    ids = [record.id for record in records]
+    start = ids.index(query.after) + 1 if query.after in ids else 0
+    data = records[start : start + query.limit]
+    return {
+        "data": data,
+        "has_more": start + query.limit < len(records),
+        "first_id": data[0].id if data else None,
+        "last_id": data[-1].id if data else None,
+    }
 
 
 @ROUTES.post("/v1/files", uses_model=False)
 async def upload(context: RequestContext) -> FileObject:
     """Keep a file of requests, a multipart form with `file` and `purpose`."""
-    _, folder = _place(context)
-    form = _form(context.headers.get("content-type", ""), await read_body(context.request))
+    folder = _folder(context)
+    raw = await read_body(context.request)
+    return await asyncio.to_thread(_keep, folder, context.headers.get("content-type", ""), raw)
+
+
+def _keep(folder: Folder, content_type: str, raw: bytes) -> FileObject:
+    form = read_form(content_type, raw)
     content, filename = form.get("file", (b"", ""))
     if form.get("purpose", (b"", ""))[0] != b"batch" or not content:
         message = "Send the form fields 'file', which is not empty, and 'purpose', which is 'batch'."
         raise Problem(400, message, param="purpose", code="invalid_value")
-    if sum(path.stat().st_size for path in folder.iterdir()) + len(content) > MOST_BYTES:
-        message = f"All files together may have {MOST_BYTES} bytes: DELETE some under /v1/files."
-        raise Problem(413, message, param="file", code="request_too_large")
-    record = new_file(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
-    await asyncio.to_thread((folder / f"{record.id}.jsonl").write_bytes, content)
-    write_record(folder, record)
-    return record
+    return folder.add(content, filename)
 
 
-def _form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
-    """Parse a multipart form into fields with file names. No client's boundary is in its content."""
-    found = re.search(r'multipart/form-data;.*boundary="?([^";]+)', content_type, re.IGNORECASE)
-    fields = {}
-    for part in raw.split(b"--" + found[1].encode())[1:-1] if found else ():
-        head, _, content = part.partition(b"\r\n\r\n")
-        if named := _FIELD.search(head):
-            filename = (named[2] or b"").decode("utf-8", "replace")
-            fields[named[1].decode("utf-8", "replace")] = (content.removesuffix(b"\r\n"), filename)
-    return fields
+@ROUTES.get("/v1/files")
+async def list_files(context: RequestContext, query: ListQuery) -> FileList:
+    """The files of this key, the newest first."""
+    found = await asyncio.to_thread(_folder(context).records, FileObject)
+    found = [record for record in found if query.purpose in ("", record.purpose)]
+    return FileList(**_page(found, query))
 
 
 @ROUTES.get("/v1/files/{id}")
 async def one_file(context: RequestContext) -> FileObject:
     """A file of requests or answers."""
-    _, folder = _place(context)
-    return read_record(folder, context.path_id, FileObject)
+    return await asyncio.to_thread(_folder(context).read, context.path_id, FileObject)
 
 
 @ROUTES.get("/v1/files/{id}/content", reply_type="application/jsonl")
 async def content_of(context: RequestContext) -> Response:
     """The lines of a file."""
-    _, folder = _place(context)
-    record = read_record(folder, context.path_id, FileObject)
-    content = await asyncio.to_thread((folder / f"{record.id}.jsonl").read_bytes)
+    content = await asyncio.to_thread(_folder(context).content, context.path_id)
     return Response(content, media_type="application/jsonl")
 
 
 @ROUTES.delete("/v1/files/{id}")
 async def delete_file(context: RequestContext) -> FileDeleted:
     """Delete a file."""
-    _, folder = _place(context)
-    record = read_record(folder, context.path_id, FileObject)
-    for ending in ("json", "jsonl"):
-        (folder / f"{record.id}.{ending}").unlink(missing_ok=True)
-    return FileDeleted(id=record.id)
+    await asyncio.to_thread(_folder(context).delete, context.path_id)
+    return FileDeleted(id=context.path_id)
 
 
-@ROUTES.post("/v1/batches", uses_model=False)
+@ROUTES.post("/v1/batches", uses_model=False, max_body_bytes=64 << 10)
 async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
     """Answer a file of requests in the background."""
-    batches, folder = _place(context)
+    batches, folder = _batches(context), _folder(context)
     if context.endpoint.draining:
         raise shutting_down()
-    source = read_record(folder, body.input_file_id, FileObject)
-    raw = await asyncio.to_thread((folder / f"{source.id}.jsonl").read_bytes)
-    lines = await asyncio.to_thread(read_lines, raw.splitlines(), _refuse_line, body.endpoint)
+    batches.check_room(context.asker)
+
+    def read() -> list[BatchLine]:
+        folder.check_room()
+        raw = folder.content(body.input_file_id)
+        return read_lines(raw.splitlines(), _refuse_line, body.endpoint)
+
+    lines = await asyncio.to_thread(read)
     now = int(time.time())
     batch = BatchObject(
         id=f"batch_{secrets.token_hex(12)}",
         endpoint=body.endpoint,
-        input_file_id=source.id,
+        input_file_id=body.input_file_id,
         output_file_id=f"file-{secrets.token_hex(12)}",
         created_at=now,
         in_progress_at=now,
         request_counts=BatchCounts(total=len(lines)),
         metadata=body.metadata,
     )
-    ask = functools.partial(ask_again, context.request.scope["app"], context.headers)
-    batches.begin(ask, folder, batch, lines)
-    return batch
+    ask = functools.partial(ask_again, context.request.scope["app"], context.asker)
+    return await batches.begin(ask, context.asker, batch, lines)
 
 
 def _refuse_line(number: int, why: str) -> Problem:
     return Problem(400, f"Line {number}: {why}.", param="input_file_id", code="invalid_value")
 
 
+@ROUTES.get("/v1/batches")
+async def list_batches(context: RequestContext, query: ListQuery) -> BatchList:
+    """The batches of this key, the newest first."""
+    return BatchList(**_page(await asyncio.to_thread(_batches(context).batches, context.key), query))
+
+
 @ROUTES.get("/v1/batches/{id}")
 async def one_batch(context: RequestContext) -> BatchObject:
     """Report a batch's progress."""
-    batches, folder = _place(context)
-    return batches.batch(folder, context.path_id)
+    return await asyncio.to_thread(_batches(context).batch, context.key, context.path_id)
 
 
 @ROUTES.post("/v1/batches/{id}/cancel", uses_model=False)
 async def cancel(context: RequestContext) -> BatchObject:
     """End a batch; what it has answered is kept."""
-    batches, folder = _place(context)
-    batch = batches.batch(folder, context.path_id)
+    batches = _batches(context)
+    batch = await asyncio.to_thread(batches.batch, context.key, context.path_id)
     await batches.cancel(batch.id)
-    return batches.batch(folder, batch.id)
+    return await asyncio.to_thread(batches.batch, context.key, batch.id)
 
 
 OPENAI = Dialect(

@@ -1,12 +1,14 @@
 """Stored responses: gone on from, read again, and read on from where a connection was lost."""
 
 import contextlib
+import gc
 import threading
 
 import openai
 import pytest
 from fake_engine import FakeEngine, StepGate
 
+from edgeinfer.server.context import RequestContext
 from edgeinfer.server.limits import Limits
 
 URL = "/v1/responses"
@@ -171,3 +173,25 @@ def test_the_oldest_go_first(client) -> None:
     names = [here.client.post(URL, json={"input": "x"}).json()["id"] for _ in range(3)]
     found = [here.client.get(f"{URL}/{name}").status_code for name in names]
     assert found == [404, 200, 200]
+
+
+def test_answers_that_are_never_read_are_evicted(client) -> None:
+    here, _ = client(limits=Limits(kept_answers=8, kept_bytes=100_000))
+    for number in range(20):
+        text = "x" * (30_000 if number > 15 else 10)
+        assert here.client.post(URL, json={"input": text}).status_code == 200
+        kept = here.endpoint.journal._answers.values()
+        assert len(kept) <= 8
+        assert sum(answer.size_bytes for answer in kept) <= 100_000
+    assert len(kept) == 3
+
+
+def test_stored_answer_does_not_keep_the_body_that_asked(client) -> None:
+    here, _ = client()
+    for _ in range(3):
+        here.client.post(URL, json={"input": "x", "metadata": {"a": "b"}})
+    answers = list(here.endpoint.journal._answers.values())
+    del here
+    contexts = [one for one in gc.get_objects() if isinstance(one, RequestContext)]
+    assert len(answers) == 3
+    assert not any(context.body for context in contexts)

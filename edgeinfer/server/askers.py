@@ -1,0 +1,205 @@
+"""Whom requests are from, and what askers share: memory, threads, and places in an engine.
+
+No API key has any of it for itself alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.problems import too_many, unavailable
+
+T = TypeVar("T")
+
+
+class Asker(msgspec.Struct, frozen=True):
+    """Whom a request is from: the name of the client's API key, and whether it is an administrator.
+
+    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one.
+    """
+
+    name: str
+    is_admin: bool
+
+
+NOBODY = Asker("", is_admin=False)
+#: Asks within the process of the endpoint's own user, such as `edgeinfer batch`.
+OWN = Asker("", is_admin=True)
+
+
+class BodyBudget:
+    """Counts the bytes of running requests' bodies by asker. For the event loop's thread alone."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._most = max(limits.max_bodies_bytes, limits.max_body_bytes)
+        self._most_of_asker = max(limits.max_bodies_bytes // 2, limits.max_body_bytes)
+        self._by_asker: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return self._by_asker.total()
+
+    def take(self, asker: str, n_bytes: int) -> None:
+        """Raises Problem 429 and 503 with Retry-After beyond the limits."""
+        if self.total + n_bytes > self._most:
+            raise unavailable("The bodies of all requests are too large together.", "queue_full", 1)
+        if asker and self._by_asker[asker] + n_bytes > self._most_of_asker:
+            raise too_many("The bodies of this key's requests are too large together.", 1)
+        self._by_asker[asker] += n_bytes
+
+    def give_back(self, asker: str, n_bytes: int) -> None:
+        self._by_asker[asker] -= n_bytes
+        if not self._by_asker[asker]:
+            del self._by_asker[asker]
+
+
+class RoundRobin(Generic[T]):
+    """Waiting items of askers, who take turns."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+
+    def add(self, asker: str, item: T) -> None:
+        self._waiting.setdefault(asker, deque()).append(item)
+
+    def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
+        """Take the first item of the next asker whose item may begin; None if there is none."""
+        for asker, items in self._waiting.items():
+            if may_begin(asker, items[0]):
+                item = items.popleft()
+                if items:
+                    self._waiting.move_to_end(asker)
+                else:
+                    del self._waiting[asker]
+                return asker, item
+        return None
+
+
+class FairPool:
+    """A pool of threads, of which an API key has half at most. Any thread may use it."""
+
+    def __init__(self, name: str, n_threads: int) -> None:
+        self.name = name
+        self._n_threads = n_threads
+        self.most_of_key = n_threads // 2
+        self._threads = ThreadPoolExecutor(n_threads, name)
+        self._lock = threading.Lock()
+        self._waiting: RoundRobin[tuple[Future[Any], Callable[[], Any]]] = RoundRobin()
+        self._n_running: Counter[str] = Counter()
+        self._begun: dict[object, float] = {}
+
+    def begin(self, asker: str, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in a thread when it is the asker's turn."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.add(asker, (future, work))
+        self._fill()
+        return future
+
+    def _fill(self) -> None:
+        with self._lock:
+            while self._n_running.total() < self._n_threads:
+                turn = self._waiting.pop(self._may_begin)
+                if turn is None:
+                    return
+                asker, (future, work) = turn
+                if future.set_running_or_notify_cancel():
+                    self._n_running[asker] += 1
+                    self._threads.submit(self._run, asker, future, work)
+
+    def _may_begin(self, asker: str, _: object) -> bool:
+        return not asker or self._n_running[asker] < self.most_of_key
+
+    def _run(self, asker: str, future: Future[Any], work: Callable[[], Any]) -> None:
+        mark = object()
+        self._begun[mark] = time.monotonic()
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  the future raises it again, in the caller
+            self._end(asker, mark)
+            future.set_exception(error)
+        else:
+            self._end(asker, mark)
+            future.set_result(result)
+
+    def _end(self, asker: str, mark: object) -> None:
+        del self._begun[mark]
+        with self._lock:
+            self._n_running[asker] -= 1
+            if not self._n_running[asker]:
+                del self._n_running[asker]
+        self._fill()
+
+    def is_stuck(self, after_s: float) -> bool:
+        """Return whether every thread works longer than `after_s`."""
+        begun = tuple(self._begun.values())
+        return len(begun) == self._n_threads and time.monotonic() - max(begun) > after_s
+
+    def close(self) -> None:
+        """Begin nothing more; what runs finishes."""
+        with self._lock:
+            self._waiting = RoundRobin()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+#: Generations beyond those that an engine decodes: it finds the next one in its queue.
+_AHEAD = 2
+#: An engine that decodes so many at once keeps a place for other keys.
+_SHARED_FROM = 4
+
+
+class Places:
+    """Places in one model's engine, given to the waiting askers in turn. Lives on one event loop.
+
+    An engine answers in the order of arrival: of a key's many requests it gets a few at a time.
+    """
+
+    def __init__(self) -> None:
+        #: How many answers the engine decodes at once; replicas come and go.
+        self.n_parallel = 1
+        self._taken: Counter[str] = Counter()
+        self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
+
+    async def take(self, asker: str, n: int) -> None:
+        """Wait for `n` places of `asker`, who gives them back; "" takes and gives back none."""
+        if not asker:
+            return
+        turn = (n, asyncio.get_running_loop().create_future())
+        self._waiting.add(asker, turn)
+        self._fill()
+        try:
+            await turn[1]
+        except asyncio.CancelledError:
+            if not turn[1].cancelled():
+                self.give_back(asker, n)
+            raise
+
+    def give_back(self, asker: str, n: int) -> None:
+        if not asker:
+            return
+        self._taken[asker] -= n
+        if not self._taken[asker]:
+            del self._taken[asker]
+        self._fill()
+
+    def _may_begin(self, asker: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
+        n, own = turn[0], self._taken[asker]
+        most_of_key = self.n_parallel - (self.n_parallel >= _SHARED_FROM)
+        has_room = self._taken.total() + n <= self.n_parallel + _AHEAD
+        return not own or (has_room and own + n <= most_of_key)
+
+    def _fill(self) -> None:
+        while (taken := self._waiting.pop(self._may_begin)) is not None:
+            asker, (n, future) = taken
+            if not future.done():
+                self._taken[asker] += n
+                future.set_result(None)

@@ -1,0 +1,257 @@
+"""What API keys share: places in the engine, threads, memory. None has it for itself alone."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections import Counter
+
+import pytest
+from fake_engine import FakeEngine, StepGate
+
+from edgeinfer.cli.serving import ModelAdmin
+from edgeinfer.server.askers import FairPool, Places
+from edgeinfer.server.guards.keys import Keys
+from edgeinfer.server.limits import Limits
+from edgeinfer.server.web.access import Access, Web
+from edgeinfer.server.web.routes import WEB
+
+KEYS = ["busy-key-0123456789", "other-key-0123456789"]
+BUSY, OTHER = KEYS
+
+
+def _ask(here, key: str, text: str = "hi", **body):
+    body = {"messages": [{"role": "user", "content": text}]} | body
+    headers = {"x-api-key": key}
+    return here.client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
+    gate = StepGate()
+    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
+    here = serve(engine, keys=KEYS)  # decodes four at once
+    asking = [here.pool.submit(_ask, here, BUSY, "slow") for _ in range(12)]
+    until(lambda: here.endpoint.inside["fake"] == 12, "twelve requests to wait")
+    assert len(engine.requests) == 3
+    assert _ask(here, OTHER).status_code == 200
+    gate.opened.set()
+    assert [one.result().status_code for one in asking] == [200] * 12
+    assert not here.endpoint.places
+
+
+def test_places_of_clients_that_leave_are_given_on(serve, until):
+    gate = StepGate()
+    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
+    here = serve(engine, keys=KEYS)
+    body = json.dumps({"messages": [{"role": "user", "content": "slow"}]}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: %b\r\n" % BUSY.encode()
+    head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    clients = [socket.create_connection(("127.0.0.1", here.port)) for _ in range(9)]
+    for client in clients:
+        client.sendall(head + body)
+    until(lambda: here.endpoint.inside["fake"] == 9, "nine requests to wait")
+    for client in clients:
+        client.close()
+    until(lambda: not here.endpoint.inside, "all to be forgotten")
+    assert not here.endpoint.places
+    assert _ask(here, BUSY).status_code == 200
+
+
+def test_waiting_stream_is_told_that_it_waits(serve, until):
+    gate = StepGate()
+    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
+    here = serve(engine, keys=KEYS, limits=Limits(patience_s=0.05, comment_s=0.05))
+    asking = [here.pool.submit(_ask, here, BUSY, "slow") for _ in range(3)]
+    until(lambda: len(engine.requests) == 3, "three to run")
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    headers = {"x-api-key": BUSY}
+    with here.client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply:
+        lines = reply.iter_lines()
+        assert next(line for line in lines if line) == ": queued"
+        gate.opened.set()
+        assert "data: [DONE]" in list(lines)
+    assert all(one.result().status_code == 200 for one in asking)
+
+
+def test_askers_take_turns():
+    async def main() -> list[str]:
+        places = Places()
+        places.n_parallel = 1
+        order: list[str] = []
+
+        async def ask(asker: str) -> None:
+            await places.take(asker, 1)
+            order.append(asker)
+            await asyncio.sleep(0)
+            places.give_back(asker, 1)
+
+        async with asyncio.TaskGroup() as group:
+            for asker in "aaaaabbc":
+                group.create_task(ask(asker))
+        return order
+
+    order = asyncio.run(main())
+    assert Counter(order) == Counter("aaaaabbc")
+    assert order.index("c") < 3
+    assert order[-3:] == ["a"] * 3
+
+
+class _Stuck(FakeEngine):
+    """Makes a request "slow" ready when `opened` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+        self.inside = threading.Semaphore(0)
+
+    def submit(self, request):
+        if request.messages and request.messages[-1].content == "slow":
+            self.inside.release()
+            assert self.opened.wait(30)
+        return super().submit(request)
+
+    def tokenize(self, text, **options):
+        if text == "slow":
+            self.inside.release()
+            assert self.opened.wait(30)
+        return super().tokenize(text, **options)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+def test_schemas_of_one_key_do_not_stop_those_of_another(serve):
+    engine = _Stuck()
+    here = serve(engine, keys=KEYS)
+    asking = [here.pool.submit(_ask, here, BUSY, "slow", response_format=SCHEMA) for _ in range(6)]
+    assert engine.inside.acquire(timeout=20)
+    assert _ask(here, OTHER, response_format=SCHEMA).status_code == 200
+    assert _ask(here, BUSY).status_code == 200
+    engine.opened.set()
+    assert [one.result().status_code for one in asking] == [200] * 6
+
+
+def test_calls_of_one_key_do_not_stop_those_of_another(serve):
+    engine = _Stuck()
+    here = serve(engine, keys=KEYS)
+
+    def tokenize(key: str, text: str) -> int:
+        body, headers = {"content": text}, {"x-api-key": key}
+        return here.client.post("/tokenize", json=body, headers=headers).status_code
+
+    asking = [here.pool.submit(tokenize, BUSY, "slow") for _ in range(12)]
+    for _ in range(4):
+        assert engine.inside.acquire(timeout=20)
+    assert tokenize(OTHER, "a") == 200
+    assert here.client.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
+    engine.opened.set()
+    assert [one.result() for one in asking] == [200] * 12
+
+
+def test_pool_gives_a_key_half_of_its_threads_and_turns_to_all():
+    pool, opened = FairPool("test", 4), threading.Event()
+    done: list[str] = []
+    begun = threading.Semaphore(0)
+
+    def work(asker: str) -> None:
+        begun.release()
+        assert opened.wait(30)
+        done.append(asker)
+
+    futures = [pool.begin(asker, lambda asker=asker: work(asker)) for asker in "aaaaaabbc"]
+    for _ in range(4):
+        assert begun.acquire(timeout=20)
+    assert pool.is_stuck(0)
+    running = Counter(a for a, future in zip("aaaaaabbc", futures, strict=True) if future.running())
+    assert running == {"a": 2, "b": 2}
+    assert futures[5].cancel()
+    opened.set()
+    for future in futures[:5] + futures[6:]:
+        future.result(20)
+    assert Counter(done) == Counter("aaaaabbc")
+    with pytest.raises(ZeroDivisionError):
+        pool.begin("a", lambda: 1 // 0).result(20)
+    pool.close()
+
+
+def _head(path: str, length: int, *more: bytes) -> bytes:
+    lines = [
+        b"POST %b HTTP/1.1" % path.encode(),
+        b"host: localhost",
+        b"content-length: %d" % length,
+        *more,
+    ]
+    return b"\r\n".join([*lines, b"", b""])
+
+
+def _status(client: socket.socket) -> int:
+    client.settimeout(20)
+    return int(client.recv(1000).split(b" ", 2)[1])
+
+
+def test_bodies_of_all_requests_have_a_limit_together(serve, until):
+    here = serve(limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000))
+    json_type = b"content-type: application/json"
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", here.port))) for _ in range(3)
+        ]
+        for client in clients[:2]:
+            client.sendall(_head("/v1/completions", 50_000, json_type) + b" " * 40_000)
+        until(lambda: here.endpoint.bodies.total == 80_000, "two bodies to be read")
+        clients[2].sendall(_head("/v1/completions", 50_000, json_type) + b" " * 40_000)
+        assert _status(clients[2]) == 503
+    until(lambda: not here.endpoint.bodies.total, "the bodies to be forgotten")
+    assert here.chat().status_code == 200
+    assert not here.endpoint.bodies.total
+
+
+def test_bodies_of_one_key_leave_room_for_others(serve, until):
+    here = serve(keys=KEYS, limits=Limits(max_body_bytes=40_000, max_bodies_bytes=100_000))
+    with contextlib.ExitStack() as stack:
+        for status in (None, 429):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", here.port)))
+            key = b"x-api-key: " + BUSY.encode()
+            json_type = b"content-type: application/json"
+            client.sendall(_head("/v1/completions", 40_000, key, json_type) + b" " * 35_000)
+            if status:
+                assert _status(client) == status
+            else:
+                until(lambda: here.endpoint.bodies.total == 35_000, "a body to be read")
+        assert _ask(here, OTHER).status_code == 200
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+OPEN = [operation.path for operation in WEB.operations if operation.web == "open"]
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
+    here = serve(keys=KEYS)
+    here.endpoint.web = Web(
+        Access(here.port, Keys(KEYS)), here.endpoint, ModelAdmin(here.endpoint.host)
+    )
+    before = _rss_bytes()
+    for path in [*OPEN, "/health", "/mcp", "/v1/files"]:
+        head = (
+            _head(path, 31 << 20)
+            if framing == "length"
+            else _head(path, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+        )
+        part = b" " * 65_536 if framing == "length" else b"10000\r\n" + b" " * 65_536 + b"\r\n"
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", here.port)))
+                client.settimeout(0.2)
+                client.sendall(head)
+                with contextlib.suppress(OSError):
+                    for _ in range(64):
+                        client.sendall(part)
+            assert here.client.get("/health").status_code == 200
+    assert _rss_bytes() - before < 40 << 20
