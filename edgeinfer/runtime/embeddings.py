@@ -16,6 +16,7 @@ import numpy as np
 from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.requests import check_length
@@ -95,15 +96,20 @@ class Embedder:
         return tokens
 
     def _pair(self, query: str, document: str) -> list[int]:
-        """Pair by the model's own template, or as BOS query EOS SEP document EOS."""
+        """Pair by the model's own template, or as BOS query EOS SEP document EOS.
+
+        WordPiece has one token for EOS and SEP, and BERT was trained with one of them there.
+        """
         vocab = self._loaded.vocab
         template = self._loaded.chat_template("rerank")
         if template:
             text = template.replace("{query}", self._control.guard(query))
             text = text.replace("{document}", self._control.guard(document))
             return self._control.tokenize(text)
-        bos, eos = vocab.bos, vocab.eos
-        parts = [bos, *vocab.tokenize(query), eos, vocab.sep, *vocab.tokenize(document), eos]
+        is_word_piece = vocab.kind == L.LLAMA_VOCAB_TYPE_WPM
+        middle = [vocab.sep] if is_word_piece else [vocab.eos, vocab.sep]
+        end = vocab.sep if is_word_piece else vocab.eos
+        parts = [vocab.bos, *vocab.tokenize(query), *middle, *vocab.tokenize(document), end]
         return [t for t in parts if t >= 0]
 
     def _run(self, inputs: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:

@@ -146,8 +146,15 @@ def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
     scheme = None if found else _SCHEME.match(text)
     if scheme is not None:
         raise refusal(f"{scheme[1].lower()}: addresses are not fetched")
+    encoded = text[found.end() if found else 0 :]
     try:
-        return base64.b64decode(text[found.end() if found else 0 :], validate=True)
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        pass
+    plain = "".join(encoded.split()).rstrip("=")  # with line breaks, without padding, for URLs
+    plain = plain.replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise refusal("it is not valid base64") from None
 

@@ -226,7 +226,7 @@ async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
 def _nothing_here(path: str, *, hides_page: bool) -> Problem:
     match = match_route(path)
     hidden = hides_page and match.dialect.prefix == PAGE
-    methods = sorted(method for method in match.methods if method != "HEAD" and not hidden)
+    methods = [] if hidden else sorted(match.methods)
     if not methods:
         return Problem(404, "No such route.", code="not_found")
     allow = {"allow": ", ".join(methods)}

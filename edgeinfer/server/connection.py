@@ -45,6 +45,8 @@ class Connection:
         self._socket = transport.get_extra_info("socket")
         self._number: int = self._socket.fileno()
         self._is_lost = False
+        #: Whether answers are sent in chunks; a client of HTTP/1.0 reads to the end.
+        self.is_chunked = True
         self._short_cut: ShortCut | None = None
 
     @property
@@ -64,8 +66,10 @@ class Connection:
         return peer is not None and peer.is_half_closed
 
     def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
-        """Open a short cut past the event loop; None under TLS or with bytes waiting."""
-        if self._is_tls or self._is_lost or self._transport.get_write_buffer_size():
+        """Open a short cut past the event loop; None where it cannot write."""
+        if self._is_tls or self._is_lost or not self.is_chunked:
+            return None
+        if self._transport.get_write_buffer_size():
             return None
         self._short_cut = ShortCut(self._number, self._transport, render)
         return self._short_cut
@@ -111,8 +115,11 @@ class ShortCut:
                 written = os.write(self._number, chunk)
             except BlockingIOError:
                 written = 0
-            except OSError:  # the event loop gets the same error and ends the request
-                written = len(chunk)
+            except OSError:  # of a half-closed connection the event loop hears nothing
+                self._is_open = False
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._transport.abort)
+                return True
             if written < len(chunk):
                 self._is_open = False
                 with contextlib.suppress(RuntimeError):  # the loop was closed under us

@@ -80,11 +80,12 @@ class UvicornHandler(logging.Handler):
 
 
 def capture_uvicorn(log: Log) -> None:
-    """Route uvicorn's logger to `log`; called once a process, before the server starts."""
-    logger = logging.getLogger("uvicorn")
-    logger.handlers = [UvicornHandler(log)]
-    logger.setLevel(logging.WARNING)
-    logger.propagate = False
+    """Route the loggers of uvicorn and asyncio to `log`; called before the server starts."""
+    for name in ("uvicorn", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.handlers = [UvicornHandler(log)]
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
     logging.getLogger("uvicorn.access").disabled = True
 
 

@@ -16,6 +16,7 @@ from edgeinfer import errors as e
 from edgeinfer.config.load_options import LOAD_OPTIONS
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_FOLDERS = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'\"]+/)+")
 _FIELD = re.compile(r"field `([^`]*)`")
 #: Most refusals of one body in one message.
 _MAX_MESSAGES = 16
@@ -101,6 +102,8 @@ def from_error(error: e.EdgeInferError) -> Problem:
     """Convert an EdgeInferError. A subclass without a row takes its parent's."""
     status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     message = error.message
+    if status == 422 or status >= 500:
+        message = _FOLDERS.sub("", message)  # where the operator keeps files is no client's concern
     if error.hint and status < 500:
         message = f"{message} ({error.hint})"
     return Problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,6 +57,11 @@ def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
             hint="models that can: `edgeinfer list pictures`",
             param="messages",
         )
+
+
+def as_text(value: str | dict[str, Any]) -> str:
+    """Return JSON text that a client gave as text or as the object itself."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def content_of(parts: Iterable[str | bytes], between: str = "") -> dict[str, Any]:
@@ -125,13 +131,23 @@ def overridden(base: Sampling, **given: Any) -> Sampling:
     A request that chooses its sampling gets no penalty on repeats unless it asks for one.
     """
     given = {name: value for name, value in given.items() if value is not None}
+    if given.get("top_k") == -1:  # as other servers spell 0
+        given["top_k"] = 0
     neutral = NO_PENALTIES if given.keys() - {"seed"} else {}
     return msgspec.structs.replace(base, **neutral | given)
 
 
 def seed_of(seed: int | None) -> int | None:
-    """Convert OpenAI's 64-bit seed to llama.cpp's 32-bit one; -1 is random, as in llama.cpp."""
-    return None if seed is None or seed == -1 else seed & 0xFFFF_FFFF
+    """Convert OpenAI's 64-bit seed to llama.cpp's 32-bit one; -1 is random, as in llama.cpp.
+
+    Seeds below 0xFFFFFFFF, which llama.cpp takes for random, stay as they are.
+    """
+    if seed is None or seed == -1:
+        return None
+    if 0 <= seed < 0xFFFF_FFFF:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(9, "little", signed=True), digest_size=4).digest()
+    return min(int.from_bytes(digest, "little"), 0xFFFF_FFFE)
 
 
 _YEAR_S = 31_536_000.0

@@ -71,7 +71,7 @@ ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0
 OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
-TopK = Annotated[int, _range("top_k")]
+TopK = Annotated[int, Meta(ge=-1, le=BY_FIELD["top_k"].high, description="0 or -1 keeps all.")]
 RepeatPenalty = Annotated[float, _range("repeat_penalty")]
 ReasoningBudget = Annotated[
     int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning is closed.")

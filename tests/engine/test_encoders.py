@@ -50,3 +50,10 @@ def test_a_ranker_scores_each_document_by_itself(tmp_path: Path) -> None:
             assert engine.rerank("the cat", [document])[0] == pytest.approx(score, abs=2e-2)
         with pytest.raises(InvalidRequestError):
             engine.embed(["cat"])
+
+
+def test_word_piece_has_one_separator_between_query_and_document(tmp_path: Path) -> None:
+    with closing(load(make_bert(tmp_path / "ranker.gguf", RANK, head=True))) as engine:
+        query, document = (engine.tokenize(text, add_special=True) for text in ("the cat", "red"))
+        assert query[-1] == document[-1]
+        assert engine._embedder._pair("the cat", "red") == [*query, *document[1:]]

@@ -21,6 +21,7 @@ import httpx2
 import pytest
 from fake_engine import FakeEngine, StepGate
 from fake_hub import FaultServer
+from loop_watchdog import watched
 from made_models import FIM, make_llama
 from other_processes import wait_until
 
@@ -137,10 +138,12 @@ def served(
     with (
         ThreadPoolExecutor(32) as pool,
         httpx2.Client(base_url=url, timeout=30, verify=scheme == "http") as client,
+        contextlib.ExitStack() as stack,
     ):
         outcome = pool.submit(asyncio.run, main())
         endpoint, server, loop = starting.result(20)
         served_ = Served(url, port, endpoint, server, loop, log, outcome, client, pool)
+        stack.enter_context(watched(loop))
         try:
             if wait_ready and options.preload:
                 wait_until(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edgeinfer.server.connection import Connection
@@ -27,7 +28,27 @@ _REFUSALS = {
     431: b"Request Header Fields Too Large",
     501: b"Not Implemented",
     503: b"Service Unavailable",
+    505: b"HTTP Version Not Supported",
 }
+
+
+#: Pause (s) between two looks for whether a client of a half-closed connection is still there.
+_LOOK_AGAIN_S = 1.0
+
+
+class _UnknownLength(int):
+    """A content length that every body has: the end of the connection ends it."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _UnknownLength:
+        return self
+
+    __hash__ = int.__hash__
 
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
@@ -86,7 +107,17 @@ class _Guarded(HttpToolsProtocol):
         if not self.connection.is_half_closed():
             return None
         cycle.keep_alive = False
+        self._look_for_client()
         return True
+
+    def _look_for_client(self) -> None:
+        """Cut the connection once the client has left: a half-closed socket tells the loop nothing."""
+        if self.transport.is_closing():
+            return
+        if self.connection.is_half_closed():
+            self.loop.call_later(_LOOK_AGAIN_S, self._look_for_client)
+        else:
+            self.transport.abort()
 
     # --- parser callbacks
 
@@ -118,11 +149,29 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(400)
         if any(n == b"transfer-encoding" and v.strip().lower() != b"chunked" for n, v in self.headers):
             self._refuse(501)
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refuse(505)
         if self._refused:
             return
         self._disarm()
         self._arm(self.guard.body_s)
+        self._take_host_of_target()
         super().on_headers_complete()
+        self.connection.is_chunked = version == "1.1"
+        if version == "1.0":  # a client of HTTP/1.0 knows no chunks
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UnknownLength()
+
+    def _take_host_of_target(self) -> None:
+        """Put the host of a target in absolute form in place of the Host header (RFC 9112, 3.2.2)."""
+        if self.url.startswith((b"/", b"*")):
+            return
+        target = httptools.parse_url(self.url)
+        if target.host:
+            host = b"[%b]" % target.host if b":" in target.host else target.host
+            host += b":%d" % target.port if target.port else b""
+            self.headers[:] = [*((n, v) for n, v in self.headers if n != b"host"), (b"host", host)]
 
     def on_body(self, body: bytes) -> None:
         self._held_bytes = 0

@@ -327,7 +327,7 @@ def _logprob(token: Logprob, top: Sequence[Logprob]) -> LlamaLogprob:
 
 
 def _only(answer: LlamaAnswer, fields: Sequence[str]) -> dict[str, Any]:
-    """Pick fields; `a/b` is `b` of the object `a`. Unknown ones are left out, as in llama.cpp."""
+    """Pick fields; `a/b` is `b` of the object `a`, under that name. Unknown ones are left out."""
     found: dict[str, Any] = {}
     for field in fields:
         inner: Any = msgspec.to_builtins(answer)
@@ -335,5 +335,5 @@ def _only(answer: LlamaAnswer, fields: Sequence[str]) -> dict[str, Any]:
         for place in above:
             inner = inner.get(place) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and name in inner:
-            found[name] = inner[name]
+            found[field] = inner[name]
     return found

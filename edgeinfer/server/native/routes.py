@@ -172,9 +172,10 @@ def _as_tei(
 def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
-    tokens = sum(len(engine.tokenize(text)) for text in texts) + len(texts) * len(
-        engine.tokenize(body.query)
-    )
+    n_of_query = len(engine.tokenize(body.query, add_special=True))
+    n_shared = 1 if engine.info.eos_token == "[SEP]" else 0  # BERT has one token between the two
+    n_of_texts = [len(engine.tokenize(text, add_special=True)) for text in texts]
+    tokens = sum(n_of_query + n - n_shared for n in n_of_texts)
     results = [
         wire.RerankResult(
             index=index,

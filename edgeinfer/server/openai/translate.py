@@ -31,6 +31,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.openai import wire
 from edgeinfer.server.request_fields import (
+    as_text,
     common_fields,
     content_of,
     named_tool,
@@ -128,9 +129,7 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
         return [request]
     if seed is None:
         return [request] * n
-    samplings = [
-        msgspec.structs.replace(request.sampling, seed=(seed + i) & 0xFFFF_FFFF) for i in range(n)
-    ]
+    samplings = [msgspec.structs.replace(request.sampling, seed=seed_of(seed + i)) for i in range(n)]
     return [msgspec.structs.replace(request, sampling=sampling) for sampling in samplings]
 
 
@@ -147,9 +146,10 @@ def _message(turn: wire.ChatMessage) -> Message:
         case wire.SystemMessage():  # the others are of its type too
             return Message(role="system", **_content(turn.content))
         case wire.ToolMessage():
-            return Message(role="tool", tool_call_id=turn.tool_call_id, **_content(turn.content))
+            content = "" if turn.content is None else turn.content
+            return Message(role="tool", tool_call_id=turn.tool_call_id, **_content(content))
     calls = tuple(
-        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        ToolCall(id=call.id, name=call.function.name, arguments=as_text(call.function.arguments))
         for call in turn.tool_calls or ()
     )
     return Message(

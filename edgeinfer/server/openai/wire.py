@@ -52,6 +52,10 @@ class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
     text: Text
 
 
+class InputTextPart(TextPart, frozen=True, tag="input_text", tag_field="type"):
+    """A text part as the Responses API spells it."""
+
+
 class RefusalPart(Wire, frozen=True, tag="refusal", tag_field="type"):
     """An earlier refusal, which is text as any other."""
 
@@ -91,16 +95,16 @@ class FilePart(Wire, frozen=True, tag="file", tag_field="type"):
     file: FileData
 
 
-Content = str | Annotated[list[TextPart | ImagePart | FilePart], Meta(max_length=1024)]
+Content = str | Annotated[list[TextPart | InputTextPart | ImagePart | FilePart], Meta(max_length=1024)]
 
 
 class FunctionCall(Wire, frozen=True, kw_only=True):
-    """A function's name with its arguments as JSON text."""
+    """A function's name with its arguments as JSON text, or as the object itself."""
 
     hints: ClassVar = frozenset({"parsed_arguments"})
 
     name: ToolName
-    arguments: Text
+    arguments: Text | JsonObject
 
 
 class ToolCallParam(Wire, frozen=True, tag="function", tag_field="type"):
@@ -154,7 +158,7 @@ class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
     hints: ClassVar = frozenset({"name"})
     other_types: ClassVar[Mapping[str, str]] = {"function": "use the role tool"}
 
-    content: Content
+    content: Content | None
     tool_call_id: ShortText
 
 

@@ -22,6 +22,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.openai.wire import JsonObjectFormat, RefusalPart
 from edgeinfer.server.request_fields import (
+    as_text,
     common_fields,
     content_of,
     named_tool,
@@ -121,7 +122,8 @@ def _append(turns: list[Message], item: wire.Item) -> None:
             _append(turns, call_item)
             turns.append(call_messages("", "", [_use(item, call_id, name)])[1])
         case wire.FunctionOutputItem():
-            turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(item.output)))
+            output = as_text(item.output) if isinstance(item.output, dict) else item.output
+            turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(output)))
         case wire.ReasoningItem():
             text = "".join(part.text for part in item.content or item.summary)
             turns.append(Message(role="assistant", reasoning=text))

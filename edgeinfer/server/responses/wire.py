@@ -35,6 +35,16 @@ class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
     text: Text
 
 
+class PlainText(InputText, frozen=True, tag="text", tag_field="type"):
+    """A text as the chat API spells it."""
+
+
+class ItemReference(Wire, frozen=True, tag="item_reference", tag_field="type"):
+    """An item of a stored response, by its id."""
+
+    id: ShortText
+
+
 class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
     """A picture in a `data:` URI; nothing is fetched."""
 
@@ -76,7 +86,8 @@ class SummaryText(Wire, frozen=True, tag="summary_text", tag_field="type"):
 MessageContent = (
     str
     | Annotated[
-        list[InputText | InputImage | InputFile | OutputText | RefusalPart], Meta(max_length=1024)
+        list[InputText | PlainText | InputImage | InputFile | OutputText | RefusalPart],
+        Meta(max_length=1024),
     ]
 )
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -93,7 +104,6 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
     is_untagged_form: ClassVar = True
     hints: ClassVar = frozenset({"phase"})
     other_types: ClassVar[Mapping[str, str]] = {
-        "item_reference": "responses are not stored, send the item itself",
         "compaction": "only who encrypted it can read it",
         "configuration_update": "a request has one configuration",
         "computer_call": "there is no computer",
@@ -126,7 +136,11 @@ class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag
     hints: ClassVar = frozenset({"caller", "name", "namespace"})
 
     call_id: ShortText
-    output: str | Annotated[list[InputText | InputImage | InputFile], Meta(max_length=1024)]
+    output: (
+        str
+        | Annotated[list[InputText | PlainText | InputImage | InputFile], Meta(max_length=1024)]
+        | JsonObject
+    )
 
 
 class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
@@ -186,6 +200,7 @@ Item = (
     | McpCallItem
     | McpApprovalRequestItem
     | McpApprovalResponseItem
+    | ItemReference
 )
 
 

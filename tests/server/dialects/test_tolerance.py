@@ -1,0 +1,148 @@
+"""Spellings of other servers and clients that mean one thing are taken."""
+
+import base64
+import json
+
+import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
+from msgspec.structs import replace
+
+from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.pictures import file_in
+from edgeinfer.server.problems import from_error
+from edgeinfer.server.request_fields import seed_of
+
+CALL = {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "é"]}}}
+
+
+def test_arguments_of_a_call_may_be_an_object(here, engine):
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_a", "content": None},
+    ]
+    assert here.chat(messages=turns).status_code == 200
+    _, assistant, result = engine.requests[-1].messages
+    assert json.loads(assistant.tool_calls[0].arguments) == {"x": [1, "é"]}
+    assert result.content == ""
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text"])
+def test_text_has_either_name_in_either_api(here, engine, kind):
+    content = [{"type": kind, "text": "hello"}]
+    turns = [{"role": "user", "content": content}]
+    assert here.chat(messages=turns).status_code == 200
+    assert engine.requests[-1].messages[0].content == "hello"
+    assert here.client.post("/v1/responses", json={"input": turns}).status_code == 200
+    assert engine.requests[-1].messages[0].content == "hello"
+
+
+def test_output_of_a_function_may_be_an_object(here, engine):
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": {"ok": True}},
+    ]
+    assert here.client.post("/v1/responses", json={"input": items}).status_code == 200
+    assert json.loads(engine.requests[-1].messages[-1].content) == {"ok": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/messages", {"model": "fake", "max_tokens": 5}),
+        ("/completion", {"prompt": "a", "messages": None}),
+    ],
+)
+def test_top_k_of_minus_one_keeps_all(here, engine, path, body):
+    body = {"messages": [{"role": "user", "content": "a"}], "top_k": -1} | body
+    body = {name: value for name, value in body.items() if value is not None}
+    assert here.client.post(path, json=body).status_code == 200
+    assert engine.requests[-1].sampling.top_k == 0
+    assert here.client.post(path, json=body | {"top_k": -2}).status_code == 400
+
+
+def test_base64_is_read_as_clients_spell_it():
+    data = bytes(range(256)) + b"\xfb\xff\xfe?"
+    text = base64.b64encode(data).decode()
+    url = base64.urlsafe_b64encode(data).decode()
+    broken = "\r\n".join(text[i : i + 76] for i in range(0, len(text), 76))
+    for spelled in (text, text.rstrip("="), url, url.rstrip("="), broken, f"data:;base64,{broken}"):
+        assert file_in(spelled, InvalidRequestError) == data
+    for wrong in ("a", "****", "ab*d", "\u00e9\u00e9\u00e9\u00e9"):
+        with pytest.raises(InvalidRequestError):
+            file_in(wrong, InvalidRequestError)
+
+
+def test_seeds_of_64_bits_differ_and_none_is_random():
+    assert [seed_of(seed) for seed in (0, 5, 4_294_967_294)] == [0, 5, 4_294_967_294]
+    assert seed_of(-1) is None
+    seeds = [5, 5 + (1 << 32), 5 + (1 << 33), -5, (1 << 32) - 1, (1 << 33) - 1, (1 << 63) - 1]
+    found = [seed_of(seed) for seed in seeds]
+    assert len(set(found)) == len(seeds)
+    assert all(0 <= seed < 0xFFFF_FFFF for seed in found)
+
+
+def test_seeds_of_several_answers_stay_in_range(here, engine):
+    here.chat(seed=0xFFFF_FFFE, n=3, temperature=1)
+    seeds = [request.sampling.seed for request in engine.requests[-3:]]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 0xFFFF_FFFF for seed in seeds)
+
+
+def test_fields_of_an_answer_keep_their_names(here):
+    fields = ["generation_settings/n_predict", "content", "absent/x"]
+    body = {"prompt": "a", "n_predict": 7, "response_fields": fields}
+    reply = here.client.post("/completion", json=body).json()
+    assert reply == {"generation_settings/n_predict": 7, "content": "Hello world"}
+
+
+@pytest.mark.parametrize(("eos", "n_special"), [("[SEP]", 3), ("</s>", 4)])
+def test_usage_of_a_reranking_counts_special_tokens(serve, eos, n_special):
+    class Counting(FakeEngine):
+        def tokenize(self, text, *, add_special=False, parse_special=False):
+            return [1] * (len(text.split()) + 2 * add_special)
+
+    here = serve(Counting(info=replace(DEFAULT_INFO, eos_token=eos)))
+    body = {"query": "two words", "documents": ["a", "b c d"]}
+    usage = here.client.post("/v1/rerank", json=body).json()["usage"]
+    assert usage["prompt_tokens"] == 2 * 2 + 1 + 3 + 2 * n_special
+
+
+def test_version_of_ollama_is_one_that_codex_takes(here):
+    version = here.client.get("/api/version").json()["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 13, 4)
+
+
+@pytest.mark.parametrize("path", ["/home/someone/models/a.gguf", "~/models/a.gguf", "/a.gguf"])
+def test_folders_of_the_operator_are_not_told(path):
+    problem = from_error(ModelLoadError(f"{path}: not a model, see https://a.example/b/c"))
+    assert problem.message.startswith(("a.gguf: not", "/a.gguf: not"))
+    assert problem.message.endswith("https://a.example/b/c")
+
+
+def test_item_references_are_looked_up(serve):
+    engine = FakeEngine([["one"], ["two"], ["three"]])
+    here = serve(engine, store_responses=True, keys=["one-key-of-many", "another-key-here"])
+
+    def ask(key: str, items: list) -> tuple[int, dict]:
+        reply = here.client.post("/v1/responses", json={"input": items}, headers={"x-api-key": key})
+        return reply.status_code, reply.json()
+
+    user = {"role": "user", "content": "hi"}
+    _, first = ask("one-key-of-many", [user])
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    status, _ = ask("one-key-of-many", [user, reference, user])
+    assert status == 200
+    assert [turn.content for turn in engine.requests[-1].messages] == ["hi", "one", "hi"]
+    for key, item in (("another-key-here", reference), ("one-key-of-many", reference | {"id": "x"})):
+        status, refused = ask(key, [user, item])
+        assert (status, refused["error"]["code"]) == (400, "item_not_found")
+
+
+def test_item_reference_without_storing_names_the_way_out(here):
+    items = [{"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "a"}]
+    error = here.client.post("/v1/responses", json={"input": items}).json()["error"]
+    assert "store-responses" in error["message"]
+    assert "store: false" in error["message"]

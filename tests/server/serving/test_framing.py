@@ -1,0 +1,107 @@
+"""HTTP as old, odd and departing clients speak it."""
+
+import json
+import socket
+
+import pytest
+from fake_engine import FakeEngine, StepGate
+
+from edgeinfer.server.guards import protocol
+
+
+def _post(body: dict, *, version: str = "1.1", path: str = "/v1/chat/completions") -> bytes:
+    content = json.dumps({"messages": [{"role": "user", "content": "hi"}]} | body).encode()
+    head = f"POST {path} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content
+
+
+def _read_all(client: socket.socket) -> bytes:
+    client.settimeout(20)
+    return b"".join(iter(lambda: client.recv(65_536), b""))
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_client_of_http_1_0_gets_no_chunks(serve, until, is_stream):
+    gate = StepGate()
+    here = serve(FakeEngine([["one ", gate, *map(str, range(50))]]))
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.sendall(_post({"stream": is_stream}, version="1.0"))
+        assert gate.reached.wait(20)
+        gate.opened.set()
+        head, _, body = _read_all(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    if is_stream:
+        lines = body.split(b"\n\n")
+        assert all(line.startswith((b"data: ", b": ")) or not line for line in lines)
+        assert lines[-2:] == [b"data: [DONE]", b""]
+    else:
+        assert json.loads(body)["choices"][0]["message"]["content"].endswith("4849")
+
+
+@pytest.mark.parametrize("version", ["2.0", "0.9", "1.2"])
+def test_other_versions_are_refused(serve, raw_exchange, version):
+    request = f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode()
+    status = raw_exchange(serve().port, request).split(b" ", 2)[1]
+    assert status in (b"505", b"400")
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://evil.example/v1/models", "localhost", 403),
+        ("http://evil.example:80/v1/models", "localhost", 403),
+        ("http://localhost/v1/models", "localhost", 200),
+        ("http://localhost:8080/v1/models", "evil.example", 200),
+        ("http://[::1]:8080/v1/models", "localhost", 200),
+    ],
+)
+def test_host_of_an_absolute_target_counts(serve, raw_exchange, target, host, status):
+    request = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+    reply = raw_exchange(serve().port, request)
+    assert int(reply.split(b" ", 2)[1]) == status
+
+
+def test_allow_names_head(serve):
+    reply = serve().client.request("DELETE", "/health")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("resets", [True, False])
+def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatch, is_stream, resets):
+    monkeypatch.setattr(protocol, "_LOOK_AGAIN_S", 0.05)
+    gate = StepGate()
+    engine = FakeEngine([["one ", "two ", gate]])
+    here = serve(engine)
+    client = socket.create_connection(("127.0.0.1", here.port))
+    client.sendall(_post({"stream": is_stream}))
+    client.shutdown(socket.SHUT_WR)
+    assert gate.reached.wait(20)
+    if resets:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    client.close()
+    until(lambda: not engine.metrics().running, "the generation to end")
+    until(lambda: not here.endpoint.in_flight, "the request to end")
+
+
+def test_half_closed_client_that_stays_is_answered(serve, monkeypatch):
+    monkeypatch.setattr(protocol, "_LOOK_AGAIN_S", 0.02)
+    gate = StepGate()
+    here = serve(FakeEngine([["one ", gate, "two"]]))
+    with socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.sendall(_post({"stream": True}))
+        client.shutdown(socket.SHUT_WR)
+        assert gate.reached.wait(20)
+        here.client.get("/health")
+        gate.opened.set()
+        assert b"[DONE]" in _read_all(client)
+
+
+def test_loggers_of_the_loop_write_lines_of_the_log(serve):
+    import logging
+
+    here = serve()
+    logging.getLogger("asyncio").warning("socket.send() raised exception.")
+    line = here.log.getvalue().splitlines()[-1]
+    assert json.loads(line)["message"] == "socket.send() raised exception."
